@@ -12,6 +12,7 @@ from pathlib import Path
 
 import uvloop
 
+from api_proc.adapters.registry import NamedAdapter
 from api_proc.app import openai_app, peer_app, start_sessions
 from api_proc.commands import Commands
 from api_proc.http.acceptor import max_connections, raise_fd_limit
@@ -27,7 +28,9 @@ from api_proc.peers.peers import MAX_ASKED, MAX_FORWARDED, Peers
 from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
+from protocol.adapters import AdapterError
 from protocol.client.async_client import MAX_OPEN_TOKENS, AsyncEngineClient
+from protocol.client.errors import RequestFailed
 from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
 from protocol.lifecycle import Role
 from protocol.process import gc_tuning
@@ -76,9 +79,16 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         label = log_label(child.role, child.rank, child.config)
         logger = AccessLogger(run.access_log, run.log_format, label=label)
     async with _engine_client(child) as client:
+        counters = _shared_counters(child)
         state = ApiState(
-            client, child.config, text, index=child.rank, counters=_shared_counters(child)
+            client,
+            child.config,
+            text,
+            index=child.rank,
+            counters=counters,
+            run_dir=child.run_dir,
         )
+        named = await _name_adapters(child, state)
         if child.lifecycle_socket is not None:
             state.processes = ProcessList(child.ask_for_status)
         server = HttpServer(
@@ -97,7 +107,8 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         loop.add_signal_handler(signal.SIGTERM, commands.on_sigterm)
         await start_sessions(state)
         gc_tuning.freeze()  # a collection would traverse all token ids of open requests
-        tasks = [asyncio.create_task(work) for work in _background(child, client, state, server)]
+        background = _background(child, client, state, server, named)
+        tasks = [asyncio.create_task(work) for work in background]
         if state.peers is None or peer_server is None:
             await server.serve(sockets=[listening])
         else:
@@ -156,12 +167,26 @@ def _num_peer_connections(api: ApiConfig) -> int:
     return (api.api_server_count - 1) * (_num_forwarded(api) + MAX_ASKED)
 
 
+async def _name_adapters(child: ChildProcess, state: ApiState) -> list[NamedAdapter]:
+    """Name the adapters of the settings at the engine's start; one in error ends the engine."""
+    if child.config.lora.lora_modules:
+        child.progress("adapters")
+    try:
+        return await asyncio.to_thread(state.adapters.begin)
+    except AdapterError as error:
+        child.fatal("lora_modules", error, retry=False)
+
+
 def _background(
-    child: ChildProcess, client: AsyncEngineClient, state: ApiState, server: HttpServer
+    child: ChildProcess,
+    client: AsyncEngineClient,
+    state: ApiState,
+    server: HttpServer,
+    named: list[NamedAdapter],
 ) -> Iterator[Coroutine[None, None, None]]:
     """Yield what runs beside the server: the report of readiness, and reloading of files."""
     api = child.config.api
-    yield _report_ready(child, client)
+    yield _report_ready(child, client, named)
     if api.ssl_certfile is not None:
         yield watch_files(tls_files(api), lambda: make_context(api), server.renew_tls)
     if api.api_key_file is not None:
@@ -186,8 +211,13 @@ def _engine_client(child: ChildProcess) -> AsyncEngineClient:
     )
 
 
-async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
-    """Report ready once requests are served, and progress before: loading a model may take long."""
+async def _report_ready(
+    child: ChildProcess, client: AsyncEngineClient, named: list[NamedAdapter]
+) -> None:
+    """Report ready once requests are served, and progress before: loading a model may take long.
+
+    The adapters that were named at the engine's start are loaded, or checked, before.
+    """
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     for number in itertools.count():
         child.progress("wait for the model", number)  # waiting is not a failure
@@ -195,6 +225,13 @@ async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
         with contextlib.suppress(TimeoutError):
             await client.wait_ready(interval_s)
             break
+    for number, one in enumerate(named):
+        child.progress("adapters", number, len(named))
+        child.reporter.turn()
+        with contextlib.suppress(TimeoutError, RequestFailed):
+            if error := await client.load_adapter(one.adapter):
+                text = f"{one.adapter.name} ({one.adapter.path}): {error}"
+                child.fatal("lora_modules", AdapterError(text), retry=False)
     child.ready()
 
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from api_proc import openapi
+from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.errors import MessagesMiddleware
 from api_proc.anthropic.routes import MESSAGES, count_tokens
 from api_proc.errors import ApiError, internal
@@ -78,6 +79,8 @@ _ADMIN_ROUTES = (
     ("POST", "/wake_up", admin_routes.resume),
     ("GET", "/is_sleeping", admin_routes.is_sleeping),
     ("POST", "/reset_prefix_cache", admin_routes.reset_prefix_cache),
+    ("POST", "/v1/load_lora_adapter", adapter_routes.load_adapter),
+    ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_adapter),
 )
 
 

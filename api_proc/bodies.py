@@ -16,6 +16,7 @@ from api_proc.http.json_scan import MAX_VALUES, most_values
 from api_proc.openai import structured
 from api_proc.openai.beam_search import LengthPenalty, check_beam_search
 from protocol import sampling
+from protocol.adapters import Adapter
 from protocol.api_core import Tenant
 from protocol.message import TokenId
 
@@ -67,6 +68,7 @@ class RequestOptions(TypedDict):
     priority: int
     cache_salt: str
     tenant: str
+    adapter: Adapter | None
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
@@ -160,11 +162,12 @@ class SamplingBody(CommonBody, kw_only=True):
 
     @property
     def request_options(self) -> RequestOptions:
-        """The fields that the scheduler uses."""
+        """The fields that the scheduler uses; the adapter is found by `model` later."""
         return {
             "priority": self.priority or 0,
             "cache_salt": self.cache_salt or "",
             "tenant": self.user or "",
+            "adapter": None,
         }
 
     @property

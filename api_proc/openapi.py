@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.bodies import MessagesBody, PromptBody
 from api_proc.anthropic.objects import Message, MessageErrorResponse, StreamEvent, TokenCount
 from api_proc.bodies import (
@@ -85,7 +86,8 @@ _CONTROLS = (400, 401, 409, 429, 500, 503)
 _MESSAGES = [{"role": "user", "content": "Hello"}]
 _RESPONSE_ID = (Parameter("response_id", str, "path"),)
 _HTML = "text/html"
-_METRICS = "text/plain"
+_METRICS = _TEXT = "text/plain"
+_LOADS = (400, 401, 408, 413, 415, 429, 500, 503)
 
 OPERATIONS = (
     Operation(
@@ -240,6 +242,18 @@ OPERATIONS = (
         *("POST", "/reset_prefix_cache", "admin", "Drop all cached prefixes.", admin.Done),
         parameters=(Parameter("reset_running_requests", bool),),
         errors=_CONTROLS,
+    ),
+    Operation(
+        *("POST", "/v1/load_lora_adapter", "admin", "Load a LoRA adapter under a name.", _TEXT),
+        adapter_routes.LoadAdapterBody,
+        {"lora_name": "sql", "lora_path": "/adapters/sql"},
+        errors=_LOADS,
+    ),
+    Operation(
+        *("POST", "/v1/unload_lora_adapter", "admin", "Forget a LoRA adapter.", _TEXT),
+        adapter_routes.UnloadAdapterBody,
+        {"lora_name": "sql"},
+        errors=(*_LOADS, 404),
     ),
 )
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import PurePath
 
+from api_proc.adapters.registry import AdapterRegistry
 from api_proc.budget import Budget
 from api_proc.errors import ApiError, overloaded, unavailable
 from api_proc.http.api_keys import ApiKeys
@@ -22,6 +23,7 @@ from api_proc.responses.store import ResponseStore
 from api_proc.resumption.sessions import Sessions
 from api_proc.text.processor import TextProcessor
 from api_proc.unknown_fields import UnknownFields
+from protocol.adapters import Adapter
 from protocol.api_core import EngineState, EngineStats, ErrorCode, RequestError
 from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestFailed
@@ -35,6 +37,7 @@ STATUS_FRESH_S = 5.0
 _FIRST_FACTS_S = 2.0
 """A new server waits this long for the engine before it responds that the engine is starting."""
 _POLL_S = 0.01
+_MAX_SHOWN_NAMES = 16
 
 
 class ApiState:
@@ -48,8 +51,12 @@ class ApiState:
         *,
         index: int = 0,
         counters: SharedCounters | None = None,
+        run_dir: str | None = None,
     ) -> None:
-        """`index`: of this API process. `counters`: of all API processes, if there are several."""
+        """`index`: of this API process. `counters`: of all API processes, if there are several.
+
+        `run_dir`: where they share the names of adapters.
+        """
         self.client = client
         self.ids = RequestIds(index, config.api.api_server_count)
         self.peers: Peers | None = None
@@ -60,6 +67,7 @@ class ApiState:
         self.model_name = names[0]
         self.model_names = names
         """All names of the model; responses have the first one."""
+        self.adapters = AdapterRegistry(run_dir, config.lora)
         self.api_keys = ApiKeys(config.api)
         self.created = int(time.time())
         self.metrics = Metrics() if counters is None else Metrics(counters.own())
@@ -144,16 +152,31 @@ class ApiState:
             raise unavailable("the engine is starting", "starting")
         return facts
 
-    def require_model(self, name: str | None) -> None:
-        """Raise a 404 for the name of another model."""
-        if name is not None and name not in (*self.model_names, self.config.model.model):
-            names = ", ".join(map(repr, self.model_names))
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; this server has {names}",
-                param="model",
-                code="model_not_found",
-            )
+    def is_base_model(self, name: str | None) -> bool:
+        """Whether a name stands for the model without an adapter."""
+        return name is None or name in (*self.model_names, self.config.model.model)
+
+    def require_model(self, name: str | None) -> Adapter | None:
+        """Return the adapter that a name stands for, None for the model alone, or raise a 404."""
+        if name is None or self.is_base_model(name):
+            return None
+        named = self.adapters.find(name)
+        if named is not None:
+            return named.adapter
+        known = [*self.model_names, *(one.adapter.name for one in self.adapters.all())]
+        names = ", ".join(map(repr, known[:_MAX_SHOWN_NAMES]))
+        if len(known) > _MAX_SHOWN_NAMES:
+            names += f" and {len(known) - _MAX_SHOWN_NAMES} more"
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist; this server has {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def shown_model(self, name: str | None) -> str:
+        """Return the name in the response to a request that was accepted for a model."""
+        return self.model_name if name is None or self.is_base_model(name) else name
 
     def set_health(self, health: Health) -> None:
         self._health = health

@@ -43,11 +43,14 @@ from protocol.api_core import (
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import (
+    AdapterLoaded,
     CompileGrammar,
     GrammarCompiled,
+    LoadAdapter,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
+    UnloadAdapter,
 )
 from protocol.kv_events import KVEvent
 from protocol.process.progress_page import MarkEdits
@@ -138,7 +141,7 @@ class EngineCore:
             done = ControlDone(control.number, ok=False, pause_mode=PauseMode.RUNNING)
             self._owners.post(client, done)
         else:
-            self.running.pausing.handle(client, control)
+            self.running.control(client, control)
 
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
         """Return all messages for clients except outputs; called once in every turn."""
@@ -160,6 +163,18 @@ class EngineCore:
         if self.running is None:
             raise WorkerMisbehaved(f"grammar {message.grammar_id} was never sent")
         self.running.grammar_compiled(message)
+
+    def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
+        """Return what is to be sent to the workers about adapters before the next step."""
+        if self.running is None or not self._has_workers:
+            return []
+        return self.running.take_adapters()
+
+    def adapter_loaded(self, message: AdapterLoaded) -> None:
+        """Handle the workers' answer about an adapter."""
+        if self.running is None:
+            raise WorkerMisbehaved(f"adapter {message.adapter_id} was never sent")
+        self.running.adapter_loaded(message)
 
     @property
     def is_sleep_due(self) -> bool:

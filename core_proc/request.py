@@ -25,6 +25,7 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
+    WAITING_FOR_ADAPTER = "waiting_for_adapter"
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     """Keeps its place, and holds the blocks that its KV is loaded into. For remote KV."""
     WAITING_FOR_TRIAL = "waiting_for_trial"
@@ -48,19 +49,23 @@ FINISHED_STATUS = {
 
 _FINISHED = frozenset(FINISHED_STATUS.values())
 _GIVEN_UP = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
-BLOCKED = frozenset({_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL})
+FOR_WORKER = frozenset({_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_ADAPTER})
+"""What a request waits for that each new worker has to make again."""
+BLOCKED = FOR_WORKER | {_S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL}
 """Waiting, and not admitted before `Scheduler.unblock`."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING: _GIVEN_UP
-    | {_S.RUNNING, _S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL},
+    | FOR_WORKER
+    | {_S.RUNNING, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL},
     # On a new worker the grammar of a request that has run is compiled again.
     _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING, _S.PREEMPTED},
+    _S.WAITING_FOR_ADAPTER: _GIVEN_UP | {_S.WAITING, _S.PREEMPTED},
     _S.WAITING_FOR_REMOTE_KV: _GIVEN_UP | {_S.WAITING},
     _S.RUNNING: _FINISHED | {_S.PREEMPTED},
     # A preempted request may still stop: a token of a step in flight arrives late.
-    _S.PREEMPTED: _FINISHED | {_S.RUNNING, _S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_TRIAL},
-    _S.WAITING_FOR_TRIAL: _FINISHED | {_S.WAITING, _S.PREEMPTED, _S.WAITING_FOR_GRAMMAR},
+    _S.PREEMPTED: _FINISHED | FOR_WORKER | {_S.RUNNING, _S.WAITING_FOR_TRIAL},
+    _S.WAITING_FOR_TRIAL: _FINISHED | FOR_WORKER | {_S.WAITING, _S.PREEMPTED},
     **dict.fromkeys(_FINISHED, frozenset()),
 }
 
@@ -89,7 +94,7 @@ class Request:
     """Seconds, on the core's clock: when its client accepted it."""
     cache_salt: str = ""
     adapter_id: int = 0
-    """LoRA adapter that its KV depends on; 0: none. For adapters: clients cannot set it yet."""
+    """LoRA adapter that its KV depends on; 0: none."""
     tenant: str = ""
     owner: object = None
     """What the engine attaches to it; opaque to the scheduler."""

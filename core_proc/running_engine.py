@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from core_proc.invariants import check_invariants
+from core_proc.links.adapters import ADAPTER_PARAM, Adapters
 from core_proc.links.grammars import MAX_COMPILING, Grammars
 from core_proc.links.output_check import check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
@@ -18,6 +19,9 @@ from core_proc.scheduler import Scheduler
 from core_proc.stats import scheduler_stats
 from protocol.api_core import (
     AddRequest,
+    Control,
+    ControlAction,
+    ControlDone,
     EngineStats,
     ErrorCode,
     Refused,
@@ -28,11 +32,14 @@ from protocol.api_core import (
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import (
+    AdapterLoaded,
     CompileGrammar,
     GrammarCompiled,
+    LoadAdapter,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
+    UnloadAdapter,
 )
 from protocol.message import MAX_TEXT
 
@@ -49,6 +56,7 @@ class RunningEngine:
         self, config: EngineConfig, facts: ModelFacts, swap_cost_tokens: float, owners: Owners
     ) -> None:
         self._limits = config.scheduler
+        self._takes_adapters = config.lora.enable_lora
         self._checks_invariants = config.run.check_invariants
         self._owners = owners
         self._next_req_id = 1
@@ -64,6 +72,13 @@ class RunningEngine:
                 num_states,
             )
         self.grammars = Grammars(self.scheduler)
+        self.adapters = Adapters(
+            self.scheduler,
+            config.lora.max_loras,
+            config.lora.num_kept,
+            config.scheduler.max_num_seqs,
+            self._answer_load,
+        )
         self.progress = PromptProgress(self.scheduler.requests)
         self.pausing = Pausing(self.scheduler, owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID)
@@ -76,6 +91,7 @@ class RunningEngine:
         self.quarantine.workers_lost()
         self.scheduler.recompute_all()
         self.grammars.workers_lost()
+        self.adapters.workers_lost()
         self.progress.workers_lost()
         self.pausing.workers_lost()
 
@@ -103,6 +119,7 @@ class RunningEngine:
             priority=add.priority,
             arrival_time=now - add.age_s,
             cache_salt=add.cache_salt,
+            adapter_id=0 if add.adapter is None else add.adapter.adapter_id,
             tenant=add.tenant,
             owner=Owner(client, add.request_id),
         )
@@ -115,6 +132,8 @@ class RunningEngine:
         except ValueError as problem:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
         self._owners.enter(client, add.request_id, req_id)  # first: if the next fails, it is ended
+        if add.adapter is not None:
+            self.adapters.add(request, add.adapter)
         self.progress.added(request)
         self.quarantine.added(request)
         return None
@@ -129,9 +148,13 @@ class RunningEngine:
             if grammar is not None and self.grammars.is_full(grammar):
                 text = f"{MAX_COMPILING} grammars are being compiled already"
                 return RequestError(ErrorCode.OVERLOADED, text)
-        if self.quarantine.refuses(add.prompt, add.sampling_params, now):
+        adapter_id = 0 if add.adapter is None else add.adapter.adapter_id
+        if self.quarantine.refuses(add.prompt, add.sampling_params, now, adapter_id):
             text = "the same request has killed workers; it is refused for ten minutes"
             return RequestError(ErrorCode.QUARANTINED, text)
+        if add.adapter is not None and not self._takes_adapters:
+            text = "the engine was started without enable_lora"
+            return RequestError(ErrorCode.INVALID, text, ADAPTER_PARAM)
         return validate_request(add, self.facts)
 
     def _overload(self, num_prompt_tokens: int) -> RequestError | None:
@@ -155,6 +178,23 @@ class RunningEngine:
         for req_id in req_ids:
             self.scheduler.abort_request(req_id)
         self.pausing.forget(client)
+        self.adapters.forget(client)
+
+    def control(self, client: Client, control: Control) -> None:
+        """Handle a request about the whole engine, or about an adapter."""
+        if control.action not in (ControlAction.LOAD_ADAPTER, ControlAction.UNLOAD_ADAPTER):
+            self.pausing.handle(client, control)
+        elif control.adapter is None or not self._takes_adapters:
+            self._answer_load(client, control.number, "the engine was started without enable_lora")
+        elif control.action is ControlAction.LOAD_ADAPTER:
+            self.adapters.load(client, control.number, control.adapter)
+        else:
+            self.adapters.unload(control.adapter)
+            self._answer_load(client, control.number, "")
+
+    def _answer_load(self, client: Client, number: int, error: str) -> None:
+        done = ControlDone(number, not error, self.pausing.mode, error[:MAX_TEXT])
+        self._owners.post(client, done)
 
     def take_grammars(self) -> list[CompileGrammar]:
         """Return the grammars that the workers are to compile now."""
@@ -162,10 +202,27 @@ class RunningEngine:
 
     def grammar_compiled(self, message: GrammarCompiled) -> None:
         """Let the requests of a grammar be admitted, or refuse them with its error."""
-        for request in self.grammars.compiled(message):
-            self.quarantine.unblocked(request)
+        self._unblocked(self.grammars.compiled(message))
         self._refuse_failures()
         self._check_invariants()
+
+    def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
+        """Return what the workers are to do about adapters before the next step."""
+        messages, unblocked = self.adapters.take_messages()
+        self._unblocked(unblocked)
+        return messages
+
+    def adapter_loaded(self, message: AdapterLoaded) -> None:
+        """Let the requests of an adapter be admitted, or refuse them with its error."""
+        self._unblocked(self.adapters.loaded(message))
+        self._refuse_failures()
+        self._check_invariants()
+
+    def _unblocked(self, requests: Iterable[Request]) -> None:
+        """Take requests that got one thing that they have waited for; they may need another."""
+        for request in requests:
+            if not (self.adapters.holds(request) or self.grammars.holds(request)):
+                self.quarantine.unblocked(request)
 
     def schedule(self) -> SchedulerOutput | None:
         self.quarantine.advance()

@@ -40,7 +40,7 @@ from core_proc.kv.kv_cache import KVCacheManager, Tables
 from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
-from core_proc.request import BLOCKED, Request, RequestStatus
+from core_proc.request import BLOCKED, FOR_WORKER, Request, RequestStatus
 from core_proc.scheduling.admission import Admission, Capacity
 from core_proc.scheduling.partial_prefills import PartialPrefills
 from core_proc.scheduling.prompt_budget import PromptBudget
@@ -521,10 +521,10 @@ class Scheduler:
     ) -> bool:
         """Keep a waiting request from being admitted until `unblock`; False if it does not wait.
 
-        One that waits for its trial may wait for its grammar instead: that of a new worker.
+        One that waits for its trial may wait instead for what a new worker has to make.
         """
         if request.status is RequestStatus.WAITING_FOR_TRIAL:
-            if blocked is not RequestStatus.WAITING_FOR_GRAMMAR:
+            if blocked not in FOR_WORKER:
                 return False
         elif request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return False

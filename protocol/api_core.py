@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.adapters import Adapter
 from protocol.core_worker import ModelFacts, PackedVector, PromptLogprobs, TokenLogprobs
 from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import (
@@ -120,6 +121,8 @@ class AddRequest(Message):
     """Seconds from its acceptance to this message; they keep the order of arrival in a new core."""
     packed_prompt: PackedTokenIds = b""
     """The prompt as packed ids; `prompt_token_ids` is empty then."""
+    adapter: Adapter | None = None
+    """The adapter that computes it together with the model."""
 
     @property
     def prompt(self) -> list[int] | bytes:
@@ -161,6 +164,10 @@ class ControlAction(enum.StrEnum):
     """Pause everything, drop the prefix cache, and request the workers to release its memory."""
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     """Drop the prefix cache; refused while any of its blocks is in use."""
+    LOAD_ADAPTER = "load_adapter"
+    """Have the workers load `Control.adapter`, or only check it where they have no room."""
+    UNLOAD_ADAPTER = "unload_adapter"
+    """Drop `Control.adapter` once no request has it; requests may load it again."""
 
 
 class Control(Message):
@@ -174,6 +181,8 @@ class Control(Message):
     restores: bool = False
     """It was in force in a former core. A core that has got another pause, sleep or resume
     meanwhile, or is paused more already, ignores it."""
+    adapter: Adapter | None = None
+    """Of LOAD_ADAPTER and UNLOAD_ADAPTER."""
 
 
 class ControlDone(Message):
@@ -184,6 +193,8 @@ class ControlDone(Message):
     """False: the engine starts or drains, blocks are in use, the sleep was ended before it began,
     or what was to be restored is out of date."""
     pause_mode: PauseMode
+    error: Text = ""
+    """Why an adapter cannot be used."""
 
 
 class KVEventsTaken(Message):

@@ -37,6 +37,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
+from protocol.adapters import Adapter, AdapterId
 from protocol.message import Decoder, Message, PackedTokenIds, Record, RequestId, Text, TokenIds
 from protocol.sampling import MAX_EMBEDDING_SIZE, Grammar, SamplingParams
 
@@ -157,6 +158,8 @@ class NewRequestData(Record):
     num_cached_tokens: Annotated[int, Meta(ge=0)]
     """Positions whose KV is in the blocks. One more than `num_computed_tokens` if the whole prompt
     was cached: its last token is computed for its logits, and no KV is written for it."""
+    adapter_id: AdapterId = 0
+    """An adapter that the worker has loaded; 0: none."""
 
 
 class CachedRequestData(Record):
@@ -212,6 +215,24 @@ class CompileGrammar(Message):
     grammar: Grammar
     is_proven: bool = False
     """A worker has compiled it within the limits before."""
+
+
+class LoadAdapter(Message):
+    """Core → worker: load an adapter beside the steps, answered by one `AdapterLoaded`.
+
+    Its requests are introduced after that. An adoption takes back what was not answered, and after
+    it the worker may drop any adapter that the new core has not asked for.
+    """
+
+    adapter: Adapter
+    keeps: bool = True
+    """Whether it stays loaded; else it is only checked."""
+
+
+class UnloadAdapter(Message):
+    """Core → worker: drop an adapter that was loaded; no mirrored request has it."""
+
+    adapter_id: AdapterId
 
 
 class TokenLogprobs(Record):
@@ -278,8 +299,16 @@ class GrammarCompiled(Message):
     """What is wrong with it, or the limit that it exceeds; empty: it is ready."""
 
 
-WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | GrammarCompiled
-CoreToWorker = Adopt | SchedulerOutput | Sleep | CompileGrammar
+class AdapterLoaded(Message):
+    """Worker → core: an adapter is loaded, or was checked, or cannot be used."""
+
+    adapter_id: AdapterId
+    error: Text = ""
+    """What is wrong with its files, or with them for this model; empty: nothing is."""
+
+
+WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | GrammarCompiled | AdapterLoaded
+CoreToWorker = Adopt | SchedulerOutput | Sleep | CompileGrammar | LoadAdapter | UnloadAdapter
 
 decode_from_worker: Decoder[WorkerToCore] = Decoder(WorkerToCore)
 decode_from_core: Decoder[CoreToWorker] = Decoder(CoreToWorker)

@@ -29,6 +29,7 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEvent
 from protocol.sampling import FinishReason, SamplingParams
+from worker_proc.adapters.service import carry_out
 from worker_proc.grammar.compiler import compile_now
 from worker_proc.startup.start import make_runner
 
@@ -78,6 +79,9 @@ class InprocEngine:
         """
         for message in self._core.take_grammars():
             self._core.grammar_compiled(compile_now(message, self._runner.grammars))
+        for order in self._core.take_adapters():
+            if (answer := carry_out(order, self._runner.adapters)) is not None:
+                self._core.adapter_loaded(answer)
         step = self._core.schedule()
         rows: list[RequestOutput] = []
         if step is not None:

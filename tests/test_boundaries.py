@@ -28,13 +28,13 @@ PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
     "protocol": ["config", "transport", "process", "client"],
     "api_proc": [
-        *("chat", "text", "resumption", "http", "peers", "openai", "responses", "anthropic"),
-        *("page", "llm"),
+        *("chat", "text", "resumption", "http", "peers", "adapters", "openai"),
+        *("responses", "anthropic", "page", "llm"),
     ],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
-        *("native", "kv", "attention", "grammar", "sampling", "quantization", "loading"),
-        *("drafting", "calibration", "decoder", "cuda", "startup"),
+        *("native", "kv", "attention", "grammar", "sampling", "quantization", "adapters"),
+        *("loading", "drafting", "calibration", "decoder", "cuda", "startup"),
     ],
     "scripts": ["hub", "supervisor", "bench", "batch"],
 }
@@ -45,7 +45,8 @@ STATE_MACHINES = {
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/state_blocks"),
         *("kv/swap",),
-        *("links/event_log", "links/grammars", "links/owners", "links/workers"),
+        *("links/adapters", "links/event_log", "links/grammars", "links/owners"),
+        *("links/workers",),
         *("recovery/quarantine",),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
         *("scheduling/draft_limits", "scheduling/speculation", "scheduling/step_costs"),

@@ -6,6 +6,7 @@ A worker whose core dies keeps its weights, reconnects and is adopted by the nex
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -23,6 +24,8 @@ from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.runtime import Clock, Poller
+from worker_proc.adapters.kept import KeptAdapters
+from worker_proc.adapters.service import AdapterService
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.service import GrammarService
 from worker_proc.runner import Runner
@@ -52,6 +55,7 @@ class WorkerLoop:
         clock: Clock,
         poller: Poller,
         make_grammars: Callable[[GrammarCompiler], GrammarService] = GrammarService,
+        make_adapters: Callable[[KeptAdapters[Any]], AdapterService[Any]] = AdapterService,
     ) -> None:
         self._child = child
         self._clock = clock
@@ -63,8 +67,12 @@ class WorkerLoop:
         self._may_prepare = False
         """Whether steps may have used memory since the runner had prepared all of it."""
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
-        self._grammars_fd = None if grammars is None else grammars.wake_fd
-        self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch, grammars)
+        adapters = None if runner.adapters is None else make_adapters(runner.adapters)
+        services = (grammars, adapters)
+        self._wake_fds = [service.wake_fd for service in services if service is not None]
+        self._shim = WorkerShim(
+            runner, child.rank, child.pid, child.epoch, grammars=grammars, adapters=adapters
+        )
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
@@ -76,8 +84,8 @@ class WorkerLoop:
         self._poller = poller
         poller.register(self._core.socket, zmq.POLLIN)
         poller.register(self._core.monitor, zmq.POLLIN)
-        if self._grammars_fd is not None:
-            poller.register(self._grammars_fd, zmq.POLLIN)
+        for fd in self._wake_fds:
+            poller.register(fd, zmq.POLLIN)
         if child.lifecycle_socket is not None:
             poller.register(child.lifecycle_socket, zmq.POLLIN)
 
@@ -101,8 +109,8 @@ class WorkerLoop:
         self._handle_link_events()
         self._handle_messages()
         self._answer(self._shim.take_output())
-        if self._grammars_fd is not None and (self._grammars_fd, zmq.POLLIN) in ready:
-            for reply in self._shim.take_compiled():
+        if any((fd, zmq.POLLIN) in ready for fd in self._wake_fds):
+            for reply in self._shim.take_prepared():
                 self._send(reply)
         self._check_silence()
         if not ready:

@@ -5,7 +5,7 @@ that disagree stop at the first step that shows it. It holds no tensors: both ru
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -41,6 +41,7 @@ class MirroredRequest:
     block_tables: "list[array[int]]"  # one per group, of type "i"; that of the states is the last
     num_computed_tokens: int
     num_cached_tokens: int  # no KV is written for positions before this one
+    adapter_id: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
     """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
     draft_limit: int = 0
@@ -121,9 +122,16 @@ def first_visible(window: int | None, position: int) -> int:
 class Mirror:
     """The running requests in admission order; every step is applied to them."""
 
-    def __init__(self, facts: ModelFacts, num_speculative_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        num_speculative_tokens: int = 0,
+        adapters: Container[int] | None = None,
+    ) -> None:
+        """`adapters`: the ids of those that are loaded now."""
         self._facts = facts
         self._has_states = facts.kv_groups[-1].is_state
+        self._adapters = () if adapters is None else adapters
         self._num_speculative_tokens = num_speculative_tokens
         self.requests: dict[int, MirroredRequest] = {}
         self.num_constrained = 0
@@ -269,6 +277,8 @@ class Mirror:
             )
         if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
+        if new.adapter_id and new.adapter_id not in self._adapters:
+            raise MirrorError(f"{name} has adapter {new.adapter_id}, which is not loaded")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
         if self._has_states and new.num_cached_tokens > new.num_computed_tokens:
             raise MirrorError(f"{name} has a cached token after the state that it begins from")
@@ -285,6 +295,7 @@ class Mirror:
             block_tables=[array("i", table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
             num_cached_tokens=new.num_cached_tokens,
+            adapter_id=new.adapter_id,
             draft_limit=0 if params.pooling is not None else self._num_speculative_tokens,
         )
 

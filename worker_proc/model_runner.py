@@ -16,6 +16,7 @@ from protocol.core_worker import (
     TokenLogprobs,
 )
 from protocol.process.failpoints import failpoint
+from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.drafting.draft_model import DraftModel
 from worker_proc.drafting.repetitions import propose_repetitions
@@ -134,6 +135,7 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         device_sampler: "DeviceSampler | None" = None,
         graphs: "DecodeGraphs | None" = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
@@ -143,7 +145,9 @@ class ModelRunner:
         self._backend = backend
         self._pool = pool
         self._sampler = sampler
-        self._mirror = Mirror(facts, num_speculative_tokens)
+        self._adapters = adapters
+        self.adapters = None if adapters is None else adapters.kept
+        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters)
         self.swap_cost_tokens = swap_cost_tokens
         self._is_drafting = num_speculative_tokens > 0
         self._draft_model = draft_model
@@ -227,6 +231,8 @@ class ModelRunner:
             return ModelRunnerOutput(step.step_id, [])
         self._pool.wake()
         inputs = pack_step(scheduled, self._device)
+        if self._adapters is not None:
+            self._adapters.begin_step(inputs)
         masks = self._begin_masks(inputs) if self._mirror.num_constrained else None
         pooling = self._mirror.pooling
         with captured_hidden_states(self._model if pooling else None) as hidden:

@@ -11,6 +11,7 @@ from binascii import crc32
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from protocol.adapters import Adapter
 from protocol.core_worker import (
     ModelFacts,
     ModelRunnerOutput,
@@ -21,6 +22,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
+from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.kv.null_states import NullStates
@@ -40,6 +42,7 @@ def next_token_id(
     vocab_size: int,
     eos_token_ids: Sequence[int],
     mask: bytes | None = None,
+    adapter_id: int = 0,
 ) -> int:
     """Return the token that follows `token_ids`: an EOS id only if there is no other token.
 
@@ -47,6 +50,8 @@ def next_token_id(
     """
     tail = token_ids[-CONTEXT_TOKENS:]
     digest = crc32(pack_token_ids(tail), len(token_ids))
+    if adapter_id:
+        digest = crc32(adapter_id.to_bytes(8, "little"), digest)
     first = digest % vocab_size
     if mask is not None:
         allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
@@ -119,6 +124,7 @@ class NullRunner:
         *,
         num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
+        adapters: KeptAdapters[Adapter] | None = None,
         clock: Clock = time,
     ) -> None:
         self.facts = facts
@@ -128,7 +134,8 @@ class NullRunner:
         self._num_speculative_tokens = num_speculative_tokens
         self.grammars = grammars
         self._clock = clock
-        self._mirror = Mirror(facts, num_speculative_tokens)
+        self.adapters = adapters
+        self._mirror = Mirror(facts, num_speculative_tokens, adapters)
         self._writers: dict[int, BlockOwner] = {}
         """By block of the pool: the entry that was last written through."""
         self._host_blocks: set[int] = set()
@@ -269,7 +276,13 @@ class NullRunner:
 
     def _next_token_id(self, request: MirroredRequest, mask: bytes | None = None) -> int:
         facts = self.facts
-        return next_token_id(request.token_ids, facts.vocab_size, facts.eos_token_ids, mask)
+        return next_token_id(
+            request.token_ids,
+            facts.vocab_size,
+            facts.eos_token_ids,
+            mask,
+            request.adapter_id,
+        )
 
     def _swap_in(self, step: SchedulerOutput) -> None:
         for host_id in step.swap_in.host_block_ids:

@@ -1,9 +1,10 @@
 """The interface of the two runners: ModelRunner and NullRunner."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 
 PORTABLE_ATTENTION = "PyTorch (portable)"
@@ -48,6 +49,10 @@ class Runner(Protocol):
     @property
     def grammars(self) -> GrammarCompiler | None:
         """The grammars that its requests may have; None: it supports none. Constant."""
+
+    @property
+    def adapters(self) -> KeptAdapters[Any] | None:
+        """The adapters that its requests may have; None: it takes none. Constant."""
 
     def reset(self) -> None:
         """Forget every request; the next step may carry any `step_id`."""

@@ -4,18 +4,24 @@ It checks the epoch of each message and the order of the steps; the runner compu
 step is unfinished when the next one is launched, which needs its tokens on the device alone.
 """
 
+from typing import Any
+
 from protocol.core_worker import (
+    AdapterLoaded,
     Adopt,
     CompileGrammar,
     CoreToWorker,
     GrammarCompiled,
+    LoadAdapter,
     ModelRunnerOutput,
     SchedulerOutput,
     StepFailed,
+    UnloadAdapter,
     WorkerHello,
     WorkerToCore,
 )
 from protocol.message import MAX_TEXT
+from worker_proc.adapters.service import AdapterService
 from worker_proc.grammar.compiler import compile_now
 from worker_proc.grammar.service import GrammarService
 from worker_proc.runner import LaunchedStep, Runner
@@ -42,10 +48,13 @@ class WorkerShim:
         rank: int,
         pid: int,
         epoch: int,
+        *,
         grammars: GrammarService | None = None,
+        adapters: AdapterService[Any] | None = None,
     ) -> None:
         self._runner = runner
         self._grammars = grammars
+        self._adapters = adapters
         self._rank = rank
         self._pid = pid
         self._own_epoch = epoch
@@ -95,6 +104,12 @@ class WorkerShim:
             return self._step(message)
         if isinstance(message, CompileGrammar):
             return self._compile(message)
+        if isinstance(message, LoadAdapter):
+            return self._load(message)
+        if isinstance(message, UnloadAdapter):
+            if self._adapters is not None:
+                self._adapters.unload(message)
+            return None
         try:
             self._runner.sleep()
         except Exception as error:
@@ -111,15 +126,30 @@ class WorkerShim:
         self._runner.reset()
         if self._grammars is not None:
             self._grammars.begin_adoption()
+        if self._adapters is not None:
+            self._adapters.begin_adoption()
 
     def _compile(self, message: CompileGrammar) -> WorkerToCore | None:
         if self._grammars is None:
             return compile_now(message, None)
         return self._grammars.compile(message)
 
-    def take_compiled(self) -> list[GrammarCompiled]:
-        """Return answers about grammars that have become ready; all but rank 0 drop them."""
-        results = [] if self._grammars is None else self._grammars.take_results()
+    def _load(self, message: LoadAdapter) -> WorkerToCore | None:
+        if self._adapters is None:
+            adapter_id = message.adapter.adapter_id
+            return AdapterLoaded(adapter_id, "this worker takes no adapters")
+        return self._adapters.load(message)
+
+    def take_prepared(self) -> list[GrammarCompiled | AdapterLoaded]:
+        """Return answers about grammars and adapters that have become ready.
+
+        All ranks but 0 drop them.
+        """
+        results: list[GrammarCompiled | AdapterLoaded] = []
+        if self._grammars is not None:
+            results += self._grammars.take_results()
+        if self._adapters is not None:
+            results += self._adapters.take_results()
         return results if self._rank == 0 and self.link_epoch is not None else []
 
     @property

@@ -69,7 +69,7 @@ class MessageReply:
         self, state: ApiState, connection: Connection, body: MessagesChat, generation: Generation
     ) -> None:
         self._id = f"msg_{generation.request_id}"
-        self._model = state.model_name
+        self._model = state.shown_model(body.model)
         self._token_limit = body.token_limit
         self._sequences = generation.sequences
         self._blocks = _OpenBlocks(signature=self._id)

@@ -11,6 +11,7 @@ from api_proc.bodies import RepetitionDetection as RepetitionDetectionParams
 from api_proc.llm.async_llm import AsyncLLM
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from api_proc.llm.llm import LLM, PromptsFailed
+from api_proc.llm.lora import LoRARequest
 from api_proc.llm.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -31,6 +32,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "Logprob",
     "Pooling",
     "PoolingType",

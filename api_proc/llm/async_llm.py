@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from api_proc.llm.engines import ProcessEngine
+from api_proc.llm.lora import LoRARequest
 from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from api_proc.llm.prompts import PromptType
 from api_proc.llm.request import PromptRequest
@@ -70,6 +71,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Iterate over the outputs of one prompt, as `sampling_params.output_kind` asks.
 
@@ -80,13 +82,19 @@ class AsyncLLM:
         params = sampling_params or engine.default_params()
         name = engine.new_request_id() if request_id is None else request_id
         tokens = await engine.tokenized(prompt)
-        request = PromptRequest(name, tokens, params, engine.draw_seed(), priority)
+        adapter = await engine.adapter_of(lora_request)
+        request = PromptRequest(name, tokens, params, engine.draw_seed(), priority, adapter=adapter)
         async with aclosing(engine.outputs(request, params.output_kind)) as outputs:
             async for output in outputs:
                 yield output
 
     async def embed(
-        self, prompt: PromptType, pooling_params: Pooling | None = None, *, priority: int = 0
+        self,
+        prompt: PromptType,
+        pooling_params: Pooling | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> EmbeddingRequestOutput:
         """Return the vector of one prompt; it is aborted when the task is cancelled.
 
@@ -97,7 +105,8 @@ class AsyncLLM:
         pooling = pooling_params or engine.default_pooling()
         tokens = await engine.tokenized(prompt)
         name = engine.new_request_id()
-        request = PromptRequest(name, tokens, SamplingParams(), 0, priority, pooling)
+        adapter = await engine.adapter_of(lora_request)
+        request = PromptRequest(name, tokens, SamplingParams(), 0, priority, pooling, adapter)
         return await engine.embed(request)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
 from protocol.client import AsyncEngineClient
 from protocol.client.errors import failure_of
+from protocol.client.ledger import RequestOptions
 from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
@@ -28,7 +29,10 @@ class Engine(Protocol):
         """Wait until requests are served."""
 
     def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Accept a request; RequestFailed: it is invalid, or there is no room for it."""
 
@@ -71,10 +75,13 @@ class ProcessEngine:
         raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")
 
     def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         assert self._client is not None
-        return self._client.submit(prompt_token_ids, params, priority=priority)
+        return self._client.submit(prompt_token_ids, params, **options)
 
     async def disconnect(self) -> None:
         if self._client is not None:
@@ -95,7 +102,10 @@ class Stepper(Protocol):
     def has_unfinished(self) -> bool: ...
 
     def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> int: ...
 
     def cancel(self, request_id: int) -> None: ...
@@ -115,9 +125,12 @@ class SteppedEngine:
         return self._stepper.facts
 
     def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        request_id = self._stepper.submit(prompt_token_ids, params, priority=priority)
+        request_id = self._stepper.submit(prompt_token_ids, params, **options)
         stream = self._streams[request_id] = RequestStream(request_id, self._cancel)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_until_idle())

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from api_proc.llm.async_llm import START_TIMEOUT_S
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams
 from api_proc.llm.engines import Engine, ProcessEngine, SteppedEngine, Stepper
+from api_proc.llm.lora import LoRARequests, one_each
 from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from api_proc.llm.prompts import Message, PromptType, invalid, is_one_chat, is_one_prompt
 from api_proc.llm.request import PromptRequest
@@ -113,6 +114,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Complete prompts; the results are in their order.
 
@@ -120,12 +122,20 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: the checkpoint's own.
             use_tqdm: show a progress bar, or the function that makes one.
             priority: one number for each prompt, for the scheduling policy `priority`.
+            lora_request: an adapter for all prompts, or one or None for each.
 
         InvalidRequest: one of the prompts cannot be served, and none has run. PromptsFailed: some
         have failed later.
         """
         items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
-        return self._complete(items, self._engine.tokenized, sampling_params, use_tqdm, priority)
+        return self._complete(
+            items,
+            self._engine.tokenized,
+            sampling_params,
+            use_tqdm,
+            priority=priority,
+            lora_request=lora_request,
+        )
 
     def embed(
         self,
@@ -133,6 +143,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: Pooling | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of prompts, in their order; errors as `generate`.
 
@@ -145,7 +156,14 @@ class LLM:
             request_id = self._engine.new_request_id()
             return PromptRequest(request_id, prompt, params, 0, pooling=pooling)
 
-        work = self._all(items, self._engine.tokenized, request, self._engine.embed, use_tqdm)
+        work = self._all(
+            items,
+            self._engine.tokenized,
+            request,
+            self._engine.embed,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
         return _successes(self._thread.run(work, timeout_s=None))
 
     def beam_search(
@@ -154,6 +172,7 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: UseTqdm = False,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of prompts, in their order; errors as `generate`."""
         items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
@@ -163,7 +182,14 @@ class LLM:
             return PromptRequest(self._engine.new_request_id(), prompt, each, 0)
 
         search = functools.partial(self._engine.beam_search, params)
-        work = self._all(items, self._engine.tokenized, request, search, use_tqdm)
+        work = self._all(
+            items,
+            self._engine.tokenized,
+            request,
+            search,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
         return _successes(self._thread.run(work, timeout_s=None))
 
     def chat(
@@ -176,6 +202,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one chat or several, rendered with the checkpoint's template; as `generate`.
 
@@ -192,7 +219,9 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
         items = cast(Sequence[Sequence[Message]], chats)
-        return self._complete(items, tokenized, sampling_params, use_tqdm, None)
+        return self._complete(
+            items, tokenized, sampling_params, use_tqdm, lora_request=lora_request
+        )
 
     def _complete(
         self,
@@ -200,7 +229,9 @@ class LLM:
         tokenized: Callable[[T], Awaitable[Prompt]],
         params: Params,
         use_tqdm: UseTqdm,
-        priority: Sequence[int] | None,
+        *,
+        priority: Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         num_items = len(items)
         each_params = self._one_each("sampling_params", params, num_items)
@@ -212,7 +243,14 @@ class LLM:
             number = 0 if priority is None else priority[i]
             return PromptRequest(request_id, prompt, each_params[i], seed, number)
 
-        work = self._all(items, tokenized, request, self._engine.finish, use_tqdm)
+        work = self._all(
+            items,
+            tokenized,
+            request,
+            self._engine.finish,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
         return _successes(self._thread.run(work, timeout_s=None))
 
     async def _all(
@@ -221,13 +259,16 @@ class LLM:
         tokenized: Callable[[T], Awaitable[Prompt]],
         make_request: Callable[[int, Prompt], PromptRequest],
         run: Callable[[PromptRequest], Awaitable[Result]],
+        *,
         use_tqdm: UseTqdm,
+        lora_request: LoRARequests,
     ) -> list[Result | RequestFailed]:
         """Make a request of each item, and run all of them once all are valid."""
-        requests = []
+        requests, adapters = [], one_each(lora_request, len(items))
         for i, item in enumerate(items):
             try:
-                request = make_request(i, await tokenized(item))
+                adapter = await self._engine.adapter_of(adapters[i])
+                request = make_request(i, await tokenized(item))._replace(adapter=adapter)
                 self._engine.check(request)
             except RequestFailed as failure:
                 raise at_index(failure, i) from None

@@ -8,6 +8,7 @@ from api_proc.llm.outputs import CompletionOutput, Logprob, RequestOutput, candi
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams
 from api_proc.text.output_sequence import OutputSequence, Prompt
 from api_proc.text.tokenizer import TextTokenizer
+from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import failure_of
 from protocol.client.request_stream import RequestStream
@@ -25,6 +26,7 @@ class PromptRequest(NamedTuple):
     priority: int = 0
     pooling: Pooling | None = None
     """For a vector; `params` is then ignored."""
+    adapter: Adapter | None = None
 
 
 class _Sequence:

@@ -19,7 +19,6 @@ _INERT = {
     "convert": "auto",
     "cpu_offload_gb": 0,
     "data_parallel_size": 1,
-    "enable_lora": False,
     "hf_overrides": None,
     "hf_token": None,
     "load_format": "auto",

@@ -12,6 +12,7 @@ import msgspec
 from api_proc.errors import ApiError
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, sequence_of
 from api_proc.llm.engines import Engine
+from api_proc.llm.lora import KnownAdapters, LoRARequest
 from api_proc.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from api_proc.llm.prompts import (
     Message,
@@ -29,6 +30,7 @@ from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor
 from api_proc.text.thinking import thinking_budget
 from protocol import sampling
+from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.client.errors import Overloaded, RequestFailed, failure_of
 from protocol.client.ledger import check_request
@@ -50,6 +52,7 @@ class TextEngine:
         self._random = random.Random(config.model.seed)
         self._numbers = itertools.count()
         self._open: dict[str, Request] = {}
+        self._adapters = KnownAdapters()
         self._text: TextProcessor | None = None
         self._facts: ModelFacts | None = None
 
@@ -95,10 +98,24 @@ class TextEngine:
     async def tokenized_chat(self, messages: Sequence[Message], **options: Any) -> Prompt:
         return await tokenized_chat(self.text, messages, self.facts.max_model_len - 1, **options)
 
+    async def adapter_of(self, request: LoRARequest | None) -> Adapter | None:
+        """Return the adapter of a request; RequestFailed: it cannot be used."""
+        if request is None:
+            return None
+        if not self._config.lora.enable_lora:
+            raise invalid("lora_request", "the engine was started without enable_lora")
+        return await asyncio.to_thread(self._adapters.of, request)
+
     def check(self, request: PromptRequest) -> None:
         """Raise RequestFailed for a request that the model cannot serve."""
         params = self._params(request, 0)
-        add = AddRequest(0, request.prompt.token_ids, params, priority=request.priority)
+        add = AddRequest(
+            0,
+            request.prompt.token_ids,
+            params,
+            priority=request.priority,
+            adapter=request.adapter,
+        )
         check_request(add, self.facts)
 
     def submit(self, request: PromptRequest) -> Request:
@@ -121,7 +138,9 @@ class TextEngine:
 
     def _submit_one(self, request: PromptRequest, index: int) -> RequestStream:
         prompt, params = request.prompt.token_ids, self._params(request, index)
-        return self.engine.submit(prompt, params, priority=request.priority)
+        return self.engine.submit(
+            prompt, params, priority=request.priority, adapter=request.adapter
+        )
 
     def _params(self, request: PromptRequest, index: int) -> sampling.SamplingParams:
         if request.pooling is not None:
@@ -185,7 +204,9 @@ class TextEngine:
 
         def submit(token_ids: list[int], step_params: sampling.SamplingParams) -> RequestStream:
             token_ids = prompt.token_ids + token_ids
-            return self.engine.submit(token_ids, step_params, priority=request.priority)
+            return self.engine.submit(
+                token_ids, step_params, priority=request.priority, adapter=request.adapter
+            )
 
         prompt, tokenizer = request.prompt, self.text.tokenizer
         options = params.options(self.facts, len(prompt.token_ids))

@@ -21,6 +21,7 @@ from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
 from api_proc.text.tokenizer import EncodeOptions
+from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError, RequestOutput, Tenant
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.request_stream import RequestStream
@@ -96,7 +97,7 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
         connection.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)
         raw = b""
-        state.require_model(body.model)
+        adapter = state.require_model(body.model)
         pooling = _pooling(state, body, facts)
         inputs = _inputs(body)
         # Before any work: requests that wait for their turns hold what their answers will take.
@@ -106,13 +107,14 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
         prompts = await connection.while_connected(work)
         with _Embeddings(state, connection, prompts) as embeddings:
             try:
-                await embeddings.submit(body, pooling, facts, turn)
+                await embeddings.submit(body, adapter, pooling, facts, turn)
                 turn.end()
                 vectors = await embeddings.read(body.encoding_format or "float")
             except RequestFailed as failure:
                 raise from_request_error(failure.error, "input") from failure
     if vectors is not None:
-        await connection.send_pieces(_response(state, connection, prompts, vectors))
+        name = state.shown_model(body.model)
+        await connection.send_pieces(_response(name, connection, prompts, vectors))
 
 
 def _response_bytes(
@@ -239,7 +241,12 @@ class _Embeddings:
         )
 
     async def submit(
-        self, body: EmbeddingBody, pooling: Pooling, facts: ModelFacts, turn: Turn
+        self,
+        body: EmbeddingBody,
+        adapter: Adapter | None,
+        pooling: Pooling,
+        facts: ModelFacts,
+        turn: Turn,
     ) -> None:
         """Send all prompts to the core, in slices."""
         state, params = self._state, pooling_params(pooling)
@@ -253,7 +260,8 @@ class _Embeddings:
                 params,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
-                tenant=body.user or "",
+                tenant=body.user or ("" if adapter is None else adapter.name),
+                adapter=adapter,
             )
             self._streams.append(stream)
             state.metrics.prompt_tokens.observe(len(token_ids))
@@ -288,14 +296,14 @@ def _render(index: int, output: RequestOutput, encoding_format: str) -> bytes:
 
 
 def _response(
-    state: ApiState, connection: Connection, prompts: list[list[int]], vectors: list[bytes]
+    model: str, connection: Connection, prompts: list[list[int]], vectors: list[bytes]
 ) -> list[bytes]:
     """Return the response in pieces of some vectors each."""
     num_tokens = sum(map(len, prompts))
     response = EmbeddingList(
         id="embd-" + connection.request_id,
         created=int(time.time()),
-        model=state.model_name,
+        model=model,
         data=[],
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )

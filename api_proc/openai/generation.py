@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from api_proc.bodies import SamplingBody
+from api_proc.bodies import RequestOptions, SamplingBody
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import invalid
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
@@ -21,6 +21,7 @@ from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, dead
 from api_proc.state import ApiState
 from api_proc.text.beam_search import BeamSearch, BeamStream
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream, join
+from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import check_request
@@ -54,9 +55,15 @@ class Generation:
         body: SamplingBody,
         connection: Connection,
         session: Session | None = None,
+        *,
         make_parser: MakeParser | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
-        """`make_parser` returns the parser of a sequence's text, given its prompt and a key."""
+        """`make_parser` returns the parser of a sequence's text, given its prompt and a key.
+
+        `adapter` is for sequences that are submitted here.
+        """
+        self._adapter = adapter
         self._make_parser = make_parser
         self.prompts: list[Prompt] = [] if session is None else session.prompts
         self.sequences: list[OutputSequence] = []
@@ -226,18 +233,27 @@ class Generation:
                     params, seed=seed, prompt_logprobs=None, return_progress=False
                 )
             stream: TokenStream
+            options = self._options
             if self._session is None:
-                options = self._body.request_options
                 stream = self._state.client.submit(prompt, nth, **options)
                 self._streams.append(stream)
             else:
-                stream = self._sessions.submit(self._session, prompt, nth)
+                stream = self._sessions.submit(self._session, prompt, nth, **options)
                 self._readers.append(stream)
             self._add(stream, prompt_token_ids, nth)
             yield
         self._metrics.params_n.observe(num_sequences)
         self._metrics.params_max_tokens.observe(params.max_tokens)
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
+
+    @property
+    def _options(self) -> RequestOptions:
+        """What the core gets beside the parameters; by default an adapter is its own tenant."""
+        options = self._body.request_options
+        if self._adapter is not None:
+            options["adapter"] = self._adapter
+            options["tenant"] = options["tenant"] or self._adapter.name
+        return options
 
     def _search(
         self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams
@@ -251,7 +267,7 @@ class Generation:
         check_request(AddRequest(0, [], params), client.facts, prompt)
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
-            options = self._body.request_options
+            options = self._options
             whole = extended(prompt, token_ids)
             return client.submit(whole, step_params, **options, resent=bool(token_ids))
 

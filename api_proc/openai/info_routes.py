@@ -21,6 +21,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str
     max_model_len: int | None
     """None while the engine starts."""
+    root: str
+    """What is loaded: the model, or the directory of an adapter."""
+    parent: str | None
+    """The model that an adapter belongs to; None for the model."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -68,7 +72,8 @@ class Readiness(msgspec.Struct, kw_only=True):
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
-    cards = [_model_card(state, name) for name in state.model_names]
+    adapters = [one.adapter.name for one in state.adapters.all()]
+    cards = [_model_card(state, name) for name in (*state.model_names, *adapters)]
     await connection.send(200, encode({"object": "list", "data": cards}))
 
 
@@ -110,13 +115,19 @@ async def show_version(state: ApiState, connection: Connection) -> None:
 
 def _model_card(state: ApiState, name: str) -> dict[str, object]:
     facts = state.client.facts
-    return {
-        "id": name if name in state.model_names else state.model_name,
+    named = None if state.is_base_model(name) else state.adapters.find(name)
+    card = {
         "object": "model",
-        "created": state.created,
         "owned_by": "troika",
         "max_model_len": None if facts is None else facts.max_model_len,
     }
+    if named is not None:
+        parent = named.parent or state.model_name
+        own = {"root": named.adapter.path, "parent": parent, "created": named.created}
+        return {"id": name, **own, **card}
+    shown = name if name in state.model_names else state.model_name
+    root = state.config.model.model
+    return {"id": shown, "root": root, "parent": None, "created": state.created, **card}
 
 
 async def _readiness(state: ApiState, connection: Connection) -> Readiness:

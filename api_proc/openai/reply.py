@@ -97,7 +97,7 @@ def chunk_answers(
         head = make_head(
             id=id_prefix + connection.request_id,
             created=generation.created,
-            model=state.model_name,
+            model=state.shown_model(body.model),
             choices=[],
         )
         form = make_format(state.text.tokenizer, body, generation.prompts, head)

@@ -80,9 +80,11 @@ class GenerationApi(Generic[Body]):
             connection.headers += state.unknown_fields.check(raw, unknown)
             body.check()
             grammar = grammar_of(body)
-            state.require_model(body.model)
+            adapter = state.require_model(body.model)
             make_parser = self._parser_maker(state, body)
-            with Generation(state, body, connection, make_parser=make_parser) as generation:
+            with Generation(
+                state, body, connection, make_parser=make_parser, adapter=adapter
+            ) as generation:
                 await turn.rest()
                 try:
                     prompts = await generation.prepare(self.tokenize(state, body, facts))
@@ -121,7 +123,9 @@ class GenerationApi(Generic[Body]):
         if session is None:
             return False
         make_parser = self._parser_maker(state, cast(Body, session.body))
-        with Generation(state, session.body, connection, session, make_parser) as generation:
+        with Generation(
+            state, session.body, connection, session, make_parser=make_parser
+        ) as generation:
             generation.resume(self._position(session, last_event_id))
             await self._answer(state, connection, cast(Body, session.body), generation)
         return True

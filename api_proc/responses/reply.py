@@ -281,7 +281,7 @@ def _response_of(
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
         metadata=request.metadata or {},
-        model=state.model_name,
+        model=state.shown_model(request.model),
         output=[],
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from api_proc.bodies import SamplingBody
 from api_proc.budget import Budget, Lease
@@ -33,6 +33,7 @@ from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestFailed
+from protocol.client.ledger import RequestOptions
 from protocol.client.packed_prompt import PromptIds
 from protocol.config import ApiConfig
 from protocol.message import Message
@@ -200,13 +201,15 @@ class Sessions:
         return session
 
     def submit(
-        self, session: Session, prompt_token_ids: PromptIds, params: SamplingParams
+        self,
+        session: Session,
+        prompt_token_ids: PromptIds,
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> HistoryReader:
         """Send one sequence to the core."""
         history = self._new_history(session)
-        add = self._client.submit_to(
-            history, prompt_token_ids, params, **session.body.request_options
-        )
+        add = self._client.submit_to(history, prompt_token_ids, params, **options)
         history.request_id = add.request_id
         session.histories.append(history)
         session.accepted.adds.append(add)

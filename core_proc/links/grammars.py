@@ -127,6 +127,14 @@ class Grammars:
             self._scheduler.unblock(request.req_id)
         return waiting
 
+    def holds(self, request: Request) -> bool:
+        """Keep a request from being admitted if its grammar is not ready; returns whether it is."""
+        grammar = request.sampling_params.grammar
+        if grammar is None or self._entries[grammar].is_ready:
+            return False
+        self._scheduler.hold(request, RequestStatus.WAITING_FOR_GRAMMAR)
+        return True
+
     def workers_lost(self) -> None:
         """Let all requests with a grammar wait until the next workers have compiled it."""
         self._sent.clear()

@@ -14,6 +14,7 @@ from core_proc.links.pidfd_monitor import PidfdMonitor
 from core_proc.links.workers import WorkerGroup
 from protocol.api_core import StepOutputs
 from protocol.core_worker import (
+    AdapterLoaded,
     Adopt,
     CoreToWorker,
     GrammarCompiled,
@@ -98,6 +99,8 @@ class WorkerLink:
             self._engine.num_fenced_frames += 1
         elif isinstance(message, GrammarCompiled):
             self._engine.grammar_compiled(message)
+        elif isinstance(message, AdapterLoaded):
+            self._engine.adapter_loaded(message)
         else:
             outputs_of = self._engine.update(message)
             if self._page is not None:
@@ -210,7 +213,7 @@ class WorkerLink:
     def dispatch(self) -> bool:
         """Send all steps that can be decided now; returns whether to call it again at once."""
         if self._adopted_epoch is not None:
-            self._send_grammars()
+            self._send_preparations()
         is_held_back = bool(self._suspects) and self._is_suspected
         while self._adopted_epoch is not None and not is_held_back:
             step = self._engine.schedule()
@@ -226,8 +229,8 @@ class WorkerLink:
             self._engine.sleep_sent()
         return self._adopted_epoch is not None and not is_held_back and self._engine.is_preparing
 
-    def _send_grammars(self) -> None:
-        for message in self._engine.take_grammars():
+    def _send_preparations(self) -> None:
+        for message in (*self._engine.take_grammars(), *self._engine.take_adapters()):
             if not self._send_to_all(message):
                 break
 

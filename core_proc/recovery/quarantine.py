@@ -173,7 +173,13 @@ class Quarantine:
         self._groups.clear()
         self._next_trial()
 
-    def refuses(self, prompt: Sequence[int] | bytes, params: SamplingParams, now: float) -> bool:
+    def refuses(
+        self,
+        prompt: Sequence[int] | bytes,
+        params: SamplingParams,
+        now: float,
+        adapter_id: int = 0,
+    ) -> bool:
         """Whether the same request, with a prompt of ids or packed ids, was rejected recently."""
         while self._refused and next(iter(self._refused.values())) <= now:
             del self._refused[next(iter(self._refused))]
@@ -182,7 +188,7 @@ class Quarantine:
         if not self._refused and not self._inherited:
             return False
         packed = prompt if isinstance(prompt, bytes) else pack_token_ids(prompt)
-        key = fingerprint(packed, params)
+        key = fingerprint(packed, params, adapter_id)
         if key in self._inherited and self._inherited_stage is Stage.RETRIAL:
             self._inherited.remove(key)
             self._refuse(key, now)
@@ -376,12 +382,15 @@ def _halves(requests: list[Request]) -> list[list[Request]]:
 def _fingerprint_of(request: Request) -> int:
     if request.fingerprint is None:
         with memoryview(request.token_ids) as ids, ids[: request.num_prompt_tokens] as prompt:
-            request.fingerprint = fingerprint(prompt, request.sampling_params)
+            params, adapter_id = request.sampling_params, request.adapter_id
+            request.fingerprint = fingerprint(prompt, params, adapter_id)
     return request.fingerprint
 
 
-def fingerprint(prompt: bytes | memoryview, params: SamplingParams) -> int:
-    """64 bits of what makes two requests the same: packed prompts and parameters, seeds aside."""
+def fingerprint(prompt: bytes | memoryview, params: SamplingParams, adapter_id: int = 0) -> int:
+    """64 bits of what makes two requests the same, seeds aside; the prompt is packed."""
     digest = hashlib.sha256(prompt)
+    if adapter_id:
+        digest.update(adapter_id.to_bytes(8, "little"))
     digest.update(msgspec.msgpack.encode(msgspec.structs.replace(params, seed=0)))
     return int.from_bytes(digest.digest()[:8], "little")

@@ -110,6 +110,7 @@ class ScheduledStep:
                 block_ids=[table.copy() for table in request.block_tables],
                 num_computed_tokens=num_computed_tokens,
                 num_cached_tokens=num_cached_tokens,
+                adapter_id=request.adapter_id,
             )
         )
 

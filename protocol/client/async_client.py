@@ -18,6 +18,7 @@ from typing import Unpack
 
 import msgspec
 
+from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
     ControlAction,
@@ -50,6 +51,8 @@ MAX_OPEN_REQUESTS = 16384
 MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
+ADAPTER_TIMEOUT_S = 120.0
+"""For the load of an adapter, which may wait for others."""
 _SERVING = (EngineState.READY, EngineState.DRAINING)
 
 
@@ -276,6 +279,20 @@ class AsyncEngineClient:
         reset = bool(reset_running_requests)  # it must be encodable when it is sent again
         return await self._control(timeout_s, ControlAction.RESET_PREFIX_CACHE, reset=reset)
 
+    async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
+        """Have the workers load an adapter, or check it where they have no room; errors as `pause`.
+
+        Returns what is wrong with it; empty: requests can use it.
+        """
+        done = await self._ask(timeout_s, ControlAction.LOAD_ADAPTER, adapter=adapter)
+        return done.error or ("" if done.ok else "the engine is starting")
+
+    async def unload_adapter(
+        self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        """Have the workers drop an adapter once no request has it; errors as `pause`."""
+        return (await self._ask(timeout_s, ControlAction.UNLOAD_ADAPTER, adapter=adapter)).ok
+
     async def _control(
         self,
         timeout_s: float,
@@ -284,14 +301,25 @@ class AsyncEngineClient:
         *,
         reset: bool = False,
     ) -> bool:
+        return (await self._ask(timeout_s, action, mode, reset=reset)).ok
+
+    async def _ask(
+        self,
+        timeout_s: float,
+        action: ControlAction,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        reset: bool = False,
+        adapter: Adapter | None = None,
+    ) -> ControlDone:
         self._require_open()
-        control = self._controls.ask(action, mode, reset_running_requests=reset)
+        control = self._controls.ask(action, mode, reset_running_requests=reset, adapter=adapter)
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
         try:
             self._link.send(encode(control))
             async with asyncio.timeout(timeout_s):
-                return (await answer).ok
+                return await answer
         finally:
             del self._answers[control.number]
             self._controls.give_up(control.number)

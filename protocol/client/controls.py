@@ -5,7 +5,11 @@ not know it, so the client sends it before any request. While a core lives, its 
 a pause that another client has ended or changed no longer belongs to this one.
 """
 
+from protocol.adapters import Adapter
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode, Status
+
+_LASTING = frozenset({ControlAction.PAUSE, ControlAction.RESUME, ControlAction.SLEEP})
+"""Actions that change the state of a pause."""
 
 
 class Controls:
@@ -26,10 +30,13 @@ class Controls:
         pause_mode: PauseMode = PauseMode.PAUSED_ALL,
         *,
         reset_running_requests: bool = False,
+        adapter: Adapter | None = None,
     ) -> Control:
         """Enter a control, to be sent now and to every new core until it is answered."""
         self._next_number += 1
-        control = Control(self._next_number, action, pause_mode, reset_running_requests)
+        control = Control(
+            self._next_number, action, pause_mode, reset_running_requests, adapter=adapter
+        )
         self._unanswered[control.number] = control
         return control
 
@@ -40,7 +47,7 @@ class Controls:
     def take(self, done: ControlDone) -> None:
         """Enter an answer."""
         control = self._unanswered.pop(done.number, None)
-        if control is None or control.action is ControlAction.RESET_PREFIX_CACHE:
+        if control is None or control.action not in _LASTING:
             return
         if done.pause_mode is PauseMode.RUNNING:
             self._in_force = None

@@ -28,6 +28,7 @@ from typing import TypedDict
 
 import msgspec
 
+from protocol.adapters import Adapter
 from protocol.api_core import (
     PACKED_FROM_TOKENS,
     AddRequest,
@@ -57,6 +58,8 @@ class RequestOptions(TypedDict, total=False):
     """Requests share cached prefixes only with requests of the same salt."""
     tenant: str
     """The account of the request: the fair policy shares the engine among tenants."""
+    adapter: Adapter | None
+    """The LoRA adapter that computes it together with the model; none by default."""
     resent: bool
     """It is part of a request that was accepted, so it is not refused for a full queue or draining.
     """

@@ -11,6 +11,7 @@ from protocol.config.engine_config import EngineConfig as EngineConfig
 from protocol.config.engine_config import KVCacheDtype as KVCacheDtype
 from protocol.config.engine_config import LogFormat as LogFormat
 from protocol.config.engine_config import LogLevel as LogLevel
+from protocol.config.engine_config import LoraConfig as LoraConfig
 from protocol.config.engine_config import ModelConfig as ModelConfig
 from protocol.config.engine_config import NativeDecoder as NativeDecoder
 from protocol.config.engine_config import ParallelConfig as ParallelConfig

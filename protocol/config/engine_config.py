@@ -13,10 +13,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
+from protocol.adapters import parse_lora_module
+
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
 PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+LoraText = Annotated[str, Meta(min_length=1, max_length=8192, extra={"metavar": "NAME=PATH"})]
 Origin = Annotated[
     str,
     Meta(
@@ -215,6 +218,28 @@ class SchedulerConfig(Section):
     empty is taken, however long."""
 
 
+class LoraConfig(Section):
+    """LoRA adapters."""
+
+    enable_lora: bool = False
+    """Serve LoRA adapters beside the model, on the CPU."""
+    lora_modules: Annotated[tuple[LoraText, ...], Meta(max_length=4096)] = ()
+    """Adapters as name=path, or as JSON objects with name, path and base_model_name. A path is a
+    directory in PEFT's format; a request selects an adapter by its name as the model."""
+    max_loras: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Most adapters with requests in one step; requests for others wait for their turn."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    """Greatest rank of an adapter."""
+    max_cpu_loras: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    """Most adapters that a worker keeps in memory; others are loaded when they are needed. Default:
+    max_loras."""
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters that a worker keeps in memory."""
+        return self.max_cpu_loras or self.max_loras
+
+
 class ParallelConfig(Section):
     """How many workers share one model."""
 
@@ -358,6 +383,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
@@ -425,6 +451,7 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
         bool(scheduler.tenant_weights) and scheduler.scheduling_policy != "fair",
         "tenant_weights needs scheduling_policy fair",
     )
+    yield from _lora_rules(config)
     api = config.api
     for name, path in (("ssl_keyfile", api.ssl_keyfile), ("ssl_ca_certs", api.ssl_ca_certs)):
         yield path is not None and api.ssl_certfile is None, f"{name} needs ssl_certfile"
@@ -505,3 +532,19 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
             f"long_prefill_token_threshold {threshold} must be at most max_model_len "
             f"{max_model_len}",
         )
+
+
+def _lora_rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
+    lora, names = config.lora, set(config.model.served_model_name)
+    kept = lora.num_kept
+    yield kept < lora.max_loras, f"max_cpu_loras {kept} must be at least max_loras {lora.max_loras}"
+    is_on = lora.enable_lora
+    yield bool(lora.lora_modules) and not is_on, "lora_modules needs enable_lora"
+    for text in lora.lora_modules:
+        try:
+            name = parse_lora_module(text).name
+        except ValueError as error:
+            yield True, f"lora_modules: {error}"
+            return
+        yield name in names, f"lora_modules: the name {name!r} is taken"
+        names.add(name)

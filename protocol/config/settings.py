@@ -286,10 +286,13 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
 
 
 def _parse_list(value: Any, setting: Setting) -> Any:
-    """Read `a,b` or a JSON list, alone or as one of several texts; a secret is one item."""
+    """Read `a,b` or a JSON list, alone or as one of several texts.
+
+    A secret is one item, and so is a JSON object.
+    """
     if isinstance(value, list | tuple):
         return [item for text in value for item in _parse_list(text, setting)]
-    if not isinstance(value, str) or setting.is_secret:
+    if not isinstance(value, str) or setting.is_secret or value.startswith("{"):
         return [value]
     if value.startswith("["):
         try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from protocol.adapters import ADAPTERS_FILE
 from protocol.process.run_dir import make_run_dir
 
 _EPOCH_FILE = "epoch"
@@ -51,6 +52,7 @@ class RunDir:
         os.ftruncate(self._lock_fd, 0)
         os.write(self._lock_fd, f"{os.getpid()}\n".encode())
         self._epoch = self._read_epoch()
+        self._file(ADAPTERS_FILE).unlink(missing_ok=True)  # the names of an earlier engine
 
     def next_epoch(self) -> int:
         """Return a number greater than any that was issued in this directory before.

@@ -21,6 +21,7 @@ from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import FIRST_BYTE_ID
+from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
     EngineState,
@@ -157,6 +158,7 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: Adapter | None = None,
         resent: bool = False,
     ) -> RequestStream:
         stream = RequestStream(len(self.requests) + 1, self.cancel)
@@ -167,6 +169,7 @@ class FakeClient:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            adapter=adapter,
             resent=resent,
         )
         return stream
@@ -180,6 +183,7 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: Adapter | None = None,
         resent: bool = False,
     ) -> AddRequest:
         add = AddRequest(
@@ -189,6 +193,7 @@ class FakeClient:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            adapter=adapter,
             resent=resent,
         )
         assert self.facts is not None
@@ -221,6 +226,14 @@ class FakeClient:
 
     async def sleep(self) -> bool:
         return self._control("sleep", PauseMode.PAUSED_ALL, is_sleeping=True)
+
+    async def load_adapter(self, adapter: Adapter) -> str:
+        self.controls.append(("load", adapter.name))
+        return "" if self._respond() else "r is 64"
+
+    async def unload_adapter(self, adapter: Adapter) -> bool:
+        self.controls.append(("unload", adapter.name))
+        return self._respond()
 
     async def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
         self.controls.append(("reset", reset_running_requests))

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from protocol import api_core, core_worker, lifecycle, zygote_link
+from protocol.adapters import Adapter
 from protocol.api_core import (
     AbortRequests,
     AddRequest,
@@ -22,12 +23,14 @@ from protocol.api_core import (
     StepOutputs,
 )
 from protocol.core_worker import (
+    AdapterLoaded,
     Adopt,
     BlockCopies,
     CachedRequestData,
     CompileGrammar,
     GrammarCompiled,
     KVGroup,
+    LoadAdapter,
     ModelFacts,
     ModelRunnerOutput,
     NewRequestData,
@@ -36,6 +39,7 @@ from protocol.core_worker import (
     Sleep,
     StepFailed,
     TokenLogprobs,
+    UnloadAdapter,
     WorkerHello,
 )
 from protocol.kv_events import (
@@ -123,6 +127,7 @@ _FACTS = ModelFacts(
     True,
     num_state_blocks=9,
 )
+_ADAPTER = Adapter("sql", "/adapters/sql", b"digest of 32..." * 2 + b"..")
 _LOGPROBS = TokenLogprobs(5, -0.25, 1, [5, 6], [-0.25, -1.75])
 _NEW = NewRequestData(1, pack_token_ids(range(300)), 200, _PARAMS, [[1, 2], [3, 4]], 0, 0)
 _PROMPT = PromptLogprobs(1, 1, [_LOGPROBS, _LOGPROBS])
@@ -150,6 +155,8 @@ DIRECTIONS = [
             AbortRequests([1, 2, 3]),
             Control(4, ControlAction.PAUSE, PauseMode.PAUSED_NEW, True),
             Control(5, ControlAction.PAUSE, PauseMode.PAUSED_ALL, restores=True),
+            AddRequest(4, [5, 6, 7], SamplingParams(), adapter=_ADAPTER),
+            Control(6, ControlAction.LOAD_ADAPTER, adapter=_ADAPTER),
             SubscribeKVEvents(3, 2**40),
             UnsubscribeKVEvents(),
             KVEventsTaken(),
@@ -174,6 +181,7 @@ DIRECTIONS = [
             ),
             Refused(None, RequestError(ErrorCode.INVALID, "not this", "prompt"), 3),
             ControlDone(4, True, PauseMode.PAUSED_ALL),
+            ControlDone(5, False, PauseMode.RUNNING, "r is 64"),
             KVEventBatch(
                 3,
                 7,
@@ -194,6 +202,8 @@ DIRECTIONS = [
             Adopt(17),
             Sleep(),
             CompileGrammar(3, Grammar(GrammarKind.REGEX, "[a-z]+"), is_proven=True),
+            LoadAdapter(_ADAPTER, keeps=False),
+            UnloadAdapter(_ADAPTER.adapter_id),
             SchedulerOutput(18, [], CachedRequestData(), {}, 32, [], []),
             SchedulerOutput(
                 19,
@@ -224,6 +234,7 @@ DIRECTIONS = [
             ModelRunnerOutput(21, [5, 0], pooled={2: b"\0\0\x80\x3f" * 7}),
             StepFailed(22, "RuntimeError: out of memory"),
             GrammarCompiled(3, "no such rule"),
+            AdapterLoaded(_ADAPTER.adapter_id, "r is 64"),
         ],
     ),
     Direction(

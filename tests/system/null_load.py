@@ -38,6 +38,7 @@ class Stream:
             response = connection.getresponse()
             if response.status != 200:
                 self.error = f"{response.status}: {response.read().decode()}"
+                connection.close()
                 return
             while line := response.readline():
                 if line.startswith(b"data: {"):

@@ -1,6 +1,7 @@
 """The worker's end of the link: adoption, and which messages it handles."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,17 +9,21 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol.adapters import Adapter
 from protocol.core_worker import (
+    AdapterLoaded,
     Adopt,
     CachedRequestData,
     CompileGrammar,
     CoreToWorker,
     GrammarCompiled,
+    LoadAdapter,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
     Sleep,
     StepFailed,
+    UnloadAdapter,
     WorkerHello,
     WorkerToCore,
     decode_from_worker,
@@ -29,6 +34,7 @@ from protocol.sampling import Grammar, GrammarKind
 from protocol.transport.channel import HighWaterMark, Received, RouterChannel
 from tests.unsupervised_child import UnsupervisedChild
 from worker_proc import loop
+from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import QUIET_S, WorkerLoop
 from worker_proc.runner import ComputedStep, LaunchedStep
@@ -46,6 +52,7 @@ class FakeRunner:
     facts = FACTS
     swap_cost_tokens = 3.5
     grammars: GrammarCompiler | None = None
+    adapters: KeptAdapters[str] | None = None
 
     def __init__(self) -> None:
         self.num_resets = 0
@@ -448,6 +455,41 @@ def test_a_grammar_is_answered_when_it_is_ready_and_steps_go_on_meanwhile(
     bench.until(lambda: len(bench.replies) == 4)
     assert bench.replies[-1] == GrammarCompiled(5)
     bench.close()
+
+
+def test_an_adapter_is_answered_when_it_is_loaded_and_steps_go_on_meanwhile(
+    tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SILENCE_S", TIMEOUT_S)  # the core sends nothing while it waits
+    may_read = threading.Event()
+
+    def read(adapter: Adapter) -> str:
+        assert may_read.wait(TIMEOUT_S)
+        return adapter.name
+
+    runner.adapters = KeptAdapters(read, 1)
+    bench = Bench(str(tmp_path), runner)
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    adapter = Adapter("a", "/a", b"a" * 32)
+    bench.send(9, LoadAdapter(adapter))
+    bench.send(9, step(0))
+    bench.until(lambda: len(bench.replies) == 1)
+    assert bench.replies == [ModelRunnerOutput(0, [7])]
+    may_read.set()
+    bench.until(lambda: len(bench.replies) == 2)
+    assert bench.replies[-1] == AdapterLoaded(adapter.adapter_id)
+    assert adapter.adapter_id in runner.adapters
+    bench.send(9, UnloadAdapter(adapter.adapter_id))
+    bench.until(lambda: adapter.adapter_id not in runner.adapters)
+    bench.close()
+
+
+def test_a_runner_without_adapters_refuses_them(shim: WorkerShim) -> None:
+    shim.on_message(8, Adopt(0))
+    adapter = Adapter("a", "/a", b"a" * 32)
+    answer = shim.on_message(8, LoadAdapter(adapter))
+    assert answer == AdapterLoaded(adapter.adapter_id, "this worker takes no adapters")
 
 
 def test_a_runner_without_grammars_refuses_them(shim: WorkerShim) -> None:

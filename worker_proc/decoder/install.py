@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.calibration.self_check import (
     TEXT_LENGTHS,
@@ -22,6 +23,7 @@ from worker_proc.calibration.self_check import (
     max_error,
     median_error,
 )
+from worker_proc.decoder.adapter_sites import sites_of_layers
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.decoder.stack import (
     DecoderStack,
@@ -59,6 +61,8 @@ def install(
         return None
     stack = executor.stack(layers, settings, loaded.dtype)
     ends = read_ends(loaded, layer_modules(loaded)) if is_whole else None
+    if prepared.adapters is not None and isinstance(stack, DecoderStack):
+        _let_take_adapters(stack, prepared.adapters, layer_names(loaded))
     replace_forwards(layer_modules(loaded), stack)
     if ends is not None and isinstance(stack, DecoderStack):
         install_whole(loaded, WholeModel(stack, ends))
@@ -103,10 +107,25 @@ class Recording(NamedTuple):
     scorings: list[Scoring]
 
 
+def layer_names(loaded: LoadedModel) -> list[str]:
+    """Return the names of the decoder layers: the parents of the attention modules."""
+    return [layer.module_name.rpartition(".")[0] for layer in loaded.layers]
+
+
 def layer_modules(loaded: LoadedModel) -> list[nn.Module]:
-    """Return the decoder layers: the parents of the attention modules."""
-    names = [layer.module_name.rpartition(".")[0] for layer in loaded.layers]
-    return [loaded.model.get_submodule(name) for name in names]
+    """Return the decoder layers."""
+    return [loaded.model.get_submodule(name) for name in layer_names(loaded)]
+
+
+def _let_take_adapters(stack: DecoderStack, store: AdapterStore, names: Sequence[str]) -> None:
+    """Let a stack add products at those sites of its layers that take adapters."""
+    sites = store.sites
+    found = {
+        place: (number, sites.all[number])
+        for place, number in sites_of_layers(sites, names).items()
+        if number in sites.allowed
+    }
+    stack.take_adapters(store.rows, found)
 
 
 def read_layers(executor: LayerExecutor, loaded: LoadedModel) -> list[Any] | None:

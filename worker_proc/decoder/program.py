@@ -6,12 +6,14 @@ hook that changes nothing changes no bit.
 """
 
 import ctypes
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from worker_proc.adapters.rows import adaptation
+from worker_proc.adapters.sites import Site
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.hooks import Columns, Cut, HookPoint, Projection, When
@@ -132,12 +134,18 @@ def permuted_width(layer: DecoderLayer) -> int:
 class ProgramWriter:
     """Writes layer after layer, with cuts where there are hooks."""
 
-    def __init__(self, points: Collection[HookPoint]) -> None:
+    def __init__(
+        self,
+        points: Collection[HookPoint],
+        sites: Mapping[tuple[int, Projection], tuple[int, Site]] | None = None,
+    ) -> None:
+        """Take hooks, and the numbered sites of projections by layer, for steps with adapters."""
         self.instructions: list[Instruction] = []
         self.boundaries: list[int] = []
         """The first instruction of each layer."""
         self.cuts: list[Cut] = []
         self._points = points
+        self._sites = sites or {}
         self._coded = HIDDEN
         """The buffer that CODES is made of."""
         self._permuted: tuple[int, torch.Tensor] | None = None
@@ -348,14 +356,23 @@ class ProgramWriter:
             self._coded = source
 
     def _cut(self, when: When, inputs: Columns, outputs: dict[Projection, Columns]) -> None:
+        layer = len(self.boundaries) - 1
         for name, columns in outputs.items():
-            if self._is_hooked(name, when):
-                point = HookPoint(len(self.boundaries) - 1, name, when)
+            if when is When.AFTER and (layer, name) in self._sites:
+                number, site = self._sites[layer, name]
+                places = {"source": inputs.buffer, "target": columns.buffer}
+                self.instructions.append(adaptation(number, site, column=columns.first, **places))
+        for name, columns in outputs.items():
+            point = HookPoint(layer, name, when)
+            if point in self._points:
                 made = columns if when is When.AFTER else columns._replace(width=0)
                 self.cuts.append(Cut(len(self.instructions), point, inputs, made))
 
     def _is_hooked(self, name: Projection, when: When) -> bool:
-        return HookPoint(len(self.boundaries) - 1, name, when) in self._points
+        """Whether a side of a projection of the present layer has a hook, or takes adapters."""
+        layer = len(self.boundaries) - 1
+        is_adapted = when is When.AFTER and (layer, name) in self._sites
+        return is_adapted or HookPoint(layer, name, when) in self._points
 
 
 def _rotation(

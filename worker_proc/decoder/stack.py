@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker_proc.adapters.rows import StepRows
+from worker_proc.adapters.sites import Site
 from worker_proc.attention.interface import AttentionBackend, PagedLayer
 from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.buffers import Buffers
-from worker_proc.decoder.hooks import Hook, HookPoint
+from worker_proc.decoder.hooks import Hook, HookPoint, Projection
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
 from worker_proc.decoder.program import GATES, Program, ProgramWriter, hooked_projections
 from worker_proc.loading.layer_executor import Angles, Stack
@@ -64,6 +66,9 @@ class DecoderStack:
         self.dtype = dtype
         self._hidden_size = layers[0].hidden_size
         self._hooks: Mapping[HookPoint, Hook] = {}
+        self._rows: StepRows | None = None
+        self.sites: Mapping[tuple[int, Projection], tuple[int, Site]] = {}
+        """The numbered sites of projections that take adapters, by layer."""
         self._clear()
 
     @property
@@ -93,6 +98,18 @@ class DecoderStack:
         self._hooks = dict(hooks)
         self._clear()
 
+    def take_adapters(
+        self, rows: StepRows, sites: Mapping[tuple[int, Projection], tuple[int, Site]]
+    ) -> None:
+        """Add the products of adapters at these sites, in all later steps that have some."""
+        self._rows, self.sites = rows, sites
+        self._clear()
+
+    @property
+    def adaptation(self) -> int | None:
+        """The address of the present step's adapted rows; None: there are none."""
+        return None if self._rows is None else self._rows.address
+
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
         return self.forward_layers(range(len(self.layers)), hidden_states, angles)
@@ -108,7 +125,8 @@ class DecoderStack:
         if not (layers.step == 1 and 0 <= layers.start < layers.stop <= len(self.layers)):
             raise ValueError(f"{layers} are not consecutive layers of {len(self.layers)}")
         rows = hidden_states[0]
-        program = self._program_for(angles)
+        adaptation = self.adaptation
+        program = self._program_for(angles, is_adapted=adaptation is not None)
         hidden = self.buffers.reserve(len(rows))
         hidden[:, : self._hidden_size] = rows
         hidden[:, self._hidden_size :] = 0  # an earlier request's may not be finite
@@ -120,7 +138,12 @@ class DecoderStack:
             pointers([tensor.data_ptr() for tensor in cosines]),
             pointers([tensor.data_ptr() for tensor in sines]),
         )
-        run = RunArgs(self.buffers.address, *map(ctypes.addressof, arrays), num_rows=len(rows))
+        run = RunArgs(
+            self.buffers.address,
+            *map(ctypes.addressof, arrays),
+            adaptation=adaptation,
+            num_rows=len(rows),
+        )
         for segment in program.segments(layers):
             self.library.execute(segment.args, run)
             for cut in segment.cuts:
@@ -131,28 +154,33 @@ class DecoderStack:
     def _clear(self) -> None:
         """Forget the program, and the memory of its buffers."""
         self.buffers = Buffers(self.layers, self.dtype, splits=self._splits())
-        self._program: Program | None = None
+        self._programs: dict[bool, Program] = {}
+        """With and without adapters."""
 
     def _splits(self) -> bool:
         """Return whether gates and factors are stored apart from their product."""
-        return any(name in GATES for _, name, _ in self._hooks)
+        hooked = (name for _, name, _ in self._hooks)
+        adapted = (name for _, name in self.sites)
+        return any(name in GATES for name in (*hooked, *adapted))
 
-    def _program_for(self, angles: Sequence[Angles]) -> Program:
+    def _program_for(self, angles: Sequence[Angles], *, is_adapted: bool) -> Program:
         """Return the program for the present pool and for which layers share angles."""
         paged = [layer.paged for layer in self.layers]
         first_of: dict[int, int] = {}
         kinds = [first_of.setdefault(id(cosine), len(first_of)) for cosine, _ in angles]
         key = (*map(id, paged), *kinds)
-        if self._program is None or self._program.key != key:
-            writer = ProgramWriter(self._hooks.keys())
+        program = self._programs.get(is_adapted)
+        if program is None or program.key != key:
+            writer = ProgramWriter(self._hooks.keys(), self.sites if is_adapted else None)
             for layer, settings, kind, (cosine, _) in zip(
                 self.layers, self.settings, kinds, angles, strict=True
             ):
                 writer.add_layer(layer, settings, kind, cosine)
             first_layers = [kinds.index(kind) for kind in range(len(first_of))]
             is_bf16 = self.dtype == torch.bfloat16
-            self._program = Program(key, paged, first_layers, writer, is_bf16)
-        return self._program
+            program = Program(key, paged, first_layers, writer, is_bf16)
+            self._programs[is_adapted] = program
+        return program
 
 
 def _backend_of(layer: PagedLayer) -> NativeBackend:

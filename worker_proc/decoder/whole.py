@@ -83,7 +83,8 @@ class WholeModel:
         """Take layers whose attention modules are attached to a pool, and what surrounds them."""
         self._stack = stack
         self._ends = ends
-        self._program: Program | None = None
+        self._programs: dict[bool, Program] = {}
+        """With and without adapters."""
         self._num_positions = 0
         self._point_to_angles()
 
@@ -114,10 +115,12 @@ class WholeModel:
             token_ids.data_ptr(),
             positions.data_ptr(),
             kept.data_ptr(),
+            stack.adaptation,
             len(token_ids),
             len(kept),
         )
-        stack.library.execute(self._present_program().all_instructions, run)
+        program = self._present_program(is_adapted=stack.adaptation is not None)
+        stack.library.execute(program.all_instructions, run)
         logits = logits[:, : ends.head.out_features]
         ends.edit.apply(logits)
         return logits
@@ -131,20 +134,21 @@ class WholeModel:
         )
         self._cosines_at, self._sines_at = map(ctypes.addressof, self._arrays)
 
-    def _present_program(self) -> Program:
+    def _present_program(self, *, is_adapted: bool) -> Program:
         """Return the program for the pool that the layers are attached to."""
         stack, ends = self._stack, self._ends
         paged = [layer.paged for layer in stack.layers]
         key = tuple(map(id, paged))
-        if self._program is None or self._program.key != key:
-            writer = ProgramWriter(())
+        program = self._programs.get(is_adapted)
+        if program is None or program.key != key:
+            writer = ProgramWriter((), stack.sites if is_adapted else None)
             writer.add_embedding(ends.table, ends.factor)
             for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
                 writer.add_layer(layer, settings, kind, ends.angles[kind].cosines)
             writer.add_logits(ends.norm, ends.head.packed)
             is_bf16 = stack.dtype == torch.bfloat16
-            self._program = Program(key, paged, [], writer, is_bf16)
-        return self._program
+            program = self._programs[is_adapted] = Program(key, paged, [], writer, is_bf16)
+        return program
 
 
 def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:

@@ -119,12 +119,29 @@ class FusedMLP(nn.Module):
         self._instruction = projection(
             self.gate_up, epilogue=Epilogue.ACTIVATE, activation=activation
         )
+        self._width = self.gate_up.num_outputs // 2
+        self._splitting = projection(self.gate_up, epilogue=Epilogue.SPLIT, column=self._width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        width = self.gate_up.num_outputs // 2
-        product = self._library.project(self._instruction, hidden, width, self.gate_up.order)
+        order = self.gate_up.order
+        product = self._library.project(self._instruction, hidden, self._width, order)
         product = product[:, : self.size]
         out: torch.Tensor = self.down_proj(product.view(*hidden.shape[:-1], self.size))
+        return out
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return gates and factors, `[rows, size]` each, which `forward` multiplies at once."""
+        order = self.gate_up.order
+        both = self._library.project(self._splitting, rows, 2 * self._width, order)
+        return both[:, : self.size], both[:, self._width : self._width + self.size]
+
+    def join(self, gates: torch.Tensor, factors: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return what `forward` does of these gates and factors, `[*shape, hidden_size]`.
+
+        Both ways round at the same places, to the same bits.
+        """
+        product = self._library.activate(gates, self.activation) * factors
+        out: torch.Tensor = self.down_proj(product.view(*shape, self.size))
         return out
 
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from worker_proc.adapters.store import AdapterStore
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel
@@ -21,6 +22,8 @@ class PreparedModel(NamedTuple):
     """What is proven about this model at each start is kept here; on the CPU only."""
     draft: LoadedModel | None = None
     """The draft model, whose modules are fused and packed, too."""
+    adapters: AdapterStore | None = None
+    """Only with enable_lora. The draft model has none."""
 
     def of_draft(self, draft: LoadedModel) -> "PreparedModel":
         """Return the draft model as a model of its own."""

@@ -39,7 +39,7 @@ def load_coding_library(setting: str, device: torch.device) -> NativeLibrary:
     """
     if device.type != "cpu":
         raise UnsupportedModel(
-            f"{setting} needs device cpu: there are no kernels for codes on {device.type}"
+            f"{setting} needs device cpu: there are no kernels for it on {device.type}"
         )
     try:
         build()

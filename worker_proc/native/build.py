@@ -19,11 +19,14 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = ("attention.cpp", "decoder.cpp", "linear.cpp", "pointwise.cpp", "sampling.cpp")
+SOURCES = (
+    *("attention.cpp", "decoder.cpp", "linear.cpp", "low_rank.cpp", "pointwise.cpp"),
+    "sampling.cpp",
+)
 HEADERS = (
     *("attention.h", "attention_pairs.h", "choice.h", "coded_kv.h", "coded_rows.h", "edits.h"),
-    *("exact_sums.h", "experts.h", "grouped_codes.h", "latent_attention.h", "pointwise.h"),
-    *("products.h", "sections.h", "step.h", "team.h", "vec.h", "weights.h"),
+    *("exact_sums.h", "experts.h", "grouped_codes.h", "latent_attention.h", "low_rank.h"),
+    *("pointwise.h", "products.h", "sections.h", "step.h", "team.h", "vec.h", "weights.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),

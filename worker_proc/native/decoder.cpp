@@ -8,6 +8,7 @@
 #include "coded_rows.h"
 #include "experts.h"
 #include "grouped_codes.h"
+#include "low_rank.h"
 #include "pointwise.h"
 #include "products.h"
 
@@ -31,6 +32,7 @@ enum Kind : int32_t {
   kNormalizeKept,
   kProjectHeads,
   kPermute,
+  kAdapt,
 };
 
 enum Epilogue : int32_t {
@@ -66,6 +68,7 @@ struct Instruction {
   int32_t normalizes, rounds_weights;
   int32_t of_kept;                  // a projection is one of the rows that are kept
   int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
+  int32_t site;                     // of a projection, among those that adapters change
   float factor, epsilon, scale, softcap;
   int32_t format;  // of a packed weight
   int32_t scale_type, zero, group_tiles;  // of grouped codes
@@ -90,6 +93,7 @@ struct Run {
   // Of a program that begins with the embedding: the tokens, their positions, which are rows of the
   // tables of angles, and the rows that get logits. Else they are null.
   const int64_t *tokens, *positions, *kept;
+  const Adaptation* adaptation;  // of a program that adapts
   int32_t num_rows, num_kept;
 };
 }
@@ -118,6 +122,7 @@ class Executor {
       case kNormalizeKept: return normalize_kept(i);
       case kProjectHeads: return project_heads(i);
       case kPermute: return permute(i);
+      case kAdapt: return adapt(i);
     }
   }
 
@@ -255,6 +260,14 @@ class Executor {
                           if (count > 0) save(sums[half], out + at, static_cast<int>(count));
                         }
                       });
+  }
+
+  // target += the products of each row's adapter with source, from a column on
+  void adapt(const Instruction& i) {
+    adapt_rows<T>(
+        team_, *run_.adaptation, i.site, i.size, i.num_outputs,
+        [&](int64_t r) -> const T* { return row(i.source, r); },
+        [&](int64_t r) { return row(i.target, r) + i.column; });
   }
 
   // target = the products of a row and a pair of panels. `place` is the place of the pair among those
@@ -516,7 +529,9 @@ extern "C" void troika_project(const Instruction* instruction, const Buffer* row
                                const Buffer* out, const Buffer* codes, int32_t num_rows,
                                int32_t is_bf16) {
   const Buffer buffers[] = {*rows, *out, *codes};
-  const Run run{buffers, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, num_rows, 0};
+  Run run{};
+  run.buffers = buffers;
+  run.num_rows = num_rows;
   Instruction instructions[2] = {{}, *instruction};
   Instruction &code = instructions[0], &project = instructions[1];
   const bool has_codes = project.format == kInt8ForCodes;
@@ -525,5 +540,17 @@ extern "C" void troika_project(const Instruction* instruction, const Buffer* row
   code.target = 2;
   if (has_codes) project.source = 2;
   const Program program{has_codes ? &code : &project, has_codes ? 2 : 1, is_bf16};
+  troika_execute(&program, &run);
+}
+
+// What adapters add to one projection outside of a program: from `rows` to `out`.
+extern "C" void troika_adapt(const Instruction* instruction, const Buffer* rows, const Buffer* out,
+                             const Adaptation* adaptation, int32_t num_rows, int32_t is_bf16) {
+  const Buffer buffers[] = {*rows, *out};
+  Run run{};
+  run.buffers = buffers;
+  run.adaptation = adaptation;
+  run.num_rows = num_rows;
+  const Program program{instruction, 1, is_bf16};
   troika_execute(&program, &run);
 }

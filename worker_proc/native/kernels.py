@@ -39,6 +39,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
     "troika_round": (_POINTER, *[_INT] * 3),
     "troika_project": (*[_POINTER] * 4, _INT, _INT),
+    "troika_adapt": (*[_POINTER] * 4, _INT, _INT),
+    "troika_copy_low_rank": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _LONG, _INT, _POINTER),
     "troika_execute": (_POINTER, _POINTER),
     "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
@@ -104,6 +106,7 @@ class Kind(enum.IntEnum):
     NORMALIZE_KEPT = 12
     PROJECT_HEADS = 13
     PERMUTE = 14
+    ADAPT = 15
 
 
 class Rotation(enum.IntEnum):
@@ -170,7 +173,7 @@ class Instruction(ctypes.Structure):
         *_fields(
             "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
             " num_experts num_chosen choices normalizes rounds_weights of_kept num_outputs"
-            " target_dim",
+            " target_dim site",
             _INT,
         ),
         *_fields("factor epsilon scale softcap", _FLOAT),
@@ -190,9 +193,40 @@ class RunArgs(ctypes.Structure):
     """`Run` of decoder.cpp."""
 
     _fields_ = (
-        *_fields("buffers steps cosines sines tokens positions kept", _POINTER),
+        *_fields("buffers steps cosines sines tokens positions kept adaptation", _POINTER),
         *_fields("num_rows num_kept", _INT),
     )
+
+
+class LowRankArgs(ctypes.Structure):
+    """`LowRank` of low_rank.h."""
+
+    _fields_ = (
+        *_fields("down up", _POINTER),
+        *_fields("down_stride up_stride", _LONG),
+        ("rank", _INT),
+        ("scale", _FLOAT),
+    )
+
+
+class AdaptedRowsArgs(ctypes.Structure):
+    """`AdaptedRows` of low_rank.h."""
+
+    _fields_ = (*_fields("rows sites", _POINTER), ("num_rows", _LONG))
+
+
+class AdaptationArgs(ctypes.Structure):
+    """`Adaptation` of low_rank.h."""
+
+    _fields_ = (*_fields("parts inner", _POINTER), *_fields("num_parts inner_stride", _LONG))
+
+
+class StoredType(enum.IntEnum):
+    """Types of the matrices in an adapter's file, by their numbers in low_rank.cpp."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
 
 
 class LogitsArgs(ctypes.Structure):
@@ -460,6 +494,53 @@ class NativeLibrary:
             ctypes.byref(instruction), *map(ctypes.byref, buffers), len(rows), is_bf16
         )
         return out
+
+    def adapt(
+        self,
+        instruction: Instruction,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        adaptation: AdaptationArgs,
+    ) -> None:
+        """Add to `out`, `[rows, num_outputs]`, what one instruction makes of rows, in place."""
+        assert rows.stride(1) == out.stride(1) == 1
+        buffers = (BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in (rows, out))
+        is_bf16 = rows.dtype == torch.bfloat16
+        self._library.troika_adapt(
+            ctypes.byref(instruction),
+            *map(ctypes.byref, buffers),
+            ctypes.byref(adaptation),
+            len(rows),
+            is_bf16,
+        )
+
+    def copy_low_rank(
+        self,
+        source: int,
+        type_: StoredType,
+        shape: tuple[int, int],
+        target: torch.Tensor,
+        *,
+        transposes: bool,
+    ) -> bool:
+        """Copy a matrix at an address to lines; returns whether all of its values are finite.
+
+        `target`, `[lines, stride]`, has the rows of the matrix, or its columns. It is copied in
+        one thread, without the interpreter's lock.
+        """
+        is_finite = _INT()
+        is_bf16 = target.dtype == torch.bfloat16
+        self._library.troika_copy_low_rank(
+            source,
+            type_,
+            *shape,
+            transposes,
+            target.data_ptr(),
+            target.stride(0),
+            is_bf16,
+            ctypes.byref(is_finite),
+        )
+        return bool(is_finite.value)
 
     def execute(self, program: ProgramArgs, run: RunArgs) -> None:
         """Execute a program over one step."""

@@ -9,6 +9,7 @@ from worker_proc.calibration.exactness import Exactness, check_exactness
 from worker_proc.calibration.kv_codes import as_plain, check_codes
 from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
+from worker_proc.decoder.adapter_proof import AdapterProof, prove_adapters
 from worker_proc.decoder.install import decoding, find_settings, is_whole_exact, uninstall
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.forward import attach_cache
@@ -33,6 +34,7 @@ class Calibration(NamedTuple):
     draft_decoder: tuple[LayerSettings, ...] = ()
     """The layers of the draft model."""
     draft_is_whole: bool = False
+    adapters: AdapterProof = AdapterProof()
 
 
 def calibrate(
@@ -43,6 +45,8 @@ def calibrate(
     if config.cache.swap_space_bytes:  # a copy's cost is measured at each start
         return _calibrate(prepared, config)
     name = f"calibration-{torch.get_num_threads()}"
+    if prepared.adapters is not None:
+        name += "-lora"
     return proven(prepared.proofs, name, Calibration, lambda: _calibrate(prepared, config))
 
 
@@ -70,6 +74,13 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         exactness = check_exactness(loaded, backend, layout, stepwise)
         can_swap = config.cache.swap_space_bytes >= block_bytes_of(loaded, layout)
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
+    adapters = AdapterProof()
+    if prepared.adapters is not None:
+        adapters = prove_adapters(
+            prepared, prepared.adapters, backend, layout, settings, is_whole=is_whole
+        )
+        if exactness.holds and adapters.problem:
+            exactness = Exactness(False, adapters.problem)
     draft_settings, draft_is_whole = _calibrate_draft(prepared, config)
     return Calibration(
         exactness,
@@ -79,6 +90,7 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         is_whole,
         tuple(draft_settings),
         draft_is_whole,
+        adapters,
     )
 
 

@@ -59,6 +59,8 @@ def build_runner(
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     sampler = make_sampler(loaded, prepared.kernels)
+    if prepared.adapters is not None:
+        calibration.adapters.apply(prepared.adapters.sites)
     size = _size_cache(prepared, layout, backend, sampler, config)
     facts = _facts_of(prepared, config, calibration, layout, size)
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
@@ -78,6 +80,7 @@ def build_runner(
         grammars=prepared.grammars,
         device_sampler=device_sampler,
         graphs=graphs,
+        adapters=prepared.adapters,
     )
 
 
@@ -92,6 +95,8 @@ def _size_cache(
     loaded, draft = prepared.loaded, prepared.draft
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
     block_bytes = block_bytes_of(loaded, layout)
+    if prepared.adapters is not None:
+        available_bytes -= prepared.adapters.most_bytes
     if draft is not None:
         draft_layout = make_draft_layout(draft, config)
         draft_backend = make_backend(draft, draft_layout, prepared.kernels)

@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from protocol.config import EngineConfig, KVCacheDtype, Quantization
+from worker_proc.adapters.sites import Sites
+from worker_proc.adapters.store import AdapterStore
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.loading.adapted_modules import adapt_modules, find_sites
 from worker_proc.loading.coded_weights import dequantize_weights, without_kernels
 from worker_proc.loading.draft import load_draft
 from worker_proc.loading.fused import fuse_modules
@@ -59,7 +62,7 @@ def prepare_model(
             f" that {config.model.model} can compute"
         )
     draft = load_draft(config.model, loaded, progress)
-    if library is None and device.type == "cpu":
+    if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
     if device.type == "cpu":
@@ -67,6 +70,7 @@ def prepare_model(
         check_latent_format(loaded, config.cache.kv_cache_dtype)
         if draft is not None:
             draft = _attend_to_latent_rows(draft, library, proofs, "latent_draft")
+    sites = find_sites(loaded) if config.lora.enable_lora else None
     if quantization is not None and library is not None:
         check_weights(loaded, quantization, partial(progress, "check_weights"))
     roles: list[tuple[str, LoadedModel, Quantization | None]]
@@ -84,7 +88,26 @@ def prepare_model(
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library)
-    return PreparedModel(loaded, library, _load_grammars(vocabulary), executor, proofs, draft)
+    grammars = _load_grammars(vocabulary)
+    adapters = None if sites is None else _make_store(loaded, library, sites, config)
+    return PreparedModel(loaded, library, grammars, executor, proofs, draft, adapters)
+
+
+def _make_store(
+    loaded: LoadedModel, library: NativeLibrary | None, sites: Sites, config: EngineConfig
+) -> AdapterStore:
+    """Let the modules at the sites add the products of adapters."""
+    if library is None or loaded.dtype not in NATIVE_DTYPES:
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"enable_lora needs dtype float32 or bfloat16, and the checkpoint is loaded in {dtype}"
+        )
+    lora = config.lora
+    store = AdapterStore(
+        library, loaded.dtype, sites, max_rank=lora.max_lora_rank, num_kept=lora.num_kept
+    )
+    adapt_modules(loaded.model, sites, store.rows)
+    return store
 
 
 def _library_for(
@@ -130,6 +153,8 @@ def _finish_codes(loaded: LoadedModel) -> None:
 
 def _setting_of_codes(config: EngineConfig) -> str | None:
     """Return a setting that needs the native kernels, with its value, if there is one."""
+    if config.lora.enable_lora:
+        return "enable_lora"
     if config.model.quantization is not None:
         return f"quantization {config.model.quantization}"
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:

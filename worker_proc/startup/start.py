@@ -9,11 +9,13 @@ import time
 
 import zmq
 
+from protocol.adapters import Adapter, AdapterError, read_adapter
 from protocol.config import EngineConfig
 from protocol.core_worker import KVGroup, ModelFacts
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
+from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.calibration.warm_up import warm_up
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import WorkerLoop
@@ -133,10 +135,19 @@ def null_facts(config: EngineConfig) -> ModelFacts:
 def _null_runner(config: EngineConfig) -> Runner:
     from worker_proc.null_runner import NullRunner
 
-    facts = null_facts(config)
+    facts, lora = null_facts(config), config.lora
     return NullRunner(
         facts,
         config.worker.null_step_ms / 1000,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
         grammars=GrammarCompiler(Vocabulary(facts.vocab_size, facts.eos_token_ids)),
+        adapters=KeptAdapters(_check_digest, lora.num_kept) if lora.enable_lora else None,
     )
+
+
+def _check_digest(adapter: Adapter) -> Adapter:
+    """Read an adapter's files; AdapterError: they are not those of its digest."""
+    found, _ = read_adapter(adapter.name, adapter.path)
+    if found != adapter:
+        raise AdapterError(f"{adapter.path} has changed since it was loaded")
+    return adapter

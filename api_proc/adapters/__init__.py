@@ -1,0 +1,1 @@
+"""LoRA adapters in the API: their names, which all API processes share, and the admin routes."""

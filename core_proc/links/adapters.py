@@ -1,0 +1,275 @@
+"""Which adapters the workers hold, whose turn it is, and which requests wait for one.
+
+Theory of operation. An adapter has a turn while requests with it may run; at most `max_loras` have
+one, so a step never has more adapters than that. A request whose adapter has no turn, or is not
+loaded yet, is queued as WAITING_FOR_ADAPTER and keeps its place; all others are admitted meanwhile.
+
+* A turn begins, in the order in which adapters asked for one, as soon as there is room. It ends
+  when another adapter waits and the last request of the turn has ended.
+* While another adapter waits, a turn takes at most as many further requests as fit in a step. Those
+  behind them wait for the adapter's next turn. So every adapter gets its turn, however many
+  requests come for the others.
+* Workers hold at most `max_cpu_loras` adapters. The one that was not used for the longest time
+  makes room; one with a turn never does.
+
+A lost worker takes its adapters along: their requests wait until its successor has loaded them.
+Clients may ask for a load without a request (`load`), to learn whether the adapter can be used. If
+all places are taken by turns, it is only checked.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from core_proc.links.owners import Client
+from core_proc.request import Request, RequestStatus
+from core_proc.scheduler import Scheduler
+from protocol.adapters import Adapter
+from protocol.api_core import ErrorCode
+from protocol.core_worker import AdapterLoaded, LoadAdapter, UnloadAdapter
+
+ADAPTER_PARAM = "model"
+"""`RequestError.param` of an adapter that cannot be used: `model` names it."""
+MAX_SENT = 4
+"""Adapters that the workers have got and not answered, of the frames that a link may queue."""
+MAX_ASKED = 64
+"""Loads without a request that are not answered yet; further ones are refused."""
+
+Done = Callable[[Client, int, str], None]
+"""Takes a client, the number of its control, and what is wrong, or nothing."""
+
+
+class Place(enum.Enum):
+    """Where an adapter is, as far as the core knows."""
+
+    NOWHERE = enum.auto()
+    CHECKED = enum.auto()
+    """The workers are to check it and drop it."""
+    LOADED = enum.auto()
+    """The workers are to load it, and have not answered."""
+    READY = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One adapter, and the requests with it."""
+
+    adapter: Adapter
+    place: Place = Place.NOWHERE
+    has_turn: bool = False
+    num_left: int = 0
+    """Requests that its turn still takes while another adapter waits."""
+    taken: set[Request] = field(default_factory=set)
+    """Requests of its turn. Some of them may have ended."""
+    waiting: deque[Request] = field(default_factory=deque)
+    """Requests for its next turn. Some of them may have ended."""
+    askers: list[tuple[Client, int]] = field(default_factory=list)
+    used_at: int = 0
+    is_unwanted: bool = False
+    """It is to be dropped once no request has it."""
+
+    def forget_ended(self) -> None:
+        self.taken = {request for request in self.taken if not request.is_finished}
+        self.waiting = deque(request for request in self.waiting if not request.is_finished)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.taken or self.waiting or self.askers)
+
+
+class Adapters:
+    """The adapters of a scheduler's requests, by their ids."""
+
+    def __init__(
+        self, scheduler: Scheduler, max_loras: int, num_kept: int, num_taken: int, done: Done
+    ) -> None:
+        """`num_kept`: most that workers hold. `num_taken`: requests of a turn that others await."""
+        self._scheduler = scheduler
+        self._max_loras = max_loras
+        self._num_kept = num_kept
+        self._num_taken = num_taken
+        self._done = done
+        self._entries: dict[int, _Entry] = {}
+        self._with_turn: list[_Entry] = []
+        self._queue: deque[_Entry] = deque()
+        """Adapters that wait for a turn."""
+        self._uses = 0
+        self._num_ended = 0
+        self._has_news = False
+        """Something has changed since the last `take_messages`."""
+
+    def add(self, request: Request, adapter: Adapter) -> None:
+        """Take a queued request with an adapter; it waits until that is loaded and has a turn."""
+        entry = self._entry(adapter)
+        entry.is_unwanted = False
+        if entry.has_turn and (not self._queue or entry.num_left > 0):
+            entry.num_left -= bool(self._queue)
+            entry.taken.add(request)
+        else:
+            entry.waiting.append(request)
+            self._ask_for_turn(entry)
+        self.holds(request)
+        self._has_news = True
+
+    def _entry(self, adapter: Adapter) -> _Entry:
+        entry = self._entries.get(adapter.adapter_id)
+        if entry is None:
+            entry = self._entries[adapter.adapter_id] = _Entry(adapter)
+        elif entry.place is Place.NOWHERE:
+            entry.adapter = adapter  # the same files may lie elsewhere by now
+        self._uses += 1
+        entry.used_at = self._uses
+        return entry
+
+    def _ask_for_turn(self, entry: _Entry) -> None:
+        if not entry.has_turn and entry not in self._queue:
+            self._queue.append(entry)
+
+    def holds(self, request: Request) -> bool:
+        """Keep a request from being admitted if its adapter is not ready; returns whether it is."""
+        if request.adapter_id == 0:
+            return False
+        entry = self._entries[request.adapter_id]
+        if entry.place is Place.READY and request in entry.taken:
+            return False
+        self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
+        return True
+
+    def load(self, client: Client, number: int, adapter: Adapter) -> None:
+        """Load or check an adapter without a request; the answer is passed to `done`."""
+        if sum(len(entry.askers) for entry in self._entries.values()) >= MAX_ASKED:
+            self._done(client, number, f"{MAX_ASKED} adapters are being loaded already")
+            return
+        entry = self._entry(adapter)
+        entry.is_unwanted = False
+        if entry.place is Place.READY:
+            self._done(client, number, "")
+            return
+        entry.askers.append((client, number))
+        self._has_news = True
+
+    def unload(self, adapter: Adapter) -> None:
+        """Drop an adapter once no request has it."""
+        entry = self._entries.get(adapter.adapter_id)
+        if entry is not None:
+            entry.is_unwanted = True
+            self._has_news = True
+
+    def forget(self, client: Client) -> None:
+        """Drop the answers for a client that is gone."""
+        for entry in self._entries.values():
+            entry.askers = [asker for asker in entry.askers if asker[0] != client]
+
+    def take_messages(self) -> tuple[list[LoadAdapter | UnloadAdapter], list[Request]]:
+        """Return what the workers are to be sent now, and requests that may be admitted now."""
+        num_ended = self._scheduler.num_ended
+        has_ended, self._num_ended = num_ended != self._num_ended, num_ended
+        is_awaited = bool(self._queue) or any(e.is_unwanted for e in self._entries.values())
+        if not self._has_news and not (has_ended and is_awaited):
+            return [], []
+        self._has_news = False
+        for entry in self._entries.values():
+            entry.forget_ended()
+        unblocked = self._pass_turns()
+        messages = [*self._unload_unwanted(), *self._load_needed()]
+        self._entries = {
+            adapter_id: entry
+            for adapter_id, entry in self._entries.items()
+            if entry.has_turn or entry.place is not Place.NOWHERE or not entry.is_idle
+        }
+        return messages, unblocked
+
+    def _pass_turns(self) -> list[Request]:
+        """Let turns end and begin; returns requests that may be admitted now."""
+        self._queue = deque(entry for entry in self._queue if entry.waiting)
+        if self._queue:
+            for entry in self._with_turn:
+                entry.has_turn = bool(entry.taken)
+                if not entry.has_turn and entry.waiting:
+                    self._queue.append(entry)
+            self._with_turn = [entry for entry in self._with_turn if entry.has_turn]
+        while self._queue and len(self._with_turn) < self._max_loras:
+            entry = self._queue.popleft()
+            entry.has_turn, entry.num_left = True, self._num_taken
+            self._with_turn.append(entry)
+        return [request for entry in self._with_turn for request in self._take_waiting(entry)]
+
+    def _take_waiting(self, entry: _Entry) -> Iterable[Request]:
+        """Let requests join the turn of their adapter; yields those that may be admitted now."""
+        while entry.waiting and (not self._queue or entry.num_left > 0):
+            entry.num_left -= bool(self._queue)
+            request = entry.waiting.popleft()
+            entry.taken.add(request)
+            if entry.place is Place.READY and self._release(request):
+                yield request
+
+    def _release(self, request: Request) -> bool:
+        """Return whether a request has waited for its adapter, and does not any more."""
+        if request.status is not RequestStatus.WAITING_FOR_ADAPTER:
+            return False
+        self._scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_ADAPTER)
+        return True
+
+    def _unload_unwanted(self) -> Iterable[UnloadAdapter]:
+        for entry in self._entries.values():
+            if entry.is_unwanted and entry.is_idle and entry.place is Place.READY:
+                yield self._drop(entry)
+
+    def _drop(self, entry: _Entry) -> UnloadAdapter:
+        entry.place = Place.NOWHERE
+        if entry.has_turn:
+            entry.has_turn = False
+            self._with_turn.remove(entry)
+        return UnloadAdapter(entry.adapter.adapter_id)
+
+    def _load_needed(self) -> Iterable[LoadAdapter | UnloadAdapter]:
+        """Yield loads of adapters that have a turn, or are asked for, as far as there is room."""
+        for entry in self._entries.values():
+            is_needed = bool(entry.taken) or bool(entry.askers)
+            if entry.place is not Place.NOWHERE or not is_needed:
+                continue
+            places = [e.place for e in self._entries.values()]
+            if places.count(Place.LOADED) + places.count(Place.CHECKED) >= MAX_SENT:
+                return
+            held = [e for e in self._entries.values() if e.place in (Place.LOADED, Place.READY)]
+            if len(held) >= self._num_kept:
+                idle = [e for e in held if e.place is Place.READY and e.is_idle]
+                if idle:
+                    yield self._drop(min(idle, key=lambda e: e.used_at))
+                elif entry.taken:
+                    continue  # what is being loaded for an asker will be idle
+                else:
+                    entry.place = Place.CHECKED
+                    yield LoadAdapter(entry.adapter, keeps=False)
+                    continue
+            entry.place = Place.LOADED
+            yield LoadAdapter(entry.adapter)
+
+    def loaded(self, message: AdapterLoaded) -> list[Request]:
+        """Take the workers' answer; returns requests that may be admitted now."""
+        entry = self._entries.get(message.adapter_id)
+        if entry is None or entry.place not in (Place.CHECKED, Place.LOADED):
+            return []
+        self._has_news = True
+        is_kept = entry.place is Place.LOADED and not message.error
+        entry.place = Place.READY if is_kept else Place.NOWHERE
+        askers, entry.askers = entry.askers, []
+        for client, number in askers:
+            self._done(client, number, message.error)
+        if message.error:
+            text = f"adapter {entry.adapter.name!r}: {message.error}"
+            for request in (*entry.taken, *entry.waiting):
+                self._scheduler.fail_request(request.req_id, text, ErrorCode.INVALID, ADAPTER_PARAM)
+        if not is_kept:
+            return []
+        return [request for request in entry.taken if self._release(request)]
+
+    def workers_lost(self) -> None:
+        """Let all requests with an adapter wait until the next workers have loaded it."""
+        self._has_news = True
+        for entry in self._entries.values():
+            entry.forget_ended()
+            entry.place = Place.NOWHERE
+            for request in entry.taken:
+                self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)

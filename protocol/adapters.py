@@ -1,0 +1,127 @@
+"""LoRA adapters as all processes know them: a name, a directory, and what its files contain.
+
+An adapter is identified by the digest of its two files. A worker that reads other bytes refuses it,
+so a request continues on a new worker with the weights that it began with, or not at all.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.message import Record
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+BIN_FILE = "adapter_model.bin"
+ADAPTERS_FILE = "lora_adapters"
+"""In the run directory: the names of adapters, which API processes share."""
+MAX_CONFIG_BYTES = 2**20
+_CHUNK_BYTES = 2**20
+
+AdapterId = Annotated[int, Meta(ge=0, lt=2**53)]
+"""0: no adapter."""
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
+AdapterPath = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class AdapterError(Exception):
+    """An adapter that cannot be used; the text names the file or the key, and what is wrong."""
+
+
+class Adapter(Record):
+    """An adapter whose files were read once."""
+
+    name: AdapterName
+    path: AdapterPath
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Of the contents of both files, see `digest_of`."""
+
+    @property
+    def adapter_id(self) -> int:
+        """The number under which its KV is cached: equal for equal files, and never 0."""
+        return (int.from_bytes(self.digest[:8], "little") >> 11) or 1
+
+
+class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that is named when the engine is started."""
+
+    name: AdapterName
+    path: AdapterPath
+    base_model_name: str | None = None
+    """Shown as its parent in /v1/models."""
+
+
+def parse_lora_module(text: str) -> LoraModule:
+    """Read `name=path` or a JSON object with name, path and base_model_name, as vLLM does.
+
+    ValueError: the text is neither.
+    """
+    if text.startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=LoraModule)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{text!r}: {error}") from error
+    name, separator, path = text.partition("=")
+    try:
+        return msgspec.convert({"name": name, "path": path}, LoraModule)
+    except msgspec.ValidationError as error:
+        what = "is not name=path" if not separator else str(error)
+        raise ValueError(f"{text!r} {what}") from error
+
+
+def digest_of(config: bytes, weights: Iterable[bytes | memoryview]) -> bytes:
+    """Return the digest of an adapter, given its configuration and the pieces of its weights."""
+    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
+    for piece in weights:
+        digest.update(piece)
+    return digest.digest()
+
+
+def read_adapter(name: str, path: str) -> tuple[Adapter, bytes]:
+    """Read an adapter's files, for their digest; takes about a second for 500 MB.
+
+    Returns the contents of its configuration, too.
+
+    AdapterError: a file is missing or cannot be read.
+    """
+    config = read_config_bytes(path)
+    try:
+        with open_weights(path) as file:
+            chunks = iter(lambda: file.read(_CHUNK_BYTES), b"")
+            return Adapter(name, path, digest_of(config, chunks)), config
+    except OSError as error:
+        raise AdapterError(f"{path}/{WEIGHTS_FILE}: {error.strerror or error}") from error
+
+
+def read_config_bytes(path: str) -> bytes:
+    """Return the contents of adapter_config.json; AdapterError without one."""
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise AdapterError(f"{path} {what}")
+    try:
+        with (directory / CONFIG_FILE).open("rb") as file:
+            config = file.read(MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError as error:
+        raise AdapterError(f"{path} has no {CONFIG_FILE}, which a PEFT adapter has") from error
+    except OSError as error:
+        raise AdapterError(f"{path}/{CONFIG_FILE}: {error.strerror or error}") from error
+    if len(config) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{path}/{CONFIG_FILE} has more than {MAX_CONFIG_BYTES} bytes")
+    return config
+
+
+def open_weights(path: str) -> io.BufferedReader:
+    """Open adapter_model.safetensors; AdapterError without one, OSError if it cannot be opened."""
+    try:
+        return (Path(path) / WEIGHTS_FILE).open("rb")
+    except FileNotFoundError as error:
+        text = f"{path} has no {WEIGHTS_FILE}"
+        if (Path(path) / BIN_FILE).exists():
+            text += f": {BIN_FILE} is not read, as it could run code; save it as safetensors"
+        raise AdapterError(text) from error

@@ -1,0 +1,274 @@
+"""Requests with an adapter wait until it is loaded and has its turn, and keep their places."""
+
+from core_proc.engine import EngineCore
+from core_proc.links.adapters import MAX_ASKED
+from protocol.adapters import Adapter
+from protocol.api_core import (
+    AddRequest,
+    Control,
+    ControlAction,
+    ControlDone,
+    ErrorCode,
+    Refused,
+)
+from protocol.config.settings import configure
+from protocol.core_worker import (
+    AdapterLoaded,
+    GrammarCompiled,
+    LoadAdapter,
+    SchedulerOutput,
+    UnloadAdapter,
+)
+from protocol.sampling import Grammar, GrammarKind
+from tests.core.test_engine import CLIENT, FACTS, add, answer, scheduled
+
+A, B, C, D = (Adapter(name, f"/adapters/{name}", name.encode() * 32) for name in "abcd")
+
+
+def make_engine(max_loras: int = 1, max_cpu_loras: int | None = None, **more: object) -> EngineCore:
+    config = configure(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras, **more)
+    engine = EngineCore(config)
+    engine.adopt_workers(FACTS)
+    return engine
+
+
+def adapted(request_id: int, adapter: Adapter, **more: object) -> AddRequest:
+    base = add(request_id, **more)  # type: ignore[arg-type]
+    fields = {name: getattr(base, name) for name in base.__struct_fields__}
+    return AddRequest(**{**fields, "adapter": adapter})
+
+
+def names(step: SchedulerOutput | None) -> list[int]:
+    return [] if step is None else [new.req_id for new in step.scheduled_new_reqs]
+
+
+def load_all(engine: EngineCore) -> list[LoadAdapter | UnloadAdapter]:
+    """Answer all loads that are sent; returns the messages."""
+    messages = engine.take_adapters()
+    for message in messages:
+        if isinstance(message, LoadAdapter):
+            engine.adapter_loaded(AdapterLoaded(message.adapter.adapter_id))
+    return messages
+
+
+def test_a_request_runs_once_its_adapter_is_loaded_and_others_do_not_wait() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, add(2))
+    engine.add(CLIENT, adapted(3, A))
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    assert engine.take_adapters() == []
+    step = scheduled(engine)
+    assert names(step) == [2]
+    engine.update(answer(engine, step))
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    step = scheduled(engine)
+    assert names(step) == [1, 3]
+    assert {new.adapter_id for new in step.scheduled_new_reqs} == {A.adapter_id}
+    engine.update(answer(engine, step))
+    engine.add(CLIENT, adapted(4, A))
+    assert engine.take_adapters() == []
+    assert names(scheduled(engine)) == [4]
+
+
+def test_a_request_that_waits_for_its_adapter_keeps_its_place() -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, add(2))
+    load_all(engine)
+    assert names(scheduled(engine)) == [1]
+
+
+def test_an_adapter_that_cannot_be_used_fails_its_requests_alone() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, adapted(2, B))
+    engine.take_adapters()
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id, "r 64 is too large"))
+    [refused] = [m for _, m in engine.take_mail() if isinstance(m, Refused)]
+    assert refused.request_id == 1
+    assert (refused.error.code, refused.error.param) == (ErrorCode.INVALID, "model")
+    assert refused.error.message == "adapter 'a': r 64 is too large"
+    assert load_all(engine) == [LoadAdapter(B)], "its turn is over"
+    assert names(scheduled(engine)) == [2]
+    engine.add(CLIENT, adapted(3, A))
+    engine.abort(CLIENT, [2])
+    assert load_all(engine) == [UnloadAdapter(B.adapter_id), LoadAdapter(A)], "it is tried again"
+    assert names(scheduled(engine)) == [3]
+
+
+def test_no_more_than_max_loras_adapters_are_in_a_step() -> None:
+    engine = make_engine(max_loras=2)
+    for request_id, adapter in enumerate((A, B, C, A)):
+        engine.add(CLIENT, adapted(request_id, adapter))
+    assert load_all(engine) == [LoadAdapter(A), LoadAdapter(B)]
+    step = scheduled(engine)
+    assert {new.adapter_id for new in step.scheduled_new_reqs} == {A.adapter_id, B.adapter_id}
+    assert load_all(engine) == []
+    engine.update(answer(engine, step))
+    engine.abort(CLIENT, [1])  # the only one of B
+    assert load_all(engine) == [UnloadAdapter(B.adapter_id), LoadAdapter(C)]
+    step = scheduled(engine)
+    assert [new.adapter_id for new in step.scheduled_new_reqs] == [C.adapter_id]
+
+
+def test_an_adapter_gets_its_turn_however_many_requests_come_for_another() -> None:
+    engine = make_engine(max_num_seqs=2)
+    engine.add(CLIENT, adapted(0, A, max_tokens=2))
+    load_all(engine)
+    engine.add(CLIENT, adapted(1, B, max_tokens=2))
+    begun: list[int] = []
+    for request_id in range(2, 40):
+        engine.add(CLIENT, adapted(request_id, A, max_tokens=2))
+        load_all(engine)
+        while (step := engine.schedule()) is not None:
+            begun += [new.adapter_id for new in step.scheduled_new_reqs]
+            engine.update(answer(engine, step))
+            load_all(engine)
+    assert begun.index(B.adapter_id) <= 3, "two more requests of A are taken"
+    assert len(begun) == 40
+
+
+def test_adapters_that_are_not_used_make_room_and_the_oldest_first() -> None:
+    engine = make_engine(max_loras=1, max_cpu_loras=2)
+    for request_id, adapter in enumerate((A, B, A, C)):
+        engine.add(CLIENT, adapted(request_id, adapter, max_tokens=1))
+        messages = load_all(engine)
+        if adapter is C:
+            assert messages == [UnloadAdapter(B.adapter_id), LoadAdapter(C)]
+        engine.update(answer(engine, scheduled(engine)))
+
+
+def test_the_next_workers_load_the_adapters_of_all_requests_again() -> None:
+    engine = make_engine(max_loras=2)
+    engine.add(CLIENT, adapted(1, A))
+    load_all(engine)
+    engine.update(answer(engine, scheduled(engine)))
+    scheduled(engine)
+    engine.add(CLIENT, add(2))
+    engine.lose_workers()
+    assert engine.take_adapters() == []
+    engine.adopt_workers(FACTS)
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    step = scheduled(engine)
+    assert names(step) == [2]
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.update(answer(engine, step))
+    [new] = scheduled(engine).scheduled_new_reqs
+    assert new.req_id == 1
+    assert len(new.token_ids) // 4 == 4, "its first output is kept"
+
+
+def test_a_request_waits_for_both_its_grammar_and_its_adapter() -> None:
+    word = Grammar(GrammarKind.REGEX, "[a-z]+")
+    for is_grammar_first in (True, False):
+        engine = make_engine()
+        engine.add(CLIENT, adapted(1, A, grammar=word))
+        for _ in range(2):  # the second time with new workers
+            [grammar] = engine.take_grammars()
+            engine.take_adapters()
+            answers = [
+                lambda e=engine, g=grammar: e.grammar_compiled(GrammarCompiled(g.grammar_id)),
+                lambda e=engine: e.adapter_loaded(AdapterLoaded(A.adapter_id)),
+            ]
+            first, second = answers if is_grammar_first else answers[::-1]
+            first()
+            assert engine.schedule() is None
+            second()
+            assert names(scheduled(engine)) == [1]
+            engine.lose_workers()
+            engine.adopt_workers(FACTS)
+
+
+def test_a_suspect_that_waited_for_its_adapter_waits_for_its_trial() -> None:
+    engine = make_engine()
+    for i in range(4):
+        engine.add(CLIENT, adapted(i, A, prompt=[5, 6, i]))
+    load_all(engine)
+    engine.update(answer(engine, scheduled(engine)))
+    scheduled(engine)
+    engine.lose_workers()
+    engine.attribute_crash()
+    engine.adopt_workers(FACTS)
+    load_all(engine)
+    assert len(names(scheduled(engine))) == 2, "one half is on trial"
+
+
+def done(engine: EngineCore) -> list[tuple[int, bool, str]]:
+    mail = [message for _, message in engine.take_mail() if isinstance(message, ControlDone)]
+    return [(message.number, message.ok, message.error) for message in mail]
+
+
+def control(number: int, adapter: Adapter, action: str = "load_adapter") -> Control:
+    return Control(number, ControlAction(action), adapter=adapter)
+
+
+def test_a_client_may_have_an_adapter_loaded() -> None:
+    engine = make_engine()
+    engine.control(CLIENT, control(1, A))
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    engine.lose_workers()
+    engine.adopt_workers(FACTS)
+    assert engine.take_adapters() == [LoadAdapter(A)], "the next workers answer"
+    assert done(engine) == []
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    assert done(engine) == [(1, True, "")]
+    engine.control(CLIENT, control(2, A))
+    assert done(engine) == [(2, True, "")], "at once"
+    engine.control(CLIENT, control(3, B))
+    assert engine.take_adapters() == [UnloadAdapter(A.adapter_id), LoadAdapter(B)]
+    engine.adapter_loaded(AdapterLoaded(B.adapter_id, "wrong shapes"))
+    assert done(engine) == [(3, False, "wrong shapes")]
+
+
+def test_where_turns_take_all_places_an_adapter_is_only_checked() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, adapted(1, A))
+    load_all(engine)
+    scheduled(engine)
+    engine.control(CLIENT, control(1, B))
+    assert engine.take_adapters() == [LoadAdapter(B, keeps=False)]
+    engine.adapter_loaded(AdapterLoaded(B.adapter_id))
+    assert done(engine) == [(1, True, "")]
+    engine.abort(CLIENT, [1])
+    engine.add(CLIENT, adapted(2, B))
+    assert load_all(engine) == [UnloadAdapter(A.adapter_id), LoadAdapter(B)]
+
+
+def test_an_unloaded_adapter_stays_while_requests_have_it() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, adapted(1, A))
+    load_all(engine)
+    engine.control(CLIENT, control(1, A, "unload_adapter"))
+    assert done(engine) == [(1, True, "")]
+    assert engine.take_adapters() == []
+    assert names(scheduled(engine)) == [1]
+    engine.abort(CLIENT, [1])
+    assert engine.take_adapters() == [UnloadAdapter(A.adapter_id)]
+
+
+def test_an_engine_without_adapters_refuses_them() -> None:
+    engine = EngineCore(configure())
+    engine.adopt_workers(FACTS)
+    refused = engine.add(CLIENT, adapted(1, A))
+    assert refused is not None
+    assert refused.error.param == "model"
+    assert "enable_lora" in refused.error.message
+    engine.control(CLIENT, control(1, A))
+    [(_, ok, error)] = done(engine)
+    assert not ok
+    assert "enable_lora" in error
+
+
+def test_loads_without_requests_are_bounded_and_forgotten_with_their_client() -> None:
+    engine = make_engine()
+    for number in range(MAX_ASKED + 1):
+        digest = number.to_bytes(2, "little") * 16
+        engine.control(CLIENT, control(number, Adapter("x", "/x", digest)))
+    [(number, ok, _)] = done(engine)
+    assert (number, ok) == (MAX_ASKED, False)
+    engine.drop_client(CLIENT)
+    engine.control(CLIENT, control(99, D))
+    for _ in range(3):
+        load_all(engine)
+    assert done(engine) == [(99, True, "")]

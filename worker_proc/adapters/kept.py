@@ -1,0 +1,41 @@
+"""The adapters that a worker has in memory, by their ids."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from protocol.adapters import Adapter
+
+T = TypeVar("T")
+
+
+class KeptAdapters(Generic[T]):
+    """At most `num_kept` adapters. `read` makes one of its files, beside the steps."""
+
+    def __init__(self, read: Callable[[Adapter], T], num_kept: int) -> None:
+        """`read` is called in another thread; it raises AdapterError for an adapter in error."""
+        self.read = read
+        self.num_kept = num_kept
+        self._kept: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, adapter_id: object) -> bool:
+        return adapter_id in self._kept
+
+    def __getitem__(self, adapter_id: int) -> T:
+        return self._kept[adapter_id]
+
+    def put(self, adapter_id: int, loaded: T) -> None:
+        self._kept[adapter_id] = loaded
+
+    def drop(self, adapter_id: int) -> None:
+        """Drop an adapter, if it is there."""
+        self._kept.pop(adapter_id, None)
+
+    def drop_all_but(self, claimed: set[int]) -> None:
+        """Drop one adapter after the other, until there is room, but for some."""
+        for adapter_id in [one for one in self._kept if one not in claimed]:
+            if len(self._kept) < self.num_kept:
+                break
+            del self._kept[adapter_id]

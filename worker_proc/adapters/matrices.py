@@ -1,0 +1,144 @@
+"""An adapter's matrices in memory, in the layout of the native kernel (low_rank.h)."""
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from protocol.adapters import AdapterError
+from worker_proc.adapters.sites import Sites
+from worker_proc.native.kernels import LowRankArgs, NativeLibrary, StoredType
+
+INNER_BLOCK = 4
+"""Lines of a block, of low_rank.h."""
+_LANES = 16
+_ITEM_BYTES = {StoredType.F32: 4, StoredType.F16: 2, StoredType.BF16: 2}
+
+
+class Matrix(NamedTuple):
+    """A matrix at an address, which must stay valid while it is packed."""
+
+    name: str
+    address: int
+    type: StoredType
+    num_rows: int
+    num_columns: int
+
+    def rows(self, first: int, count: int) -> "Matrix":
+        """Return some consecutive rows."""
+        offset = first * self.num_columns * _ITEM_BYTES[self.type]
+        return self._replace(address=self.address + offset, num_rows=count)
+
+
+class Product(NamedTuple):
+    """What is added to a linear layer: scale * up * (down * row)."""
+
+    down: Matrix
+    """`[rank, num_inputs]`."""
+    up: Matrix
+    """`[num_outputs, rank]`."""
+    scale: float
+
+
+class LoadedAdapter:
+    """The products of an adapter, packed for all sites."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        dtype: torch.dtype,
+        sites: Sites,
+        products: Mapping[str, Product],
+    ) -> None:
+        """Take products by the names of their linear layers, whose shapes fit the sites.
+
+        AdapterError: a value is not finite in `dtype`.
+        """
+        self._library = library
+        sizes = [_aligned(size * dtype.itemsize) for size in _sizes(sites, products)]
+        # The kernel fills pages with zeros when they are first written, by the thread that copies.
+        pages = mmap.mmap(-1, max(sum(sizes), 1))
+        self._memory = torch.frombuffer(pages, dtype=torch.uint8)[: sum(sizes)]
+        self._parts = iter(self._memory.split(sizes))
+        self._dtype = dtype
+        self.max_rank = max((product.down.num_rows for product in products.values()), default=0)
+        self._args = (LowRankArgs * len(sites))()
+        for name, product in products.items():
+            self._pack(sites, sites.find(name), product)
+
+    @property
+    def address(self) -> int:
+        """The address of the products of all sites."""
+        return ctypes.addressof(self._args)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel()
+
+    def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Return the packed lines of a site, and the scale; None: it adds nothing there."""
+        args = self._args[number]
+        if args.rank == 0:
+            return None
+        first = self._memory.data_ptr()
+
+        def lines(address: int, stride: int) -> torch.Tensor:
+            start = address - first
+            count = args.rank * stride * self._dtype.itemsize
+            part = self._memory[start : start + count].view(self._dtype)
+            return part.view(int(args.rank), stride)
+
+        down, up = lines(args.down, args.down_stride), lines(args.up, args.up_stride)
+        return down, up, float(args.scale)
+
+    def _pack(self, sites: Sites, numbers: list[int], product: Product) -> None:
+        rank = product.down.num_rows
+        down = self._lines(product.down, _round_up(rank, INNER_BLOCK), transposes=False)
+        for number in numbers:
+            site = sites.all[number]
+            part = product.up.rows(site.first_output, site.num_outputs)
+            up = self._lines(part, rank, transposes=True)
+            self._args[number] = LowRankArgs(
+                down.data_ptr(), up.data_ptr(), down.stride(0), up.stride(0), rank, product.scale
+            )
+
+    def _lines(self, matrix: Matrix, num_lines: int, *, transposes: bool) -> torch.Tensor:
+        shape = matrix.num_rows, matrix.num_columns
+        width = _round_up(shape[0] if transposes else shape[1], _LANES)
+        part: torch.Tensor = next(self._parts).view(self._dtype)[: num_lines * width]
+        lines: torch.Tensor = part.view(num_lines, width)
+        if not self._library.copy_low_rank(
+            matrix.address, matrix.type, shape, lines, transposes=transposes
+        ):
+            dtype = str(self._dtype).removeprefix("torch.")
+            raise AdapterError(f"{matrix.name} has values that are not finite in {dtype}")
+        return lines
+
+
+def _sizes(sites: Sites, products: Mapping[str, Product]) -> list[int]:
+    """Return the numbers in each matrix, in the order in which they are packed."""
+    sizes = []
+    for name, product in products.items():
+        rank, num_inputs = product.down.num_rows, product.down.num_columns
+        sizes.append(_round_up(rank, INNER_BLOCK) * _round_up(num_inputs, _LANES))
+        widths = (sites.all[number].num_outputs for number in sites.find(name))
+        sizes += [rank * _round_up(width, _LANES) for width in widths]
+    return sizes
+
+
+def _round_up(size: int, part: int) -> int:
+    return -(-size // part) * part
+
+
+def _aligned(num_bytes: int) -> int:
+    return _round_up(num_bytes, 64)
+
+
+def matrix_of(tensor: torch.Tensor, name: str = "") -> Matrix:
+    """Return a matrix in float32 that lies in a tensor."""
+    assert tensor.dtype == torch.float32
+    assert tensor.is_contiguous()
+    rows, columns = tensor.shape
+    return Matrix(name, tensor.data_ptr(), StoredType.F32, rows, columns)

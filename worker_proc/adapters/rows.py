@@ -1,0 +1,81 @@
+"""Which rows of the present step have which adapter, for whatever computes projections."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from worker_proc.adapters.matrices import LoadedAdapter
+from worker_proc.adapters.sites import Site
+from worker_proc.native.kernels import (
+    AdaptationArgs,
+    AdaptedRowsArgs,
+    Instruction,
+    Kind,
+    NativeLibrary,
+)
+
+_LANES = 16
+Part = tuple[LoadedAdapter, Sequence[int]]
+"""An adapter, and its rows."""
+
+
+class StepRows:
+    """The adapted rows of one step; none until `begin`."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+        self._inner = torch.empty(0)
+        self._kept: list[Any] = []
+        """What the arguments point to."""
+        self.num_rows = 0
+        self.parts: Sequence[Part] = ()
+        self.args: AdaptationArgs | None = None
+        """For native calls; None: no row of the step has an adapter."""
+
+    @property
+    def address(self) -> int | None:
+        return None if self.args is None else ctypes.addressof(self.args)
+
+    def clear(self) -> None:
+        """Begin a step without adapters."""
+        self.args, self.parts, self._kept = None, (), []
+
+    def begin(self, parts: Sequence[Part], num_rows: int) -> None:
+        """Begin a step of some rows; each adapter has its own ones."""
+        stride = -(-max(adapter.max_rank for adapter, _ in parts) // _LANES) * _LANES
+        if self._inner.numel() < num_rows * stride:
+            self._inner = torch.empty(num_rows * stride)
+        columns = [(ctypes.c_int32 * len(rows))(*rows) for _, rows in parts]
+        table = (AdaptedRowsArgs * len(parts))(
+            *(
+                AdaptedRowsArgs(ctypes.addressof(column), adapter.address, len(column))
+                for (adapter, _), column in zip(parts, columns, strict=True)
+            )
+        )
+        self._kept = [columns, table]
+        self.parts, self.num_rows = parts, num_rows
+        self.args = AdaptationArgs(
+            ctypes.addressof(table), self._inner.data_ptr(), len(parts), stride
+        )
+
+    def add_products(
+        self, number: int, site: Site, rows: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        """Add to the outputs of a site, `[num_rows, num_outputs]`, in place."""
+        assert self.args is not None
+        if len(rows) != self.num_rows:
+            raise ValueError(f"{site.module} got {len(rows)} rows of a step of {self.num_rows}")
+        self._library.adapt(adaptation(number, site), rows, outputs, self.args)
+
+
+def adaptation(number: int, site: Site, **fields: Any) -> Instruction:
+    """Return the instruction that adds the products of a site, from buffer 0 to buffer 1."""
+    return Instruction(
+        kind=Kind.ADAPT,
+        site=number,
+        size=site.num_inputs,
+        num_outputs=site.num_outputs,
+        **{"target": 1, **fields},
+    )

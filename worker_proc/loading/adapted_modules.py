@@ -1,0 +1,126 @@
+"""Finds the linear layers that may take adapters, and lets modules add the products of adapters.
+
+The layers are found before modules are fused and packed, since fusing makes one module of several.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from worker_proc.adapters.rows import StepRows
+from worker_proc.adapters.sites import Site, Sites
+from worker_proc.loading.fused import FusedMLP
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.packed_linear import PackedLinear, output_layer
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def find_sites(loaded: LoadedModel) -> Sites:
+    """Find the linear layers of a model whose modules were not replaced yet."""
+    head = output_layer(loaded.model)
+    widths = {}
+    for layer in loaded.layers:
+        spec = layer.spec
+        widths[f"{layer.module_name}.qkv_proj"] = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.value_head_dim,
+        )
+    sites = []
+    for name, module in loaded.model.named_modules():
+        if type(module) not in (nn.Linear, Conv1D) or module is head:
+            continue
+        weight = cast(nn.Linear, module).weight
+        if weight.is_meta:
+            continue
+        num_inputs, num_outputs = weight.shape if type(module) is Conv1D else weight.shape[::-1]
+        first = 0
+        for width in _parts(name, num_outputs, widths):
+            sites.append(Site(name, num_inputs, first, width))
+            first += width
+    return Sites(sites)
+
+
+def _parts(name: str, num_outputs: int, widths: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the outputs of each projection in a linear layer."""
+    if sum(widths.get(name, ())) == num_outputs:
+        return widths[name]
+    if name.endswith(".gate_up_proj") and num_outputs % 2 == 0:
+        return num_outputs // 2, num_outputs // 2
+    return (num_outputs,)
+
+
+def adapt_modules(model: nn.Module, sites: Sites, rows: StepRows) -> set[int]:
+    """Let the modules of all sites add products in steps with adapters; returns the sites.
+
+    In other steps they compute what they did.
+    """
+    adapted: set[int] = set()
+    for module, numbers in _modules_with_sites(model, sites):
+        if isinstance(module, FusedMLP):
+            module.__dict__["forward"] = _adapted_mlp(module, numbers, sites, rows)
+        else:
+            module.__dict__["forward"] = _adapted_linear(module, numbers, sites, rows)
+        adapted.update(numbers)
+    return adapted
+
+
+def _adapted_linear(
+    module: PackedLinear, numbers: list[int], sites: Sites, rows: StepRows
+) -> Forward:
+    plain = type(module).forward.__get__(module)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = plain(hidden)
+        if rows.args is not None:
+            inputs = hidden.reshape(-1, module.in_features)
+            outputs = out.view(-1, module.out_features)
+            for number in numbers:
+                site = sites.all[number]
+                part = outputs[:, site.first_output : site.first_output + site.num_outputs]
+                rows.add_products(number, site, inputs, part)
+        return out
+
+    return forward
+
+
+def _adapted_mlp(module: FusedMLP, numbers: list[int], sites: Sites, rows: StepRows) -> Forward:
+    plain = type(module).forward.__get__(module)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if rows.args is None:
+            out: torch.Tensor = plain(hidden)
+            return out
+        inputs = hidden.reshape(-1, hidden.shape[-1])
+        gates, factors = module.split(inputs)
+        for number, part in zip(numbers, (gates, factors), strict=True):
+            rows.add_products(number, sites.all[number], inputs, part)
+        return module.join(gates, factors, hidden.shape[:-1])
+
+    return forward
+
+
+def _modules_with_sites(
+    model: nn.Module, sites: Sites
+) -> Iterator[tuple[PackedLinear | FusedMLP, list[int]]]:
+    """Yield the modules that compute the sites of a model, once it is fused and packed.
+
+    The sites of a fused MLP are those of its gates and of its factors.
+    """
+    modules = dict(model.named_modules())
+    for name, numbers in sites.of_module.items():
+        module = modules.get(name)
+        if isinstance(module, PackedLinear):
+            yield module, numbers
+    for name, module in modules.items():
+        if isinstance(module, FusedMLP):
+            halves = [
+                sites.of_module.get(f"{name}.{part}", []) for part in ("gate_proj", "up_proj")
+            ]
+            numbers = sites.of_module.get(f"{name}.gate_up_proj") or halves[0] + halves[1]
+            if len(numbers) == 2:
+                yield module, numbers

@@ -1,0 +1,60 @@
+// Copies the matrices of an adapter into the layout of low_rank.h, in one thread.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "low_rank.h"
+
+namespace {
+
+// The numbers of StoredType in low_rank.py.
+constexpr int32_t kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2;
+
+float widen_half(uint16_t half) {
+  const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude < 0x0400) {  // zero, or below the normal ones
+    const float size = static_cast<float>(magnitude) * 0x1p-24f;
+    return sign ? -size : size;
+  }
+  return float_of(sign | ((magnitude << 13) + (112u << 23)));
+}
+
+float value_at(const char* from, int32_t type, int64_t index) {
+  if (type == kFloat32) {
+    float value;
+    std::memcpy(&value, from + 4 * index, 4);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, from + 2 * index, 2);
+  return type == kFloat16 ? widen_half(bits) : widen(Bf16{bits});
+}
+
+template <typename T>
+bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns, bool transposes,
+          T* to, int64_t stride) {
+  bool is_finite = true;
+  for (int64_t row = 0; row < num_rows; row++)
+    for (int64_t column = 0; column < num_columns; column++) {
+      T& target = to[transposes ? column * stride + row : row * stride + column];
+      narrow(value_at(from, type, row * num_columns + column), target);
+      is_finite &= std::isfinite(widen(target));
+    }
+  return is_finite;
+}
+
+}  // namespace
+
+// Copies a matrix, [num_rows, num_columns], to lines of `stride` values, which are its rows or, if
+// `transposes`, its columns. Sets `is_finite` to whether all values are, in the type of the lines.
+extern "C" void troika_copy_low_rank(const void* from, int32_t type, int64_t num_rows,
+                                     int64_t num_columns, int32_t transposes, void* to,
+                                     int64_t stride, int32_t is_bf16, int32_t* is_finite) {
+  const char* source = static_cast<const char*>(from);
+  *is_finite = is_bf16 ? copy(source, type, num_rows, num_columns, transposes != 0,
+                              static_cast<Bf16*>(to), stride)
+                       : copy(source, type, num_rows, num_columns, transposes != 0,
+                              static_cast<float*>(to), stride);
+}
