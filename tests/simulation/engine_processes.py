@@ -8,7 +8,7 @@ from core_proc.invariants import check_invariants
 from core_proc.loop import CoreLoop
 from protocol.api_core import StepOutputs
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput, SchedulerOutput
 from tests.simulation.child import Incarnation, SimulatedChild
 from tests.simulation.grammars import SimulatedCompiler, SimulatedGrammarService
 from tests.simulation.model import SimulatedModel
@@ -224,6 +224,7 @@ def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> Mod
     """Return the facts of the simulated model."""
     assert config.model.max_model_len is not None
     assert config.cache.num_gpu_blocks_override is not None
+    num_state_blocks = config.worker.null_state_blocks
     return ModelFacts(
         model="simulated",
         vocab_size=vocab_size,
@@ -231,6 +232,8 @@ def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> Mod
         block_size=config.cache.block_size,
         num_gpu_blocks=config.cache.num_gpu_blocks_override,
         eos_token_ids=[2],
+        kv_groups=[KVGroup(), *[KVGroup(is_state=True)] * (num_state_blocks > 0)],
+        num_state_blocks=num_state_blocks + (num_state_blocks > 0),
         num_host_blocks=num_host_blocks,
         embedding_size=EMBEDDING_SIZE,
     )

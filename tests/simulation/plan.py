@@ -38,6 +38,8 @@ _RESUME_WINDOW_S = 4.0
 _FRAME_RATES = (0.01, 0.01, 0.03, 0.1)
 _FEATURES_RATE = 0.4
 """Share of seeds in which some requests have a grammar, or return a vector."""
+_STATES_RATE = 0.25
+"""Share of seeds in which the model has recurrent layers."""
 
 
 @dataclass
@@ -147,6 +149,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
         journal=JournalPlan() if has_journal else None,
     )
     _draw_features(random.Random(f"{seed} {mode}"), plan)
+    _draw_states(random.Random(f"{seed} {mode} states"), plan)
     _draw_faults(rng, plan, mode, kinds)
     plan.heal_at_s = max([plan.heal_at_s, *(fault.time_s for fault in plan.faults)])
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
@@ -252,6 +255,19 @@ def _draw_features(rng: random.Random, plan: Plan) -> None:
             elif kind < 0.75 and not is_over_http:
                 pooling = Pooling(rng.choice(list(PoolingType)), rng.choice((None, None, 3)))
                 request.params = pooling_params(pooling)
+
+
+def _draw_states(rng: random.Random, plan: Plan) -> None:
+    """Give the model recurrent layers, and mostly few state blocks."""
+    if rng.random() >= _STATES_RATE:
+        return
+    config, replace = plan.config, msgspec.structs.replace
+    worker = replace(config.worker, null_state_blocks=rng.choice((1, 2, 3, 5, 20)))
+    cache = config.cache
+    if cache.enable_prefix_caching:
+        cache = replace(cache, mamba_block_size=rng.choice((1, 2, 4)) * cache.block_size)
+    plan.config = replace(config, worker=worker, cache=cache)
+    plan.num_host_blocks = 0
 
 
 def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from api_proc.resumption import session_log, sessions
 from api_proc.resumption.history import History
 from core_proc import running_engine
+from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.links import owners
 from core_proc.links.grammars import Grammars
 from core_proc.links.worker_link import WorkerLink
@@ -175,6 +176,16 @@ def _resume_other_seed() -> list[Place]:
     return [(sessions, "resumed", reseeded)]
 
 
+def _stale_states() -> list[Place]:
+    """The core keeps the cached states of a lost worker."""
+
+    def forget_kv(kv: KVCacheManager) -> bool:
+        kv.pool.forget_all()
+        return True
+
+    return [(KVCacheManager, "reset_prefix_cache", forget_kv)]
+
+
 _with = msgspec.structs.replace
 
 PLANTS: dict[str, Callable[[], list[Place]]] = {
@@ -190,6 +201,7 @@ PLANTS: dict[str, Callable[[], list[Place]]] = {
     "forget-grammars": _forget_grammars,
     "grammar-from-start": _grammar_from_start,
     "swap-vectors": _swap_vectors,
+    "stale-states": _stale_states,
 }
 
 
