@@ -28,8 +28,9 @@ from api_proc.http.middleware import (
     RequestIdMiddleware,
     cors_middleware,
 )
-from api_proc.openai import admin_routes, info_routes, load_routes, token_routes
+from api_proc.openai import admin_routes, info_routes, load_routes, scores, token_routes
 from api_proc.openai.chat import CHAT
+from api_proc.openai.classify import classify
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.embeddings import create_embeddings
 from api_proc.page import routes as page
@@ -58,6 +59,12 @@ _ROUTES = (
     ("GET", "/tokenizer_info", token_routes.tokenizer_info),
     ("POST", "/apply-template", token_routes.apply_template),
     ("POST", "/v1/embeddings", create_embeddings),
+    ("POST", "/score", scores.create_scores),
+    ("POST", "/v1/score", scores.create_scores),
+    ("POST", "/rerank", scores.rerank),
+    ("POST", "/v1/rerank", scores.rerank),
+    ("POST", "/v2/rerank", scores.rerank),
+    ("POST", "/classify", classify),
     ("POST", "/v1/responses", create_response),
     ("GET", "/v1/responses/{response_id}", response_routes.show_response),
     ("DELETE", "/v1/responses/{response_id}", response_routes.delete_response),

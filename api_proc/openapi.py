@@ -26,7 +26,9 @@ from api_proc.http.open_requests import Slot
 from api_proc.openai import admin_routes as admin
 from api_proc.openai import info_routes as info
 from api_proc.openai import load_routes, objects, token_routes
+from api_proc.openai.classify import ClassificationList, ClassifyBody
 from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.openai.scores import RerankBody, Reranking, ScoreBody, ScoreList
 from api_proc.responses.body import ResponsesBody
 from api_proc.responses.events import ResponseEvent
 from api_proc.responses.objects import Deleted, Response
@@ -122,6 +124,30 @@ OPERATIONS = (
     Operation(
         *("POST", "/v1/embeddings", "generate", "Return a vector for each text."),
         *(EmbeddingList, EmbeddingBody),
+        {"input": ["a text", "another"]},
+        errors=_COMPUTES,
+    ),
+    *(
+        Operation(
+            *("POST", path, "generate", "Score pairs of texts."),
+            *(ScoreList, ScoreBody),
+            {"text_1": "a question", "text_2": ["an answer", "another"]},
+            errors=_COMPUTES,
+        )
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Operation(
+            *("POST", path, "generate", "Sort documents by their relevance to a query."),
+            *(Reranking, RerankBody),
+            {"query": "a question", "documents": ["an answer", "another"]},
+            errors=_COMPUTES,
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    Operation(
+        *("POST", "/classify", "generate", "Return the label of each text."),
+        *(ClassificationList, ClassifyBody),
         {"input": ["a text", "another"]},
         errors=_COMPUTES,
     ),

@@ -27,6 +27,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     swap_cost_tokens: float = 0.0
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
+    computes_whole_prompts: bool = False
 
     # The bounds of a step.
     max_num_seqs: int = 16
@@ -117,6 +118,21 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "policy": config.scheduler.scheduling_policy,
             "has_draft_model": config.model.speculative_model is not None,
         }
+        if facts.computes_whole_prompts:  # nothing may cut a prompt, nor take a part from a cache
+            longest = max(facts.max_model_len, config.scheduler.max_num_batched_tokens)
+            values |= {
+                "max_num_batched_tokens": longest,
+                "max_num_scheduled_tokens": None,
+                "enable_chunked_prefill": False,
+                "long_prefill_token_threshold": 0,
+                "long_prefill_token_threshold_adaptive": False,
+                "max_num_partial_prefills": 0,
+                "max_long_partial_prefills": 0,
+                "elastic_token_budget": False,
+                "target_itl_ms": 0.0,
+                "enable_prefix_caching": False,
+                "num_host_blocks": 0,
+            }
         return cls(**{name: values[name] for name in cls.__struct_fields__})
 
     @property

@@ -202,6 +202,8 @@ class Request:
     def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
         """Set what ends it; ValueError, naming the field, if no token is left to sample."""
         params = self.sampling_params
+        if params.pooling is not None:  # its one token is dropped, and so needs no position
+            max_model_len += 1
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         self.checked_from = self.max_num_tokens
         if params.repetition_detection is not None:

@@ -69,6 +69,8 @@ class ErrorCode(enum.StrEnum):
     INVALID = "invalid_value"
     TOO_LONG = "context_length_exceeded"
     UNSERVABLE = "exceeds_kv_cache"
+    UNSUPPORTED = "unsupported_model"
+    """The model cannot do what is asked for."""
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     INTERNAL = "internal_error"
@@ -316,11 +318,13 @@ def validate_request(
     total_len = prompt_len + len(add.output_token_ids)
     if prompt_len == 0:
         return RequestError(ErrorCode.INVALID, "prompt must hold at least one token", "prompt")
-    if prompt_len >= facts.max_model_len or total_len > facts.max_model_len:
+    longest = facts.max_prompt_len(add.sampling_params)
+    if prompt_len > longest or total_len > facts.max_model_len:
+        output = " and at least one output token" if longest < facts.max_model_len else ""
         return RequestError(
             ErrorCode.TOO_LONG,
             f"prompt has {prompt_len} tokens; the model's context of {facts.max_model_len} tokens"
-            " must hold it and at least one output token",
+            f" must hold it{output}",
             "prompt",
         )
     highest = max(max(ids, default=0) for ids in (add.prompt_token_ids, add.output_token_ids))
@@ -340,6 +344,9 @@ def validate_request(
         )
     if params.pooling is not None and (error := _validate_pooling(add, facts)) is not None:
         return error
+    if params.pooling is None and not facts.generates:
+        text = "the model generates no text: it returns vectors, or scores of labels"
+        return RequestError(ErrorCode.UNSUPPORTED, text, "model")
     detection = params.repetition_detection
     if detection is not None and (error := _validate_detection(detection)) is not None:
         return error
@@ -392,6 +399,9 @@ def _validate_pooling(add: AddRequest, facts: ModelFacts) -> RequestError | None
     assert params.pooling is not None
     if size == 0:
         return RequestError(ErrorCode.INVALID, "the model returns no embeddings", "pooling")
+    if facts.num_labels and params.pooling.type is not facts.default_pooling:
+        text = f"the pooling of the model's classification head is {facts.default_pooling}"
+        return RequestError(ErrorCode.INVALID, text, "pooling")
     if (params.pooling.dimensions or 1) > size:
         text = f"dimensions {params.pooling.dimensions} is more than the {size} of the model"
         return RequestError(ErrorCode.INVALID, text, "dimensions")
@@ -409,7 +419,8 @@ def outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestE
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     """Refuse a request that could not run even alone: it would block all others."""
     total = min(add.num_prompt_tokens + add.sampling_params.max_tokens, facts.max_model_len)
-    needed = facts.num_blocks_for(total - 1)  # the last sampled token never needs a slot
+    # The last sampled token never needs a slot.
+    needed = facts.num_blocks_for(max(add.num_prompt_tokens, total - 1))
     usable = facts.num_gpu_blocks - 1
     if needed <= usable:
         return None

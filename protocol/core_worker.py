@@ -39,7 +39,7 @@ from msgspec import Meta, field
 
 from protocol.adapters import Adapter, AdapterId
 from protocol.message import Decoder, Message, PackedTokenIds, Record, RequestId, Text, TokenIds
-from protocol.sampling import MAX_EMBEDDING_SIZE, Grammar, SamplingParams
+from protocol.sampling import MAX_EMBEDDING_SIZE, Grammar, PoolingType, SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
 GrammarId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -99,6 +99,14 @@ class ModelFacts(Record):
     num_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Blocks in the pool of the state group, NULL_BLOCK included; 0: there is no state group. Each
     running request needs one of its own."""
+    generates: bool = True
+    """Whether the model has an output layer; else every request must have `pooling`."""
+    computes_whole_prompts: bool = False
+    """Its attention is not causal: each prompt is computed in one step, from its first token on."""
+    num_labels: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
+    """The vector has one number for each label of a classification head; 0: it has no such head."""
+    default_pooling: PoolingType = PoolingType.LAST
+    """Of requests that choose none; a classification head allows no other."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.
@@ -111,6 +119,10 @@ class ModelFacts(Record):
             exact_resume_reason=self.exact_resume_reason,
             decoder=before.decoder if before.exact_resume else self.decoder,
         )
+
+    def max_prompt_len(self, params: SamplingParams) -> int:
+        """Tokens of the longest prompt: it leaves room for an output, unless there is none."""
+        return self.max_model_len if params.pooling is not None else self.max_model_len - 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most KV blocks that a request of `num_tokens` tokens holds at once."""

@@ -113,7 +113,15 @@ class PoolingType(enum.StrEnum):
     LAST = "last"
     """That of the last token, which has attended to all others."""
     MEAN = "mean"
-    """The mean over all tokens; such a request computes its whole prompt, reading no cached KV."""
+    """The mean over all tokens."""
+    CLS = "cls"
+    """That of the first token."""
+    WEIGHTED_MEAN = "weighted_mean"
+    """The mean over all tokens, in which the token at position p weighs p + 1."""
+    MAX = "max"
+    """The greatest value of each number over all tokens."""
+    MEAN_SQRT_LEN = "mean_sqrt_len"
+    """The sum over all tokens, divided by the square root of their number."""
 
 
 class Pooling(Record):
@@ -124,6 +132,8 @@ class Pooling(Record):
     """How many numbers are kept, from the first on, before the vector is normalized; None: all."""
     normalize: bool = True
     """To length 1."""
+    second_text_start: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """Position from which on the tokens of a pair of texts have the type 1; 0: all have type 0."""
 
 
 class SamplingParams(Record):
@@ -168,8 +178,8 @@ class SamplingParams(Record):
     @property
     def computes_whole_prompt(self) -> bool:
         """Whether something is needed of every prompt token, so that no cached KV can be read."""
-        is_mean = self.pooling is not None and self.pooling.type is PoolingType.MEAN
-        return is_mean or self.prompt_logprobs is not None
+        pools_all = self.pooling is not None and self.pooling.type is not PoolingType.LAST
+        return pools_all or self.prompt_logprobs is not None
 
     @property
     def penalizes(self) -> bool:

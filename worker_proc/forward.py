@@ -47,13 +47,18 @@ def attach_cache(
 def compute_logits(
     model: nn.Module, backend: AttentionBackend, inputs: StepInputs, vocab_size: int
 ) -> torch.Tensor:
-    """Run the model over a packed step; returns `[N, vocab_size]`, for `inputs.logits_indices`."""
+    """Run the model over a packed step; returns `[N, vocab_size]`, for `inputs.logits_indices`.
+
+    Of a model without output layer these are hidden states.
+    """
     backend.begin_step(inputs)
+    types = inputs.token_type_ids
     output = model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
         use_cache=False,
         logits_to_keep=inputs.logits_indices,
+        **({} if types is None else {"token_type_ids": types}),
     )
     logits: torch.Tensor = output.logits[0]
     return logits[:, :vocab_size]

@@ -46,6 +46,8 @@ class StepInputs:
     sampling: Sequence[ScheduledRequest]
     """The parts that sample, in mirror order."""
     prompt_rows: list[PromptRows]
+    token_type_ids: torch.Tensor | None = None
+    """`[1, T]`: which text of a pair a token belongs to; None: the model does not ask for it."""
     begun_blocks: Sequence[BegunBlock] | None = None
     """Of a step whose parts are those of the step before, each one token further. None: of any
     other step."""
@@ -107,6 +109,18 @@ def pack_step(parts: Sequence[ScheduledRequest], device: torch.device) -> StepIn
         sampling=sampling,
         prompt_rows=prompt_rows,
     )
+
+
+def with_token_types(inputs: StepInputs) -> StepInputs:
+    """Add the types of tokens: 1 in the second text of a pair, else 0."""
+    types: list[int] = []
+    for part in inputs.parts:
+        pooling = part.request.sampling_params.pooling
+        begin = 0 if pooling is None else pooling.second_text_start
+        num_first = max(min(begin, part.end) - part.start, 0) if begin else part.num_tokens
+        types += [0] * num_first + [1] * (part.num_tokens - num_first)
+    tensor = to_device(types, inputs.input_ids.device)
+    return replace(inputs, token_type_ids=tensor.unsqueeze(0))
 
 
 class SteadyDecode:

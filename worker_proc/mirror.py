@@ -61,8 +61,8 @@ class MirroredRequest:
     """Whether its next token, or what is returned with it, needs the ids before it on the host."""
     is_confined: bool = field(init=False)
     """Whether a grammar or a thinking budget decides which tokens may follow."""
-    hidden_sum: object = None
-    """The runner's sum over the computed tokens, of a request for their mean."""
+    pooled_so_far: object = None
+    """What the runner keeps of the computed tokens, of a request that pools all of them."""
 
     def __post_init__(self) -> None:
         params = self.sampling_params

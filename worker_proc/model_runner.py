@@ -24,7 +24,7 @@ from worker_proc.forward import compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks
-from worker_proc.inputs import SteadyDecode, StepInputs, pack_step
+from worker_proc.inputs import SteadyDecode, StepInputs, pack_step, with_token_types
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
@@ -139,6 +139,8 @@ class ModelRunner:
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
+        self._head = loaded.head
+        self._has_token_types = loaded.has_token_types
         self._device = loaded.device
         self.facts = facts
         self.attention = backend.name
@@ -231,6 +233,8 @@ class ModelRunner:
             return ModelRunnerOutput(step.step_id, [])
         self._pool.wake()
         inputs = pack_step(scheduled, self._device)
+        if self._has_token_types:
+            inputs = with_token_types(inputs)
         if self._adapters is not None:
             self._adapters.begin_step(inputs)
         masks = self._begin_masks(inputs) if self._mirror.num_constrained else None
@@ -242,7 +246,8 @@ class ModelRunner:
         token_ids, num_tokens, logprobs, errors = self._sample(inputs, logits, row_masks)
         pooled: dict[int, bytes] = {}
         if pooling:
-            pooled, not_finite = pool(scheduled, inputs.first_rows, pooling, hidden.rows)
+            rows = inputs.first_rows
+            pooled, not_finite = pool(scheduled, rows, pooling, hidden.rows, self._head)
             errors |= dict.fromkeys(not_finite, NOT_FINITE)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
         self._mirror.advance(scheduled, token_ids, num_tokens)
@@ -272,7 +277,7 @@ class ModelRunner:
         """Return whether the next step may be made from this one."""
         if self._device.type != "cpu" or self._is_drafting:
             return False
-        if self._mirror.num_constrained or self._mirror.pooling:
+        if self._mirror.num_constrained or self._mirror.pooling or not self.facts.generates:
             return False
         return SteadyDecode.can_follow(inputs, len(self._mirror.requests))
 
@@ -327,6 +332,8 @@ class ModelRunner:
     def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: RowMasks | None) -> _Sampled:
         if not inputs.sampling:
             return _Sampled([], [], {}, {})
+        if not self.facts.generates:  # `logits` are hidden states
+            return _Sampled([0] * len(inputs.sampling), [], {}, {})
         rows = rows_to_sample(inputs.sampling)
         if len(rows) == len(inputs.sampling):
             return self._sample_rows(rows, logits, masks)

@@ -13,11 +13,15 @@ from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSeq
 from api_proc.llm.llm import LLM, PromptsFailed
 from api_proc.llm.lora import LoRARequest
 from api_proc.llm.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams
 from api_proc.openai.structured import StructuredOutputs as StructuredOutputsParams
@@ -29,6 +33,8 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -41,5 +47,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]

@@ -103,7 +103,7 @@ class AsyncLLM:
         """
         engine = self._engine
         pooling = pooling_params or engine.default_pooling()
-        tokens = await engine.tokenized(prompt)
+        tokens = await engine.tokenized_whole(prompt)
         name = engine.new_request_id()
         adapter = await engine.adapter_of(lora_request)
         request = PromptRequest(name, tokens, SamplingParams(), 0, priority, pooling, adapter)

@@ -2,16 +2,27 @@
 
 import asyncio
 import functools
+import math
+import operator
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from api_proc.llm.async_llm import START_TIMEOUT_S
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams
 from api_proc.llm.engines import Engine, ProcessEngine, SteppedEngine, Stepper
 from api_proc.llm.lora import LoRARequests, one_each
-from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
+from api_proc.llm.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from api_proc.llm.prompts import Message, PromptType, invalid, is_one_chat, is_one_prompt
 from api_proc.llm.request import PromptRequest
 from api_proc.llm.sampling import SamplingParams
@@ -158,13 +169,96 @@ class LLM:
 
         work = self._all(
             items,
-            self._engine.tokenized,
+            self._engine.tokenized_whole,
             request,
             self._engine.embed,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
         )
         return _successes(self._thread.run(work, timeout_s=None))
+
+    def classify(
+        self, prompts: PromptType | Sequence[PromptType], *, use_tqdm: UseTqdm = True
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the labels of prompts, in their order; as `generate`."""
+        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
+        if self._engine.facts.num_labels == 0:
+            raise invalid("model", "it has no classification head")
+        pooling = Pooling(self._engine.facts.default_pooling, normalize=False)
+
+        def request(i: int, prompt: Prompt) -> PromptRequest:
+            request_id = self._engine.new_request_id()
+            return PromptRequest(request_id, prompt, SamplingParams(), 0, pooling=pooling)
+
+        tokenized, embed = self._engine.tokenized_whole, self._engine.embed
+        work = self._all(items, tokenized, request, embed, use_tqdm=use_tqdm, lora_request=None)
+        return [
+            ClassificationRequestOutput(
+                found.request_id,
+                ClassificationOutput(self._engine.activate(found.outputs.embedding)),
+                found.prompt_token_ids,
+            )
+            for found in _successes(self._thread.run(work, timeout_s=None))
+        ]
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: UseTqdm = True
+    ) -> list[ScoringRequestOutput]:
+        """Return how well pairs of texts belong together; one text is paired with all others.
+
+        A classification head with one label scores a pair, an embedding model has the cosine of the
+        two vectors. Errors as `generate`.
+        """
+        first, second = (
+            [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
+        )
+        if len(first) not in (1, len(second)):
+            message = f"has {len(first)} texts, and must have one or the {len(second)} of data_2"
+            raise invalid("data_1", message)
+        if self._engine.facts.num_labels == 0:
+            return self._cosines(first, second, use_tqdm)
+        if self._engine.facts.num_labels > 1:
+            raise invalid("model", "its classification head has several labels; use `classify`")
+        pooling = Pooling(self._engine.facts.default_pooling, normalize=False)
+        starts: dict[int, int] = {}
+
+        async def tokenized(pair: tuple[str, str]) -> Prompt:
+            prompt, starts[len(starts)] = await self._engine.tokenized_pair(pair)
+            return prompt
+
+        def request(i: int, prompt: Prompt) -> PromptRequest:
+            own = msgspec.structs.replace(pooling, second_text_start=starts[i])
+            request_id = self._engine.new_request_id()
+            return PromptRequest(request_id, prompt, SamplingParams(), 0, pooling=own)
+
+        pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        work = self._all(
+            pairs, tokenized, request, self._engine.embed, use_tqdm=use_tqdm, lora_request=None
+        )
+        return [
+            ScoringRequestOutput(
+                found.request_id,
+                ScoringOutput(self._engine.activate(found.outputs.embedding)[0]),
+                found.prompt_token_ids,
+            )
+            for found in _successes(self._thread.run(work, timeout_s=None))
+        ]
+
+    def _cosines(
+        self, first: list[str], second: list[str], use_tqdm: UseTqdm
+    ) -> list[ScoringRequestOutput]:
+        pooling = Pooling(self._engine.facts.default_pooling)
+        found = self.embed(first + second, use_tqdm=use_tqdm, pooling_params=pooling)
+        ones, others = found[: len(first)], found[len(first) :]
+        ones = ones * len(others) if len(ones) == 1 else ones
+        return [
+            ScoringRequestOutput(
+                f"{one.request_id}_{other.request_id}",
+                ScoringOutput(_product(one.outputs.embedding, other.outputs.embedding)),
+                one.prompt_token_ids + other.prompt_token_ids,
+            )
+            for one, other in zip(ones, others, strict=True)
+        ]
 
     def beam_search(
         self,
@@ -285,6 +379,10 @@ class LLM:
         if len(params) != num_prompts:
             raise invalid(name, f"there are {len(params)} for {num_prompts} prompts")
         return list(params)
+
+
+def _product(one: list[float], other: list[float]) -> float:
+    return math.fsum(map(operator.mul, one, other))
 
 
 def _successes(outputs: list[Result | RequestFailed]) -> list[Result]:

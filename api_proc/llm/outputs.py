@@ -70,6 +70,40 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+@dataclass
+class ScoringOutput:
+    """How well two texts belong together."""
+
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    """The result of one pair of `LLM.score`."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class ClassificationOutput:
+    """The probability of each label."""
+
+    probs: list[float]
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """The result of one prompt of `LLM.classify`."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
 def candidates(tokenizer: TextTokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
     """Return the candidates at one position; the token itself comes first."""
     ids = [entry.token_id, *entry.top_ids]

@@ -47,7 +47,9 @@ def is_one_chat(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> bo
     return len(messages) > 0 and isinstance(messages[0], Mapping)
 
 
-async def tokenized(text: TextProcessor, prompt: PromptType, max_tokens: int) -> Prompt:
+async def tokenized(
+    text: TextProcessor, prompt: PromptType, max_tokens: int, *, num_outputs: int = 1
+) -> Prompt:
     """Return the token ids of a prompt; RequestFailed: it has no valid form, or is too long."""
     value: object = prompt
     if isinstance(prompt, Mapping):
@@ -59,11 +61,23 @@ async def tokenized(text: TextProcessor, prompt: PromptType, max_tokens: int) ->
             raise invalid("prompt", _FORMS)
         value = prompt[names[0]]
     if isinstance(value, str):
-        options = EncodeOptions(True, max_tokens)
+        options = EncodeOptions(True, max_tokens, num_outputs=num_outputs)
         return Prompt(await _encoded(text, value, options, "prompt"), value)
     if not isinstance(value, Iterable) or isinstance(value, bytes | Mapping):
         raise invalid("prompt", _FORMS)
     return Prompt(list(value), None)  # the engine's client checks the ids
+
+
+async def tokenized_pair(
+    text: TextProcessor, pair: tuple[str, str], max_tokens: int
+) -> tuple[Prompt, int]:
+    """Return the prompt of two texts, and `second_text_start` of its pooling."""
+    options = EncodeOptions(True, max_tokens, num_outputs=0)
+    try:
+        [(token_ids, second_text_start)] = await text.encode_pairs([pair], options, param="data_2")
+    except ApiError as error:
+        raise from_api_error(error) from None
+    return Prompt(token_ids, None), second_text_start
 
 
 async def tokenized_chat(

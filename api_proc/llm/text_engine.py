@@ -21,11 +21,13 @@ from api_proc.llm.prompts import (
     invalid,
     tokenized,
     tokenized_chat,
+    tokenized_pair,
 )
 from api_proc.llm.request import PromptRequest, Request
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams, resolved, with_defaults
 from api_proc.text.beam_search import beam_search
 from api_proc.text.embedding_config import embedding_config
+from api_proc.text.label_config import label_config
 from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor
 from api_proc.text.thinking import thinking_budget
@@ -35,7 +37,7 @@ from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.client.errors import Overloaded, RequestFailed, failure_of
 from protocol.client.ledger import check_request
 from protocol.client.request_stream import RequestStream
-from protocol.config import EngineConfig
+from protocol.config import EngineConfig, ModelConfig
 from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
 
@@ -59,9 +61,7 @@ class TextEngine:
     async def start(self, timeout_s: float) -> None:
         """Wait until requests are served; EngineStartError or ConfigError: they never will be."""
         self._facts = await self.engine.start(timeout_s)
-        # The worker knows the directory of a model that is named otherwise.
-        model = msgspec.structs.replace(self._config.model, model=self._facts.model)
-        self._text = await asyncio.to_thread(TextProcessor.load, model)
+        self._text = await asyncio.to_thread(TextProcessor.load, self._model)
 
     async def disconnect(self) -> None:
         """Fail everything that is open."""
@@ -94,6 +94,25 @@ class TextEngine:
 
     async def tokenized(self, prompt: PromptType) -> Prompt:
         return await tokenized(self.text, prompt, self.facts.max_model_len - 1)
+
+    async def tokenized_whole(self, prompt: PromptType) -> Prompt:
+        """Return a prompt that no output follows."""
+        return await tokenized(self.text, prompt, self.facts.max_model_len, num_outputs=0)
+
+    async def tokenized_pair(self, pair: tuple[str, str]) -> tuple[Prompt, int]:
+        """Return the prompt of two texts, and `second_text_start` of its pooling."""
+        if label_config(self._model).has_separator:
+            return await tokenized_pair(self.text, pair, self.facts.max_model_len)
+        return await self.tokenized_whole("".join(pair)), 0
+
+    def activate(self, scores: list[float]) -> list[float]:
+        """Return the results of a classification head's numbers."""
+        return label_config(self._model).activate(scores)
+
+    @property
+    def _model(self) -> ModelConfig:
+        # The worker knows the directory of a model that is named otherwise.
+        return msgspec.structs.replace(self._config.model, model=self.facts.model)
 
     async def tokenized_chat(self, messages: Sequence[Message], **options: Any) -> Prompt:
         return await tokenized_chat(self.text, messages, self.facts.max_model_len - 1, **options)
@@ -215,8 +234,10 @@ class TextEngine:
 
     def default_pooling(self) -> sampling.Pooling:
         """Return how the checkpoint was trained to embed."""
-        model = msgspec.structs.replace(self._config.model, model=self.facts.model)
-        return sampling.Pooling(embedding_config(model).pooling)
+        if self.facts.num_labels:
+            raise invalid("model", "it returns scores of labels, and no vectors")
+        config = embedding_config(self._model)
+        return sampling.Pooling(self.facts.default_pooling, normalize=config.modules.normalize)
 
     async def run_all(
         self,

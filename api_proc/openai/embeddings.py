@@ -1,48 +1,41 @@
 """POST /v1/embeddings: one vector for each text, pooled from the model's hidden states."""
 
-import asyncio
 import time
 from base64 import b64encode
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText, TruncateTokens
-from api_proc.errors import ApiError, from_request_error, invalid
-from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
+from api_proc.errors import from_request_error, invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.json_scan import MAX_VALUES
-from api_proc.http.open_requests import Slot
 from api_proc.openai.objects import encode
-from api_proc.openai.packing import packed_in_turn
+from api_proc.openai.pooled import (
+    AT_ONCE,
+    PooledPrompt,
+    PooledRequests,
+    Submission,
+    require_vectors,
+)
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.adapters import Adapter
-from protocol.api_core import ErrorCode, RequestError, RequestOutput, Tenant
-from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.request_stream import RequestStream
+from protocol.api_core import Tenant
+from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
-from protocol.sampling import (
-    MAX_EMBEDDING_SIZE,
-    CacheSalt,
-    FinishReason,
-    Pooling,
-    PoolingType,
-    Priority,
-    pooling_params,
-)
+from protocol.sampling import MAX_EMBEDDING_SIZE, CacheSalt, Pooling, PoolingType, Priority
 
+PATH = "/v1/embeddings"
 MAX_RESPONSE_BYTES = 2**25
+PromptName = Annotated[str, Meta(max_length=256)]
 _BYTES_PER_NUMBER = {"float": 22, "base64": 6}
 """About what a number takes in the response."""
-_AT_ONCE = 32
-"""Vectors rendered in one turn of the event loop."""
-_SLICE_S = 0.002
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -59,6 +52,8 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: TruncateTokens | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    prompt_name: PromptName | None = None
+    """Of the checkpoint's prompts; the text is put in front of each input."""
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
@@ -105,11 +100,15 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
         await turn.rest()
         work = _tokenize(state, body, inputs, facts)
         prompts = await connection.while_connected(work)
-        with _Embeddings(state, connection, prompts) as embeddings:
+        render = partial(_render, body.encoding_format or "float")
+        salt, tenant = body.cache_salt or "", body.user or ""
+        common = Submission(pooling, body.priority or 0, salt, tenant, adapter)
+        pooled = [PooledPrompt(token_ids) for token_ids in prompts]
+        with PooledRequests(state, connection, PATH, pooled) as requests:
             try:
-                await embeddings.submit(body, adapter, pooling, facts, turn)
+                await requests.submit(common, facts, turn)
                 turn.end()
-                vectors = await embeddings.read(body.encoding_format or "float")
+                vectors = await requests.read(render)
             except RequestFailed as failure:
                 raise from_request_error(failure.error, "input") from failure
     if vectors is not None:
@@ -131,9 +130,8 @@ def _response_bytes(
 
 
 def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling:
+    require_vectors(facts)
     size = facts.embedding_size
-    if size == 0:
-        raise ApiError(400, "the model returns no embeddings", code="unsupported_model")
     config = embedding_config(state.config.model)
     dimensions = None if body.dimensions == size else body.dimensions
     if dimensions is not None:
@@ -145,7 +143,8 @@ def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling
         if config.dimensions and dimensions not in config.dimensions:
             known = ", ".join(map(str, config.dimensions))
             raise invalid("dimensions", f"the model was trained with {known}")
-    return Pooling(body.pooling or config.pooling, dimensions, body.normalize is not False)
+    normalize = config.modules.normalize if body.normalize is None else body.normalize
+    return Pooling(body.pooling or facts.default_pooling, dimensions, normalize)
 
 
 def _inputs(body: EmbeddingBody) -> list[Any]:
@@ -166,130 +165,29 @@ async def _tokenize(
     state: ApiState, body: EmbeddingBody, items: list[Any], facts: ModelFacts
 ) -> list[list[int]]:
     """Return the ids of each input."""
-    max_tokens, keep_last = facts.max_model_len - 1, body.truncate_prompt_tokens
+    max_tokens, keep_last = facts.max_model_len, body.truncate_prompt_tokens
     if keep_last == 0:
         raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
     if keep_last == -1:
         keep_last = max_tokens
     prompts: list[list[int]]
     if isinstance(items[0], str):
-        options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last)
-        prompts = await state.text.encode(items, options, param="input")
+        options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last, 0)
+        texts = embedding_config(state.config.model).texts(items, body.prompt_name)
+        prompts = await state.text.encode(texts, options, param="input")
     else:
+        if body.prompt_name:
+            raise invalid("prompt_name", "is for inputs that are texts")
         prompts = items if keep_last is None else [ids[-keep_last:] for ids in items]
     if not all(prompts):
         raise invalid("input", "an input has no tokens", "empty_prompt")
     longest = max(map(len, prompts))
     if longest > max_tokens:
-        raise too_long(longest, max_tokens, "input")
+        raise too_long(longest, max_tokens, "input", num_outputs=0)
     return prompts
 
 
-class _Embeddings:
-    """All vectors of one HTTP request. At its exit those that are not computed are aborted."""
-
-    def __init__(self, state: ApiState, connection: Connection, prompts: list[list[int]]) -> None:
-        self.request_id = connection.request_id
-        self.response = None
-        self._state = state
-        self._connection = connection
-        self._prompts = prompts
-        self._streams: list[RequestStream] = []
-        self._num_read = 0
-        self._is_cancelled = False
-        self._arrival = time.monotonic()
-
-    def __enter__(self) -> "_Embeddings":
-        self._state.open_requests.add(self)
-        self._connection.watch(self._cancel)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        metrics = self._state.metrics
-        for _stream in self._streams[self._num_read :]:
-            metrics.count_end(FinishReason.ABORT)
-        self._connection.scope[GENERATION_KEY] = GenerationRecord(
-            sum(map(len, self._prompts)), 0, None, is_sent=self._num_read == len(self._prompts)
-        )
-        self._cancel()
-        self._state.open_requests.remove(self)
-
-    def _cancel(self) -> None:
-        self._is_cancelled = True
-        for stream in self._streams:
-            stream.cancel()
-
-    def abort(self) -> bool:
-        """End the request with an error for its client."""
-        self.fail(failure_of(RequestError(ErrorCode.ABORTED, "the request was aborted")))
-        return bool(self._streams)
-
-    def fail(self, error: RequestFailed) -> None:
-        for stream in self._streams:
-            stream.fail(error)
-            stream.cancel()
-
-    def slot(self) -> Slot:
-        num_tokens = sum(map(len, self._prompts))
-        return Slot(
-            path="/v1/embeddings",
-            state="running" if self._num_read else "waiting",
-            age_s=round(time.monotonic() - self._arrival, 3),
-            num_sequences=len(self._prompts),
-            num_prompt_tokens=num_tokens,
-            num_output_tokens=0,
-        )
-
-    async def submit(
-        self,
-        body: EmbeddingBody,
-        adapter: Adapter | None,
-        pooling: Pooling,
-        facts: ModelFacts,
-        turn: Turn,
-    ) -> None:
-        """Send all prompts to the core, in slices."""
-        state, params = self._state, pooling_params(pooling)
-        began = time.perf_counter()
-        for token_ids in self._prompts:
-            [prompt] = await packed_in_turn([token_ids], facts, turn)
-            if self._is_cancelled:
-                return
-            stream = state.client.submit(
-                prompt,
-                params,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                tenant=body.user or ("" if adapter is None else adapter.name),
-                adapter=adapter,
-            )
-            self._streams.append(stream)
-            state.metrics.prompt_tokens.observe(len(token_ids))
-            if time.perf_counter() - began > _SLICE_S:
-                await turn.pause()
-                began = time.perf_counter()
-
-    async def read(self, encoding_format: str) -> list[bytes] | None:
-        """Return the vectors as JSON, in order; None once the client has disconnected."""
-        vectors = []
-        for index, stream in enumerate(self._streams):
-            async for output in stream:
-                vectors.append(_render(index, output, encoding_format))
-                self._num_read += 1
-                self._state.metrics.count_end(FinishReason.STOP)
-            if self._is_cancelled:
-                return None
-            if index % _AT_ONCE == 0:
-                await asyncio.sleep(0)
-        self._state.metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
-        return vectors
-
-
-def _render(index: int, output: RequestOutput, encoding_format: str) -> bytes:
-    packed = output.embedding
-    if packed is None:
-        message = f"the engine ended the request: {output.finish_reason}"
-        raise failure_of(RequestError(ErrorCode.INTERNAL, message))
+def _render(encoding_format: str, index: int, packed: bytes) -> bytes:
     if encoding_format == "base64":
         return encode(Embedding(index=index, embedding=b64encode(packed).decode()))
     return encode(Embedding(index=index, embedding=unpack_floats(packed).tolist()))
@@ -309,7 +207,7 @@ def _response(
     )
     before, name, after = encode(response).partition(b'"data":')
     groups = [
-        b",".join(vectors[first : first + _AT_ONCE]) for first in range(0, len(vectors), _AT_ONCE)
+        b",".join(vectors[first : first + AT_ONCE]) for first in range(0, len(vectors), AT_ONCE)
     ]
     others = (b"," + group for group in groups[1:])
     return [before + name + b"[" + groups[0], *others, after.removeprefix(b"[")]

@@ -1,38 +1,57 @@
-"""How a checkpoint was trained to embed, read from the files of sentence-transformers."""
+"""How a checkpoint was trained to embed: its defaults, and what requests may choose."""
 
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from api_proc.errors import invalid
 from api_proc.text.checkpoint import read_json
 from api_proc.text.processor import NULL_MODEL
 from protocol.config import ModelConfig
-from protocol.sampling import PoolingType
-
-_MODES = {
-    "pooling_mode_lasttoken": PoolingType.LAST,
-    "pooling_mode_mean_tokens": PoolingType.MEAN,
-}
+from protocol.config.sentence_modules import SentenceModules, read_sentence_modules
 
 
 class EmbeddingConfig(NamedTuple):
     """How the model was trained to embed."""
 
-    pooling: PoolingType = PoolingType.LAST
+    modules: SentenceModules = SentenceModules()
     can_shorten: bool = False
     """Whether the first numbers of a vector are a vector, too (Matryoshka representations)."""
     dimensions: tuple[int, ...] = ()
     """The lengths that were trained; empty: any."""
 
+    def prompt(self, name: str | None) -> str:
+        """Return the text to put in front of texts: that of a name, or the checkpoint's default.
+
+        An empty name stands for no text.
+        """
+        modules = self.modules
+        if name is None:
+            name = modules.default_prompt_name
+        if not name:
+            return ""
+        if name not in modules.prompts:
+            known = ", ".join(map(repr, modules.prompts)) or "none"
+            raise invalid("prompt_name", f"the checkpoint has no prompt {name!r}; it has {known}")
+        if modules.prompts[name] and not modules.pools_prompts:
+            message = "the checkpoint leaves prompts out of its pooling, which is not supported"
+            raise invalid("prompt_name", message)
+        return modules.prompts[name]
+
+    def texts(self, texts: list[str], prompt_name: str | None) -> list[str]:
+        """Return texts as they are tokenized."""
+        prompt = self.prompt(prompt_name)
+        texts = [prompt + text for text in texts] if prompt else texts
+        return [text.lower() for text in texts] if self.modules.lowers_case else texts
+
 
 @lru_cache(maxsize=8)
 def _read(directory: str) -> EmbeddingConfig:
-    modes = read_json(Path(directory) / "1_Pooling" / "config.json")
-    pooling = next((kind for name, kind in _MODES.items() if modes.get(name)), PoolingType.LAST)
+    modules = read_sentence_modules(Path(directory))
     config = read_json(Path(directory) / "config.json")
     trained = config.get("matryoshka_dimensions")
     dimensions = tuple(n for n in trained if isinstance(n, int)) if trained else ()
-    return EmbeddingConfig(pooling, bool(dimensions or config.get("is_matryoshka")), dimensions)
+    return EmbeddingConfig(modules, bool(dimensions or config.get("is_matryoshka")), dimensions)
 
 
 def embedding_config(model: ModelConfig) -> EmbeddingConfig:

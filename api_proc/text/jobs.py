@@ -47,13 +47,20 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     """Special tokens in the pieces stay text, too."""
 
 
+class EncodePairs(msgspec.Struct, frozen=True, tag=True):
+    """Return for each pair of texts its ids, and a list with `second_text_start` of its pooling."""
+
+    pairs: list[tuple[str, str]]
+    options: EncodeOptions
+
+
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Return the text of ids, with special tokens, as one of `Pieces`."""
 
     token_ids: list[int]
 
 
-Job = Render | EncodeChat | Encode | Decode
+Job = Render | EncodeChat | Encode | EncodePairs | Decode
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,7 @@ from api_proc.text.jobs import (
     Decode,
     Encode,
     EncodeChat,
+    EncodePairs,
     Job,
     Pieces,
     Render,
@@ -135,10 +136,24 @@ class TextProcessor:
         try:
             self._check_length(max(map(len, texts), default=0), options)
         except TooManyTokens as error:
-            raise too_long(error.num_tokens, options.max_tokens, param) from error
+            raise _too_long(error, options, param) from error
         pieces = [text.pieces if isinstance(text, LiteralText) else [text] for text in texts]
         job = Encode(pieces, options, is_literal)
-        return await self._token_ids(job, sum(map(len, texts)), options.max_tokens, param)
+        return await self._token_ids(job, sum(map(len, texts)), options, param)
+
+    async def encode_pairs(
+        self, pairs: list[tuple[str, str]], options: EncodeOptions, *, param: str
+    ) -> list[tuple[list[int], int]]:
+        """Return the ids of pairs of texts, and where the tokens of each have the type 1, or 0."""
+        num_chars = [len(first) + len(second) for first, second in pairs]
+        try:
+            self._check_length(max(num_chars, default=0), options)
+        except TooManyTokens as error:
+            raise _too_long(error, options, param) from error
+        job = EncodePairs(pairs, options)
+        lists = await self._token_ids(job, sum(num_chars), options, param)
+        starts = (start for [start] in lists[1::2])
+        return list(zip(lists[::2], starts, strict=True))
 
     async def encode_chat(
         self,
@@ -155,7 +170,7 @@ class TextProcessor:
         self._require_template(chat)
         job = EncodeChat(chat, options)
         body = _encoded(job)
-        [ids] = await self._token_ids(job, len(body), options.max_tokens, "messages", body)
+        [ids] = await self._token_ids(job, len(body), options, "messages", body)
         return ids
 
     async def render(
@@ -197,6 +212,12 @@ class TextProcessor:
             case Encode(texts, options, is_literal):
                 make = self._literal if is_literal else LiteralText.from_pieces
                 return TokenIdLists([self.tokenizer.encode(make(p), options) for p in texts])
+            case EncodePairs(pairs, options):
+                lists: list[list[int]] = []
+                for first, second in pairs:
+                    ids, second_text_start = self.tokenizer.encode_pair(first, second, options)
+                    lists += [ids, [second_text_start]]
+                return TokenIdLists(lists)
             case Decode(token_ids):
                 return Pieces([self.tokenizer.decode(token_ids, skip_special_tokens=False)])
 
@@ -242,12 +263,17 @@ class TextProcessor:
         return text.rstrip().endswith(reasoning.begin)
 
     async def _token_ids(
-        self, job: Job, num_chars: int, max_tokens: int, param: str, body: bytes | None = None
+        self,
+        job: Job,
+        num_chars: int,
+        options: EncodeOptions,
+        param: str,
+        body: bytes | None = None,
     ) -> list[list[int]]:
         try:
             result = await self._run(job, num_chars, param, body)
         except TooManyTokens as error:
-            raise too_long(error.num_tokens, max_tokens, param) from error
+            raise _too_long(error, options, param) from error
         assert isinstance(result, TokenIdLists)
         return result.lists
 
@@ -303,13 +329,18 @@ async def _encoded_in_slices(token_ids: list[int]) -> bytes:
     return b'{"type":"Decode","token_ids":[%b]}' % b",".join(parts)
 
 
-def too_long(num_tokens: int, max_tokens: int, param: str) -> ApiError:
+def too_long(num_tokens: int, max_tokens: int, param: str, *, num_outputs: int = 1) -> ApiError:
+    output = " and at least one output token" if num_outputs else ""
     return invalid(
         param,
-        f"the prompt has at least {num_tokens} tokens; the model's context of {max_tokens + 1} "
-        "tokens must hold it and at least one output token",
+        f"the prompt has at least {num_tokens} tokens; the model's context of"
+        f" {max_tokens + num_outputs} tokens must hold it{output}",
         ErrorCode.TOO_LONG,
     )
+
+
+def _too_long(error: TooManyTokens, options: EncodeOptions, param: str) -> ApiError:
+    return too_long(error.num_tokens, options.max_tokens, param, num_outputs=options.num_outputs)
 
 
 def _lower_priority() -> None:

@@ -32,6 +32,8 @@ class EncodeOptions(NamedTuple):
     max_tokens: int
     keep_last: int | None = None
     """Cut the ids to this many at their end."""
+    num_outputs: int = 1
+    """Tokens that must fit into the model's context behind the ids, at least."""
 
 
 class TooManyTokens(Exception):
@@ -92,6 +94,8 @@ class HfTokenizer:
         """Return the ids, or raise `TooManyTokens`."""
         if isinstance(text, LiteralText) and len(text.pieces) > 1:
             return self._encode_pieces(text.pieces, options)
+        if options.num_outputs == 0 and options.keep_last is not None:
+            return _compact(self._encode_last(text, options))
         # Of the library's methods this one releases the GIL.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=options.add_special_tokens
@@ -101,6 +105,42 @@ class HfTokenizer:
         if len(encoding) > options.max_tokens:
             raise TooManyTokens(len(encoding))
         return _compact(encoding.ids)
+
+    def _encode_last(self, text: str, options: EncodeOptions) -> list[int]:
+        """Return the ids of the end of a text, in `keep_last` ids with those around it."""
+        assert options.keep_last is not None
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        most = options.keep_last
+        if options.add_special_tokens:
+            most = max(most - self._tokenizer.num_special_tokens_to_add(False), 1)
+        if len(encoding) > most:
+            encoding.truncate(most, direction="left")
+        if options.add_special_tokens:
+            encoding = self._tokenizer.post_process(encoding, None, True)
+        if len(encoding) > options.max_tokens:
+            raise TooManyTokens(len(encoding))
+        return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str, options: EncodeOptions) -> tuple[list[int], int]:
+        """Return the ids of a pair of texts, and from where on they have the type 1, or 0.
+
+        With `keep_last` the ends of the texts are cut, that of the longer one first.
+        """
+        parts = self._tokenizer.encode_batch_fast([first, second], add_special_tokens=False)
+        one, two = parts
+        if options.keep_last is not None:
+            num_added = 0
+            if options.add_special_tokens:
+                num_added = self._tokenizer.num_special_tokens_to_add(True)
+            room = max(options.keep_last - num_added, 2)
+            num_first = min(len(one), max(room - len(two), room - room // 2))
+            one.truncate(num_first)
+            two.truncate(min(len(two), room - num_first))
+        pair = self._tokenizer.post_process(one, two, options.add_special_tokens)
+        if len(pair) > options.max_tokens:
+            raise TooManyTokens(len(pair))
+        types = pair.type_ids
+        return _compact(pair.ids), types.index(1) if 1 in types else 0
 
     def _encode_pieces(self, pieces: list[str], options: EncodeOptions) -> list[int]:
         if options.keep_last is None and len(pieces) > options.max_tokens:
@@ -196,6 +236,10 @@ class ByteTokenizer:
         if len(data) > options.max_tokens:
             raise TooManyTokens(len(data))
         return [FIRST_BYTE_ID + byte for byte in data]
+
+    def encode_pair(self, first: str, second: str, options: EncodeOptions) -> tuple[list[int], int]:
+        """Return the ids of both texts, which have one type."""
+        return self.encode(first + second, options), 0
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return b"".join([self._table[i] for i in token_ids]).decode("utf-8", "replace")

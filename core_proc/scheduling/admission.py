@@ -123,6 +123,8 @@ class Admission:
             num_new = budget
         if num_new < num_left and not self._partial_prefills.has_room:
             return 0
+        if num_new < num_left and options.computes_whole_prompts:  # a later step has room for all
+            return 0
         return num_new
 
     def _num_reserved(self, request: Request) -> int:

@@ -13,7 +13,10 @@ from msgspec import Raw
 
 from scripts.batch.files import Answer, BatchError, LineError, Request, Response
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"),
+    *("/v1/score", "/v1/rerank"),
+)
 RETRIED = frozenset({408, 429, 502, 503, 504})
 """Statuses of requests that are valid, and were not served now."""
 MAX_ANSWER_BYTES = 2**28

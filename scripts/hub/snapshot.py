@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile
 
+from protocol.config.sentence_modules import pooling_files
 from protocol.version import version
 from scripts.hub.failures import hub_address, why_not_fetched, why_unreachable
 from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
@@ -33,7 +34,6 @@ INDEX = "model.safetensors.index.json"
 _TEXT = (
     *(_TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.json", "chat_template.jinja"),
-    "1_Pooling/config.json",
 )
 _COMMIT = re.compile(r"\w{1,64}")
 _PATTERN = frozenset("*?[\\")
@@ -125,7 +125,8 @@ class Snapshot:
         return all((self.directory / path).is_file() for path in self._needed)
 
     def _fetch_config(self) -> None:
-        self._take([path for path in CONFIG if path in self._needed])
+        pooling = [path for path in pooling_files(self._needed) if path.endswith(".json")]
+        self._take([path for path in CONFIG if path in self._needed] + pooling)
         try:
             self._request.check(self.directory)
         except ValueError as error:
@@ -221,6 +222,7 @@ def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
         hint = "name a directory that has one with --tokenizer"
         raise Refusal(f"model {name} has no {_TOKENIZER}; {hint}")
     needed = [path for path in (*CONFIG, *_TEXT, weights) if path in there]
+    needed += pooling_files(sorted(there))
     return needed + _plain(name, (path for path in there if path.startswith(_TEMPLATES)))
 
 

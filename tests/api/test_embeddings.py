@@ -15,6 +15,7 @@ import msgspec
 import openai
 import pytest
 
+from api_proc.errors import ApiError
 from api_proc.text.embedding_config import EmbeddingConfig, embedding_config
 from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import RequestFailed
@@ -45,6 +46,14 @@ def module_server() -> Iterator[LiveServer]:
 def live(module_server: LiveServer) -> LiveServer:
     module_server.client.requests.clear()
     return module_server
+
+
+def write(directory: Path, files: dict[str, Any]) -> str:
+    """Write files as JSON, and return the directory."""
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(json.dumps(content))
+    return str(directory)
 
 
 def post(live: LiveServer, **body: Any) -> httpx.Response:
@@ -125,12 +134,12 @@ def test_fields_reach_the_engine(live: LiveServer) -> None:
         ({"input": [1, [2]]}, "input", "invalid_value"),
         ({"input": [1000]}, "input", "invalid_value"),
         ({"input": ["a"] * 2049}, "input", "invalid_value"),
-        ({"input": "x" * 512}, "input", "context_length_exceeded"),
-        ({"input": [5] * 512}, "input", "context_length_exceeded"),
+        ({"input": "x" * 513}, "input", "context_length_exceeded"),
+        ({"input": [5] * 513}, "input", "context_length_exceeded"),
         ({"input": "a", "dimensions": 0}, "dimensions", "invalid_value"),
         ({"input": "a", "dimensions": 17}, "dimensions", "invalid_value"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "invalid_value"),
-        ({"input": "a", "pooling": "cls"}, "pooling", "invalid_value"),
+        ({"input": "a", "pooling": "first"}, "pooling", "invalid_value"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
     ],
 )
@@ -195,17 +204,61 @@ def test_a_model_without_hidden_states_is_named(make_server: MakeServer) -> None
 
 def test_checkpoint_decides_pooling_and_dimensions(tmp_path: Path) -> None:
     def config_of(name: str, pooling: Any, config: Any) -> EmbeddingConfig:
-        directory = tmp_path / name
-        (directory / "1_Pooling").mkdir(parents=True)
-        (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-        (directory / "config.json").write_text(json.dumps(config))
-        return embedding_config(ModelConfig(model=str(directory)))
+        files = {"config.json": config}
+        if pooling:
+            files["1_Pooling/config.json"] = pooling
+        return embedding_config(ModelConfig(model=write(tmp_path / name, files)))
 
-    assert config_of("plain", {}, {}) == (PoolingType.LAST, False, ())
+    assert config_of("plain", {}, {}) == EmbeddingConfig()
     mean = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    trained = {"matryoshka_dimensions": [8, 16]}
-    assert config_of("trained", mean, trained) == (PoolingType.MEAN, True, (8, 16))
-    assert config_of("any", {}, {"is_matryoshka": True}) == (PoolingType.LAST, True, ())
+    found = config_of("trained", mean, {"matryoshka_dimensions": [8, 16]})
+    assert (found.modules.pooling, found.can_shorten, found.dimensions) == (
+        PoolingType.MEAN,
+        True,
+        (8, 16),
+    )
+    assert config_of("any", {}, {"is_matryoshka": True}).can_shorten
+
+
+def test_checkpoint_decides_prompts_case_and_length_of_vectors(tmp_path: Path) -> None:
+    files = {
+        "config.json": {},
+        "modules.json": [
+            {"type": "sentence_transformers.models.Transformer", "path": ""},
+            {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+        ],
+        "1_Pooling/config.json": {"pooling_mode": "cls"},
+        "sentence_bert_config.json": {"max_seq_length": 40, "do_lower_case": True},
+        "config_sentence_transformers.json": {
+            "prompts": {"query": "Find: ", "document": ""},
+            "default_prompt_name": "document",
+        },
+    }
+    config = embedding_config(ModelConfig(model=write(tmp_path / "one", files)))
+    assert (config.modules.pooling, config.modules.normalize) == (PoolingType.CLS, False)
+    assert config.texts(["A b"], "query") == ["find: a b"]
+    assert config.texts(["A b"], None) == config.texts(["A b"], "") == ["a b"]
+    with pytest.raises(ApiError, match=r"no prompt 'other'; it has 'query', 'document'"):
+        config.texts(["A"], "other")
+    files["1_Pooling/config.json"] = {"pooling_mode": "cls", "include_prompt": False}
+    config = embedding_config(ModelConfig(model=write(tmp_path / "two", files)))
+    with pytest.raises(ApiError, match="leaves prompts out"):
+        config.texts(["A"], "query")
+    assert config.texts(["A"], "document") == ["a"]
+
+
+def test_a_prompt_is_for_texts_of_a_checkpoint_that_has_it(live: LiveServer) -> None:
+    for body in ({"input": "a", "prompt_name": "query"}, {"input": [5], "prompt_name": "query"}):
+        error = post(live, **body).json()["error"]
+        assert (error["param"], error["code"]) == ("prompt_name", "invalid_value")
+
+
+def test_a_text_may_fill_the_context(live: LiveServer) -> None:
+    """No output token follows it."""
+    for text in ("x" * FACTS.max_model_len, [5] * FACTS.max_model_len):
+        assert post(live, input=text).status_code == 200
+    message = post(live, input="x" * (FACTS.max_model_len + 1)).json()["error"]["message"]
+    assert message.endswith(f"context of {FACTS.max_model_len} tokens must hold it")
 
 
 def test_a_failed_vector_fails_the_request(make_server: MakeServer) -> None:

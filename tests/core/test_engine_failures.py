@@ -195,6 +195,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     assert engine.running is not None
     options = engine.running.scheduler.options
     expected = settings | {
+        "computes_whole_prompts": False,
         "policy": "priority",
         "has_draft_model": False,
         "num_blocks": 100,

@@ -275,6 +275,9 @@ def test_windows_are_read_off_mask_functions() -> None:
     def chunked(size: int, first: int = 0) -> Callable[..., Any]:
         return lambda b, h, q, k: (k <= q) & ((k - first) // size == (q - first) // size)
 
+    def sides(size: int) -> Callable[..., Any]:
+        return lambda b, h, q, k: abs(k - q) <= size
+
     assert observe(causal) == Visibility(None)
     assert [observe(windowed(size)) for size in (1, 4, 5000)] == [
         Visibility(size) for size in (1, 4, 5000)
@@ -282,8 +285,12 @@ def test_windows_are_read_off_mask_functions() -> None:
     assert [observe(chunked(size)) for size in (2, 13, 64, 8192)] == [
         Visibility(size, is_chunked=True) for size in (2, 13, 64, 8192)
     ]
+    assert observe(lambda b, h, q, k: k >= 0) == Visibility(None, is_causal=False)
+    assert [observe(sides(size)) for size in (1, 4, 5000)] == [
+        Visibility(size + 1, is_causal=False) for size in (1, 4, 5000)
+    ]
     for refused in (
-        lambda b, h, q, k: k >= 0,
+        lambda b, h, q, k: k < q + 8,
         chunked(64, first=3),
         lambda b, h, q, k: (k <= q) & ((q - k) % 8 == 0),
         lambda b, h, q, k: k < q,

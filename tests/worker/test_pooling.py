@@ -32,6 +32,7 @@ POOLINGS = (
     Pooling(PoolingType.MEAN, normalize=False),
     Pooling(dimensions=7),
     Pooling(PoolingType.MEAN, dimensions=7),
+    *(Pooling(kind) for kind in PoolingType if kind not in (PoolingType.LAST, PoolingType.MEAN)),
 )
 LENGTHS = (1, 2, 17, 40, 93, 150)
 
@@ -94,10 +95,21 @@ def vectors(
 def expected(model: PreTrainedModel, text: list[int], pooling: Pooling) -> torch.Tensor:
     """Pool transformers' hidden states by hand."""
     hidden = model.base_model(input_ids=torch.tensor([text]), use_cache=False)
-    rows = hidden.last_hidden_state[0]
-    vector = rows[-1] if pooling.type is PoolingType.LAST else rows.mean(dim=0)
-    vector = vector[: pooling.dimensions]
+    vector = pooled(hidden.last_hidden_state[0], pooling.type)[: pooling.dimensions]
     return vector / vector.norm() if pooling.normalize else vector
+
+
+def pooled(rows: torch.Tensor, kind: PoolingType) -> torch.Tensor:
+    """Pool the hidden states of a text as sentence-transformers defines it."""
+    weights = torch.arange(1.0, len(rows) + 1)[:, None]
+    return {
+        PoolingType.LAST: rows[-1],
+        PoolingType.CLS: rows[0],
+        PoolingType.MEAN: rows.mean(dim=0),
+        PoolingType.MAX: rows.max(dim=0).values,
+        PoolingType.WEIGHTED_MEAN: (rows * weights).sum(0) / weights.sum(),
+        PoolingType.MEAN_SQRT_LEN: rows.sum(0) / len(rows) ** 0.5,
+    }[kind]
 
 
 @pytest.mark.parametrize("pooling", POOLINGS, ids=str)
@@ -112,7 +124,7 @@ def test_vectors_are_pooled_hidden_states(
         torch.testing.assert_close(got, expected(model, text, pooling), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("pooling", [LAST, MEAN], ids=["last", "mean"])
+@pytest.mark.parametrize("pooling", [Pooling(kind) for kind in PoolingType], ids=list(PoolingType))
 def test_vectors_have_the_same_bits_alone_in_a_batch_and_in_chunks(
     loaded: tuple[ModelRunner, PreTrainedModel], pooling: Pooling
 ) -> None:
@@ -143,9 +155,10 @@ def test_the_sum_of_a_mean_has_the_same_bits_for_every_cut() -> None:
     rows = torch.randn(700, 40, generator=generator) * 10.0 ** torch.arange(700)[:, None].remainder(
         9
     )
-    whole = _add(None, rows)
+    whole, weighted = _add(None, rows), _add(None, rows, 1)
     for cut in (1, 7, 255, 256, 257, 699):
         assert torch.equal(_add(_add(None, rows[:cut]), rows[cut:]), whole)
+        assert torch.equal(_add(_add(None, rows[:cut], 1), rows[cut:], 1 + cut), weighted)
     assert not torch.equal(rows[:7].double().sum(0) + rows[7:].double().sum(0), whole)
 
 

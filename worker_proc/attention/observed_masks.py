@@ -1,7 +1,8 @@
 """Finds out which positions a mask of transformers shows, by asking it.
 
 A mask is a function of a query's position and a key's. It may show all positions up to the query's
-own, a window of the last ones, or those of the query's chunk.
+own, a window of the last ones, or those of the query's chunk; or, where it is not causal, all
+positions or a window to both sides.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,8 @@ class Visibility(NamedTuple):
     """How many positions; None: all before it."""
     is_chunked: bool = False
     """Whether the positions are those of its chunk, which begins at a multiple of `window`."""
+    is_causal: bool = True
+    """Else it sees `window` positions to each side, itself included; None: the whole text."""
 
     def size_at(self, position: int) -> int:
         """Return how many positions a token sees."""
@@ -33,7 +36,9 @@ class Visibility(NamedTuple):
 
 
 def observe(mask_function: MaskFunction) -> Visibility:
-    """Return what a mask shows; UnsupportedModel: it is not causal, or of another kind."""
+    """Return what a mask shows; UnsupportedModel: it is of another kind."""
+    if _sees(mask_function, FAR_POSITION, FAR_POSITION + 1):
+        return _observe_sides(mask_function)
     sizes = [_size_at(mask_function, FAR_POSITION + offset) for offset in _OFFSETS]
     if all(size == FAR_POSITION + offset + 1 for size, offset in zip(sizes, _OFFSETS, strict=True)):
         return Visibility(None)
@@ -54,6 +59,28 @@ def observe(mask_function: MaskFunction) -> Visibility:
     return found
 
 
+def _observe_sides(mask_function: MaskFunction) -> Visibility:
+    """Return what a mask shows that is not causal: as much before a token as behind it."""
+    sizes = {
+        _reach(mask_function, FAR_POSITION + offset, direction)
+        for offset in _OFFSETS
+        for direction in (1, -1)
+    }
+    if len(sizes) > 1:
+        raise UnsupportedModel("its mask does not show as much before a token as behind it")
+    return Visibility(sizes.pop(), is_causal=False)
+
+
+def _reach(mask_function: MaskFunction, position: int, direction: int) -> int | None:
+    """Return how many positions a token sees on one side, itself included; None: all."""
+
+    def sees(distance: int) -> bool:
+        return _sees(mask_function, position, position - direction * distance)
+
+    size = _first_hidden(sees, position)
+    return None if size == position + 1 else size
+
+
 def _sees(mask_function: MaskFunction, position: int, key: int) -> bool:
     query = torch.tensor(position, device="cpu")
     zero = torch.zeros_like(query)
@@ -66,8 +93,15 @@ def _size_at(mask_function: MaskFunction, position: int) -> int:
     def sees(distance: int) -> bool:
         return _sees(mask_function, position, position - distance)
 
-    if sees(-1) or not sees(0):
+    if sees(-1):
         raise UnsupportedModel("its mask is not causal")
+    return _first_hidden(sees, position)
+
+
+def _first_hidden(sees: Callable[[int], bool], position: int) -> int:
+    """Return the first distance at which nothing is seen; `position + 1`: there is none."""
+    if not sees(0):
+        raise UnsupportedModel("its mask hides a token from itself")
     size = position + 1
     if not sees(position):
         low, high = 0, position

@@ -64,13 +64,17 @@ class ProbedModel:
     parameters: frozenset[str]
     unused_modules: tuple[str, ...]  # topmost ones, of whose parameters it uses none
     num_weights: int  # in the parameters of all other modules
+    position_offset: int = 0  # number of a text's first position
 
 
-def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
+def probe_model(
+    model: PreTrainedModel, num_layers: int, *, has_output_layer: bool = True
+) -> ProbedModel:
     """Run `model`, which is on the meta device, and return what it used.
 
-    UnsupportedModel: the forward fails, or holds something other than `num_layers` causal
-    self-attention layers that go through transformers' attention interface.
+    UnsupportedModel: the forward fails, or holds something other than `num_layers`
+    self-attention layers that go through transformers' attention interface. They must be causal
+    in a model with an output layer, and all alike in that in another one.
     """
     probe = _Probe(model)
     config = model.config
@@ -78,7 +82,8 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
     with _registered(probe), _implementation(model), torch.inference_mode(), probe.storages:
         try:
             kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=kept)
+            options = {"logits_to_keep": kept} if has_output_layer else {}
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
         except UnsupportedModel:
             raise
         except Exception as error:
@@ -87,7 +92,10 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
                 f" ({type(error).__name__}: {error})"
             ) from error
     layers = probe.layers
-    if len({layer.module_name for layer in layers}) != len(layers):
+    _check_directions(layers, config.model_type, has_output_layer=has_output_layer)
+    is_causal = all(layer.spec.is_causal for layer in layers)
+    # Without a cache several layers may have one module.
+    if is_causal and len({layer.module_name for layer in layers}) != len(layers):
         raise UnsupportedModel(
             f"{config.model_type}: one attention module is used by several layers"
         )
@@ -102,7 +110,36 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
     unused_modules = _top_modules_without(model, used)
     built = {id(p): p for name, p in parameters.items() if not is_within(name, unused_modules)}
     num_weights = sum(parameter.numel() for parameter in built.values())
-    return ProbedModel(layers, used, unused_modules, num_weights)
+    offset = 0 if has_output_layer else position_offset(model)
+    return ProbedModel(layers, used, unused_modules, num_weights, offset)
+
+
+def position_offset(model: PreTrainedModel) -> int:
+    """Return the number that a model without output layer gives to a text's first position.
+
+    Models that count from the padding token's number on have a method for it.
+    """
+    embeddings: Any = getattr(model.base_model, "embeddings", None)
+    if not hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return 0
+    return int(embeddings.padding_idx) + 1
+
+
+def _check_directions(
+    layers: Collection[ProbedLayer], model_type: str, *, has_output_layer: bool
+) -> None:
+    """Raise UnsupportedModel unless all layers are causal, or none of a model that only pools."""
+    others = [layer for layer in layers if not layer.spec.is_causal]
+    if others and has_output_layer:
+        raise UnsupportedModel(f"{model_type}: {others[0].module_name} is not causal")
+    if others and len(others) < len(layers):
+        raise UnsupportedModel(f"{model_type}: only some of its attention layers are causal")
+    for layer in others:
+        if layer.sinks is not None or layer.spec.kv_source is not None:
+            raise UnsupportedModel(
+                f"{model_type}: {layer.module_name} is not causal, and has attention sinks or the"
+                " keys and values of another layer"
+            )
 
 
 def _top_modules_without(model: PreTrainedModel, used: Collection[str]) -> tuple[str, ...]:
@@ -182,7 +219,12 @@ class _Probe:
             )
         shape = (num_heads, num_kv_heads, head_dim, value_head_dim)
         source = self._source(name, key, value, visible)
-        spec = LayerSpec(*shape, visible.window, is_chunked=visible.is_chunked, kv_source=source)
+        spec = LayerSpec(
+            *(*shape, visible.window),
+            is_chunked=visible.is_chunked,
+            kv_source=source,
+            is_causal=visible.is_causal,
+        )
         sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
         self.layers.append(ProbedLayer(name, spec, sinks))
         return query.new_empty(batch, length, num_heads, value_head_dim), None
@@ -196,7 +238,8 @@ class _Probe:
             earlier_key, earlier_value = self._stored[index]
             if key is not earlier_key and value is not earlier_value:
                 continue
-            same = (layer.spec.window, layer.spec.is_chunked) == visible
+            earlier = layer.spec
+            same = Visibility(earlier.window, earlier.is_chunked, earlier.is_causal) == visible
             if key is earlier_key and value is earlier_value and same:
                 return index
             raise UnsupportedModel(
@@ -222,9 +265,11 @@ class _Probe:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> Visibility:
-        """Return what a call of causal attention shows; other calls are rejected."""
-        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-            raise UnsupportedModel(f"{name} is not causal")
+        """Return what a call of plain attention shows; other calls are rejected."""
+        is_causal = getattr(module, "is_causal", True) is not False
+        is_causal = is_causal and kwargs.get("is_causal") is not False
+        if mask is None and not is_causal:
+            mask = ProbedMask(Visibility(None, is_causal=False))
         if not isinstance(mask, ProbedMask):
             raise UnsupportedModel(f"{name} does not attend under a causal mask of its own row")
         if mask.problem:
@@ -237,6 +282,8 @@ class _Probe:
         window = kwargs.get("sliding_window")
         if window is not None and (mask.visible.window is None or mask.visible.is_chunked):
             raise UnsupportedModel(f"{name} has a sliding window of {window} and a mask without")
+        if mask.visible.is_causal and not is_causal:
+            raise UnsupportedModel(f"{name} is not causal, and has a causal mask")
         return mask.visible
 
     @staticmethod

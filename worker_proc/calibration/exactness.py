@@ -15,6 +15,7 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend
+from worker_proc.attention.texts import TextBackend
 from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
@@ -49,7 +50,7 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
         return f"plain matrix products, which depend on the batch, for dtype {dtype}"
     if plain := next(_plain_products(loaded.model), None):
         return f"plain matrix products, which depend on the batch, in {plain}"
-    if not isinstance(backend, NativeBackend):
+    if not isinstance(backend, NativeBackend | TextBackend):
         return (
             "plain attention, which depends on the batch: the native kernel was not compiled when"
             " the model was loaded, or does not cover its heads"

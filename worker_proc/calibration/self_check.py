@@ -109,7 +109,13 @@ def check_texts(vocab_size: int) -> list[list[int]]:
 def compute_stepwise(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
 ) -> list[torch.Tensor]:
-    """Return the last rows of each text, computed in steps: the rows of `check_forward`."""
+    """Return the last rows of each text, computed in steps: the rows of `check_forward`.
+
+    Where attention is not causal, a step computes a whole text.
+    """
+    if not loaded.is_causal:
+        texts = check_texts(loaded.vocab_size)
+        return [compute_whole(loaded, backend, layout, [text])[0] for text in texts]
     requests = trial_requests(layout, check_texts(loaded.vocab_size))
     steps = []
     for back in range(NUM_DECODED, -1, -1):

@@ -31,6 +31,9 @@ class LayerSpec:
     """Whether a token sees only its chunk of `window` positions, which begins at a multiple."""
     kv_source: int | None = None
     """The earlier layer whose keys and values it attends to; None: it has its own."""
+    is_causal: bool = True
+    """Else a token also attends to those behind it; a window counts the positions to each side,
+    the token itself included."""
 
     @property
     def stored_dims(self) -> tuple[int, ...]:

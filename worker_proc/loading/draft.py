@@ -9,6 +9,7 @@ from protocol.config import EngineConfig, ModelConfig
 from protocol.core_worker import KVGroup
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading.model_kind import ModelKind
 from worker_proc.runner import ReportProgress
 
 MAX_PADDING = 1024
@@ -23,6 +24,8 @@ def load_draft(
         return None
     check_same_tokens(model.speculative_model, model.tokenizer or model.model)
     draft = load_model(model.speculative_model, model.dtype, loaded.device, progress)
+    if draft.kind is not ModelKind.GENERATES:
+        raise UnsupportedModel(f"speculative_model {model.speculative_model} generates no text")
     if abs(draft.vocab_size - loaded.vocab_size) > MAX_PADDING:
         raise CheckpointError(
             f"speculative_model {model.speculative_model} has {draft.vocab_size} tokens, and"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from protocol.config import KVCacheDtype
-from worker_proc.attention.interface import IMPLEMENTATION
+from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
 from worker_proc.attention.latent_attention import LatentAttention, angles_of
 from worker_proc.attention.latent_products import (
     LatentProducts,
@@ -182,11 +182,11 @@ def _prove(
 
 @contextmanager
 def _eager_attention(loaded: LoadedModel) -> Iterator[None]:
-    loaded.model.set_attn_implementation("eager")
+    set_implementation(loaded.model, "eager")
     try:
         yield
     finally:
-        loaded.model.set_attn_implementation(IMPLEMENTATION)
+        set_implementation(loaded.model, IMPLEMENTATION)
 
 
 def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,6 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from protocol.config import Quantization
+from protocol.config.sentence_modules import SentenceModules
+from protocol.sampling import PoolingType
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
 from worker_proc.attention.probe import ProbedLayer, ProbedModel, is_within, probe_model
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
@@ -40,6 +42,15 @@ from worker_proc.loading.checkpoint import (
 )
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.host_limits import available_memory
+from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
+from worker_proc.loading.pooling_model import (
+    INNER,
+    POOLER,
+    PoolingModel,
+    activate_dense_rows,
+    drop_pooler,
+    is_of_head,
+)
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.row_positions import give_positions
 from worker_proc.loading.start_cache import StartCache
@@ -51,6 +62,7 @@ from worker_proc.quantization.model import load_quantized
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.runner import ReportProgress
+from worker_proc.sampling.heads import DenseHead, Head, SequenceHead, check_dense
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -68,7 +80,7 @@ _log = logging.getLogger(__name__)
 class LoadedModel:
     """A model with its weights, and the facts of its configuration."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | PoolingModel
     layers: list[ProbedLayer]  # attention layers, in the order in which the forward calls them
     dtype: torch.dtype
     device: torch.device
@@ -77,6 +89,18 @@ class LoadedModel:
     eos_token_ids: list[int]
     codes: CodesReport | None = None
     """What becomes of the weights of a quantized checkpoint."""
+    kind: ModelKind = ModelKind.GENERATES
+    pooling: PoolingType = PoolingType.LAST
+    """Of a classification head, or of requests that choose none."""
+    head: Head | None = None
+    """What follows the pooling."""
+    has_token_types: bool = False
+    """Whether the two texts of a pair have tokens of different types."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token attends to those before it only; else a text is computed at once."""
+        return self.layers[0].spec.is_causal
 
 
 class InspectedModel(NamedTuple):
@@ -89,6 +113,8 @@ class InspectedModel(NamedTuple):
     dtype: torch.dtype
     format: CheckpointFormat | None
     """Of a quantized checkpoint."""
+    kind: ModelKind
+    modules: SentenceModules
 
 
 def load_model(
@@ -121,8 +147,9 @@ def load_model(
     _release_unused(model, probed.parameters)
     _ignore_padding(model)
     give_positions(model, probed.layers, inspected.model_len)
-    return LoadedModel(
-        model=model.eval().requires_grad_(False),
+    model = model.eval().requires_grad_(False)
+    loaded = LoadedModel(
+        model=model,
         layers=probed.layers,
         dtype=torch_dtype,
         device=device,
@@ -130,7 +157,41 @@ def load_model(
         model_len=inspected.model_len,
         eos_token_ids=_eos_token_ids(model, inspected.text_config),
         codes=None if files is None else files.report,
+        kind=inspected.kind,
+        pooling=_pooling(inspected),
+        has_token_types=_has_token_types(inspected),
     )
+    return _with_head(loaded, model, directory, inspected)
+
+
+def _pooling(inspected: InspectedModel) -> PoolingType:
+    """Return the pooling of requests that choose none."""
+    is_causal = inspected.probed.layers[0].spec.is_causal
+    return inspected.modules.pooling or (PoolingType.LAST if is_causal else PoolingType.CLS)
+
+
+def _has_token_types(inspected: InspectedModel) -> bool:
+    is_pooling = inspected.kind is not ModelKind.GENERATES
+    return is_pooling and (getattr(inspected.config, "type_vocab_size", None) or 0) > 1
+
+
+def _with_head(
+    loaded: LoadedModel, model: PreTrainedModel, directory: str, inspected: InspectedModel
+) -> LoadedModel:
+    """Add what follows the pooling, and let a model without output layer return hidden states."""
+    if inspected.kind is ModelKind.CLASSIFIES:
+        head = SequenceHead(model)
+        loaded = replace(loaded, head=head, pooling=head.pooling)
+    elif inspected.modules.dense:
+        dense = DenseHead(directory, inspected.modules.dense, loaded.device)
+        loaded = replace(loaded, head=dense)
+    if inspected.kind is ModelKind.GENERATES:
+        return loaded
+    if not loaded.is_causal:  # those of decoders are fused
+        activate_dense_rows(model)
+    layers = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.layers]
+    wrapped = PoolingModel(model, inspected.probed.position_offset)
+    return replace(loaded, model=wrapped.eval(), layers=layers)
 
 
 def inspect_config(
@@ -155,18 +216,31 @@ def inspect_config(
             " leave the setting out"
         )
     _check_config(config, text_config)
+    kind = model_kind(config)
+    modules = sentence_modules(directory, kind)
+    check_dense(modules.dense, text_config.hidden_size)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=format is not None)
     if format is None:
         check_room(probed.num_weights * torch_dtype.itemsize, device)
-    model_len = _model_len(text_config)
-    return InspectedModel(config, text_config, probed, model_len, torch_dtype, format)
+    elif kind is ModelKind.CLASSIFIES:
+        raise UnsupportedModel(
+            f"{config.model_type}: a classification head in a checkpoint that is quantized"
+            f" ({format.method})"
+        )
+    model_len = _model_len(text_config) - probed.position_offset
+    model_len = min(model_len, modules.max_seq_length or model_len)
+    return InspectedModel(
+        config, text_config, probed, model_len, torch_dtype, format, kind, modules
+    )
 
 
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     """Build the model without memory, and run it."""
     model = _build_skeleton(directory, config)
-    return probe_model(model, config.get_text_config(decoder=True).num_hidden_layers)
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    has_output_layer = model_kind(config) is ModelKind.GENERATES
+    return probe_model(model, num_layers, has_output_layer=has_output_layer)
 
 
 def _build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
@@ -176,6 +250,8 @@ def _build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel
     with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
         own_config = copy.deepcopy(config)  # the probe changes it
         model = auto_class(config).from_config(own_config, trust_remote_code=False)
+        if model_kind(config) is ModelKind.EMBEDS:
+            drop_pooler(model)
     _ignore_padding(model)
     return cast(PreTrainedModel, model.eval())
 
@@ -269,7 +345,9 @@ def _load_weights(
     files: QuantizedFiles | None = None,
 ) -> PreTrainedModel:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
-    unused_modules = inspected.probed.unused_modules
+    unused_modules: tuple[str, ...] = inspected.probed.unused_modules
+    if inspected.kind is ModelKind.EMBEDS:
+        unused_modules += (POOLER,)
     try:
         with (
             _reported(progress),
@@ -293,6 +371,7 @@ def _load_weights(
         if not is_unused_buffer(key, stored.get(key))
         and not is_within(key, unused_modules)
         and not (is_tied and key.endswith("lm_head.weight"))
+        and not (inspected.kind is ModelKind.EMBEDS and is_of_head(key, model))
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM
 
 from worker_proc.attention.probe import is_within
+from worker_proc.loading.model_kind import ModelKind, headless_class, model_kind
 
 _CONVERSIONS = "get_model_conversion_mapping"
 
@@ -21,6 +22,9 @@ def auto_class(config: PretrainedConfig) -> Any:
 
     A configuration with both a causal and a multimodal model gets the causal one.
     """
+    kind = model_kind(config)
+    if kind is not ModelKind.GENERATES:
+        return headless_class(config, kind)
     is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForMultimodalLM if is_multimodal and not is_causal else AutoModelForCausalLM

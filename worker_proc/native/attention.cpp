@@ -2,6 +2,7 @@
 
 #include "attention_pairs.h"
 #include "latent_attention.h"
+#include "text_attention.h"
 
 #include <omp.h>
 
@@ -31,6 +32,16 @@ extern "C" void troika_attend(const Layer* layer, const Step* step, const Rows* 
     attend_all(*layer, *step, *query, *key, *value, static_cast<Bf16*>(out), scale, softcap);
   else
     attend_all(*layer, *step, *query, *key, *value, static_cast<float*>(out), scale, softcap);
+}
+
+// For layers that are not causal; their pools, blocks and formats are not read.
+extern "C" void troika_attend_texts(const Layer* layer, const Texts* texts, const Rows* query,
+                                    const Rows* key, const Rows* value, void* out, float scale,
+                                    float softcap) {
+  if (layer->is_bf16)
+    attend_texts(*layer, *texts, *query, *key, *value, static_cast<Bf16*>(out), scale, softcap);
+  else
+    attend_texts(*layer, *texts, *query, *key, *value, static_cast<float*>(out), scale, softcap);
 }
 
 // Whether the layouts and kernels of attention_pairs.h exist here.

@@ -9,6 +9,7 @@ import enum
 import logging
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ _ALIAS_BYTES = 2048
 """Rows that are a multiple of it apart share few sets of the first cache."""
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
+    "troika_attend_texts": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 4),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
@@ -151,6 +153,12 @@ class StepArgs(ctypes.Structure):
         *_fields("item_segment item_token group_item group_shared", _POINTER),
         *_fields("piece_group piece_section piece_sums split_piece sums", _POINTER),
     )
+
+
+class TextsArgs(ctypes.Structure):
+    """Texts of text_attention.h."""
+
+    _fields_ = (("num_texts", _INT), ("first_rows", _POINTER), ("counts", _POINTER))
 
 
 class RowsArgs(ctypes.Structure):
@@ -360,6 +368,21 @@ class NativeLibrary:
         """
         parts = (layer, step, *map(_rows_args, rows))
         self._library.troika_attend(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
+
+    def attend_texts(
+        self,
+        layer: LayerArgs,
+        texts: tuple[Sequence[int], Sequence[int]],
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scoring: tuple[float, float],
+        out: torch.Tensor,
+    ) -> None:
+        """Attend within whole texts, given their first rows and lengths; else as `attend`."""
+        first_rows, counts = texts
+        columns = ((_INT * len(first_rows))(*first_rows), (_INT * len(counts))(*counts))
+        addresses = (ctypes.addressof(column) for column in columns)
+        parts = (layer, TextsArgs(len(first_rows), *addresses), *map(_rows_args, rows))
+        self._library.troika_attend_texts(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool

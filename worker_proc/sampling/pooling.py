@@ -4,6 +4,7 @@ A mean is summed in float64, token after token, so that its bits do not depend o
 cut into chunks. The hidden states themselves are as exact as the logits.
 """
 
+import math
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import nn
 
 from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
 from worker_proc.mirror import ScheduledRequest
+from worker_proc.sampling.heads import Head
 
 _ROWS_AT_ONCE = 256
 """Rows that are summed in one call; it bounds the memory of the copy in float64."""
@@ -65,8 +67,9 @@ def pool(
     first_rows: Sequence[int],
     pooling_req_ids: Set[int],
     hidden: torch.Tensor | None,
+    head: Head | None = None,
 ) -> Pooled:
-    """Add the step's rows of `hidden` to the means, and return the vectors of prompts that end."""
+    """Pool the step's rows of `hidden`, and return the vectors of prompts that end."""
     assert hidden is not None, "the core accepts no such requests for this model"
     pooled = Pooled({}, [])
     for part, first in zip(scheduled, first_rows, strict=True):
@@ -76,12 +79,10 @@ def pool(
         pooling = request.sampling_params.pooling
         assert pooling is not None
         rows = hidden[first : first + part.num_tokens]
-        vector = rows[-1].double()
-        if pooling.type is PoolingType.MEAN:
-            assert isinstance(request.hidden_sum, torch.Tensor) or part.start == 0
-            request.hidden_sum = _add(request.hidden_sum, rows)
-            vector = request.hidden_sum / part.end
+        vector = _pooled_so_far(part, pooling.type, rows)
         if part.samples:
+            if head is not None:
+                vector = head(vector)
             vector = _finish(vector, pooling)
             if bool(vector.isfinite().all()):
                 pooled.vectors[request.req_id] = vector.numpy().astype("<f4").tobytes()
@@ -90,9 +91,47 @@ def pool(
     return pooled
 
 
-def _add(total: Any, rows: torch.Tensor) -> torch.Tensor:
-    for piece in rows.split(_ROWS_AT_ONCE):
+def _pooled_so_far(part: ScheduledRequest, type: PoolingType, rows: torch.Tensor) -> torch.Tensor:
+    """Return what the rows up to these come to, and keep what later ones are added to."""
+    if type is PoolingType.LAST:
+        return rows[-1].double()
+    request = part.request
+    before = request.pooled_so_far
+    assert before is None or isinstance(before, torch.Tensor)
+    assert before is not None or part.start == 0
+    kept: torch.Tensor
+    if type is PoolingType.CLS:
+        kept = rows[0].double() if before is None else before
+    elif type is PoolingType.MAX:
+        kept = rows.amax(0).double()
+        kept = kept if before is None else torch.maximum(kept, before)
+    elif type is PoolingType.WEIGHTED_MEAN:
+        kept = _add(before, rows, part.start + 1)
+    else:
+        kept = _add(before, rows)
+    request.pooled_so_far = kept
+    return kept / _divisor(type, part.end)
+
+
+def _divisor(type: PoolingType, num_tokens: int) -> float:
+    """Return what the sum over tokens is divided by."""
+    if type is PoolingType.MEAN:
+        return num_tokens
+    if type is PoolingType.WEIGHTED_MEAN:
+        return num_tokens * (num_tokens + 1) // 2
+    if type is PoolingType.MEAN_SQRT_LEN:
+        return math.sqrt(num_tokens)
+    return 1
+
+
+def _add(total: Any, rows: torch.Tensor, first_weight: int | None = None) -> torch.Tensor:
+    """Add rows to a sum; they weigh `first_weight`, one more, and so on, or nothing."""
+    for number, piece in enumerate(rows.split(_ROWS_AT_ONCE)):
         summands = piece.double()
+        if first_weight is not None:
+            first = first_weight + number * _ROWS_AT_ONCE
+            weights = torch.arange(first, first + len(piece), device=rows.device)
+            summands = summands * weights[:, None]
         if total is not None:
             summands = torch.cat((total[None], summands))
         total = summands.cumsum(0)[-1]  # unlike `sum`, it adds in the order of the rows

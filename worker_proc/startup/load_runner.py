@@ -15,6 +15,7 @@ from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
+from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ReportProgress
@@ -93,6 +94,12 @@ def _size_cache(
 ) -> kv_tensors.CacheSize:
     """Share the memory for KV among the blocks of the model and those of its draft model."""
     loaded, draft = prepared.loaded, prepared.draft
+    if not loaded.is_causal:  # blocks take no memory: there are enough of them
+        longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
+        per_request = layout.num_blocks_for(longest)
+        num_blocks = config.cache.num_gpu_blocks_override
+        most = 1 + config.scheduler.max_num_seqs * per_request
+        return kv_tensors.CacheSize(num_blocks or most, longest)
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
     block_bytes = block_bytes_of(loaded, layout)
     if prepared.adapters is not None:
@@ -133,6 +140,8 @@ def _facts_of(
     size: kv_tensors.CacheSize,
 ) -> ModelFacts:
     loaded, exactness = prepared.loaded, calibration.exactness
+    head = loaded.head
+    num_labels = head.num_outputs if head and loaded.kind is ModelKind.CLASSIFIES else 0
     block_bytes = block_bytes_of(loaded, layout)
     return ModelFacts(
         model=config.model.model,
@@ -147,11 +156,15 @@ def _facts_of(
         num_host_blocks=count_host_blocks(config.cache.swap_space_bytes, block_bytes),
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
-        embedding_size=calibration.embedding_size,
+        embedding_size=calibration.embedding_size if head is None else head.num_outputs,
         decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
         speculation=describe_speculation(config),
         quantization=config.model.quantization or describe_codes(loaded),
         kv_cache_dtype=layout.format.config_name,
+        generates=loaded.kind is ModelKind.GENERATES,
+        computes_whole_prompts=not loaded.is_causal,
+        num_labels=num_labels,
+        default_pooling=loaded.pooling,
     )
 
 

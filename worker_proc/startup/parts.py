@@ -7,6 +7,7 @@ from protocol.core_worker import ModelFacts
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
+from worker_proc.attention.texts import PortableTextBackend, TextBackend
 from worker_proc.cuda.device import uses_triton
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.kv import kv_tensors
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
     """Group the layers that share block tables."""
     format = FORMATS[config.cache.kv_cache_dtype]
-    return _lay_out(loaded, config, hybrid=config.cache.enable_hybrid_kv_cache, format=format)
+    hybrid = config.cache.enable_hybrid_kv_cache and loaded.is_causal
+    return _lay_out(loaded, config, hybrid=hybrid, format=format)
 
 
 def make_draft_layout(draft: LoadedModel, config: EngineConfig) -> KVLayout:
@@ -70,6 +72,10 @@ def make_backend(
 ) -> AttentionBackend:
     """Return the backend whose kernels cover the layers, else the portable one."""
     specs = [layer.spec for layer in loaded.layers]
+    if not loaded.is_causal:
+        if library is not None and can_attend(specs, loaded.dtype, loaded.device):
+            return TextBackend(library, loaded.dtype)
+        return PortableTextBackend()
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
         windows = [group.window for group in layout.groups]
         return NativeBackend(

@@ -19,6 +19,7 @@ from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.latent import check_latent_format, install_latent
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs
@@ -61,6 +62,7 @@ def prepare_model(
             f"max_model_len {wanted_len} is greater than the {loaded.model_len} tokens"
             f" that {config.model.model} can compute"
         )
+    _check_settings(loaded, config)
     draft = load_draft(config.model, loaded, progress)
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
@@ -70,6 +72,7 @@ def prepare_model(
         check_latent_format(loaded, config.cache.kv_cache_dtype)
         if draft is not None:
             draft = _attend_to_latent_rows(draft, library, proofs, "latent_draft")
+    _pack_head(loaded, library)
     sites = find_sites(loaded) if config.lora.enable_lora else None
     if quantization is not None and library is not None:
         check_weights(loaded, quantization, partial(progress, "check_weights"))
@@ -149,6 +152,38 @@ def _finish_codes(loaded: LoadedModel) -> None:
     dequantize_weights(loaded.model.modules(), "no kernel computes its module")
     for line in loaded.codes.lines(loaded.dtype):
         _log.info("%s", line)
+
+
+def _pack_head(loaded: LoadedModel, library: NativeLibrary | None) -> None:
+    """Pack what follows the pooling, which computes in float32 whatever the model's type is."""
+    if loaded.head is not None and loaded.device.type == "cpu":
+        for module in loaded.head.modules:
+            pack_linears(module, library, lambda done, total: None)
+
+
+def _check_settings(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Raise UnsupportedModel for settings that a model without output layer or cache has not."""
+    if loaded.kind is not ModelKind.GENERATES and config.scheduler.num_speculative_tokens:
+        number = config.scheduler.num_speculative_tokens
+        raise UnsupportedModel(
+            f"num_speculative_tokens is {number}, and {config.model.model} generates no tokens"
+        )
+    if loaded.kind is not ModelKind.GENERATES and config.lora.enable_lora:
+        raise UnsupportedModel(
+            f"enable_lora is set, and {config.model.model} has no output layer: adapters of such"
+            " models are not supported"
+        )
+    quantization = config.model.quantization
+    if loaded.kind is ModelKind.CLASSIFIES and quantization is not None:
+        raise UnsupportedModel(
+            f"quantization is {quantization}, and {config.model.model} has a classification head"
+        )
+    kv_cache_dtype = config.cache.kv_cache_dtype
+    if not loaded.is_causal and kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise UnsupportedModel(
+            f"kv_cache_dtype is {kv_cache_dtype}, and {config.model.model} has no KV cache, since"
+            " its attention is not causal"
+        )
 
 
 def _setting_of_codes(config: EngineConfig) -> str | None:

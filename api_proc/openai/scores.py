@@ -1,0 +1,285 @@
+"""POST /score and /rerank: how well texts belong together.
+
+A classification head scores each pair of texts; an embedding model has the cosine of their vectors.
+"""
+
+import math
+import time
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from api_proc.bodies import MAX_PROMPTS, PromptText, TruncateTokens
+from api_proc.errors import ApiError, from_request_error, invalid
+from api_proc.http.connection import Connection
+from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.openai.embeddings import EmbeddingUsage
+from api_proc.openai.objects import encode
+from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission
+from api_proc.state import ApiState
+from api_proc.text.embedding_config import embedding_config
+from api_proc.text.label_config import label_config
+from api_proc.text.tokenizer import EncodeOptions
+from protocol.api_core import Tenant
+from protocol.client.errors import RequestFailed
+from protocol.core_worker import ModelFacts
+from protocol.message import unpack_floats
+from protocol.sampling import CacheSalt, Pooling, Priority
+
+_BYTES_PER_SCORE = 96
+_FORMS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+"""The names of the two fields that hold the texts."""
+
+Texts = PromptText | Annotated[list[PromptText], Meta(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class ScoringBody(msgspec.Struct, kw_only=True):
+    """What the bodies of both routes have. None: the server's default."""
+
+    model: str | None = None
+    user: Tenant | None = None
+    use_activation: bool | None = None
+    """False: the scores of the classification head as they are."""
+    truncate_prompt_tokens: TruncateTokens | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class ScoreBody(ScoringBody, kw_only=True):
+    """Body of POST /score: one text or several, and as many texts beside them, or one for all."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+class Document(msgspec.Struct):
+    text: PromptText
+
+
+class RerankBody(ScoringBody, kw_only=True):
+    """Body of POST /rerank, as Jina and Cohere have it."""
+
+    query: PromptText
+    documents: Annotated[list[PromptText | Document], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """Return only the best ones; 0: all."""
+    return_documents: bool | None = None
+    """False: results without the documents' texts."""
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """The score of one pair."""
+
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    """Response of /score."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One document, by its place in the request."""
+
+    index: int = -1
+    document: Document | None = None
+    relevance_score: float = math.nan
+
+
+class Reranking(msgspec.Struct, kw_only=True):
+    """Response of /rerank: the most relevant document comes first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+class _Pairs(msgspec.Struct, frozen=True):
+    """The texts of a request, what it asks for, and the fields that held the texts."""
+
+    body: ScoringBody
+    first: list[str]
+    """As many as the second ones, or one."""
+    second: list[str]
+    fields: tuple[str, str]
+
+
+class _Scored(msgspec.Struct, frozen=True):
+    scores: list[float]
+    num_tokens: int
+
+
+_decode_score = BodyDecoder(ScoreBody)
+_decode_rerank = BodyDecoder(RerankBody)
+
+
+async def create_scores(state: ApiState, connection: Connection) -> None:
+    """POST /score and /v1/score."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    facts = await state.accepting()
+    with Turn(state.large_requests) as turn:
+        body, unknown = await _decode_score.in_turn(raw, turn)
+        connection.reserve_values(turn.num_values)
+        connection.headers += state.unknown_fields.check(raw, unknown)
+        raw = b""
+        scored = await _score(state, connection, _pairs(body), facts, turn)
+    if scored is None:
+        return
+    response = ScoreList(
+        id="score-" + connection.request_id,
+        created=int(time.time()),
+        model=state.model_name,
+        data=[Score(index=i, score=score) for i, score in enumerate(scored.scores)],
+        usage=EmbeddingUsage(scored.num_tokens, scored.num_tokens),
+    )
+    await connection.send(200, encode(response))
+
+
+async def rerank(state: ApiState, connection: Connection) -> None:
+    """POST /rerank, /v1/rerank and /v2/rerank."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    facts = await state.accepting()
+    with Turn(state.large_requests) as turn:
+        body, unknown = await _decode_rerank.in_turn(raw, turn)
+        connection.reserve_values(turn.num_values)
+        connection.headers += state.unknown_fields.check(raw, unknown)
+        raw = b""
+        documents = [one if isinstance(one, str) else one.text for one in body.documents]
+        pairs = _Pairs(body, [body.query], documents, ("query", "documents"))
+        scored = await _score(state, connection, pairs, facts, turn)
+    if scored is None:
+        return
+    results = [
+        RerankResult(
+            index=index,
+            document=None if body.return_documents is False else Document(documents[index]),
+            relevance_score=score,
+        )
+        for index, score in enumerate(scored.scores)
+    ]
+    results.sort(key=lambda result: (-result.relevance_score, result.index))
+    response = Reranking(
+        id="rerank-" + connection.request_id,
+        model=state.model_name,
+        usage=EmbeddingUsage(scored.num_tokens, scored.num_tokens),
+        results=results[: body.top_n or len(results)],
+    )
+    await connection.send(200, encode(response))
+
+
+def _pairs(body: ScoreBody) -> _Pairs:
+    given = [name for names in _FORMS for name in names if getattr(body, name) is not None]
+    for first, second in _FORMS:
+        if set(given) == {first, second}:
+            one, two = (_listed(getattr(body, name)) for name in (first, second))
+            if len(one) not in (1, len(two)):
+                message = f"has {len(one)} texts, and must have one or the {len(two)} of {second}"
+                raise invalid(first, message)
+            return _Pairs(body, one, two, (first, second))
+    known = ", or ".join(" and ".join(names) for names in _FORMS)
+    missing = "text_2" if "text_1" in given else "text_1"
+    raise invalid(missing, f"the texts must be in {known}")
+
+
+def _listed(texts: Any) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+async def _score(
+    state: ApiState, connection: Connection, pairs: _Pairs, facts: ModelFacts, turn: Turn
+) -> _Scored | None:
+    """Return the score of each pair; None: the client has disconnected."""
+    body = pairs.body
+    adapter = state.require_model(body.model)
+    _check(facts)
+    connection.reserve(len(pairs.second) * (_BYTES_PER_SCORE + facts.embedding_size * 4))
+    await turn.rest()
+    work = _tokenize(state, pairs, facts)
+    prompts = await connection.while_connected(work)
+    pooling = Pooling(facts.default_pooling, normalize=facts.num_labels == 0)
+    salt, tenant = body.cache_salt or "", body.user or ""
+    common = Submission(pooling, body.priority or 0, salt, tenant, adapter)
+    path = connection.scope["path"]
+    with PooledRequests(state, connection, path, prompts) as requests:
+        try:
+            await requests.submit(common, facts, turn)
+            turn.end()
+            vectors = await requests.read(lambda _, packed: packed)
+        except RequestFailed as failure:
+            raise from_request_error(failure.error, pairs.fields[1]) from failure
+    if vectors is None:
+        return None
+    num_tokens = requests.num_tokens
+    if facts.num_labels == 0:
+        return _Scored(_cosines(vectors, len(pairs.first)), num_tokens)
+    scores = [unpack_floats(packed).tolist() for packed in vectors]
+    if body.use_activation is not False:
+        labels = label_config(state.config.model)
+        scores = [labels.activate(one) for one in scores]
+    return _Scored([score for [score] in scores], num_tokens)
+
+
+def _check(facts: ModelFacts) -> None:
+    if facts.embedding_size == 0:
+        raise ApiError(400, "the model returns no scores", code="unsupported_model")
+    if facts.num_labels > 1:
+        message = f"the model has {facts.num_labels} labels, and a score needs one: use /classify"
+        raise ApiError(400, message, code="unsupported_model")
+
+
+def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
+    """Return the cosine of each pair of vectors of length 1."""
+    unpacked = [unpack_floats(packed) for packed in vectors]
+    first, second = unpacked[:num_first], unpacked[num_first:]
+    first = first * len(second) if num_first == 1 else first
+    return [math.fsum(map(float.__mul__, *pair)) for pair in zip(first, second, strict=True)]
+
+
+async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[PooledPrompt]:
+    """Return a prompt for each pair; of an embedding model one for each text."""
+    keep = pairs.body.truncate_prompt_tokens
+    if keep == 0:
+        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
+    keep = facts.max_model_len if keep == -1 else keep
+    options = EncodeOptions(True, facts.max_model_len, keep, 0)
+    param = pairs.fields[1]
+    if facts.num_labels == 0:
+        texts = embedding_config(state.config.model).texts(pairs.first + pairs.second, "")
+        return [PooledPrompt(ids) for ids in await state.text.encode(texts, options, param=param)]
+    first = pairs.first * len(pairs.second) if len(pairs.first) == 1 else pairs.first
+    both = list(zip(first, pairs.second, strict=True))
+    if state.config.model.chat_template is not None:
+        return [PooledPrompt(await _templated(state, *pair, options)) for pair in both]
+    if not label_config(state.config.model).has_separator:
+        texts = [one + two for one, two in both]
+        return [PooledPrompt(ids) for ids in await state.text.encode(texts, options, param=param)]
+    found = await state.text.encode_pairs(both, options, param=param)
+    return [PooledPrompt(*pair) for pair in found]
+
+
+async def _templated(
+    state: ApiState, query: str, document: str, options: EncodeOptions
+) -> list[int]:
+    """Return the ids of a pair that the configured chat template renders."""
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return await state.text.encode_chat(messages, options, add_generation_prompt=False, extra=None)

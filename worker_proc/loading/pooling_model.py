@@ -1,0 +1,97 @@
+"""A model of transformers without output layer, called like one that has it."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+INNER = "inner"
+POOLER = "pooler"
+"""The part of some models that makes a vector of the first hidden state, for classification."""
+
+
+class PoolingModel(nn.Module):
+    """Returns hidden states where a language model returns logits.
+
+    So a model that only pools is checked, and computed, by the same code.
+    """
+
+    def __init__(self, model: PreTrainedModel, position_offset: int = 0) -> None:
+        """`position_offset`: the number of a text's first position."""
+        super().__init__()
+        self.inner = model
+        self._position_offset = position_offset
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.inner.config
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The part that makes the hidden states."""
+        return cast(nn.Module, self.inner.base_model)
+
+    def get_decoder(self) -> nn.Module:
+        return self.base_model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return cast(nn.Module, self.inner.get_input_embeddings())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        logits_to_keep: torch.Tensor | None = None,
+        **options: Any,
+    ) -> SimpleNamespace:
+        """Return the last hidden states of some rows as `logits`; without positions, of a text."""
+        if position_ids is not None:
+            position_ids = position_ids + self._position_offset
+        output = self.base_model(input_ids=input_ids, position_ids=position_ids, **options)
+        rows = output.last_hidden_state
+        if logits_to_keep is not None:
+            rows = rows.index_select(1, logits_to_keep)
+        return SimpleNamespace(logits=rows)
+
+
+def drop_pooler(model: PreTrainedModel) -> None:
+    """Leave a part out that no vector depends on; many checkpoints do not have its weights."""
+    if getattr(model, POOLER, None) is not None:
+        setattr(model, POOLER, None)
+
+
+def is_of_head(key: str, model: PreTrainedModel) -> bool:
+    """Return whether a tensor's name is that of a part that `model`, which has no head, lacks."""
+    first, _, rest = key.partition(".")
+    if first == model.base_model_prefix:
+        first = rest.partition(".")[0]
+    return first not in dict(model.named_children())
+
+
+_ACTIVATIONS = frozenset({"act", "activation", "act_fn", "intermediate_act_fn"})
+"""Children that are activations, in models of transformers."""
+
+
+class _DenseInput(nn.Module):
+    """Gives an activation its values side by side.
+
+    torch computes a part of a tensor whose rows lie apart in another way, by the number of rows.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        activated: torch.Tensor = self.activation(hidden.contiguous())
+        return activated
+
+
+def activate_dense_rows(model: nn.Module) -> None:
+    """Let all activations of a model have dense inputs."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if name in _ACTIVATIONS and next(child.parameters(), None) is None:
+                setattr(parent, name, _DenseInput(child))
