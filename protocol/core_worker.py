@@ -242,7 +242,7 @@ class LoadAdapter(Message):
 
 
 class UnloadAdapter(Message):
-    """Core → worker: drop an adapter that was loaded; no mirrored request has it."""
+    """Core → worker: drop an adapter that was loaded; no later step computes a request with it."""
 
     adapter_id: AdapterId
 

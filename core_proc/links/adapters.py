@@ -234,9 +234,10 @@ class Adapters:
                 return
             held = [e for e in self._entries.values() if e.place in (Place.LOADED, Place.READY)]
             if len(held) >= self._num_kept:
-                idle = [e for e in held if e.place is Place.READY and e.is_idle]
-                if idle:
-                    yield self._drop(min(idle, key=lambda e: e.used_at))
+                # One whose requests wait for its next turn makes room, too, if no other can.
+                unused = [e for e in held if e.place is Place.READY and not e.taken]
+                if unused:
+                    yield self._drop(min(unused, key=lambda e: (bool(e.waiting), e.used_at)))
                 elif entry.taken:
                     continue  # what is being loaded for an asker will be idle
                 else:
