@@ -70,7 +70,7 @@ async def classify(state: ApiState, connection: Connection) -> None:
         connection.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)
         raw = b""
-        state.require_model(body.model)
+        adapter = state.require_model(body.model)
         if facts.num_labels == 0:
             raise ApiError(400, "the model has no classification head", code="unsupported_model")
         texts: list[PromptText] = [body.input] if isinstance(body.input, str) else body.input
@@ -78,7 +78,8 @@ async def classify(state: ApiState, connection: Connection) -> None:
         await turn.rest()
         prompts = await connection.while_connected(_tokenize(state, body, texts, facts))
         pooling = Pooling(facts.default_pooling, normalize=False)
-        common = Submission(pooling, body.priority or 0, body.cache_salt or "", body.user or "")
+        salt, tenant = body.cache_salt or "", body.user or ""
+        common = Submission(pooling, body.priority or 0, salt, tenant, adapter)
         with PooledRequests(state, connection, "/classify", prompts) as requests:
             try:
                 await requests.submit(common, facts, turn)
@@ -91,7 +92,7 @@ async def classify(state: ApiState, connection: Connection) -> None:
         response = ClassificationList(
             id="classify-" + connection.request_id,
             created=int(time.time()),
-            model=state.model_name,
+            model=state.shown_model(body.model),
             data=[_result(state, body, i, packed) for i, packed in enumerate(vectors)],
             usage=EmbeddingUsage(num_tokens, num_tokens),
         )

@@ -148,7 +148,7 @@ async def create_scores(state: ApiState, connection: Connection) -> None:
     response = ScoreList(
         id="score-" + connection.request_id,
         created=int(time.time()),
-        model=state.model_name,
+        model=state.shown_model(body.model),
         data=[Score(index=i, score=score) for i, score in enumerate(scored.scores)],
         usage=EmbeddingUsage(scored.num_tokens, scored.num_tokens),
     )
@@ -180,7 +180,7 @@ async def rerank(state: ApiState, connection: Connection) -> None:
     results.sort(key=lambda result: (-result.relevance_score, result.index))
     response = Reranking(
         id="rerank-" + connection.request_id,
-        model=state.model_name,
+        model=state.shown_model(body.model),
         usage=EmbeddingUsage(scored.num_tokens, scored.num_tokens),
         results=results[: body.top_n or len(results)],
     )

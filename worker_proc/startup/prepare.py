@@ -100,6 +100,9 @@ def _make_store(
     loaded: LoadedModel, library: NativeLibrary | None, sites: Sites, config: EngineConfig
 ) -> AdapterStore:
     """Let the modules at the sites add the products of adapters."""
+    if not loaded.is_causal:
+        kind = loaded.model.config.model_type
+        raise UnsupportedModel(f"enable_lora: {kind} is an encoder, which takes no adapters yet")
     if library is None or loaded.dtype not in NATIVE_DTYPES:
         dtype = str(loaded.dtype).removeprefix("torch.")
         raise UnsupportedModel(
