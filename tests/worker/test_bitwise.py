@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4Config,
@@ -24,6 +25,7 @@ from transformers import (
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -81,6 +83,17 @@ _EVEN = _ODD | {
 """Queries, keys and values are one weight."""
 
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+}
+"""The sizes of multi-head latent attention."""
+
+
 def _gemma3(**more: Any) -> PretrainedConfig:
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3TextConfig(
@@ -127,6 +140,23 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **_ODD, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
     ),
     "mixtral": MixtralConfig(**_EVEN, num_local_experts=5),
+    "deepseek_v3": DeepseekV3Config(
+        **{key: value for key, value in _ODD.items() if key != "head_dim"} | _LATENT,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=44,
+        first_k_dense_replace=1,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_ODD,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=44,
+        shared_expert_intermediate_size=52,
+    ),
     "gpt2": GPT2Config(
         vocab_size=509, n_embd=76, n_inner=102, n_layer=2, n_head=4, n_positions=512
     ),

@@ -62,7 +62,7 @@ def test_norms_of_both_kinds(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu", "relu2"])
 @torch.inference_mode()
 def test_gated_mlps(
     activation: str, bias: bool, dtype: torch.dtype, library: NativeLibrary
@@ -78,7 +78,7 @@ def test_gated_mlps(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"])
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu"])
 @torch.inference_mode()
 def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> None:
     """Also for strided rows, and for large arguments, where the result is 0 or the argument."""
@@ -106,9 +106,9 @@ def test_modules_that_compute_something_else_stay(
     model = nn.Sequential(
         nn.LayerNorm(size),
         nn.LayerNorm(size, bias=False),
-        make_mlp("gelu", size=64),
+        make_mlp("mish", size=64),
         nn.Linear(size, 8),
-        nn.GELU(),
+        nn.Tanh(),
         nn.ReLU(),
         nn.Dropout(),
     ).to(dtype)
@@ -126,7 +126,7 @@ def test_a_later_start_fuses_the_same_and_tries_nothing(
         torch.manual_seed(5)
         return nn.Sequential(
             *(LlamaRMSNorm(SIZE), Gemma2RMSNorm(SIZE), nn.LayerNorm(SIZE)),
-            *(make_mlp("gelu_pytorch_tanh"), make_mlp("gelu"), ACT2FN["silu"]),
+            *(make_mlp("gelu_pytorch_tanh"), make_mlp("mish"), ACT2FN["silu"]),
         )
 
     first, later = make_model(), make_model()

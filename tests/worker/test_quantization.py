@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 from transformers import (
+    Dots1Config,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -36,7 +37,8 @@ from tests.worker.test_parity import make_prompts
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading import fused
 from worker_proc.loading import quantization as quantization_settings
-from worker_proc.loading.experts import computing_expert_codes, expert_weights, round_experts
+from worker_proc.loading.experts import computing_expert_codes, round_experts
+from worker_proc.loading.grouped_experts import read_experts
 from worker_proc.loading.packed_linear import computing_codes
 from worker_proc.loading.quantization import FORMATS
 from worker_proc.model_runner import ModelRunner
@@ -225,6 +227,16 @@ MIXTURES: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
     ),
+    "dots1": Dots1Config(
+        **SHAPE,
+        n_routed_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+    ),
 }
 
 
@@ -272,13 +284,13 @@ def rounded_model(
         if isinstance(module, nn.Linear):
             format = formats.head if module is model.lm_head else formats.layers
             library.round(module.weight.detach(), format)
-        if expert_weights(module) is not None:
-            round_experts(module.experts, library, formats.layers)
+        if read_experts(module) is not None:
+            round_experts(module, library, formats.layers)
     return model
 
 
 @pytest.mark.parametrize("quantization", [Quantization.W8A16, Quantization.W4A16])
-@pytest.mark.parametrize("name", ["qwen3_moe", SLOW_MIXTRAL])
+@pytest.mark.parametrize("name", ["qwen3_moe", "dots1", SLOW_MIXTRAL])
 def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
@@ -289,7 +301,8 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     prompts = make_prompts()
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     runners = load(tmp_path / "plain", quantization), load(tmp_path / "rounded", None)
-    assert [runner.facts.decoder for runner in runners] == ["native", "native"]
+    decoder = "modules" if name == "dots1" else "native"
+    assert [runner.facts.decoder for runner in runners] == [decoder, decoder]
     found, want = (drive(runner, prompts, params, max_num_seqs=16) for runner in runners)
     assert found.output_token_ids == want.output_token_ids
     plain = drive(load(tmp_path / "plain", None), prompts, params, max_num_seqs=16)
@@ -299,16 +312,15 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
 @contextmanager
 def coded_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let linear layers and experts among the modules compute with codes of rows and weights."""
-    mixtures = [module for module in modules if expert_weights(module) is not None]
     with ExitStack() as stack:
         stack.enter_context(computing_codes(modules))
-        for mixture in mixtures:
-            stack.enter_context(computing_expert_codes(mixture.get_submodule("experts")))
+        for experts in (module for module in modules if read_experts(module) is not None):
+            stack.enter_context(computing_expert_codes(experts))
         yield
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", SLOW_MIXTRAL])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "dots1", SLOW_MIXTRAL])
 def test_greedy_tokens_are_those_of_the_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
@@ -373,10 +385,12 @@ def test_codes_take_the_place_of_the_weights(
         embedding = model.get_input_embeddings().weight
         matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
         assert all(p.is_meta for p in matrices)
+        holders = [*model.modules(), *(vars(m).get("products") for m in model.modules())]
         packed = [
             value
-            for module in model.modules()
-            for value in vars(module).values()
+            for holder in holders
+            if holder is not None
+            for value in vars(holder).values()
             if isinstance(value, PackedWeight)
         ]
         tensors = [t for weight in packed for t in (weight.panels, weight.scales) if t is not None]
@@ -461,23 +475,27 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path, Quantization.W8A16)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_experts_without_kernels_are_refused(quantization: Quantization, tmp_path: Path) -> None:
-    """Their parts are not those of the mixtures that there are kernels for."""
+def test_experts_without_kernels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would stay in bfloat16."""
     [deepseek] = [each for each in ARCHITECTURES if each.name == "deepseek_v3"]
     build_checkpoint(tmp_path, deepseek.config())
-    reason = rf"{quantization}: model.layers.1.mlp\S* \(Deepseek.* nor of a mixture of experts"
+    monkeypatch.setattr(fused, "fused_grouped_experts", lambda *_, **__: None)
+    reason = r"w8a16: model\.layers\.1\.mlp\.experts \(DeepseekV3Experts\) does not compute"
     with pytest.raises(UnsupportedModel, match=reason):
-        load(tmp_path, quantization)
+        load(tmp_path, Quantization.W8A16)
 
 
 def test_mixtures_that_are_not_proven_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would stay in bfloat16."""
+    """Where neither the mixture nor its experts alone are proven."""
     build_checkpoint(tmp_path, MIXTURES["qwen3_moe"])
     monkeypatch.setattr(fused, "_weighting", lambda *_: None)
-    reason = r"w4a16: model\.layers\.0\.mlp \(Qwen3MoeSparseMoeBlock\) does not compute"
+    load(tmp_path, Quantization.W4A16)
+    monkeypatch.setattr(fused, "fused_grouped_experts", lambda *_, **__: None)
+    reason = r"w4a16: model\.layers\.0\.mlp\.experts \(Qwen3MoeExperts\) does not compute"
     with pytest.raises(UnsupportedModel, match=reason):
         load(tmp_path, Quantization.W4A16)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from protocol.sampling import SamplingParams
@@ -36,6 +36,7 @@ from tests.worker.test_parity import generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.fused import FusedMLP
+from worker_proc.loading.grouped_experts import GroupedExperts
 from worker_proc.loading.loader import inspect_config
 from worker_proc.loading.packed_linear import NativeLinear
 from worker_proc.model_runner import ModelRunner
@@ -74,6 +75,14 @@ MOE = Qwen3MoeConfig(
     num_experts_per_tok=2,
     moe_intermediate_size=64,
 )
+OTHER_ROUTER = Qwen2MoeConfig(
+    **SHAPE | {"hidden_size": 128, "intermediate_size": 128},
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+"""Its router and its shared expert are modules of their own."""
 SERVED = (
     (gptq(4, 128, is_symmetric=True), None),
     (gptq(4, 64, is_symmetric=False, has_order=True), None),
@@ -87,6 +96,7 @@ SERVED = (
     (float_quantized("tensor"), MOE),
     (fp8_blocks(), MOE),
     (fp8_tensor(), None),
+    (float_quantized("channel"), OTHER_ROUTER),
 )
 
 
@@ -98,9 +108,14 @@ def coded_formats(runner: ModelRunner) -> set[Format]:
             formats.add(module.packed.format)
         if isinstance(module, FusedMLP):
             formats.add(module.gate_up.format)
-        if isinstance(module, FusedExperts):
-            formats |= {module.gate_up.format, module._down.format}
+        if isinstance(module, FusedExperts | GroupedExperts):
+            formats |= {module.products.up.format, module.products.down.format}
     return formats
+
+
+def check_decoder(runner: ModelRunner, config: Any) -> None:
+    assert runner.facts.decoder == ("modules" if config is OTHER_ROUTER else "native")
+    assert runner.facts.exact_resume
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -118,7 +133,7 @@ def test_tokens_in_float32_are_those_of_the_dequantized_checkpoint(
     assert len(coded_formats(runner)) == 1
     assert coded_formats(runner) <= set(GROUPED)
     assert runner.facts.quantization == layout.description
-    assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
+    check_decoder(runner, config)
     run = drive(runner, prompts, params, max_num_seqs=6)
     assert run.output_token_ids == expected
     assert len(set(map(tuple, expected))) == len(prompts)
@@ -128,6 +143,7 @@ SCHEDULED = (
     (gptq(4, 64, is_symmetric=False, has_order=True), None),
     (pack_quantized(4, 32, is_symmetric=False), MOE),
     (int_quantized(codes_rows=True), MOE),
+    (int_quantized(codes_rows=True), OTHER_ROUTER),
     (int_quantized(codes_rows=True), None),
     (fp8_blocks(), None),
 )
@@ -147,7 +163,7 @@ def test_logits_are_the_same_bits_in_every_schedule(
         for threads in NUM_THREADS
     ]
     for runner in runners:
-        assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
+        check_decoder(runner, config)
         rounds_rows = layout.name == "int_quantized_w8a8"
         assert (Format.INT8_FOR_CODES in coded_formats(runner)) == rounds_rows
     compare(runners, monkeypatch)

@@ -62,7 +62,7 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     """Yield modules with used matrices of their own that are neither packed nor embeddings."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | nn.Embedding) and any(
-            parameter.dim() > 1 and not parameter.is_meta
+            parameter.numel() > max(parameter.shape, default=1) and not parameter.is_meta
             for parameter in module.parameters(recurse=False)
         ):
             yield f"{name} ({type(module).__name__})"

@@ -9,7 +9,8 @@ import triton.language as tl
 from worker_proc.cuda.attention_kernels import BY_PART, part_at, slot_of
 
 HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.kernels.Rotation
-SILU = tl.constexpr(0)  # of native.kernels.Activation
+SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)  # numbers of native.kernels.Activation
+GELU = tl.constexpr(2)
 EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # values of HEAD_NORM
 
 
@@ -89,8 +90,12 @@ def activate_kernel(
     x = tl.load(gates + row * gates_stride + place, mask=exists, other=0.0).to(tl.float32)
     if ACTIVATION == SILU:
         x = x * tl.sigmoid(x)
-    else:  # GELU by tanh
+    elif ACTIVATION == GELU_TANH:
         x = x * tl.sigmoid(x * (x * x * 0.044715 + 1.0) * 1.5957691216)
+    elif ACTIVATION == GELU:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # the square of ReLU
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     if MULTIPLIES:
         y = tl.load(factors + row * factors_stride + place, mask=exists, other=0.0).to(tl.float32)
         x = x.to(TYPE).to(tl.float32) * y

@@ -18,7 +18,8 @@ from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.hooks import Columns, Cut, HookPoint, Projection, When
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings
-from worker_proc.loading.experts import ExpertBuffers, FusedExperts
+from worker_proc.loading.expert_products import ExpertBuffers
+from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
@@ -121,7 +122,9 @@ def codes_stride(layer: DecoderLayer) -> int:
 
 def expert_codes_stride(layer: DecoderLayer) -> int:
     """Return the bytes between rows of codes that a layer's experts take."""
-    return layer.mlp.codes_stride if isinstance(layer.mlp, FusedExperts) else coded_stride(0)
+    return (
+        layer.mlp.products.codes_stride if isinstance(layer.mlp, FusedExperts) else coded_stride(0)
+    )
 
 
 def permuted_width(layer: DecoderLayer) -> int:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from worker_proc.native.kernels import Format, NativeLibrary, PackedWeight
+from worker_proc.native.kernels import Format, Matrices, NativeLibrary, PackedWeight
 from worker_proc.quantization.coded_tensor import CodedTensor, Parts
 from worker_proc.quantization.packing import (
     can_take_codes,
@@ -43,15 +43,23 @@ def pack_weight(
 
 
 def pack_expert_weights(
-    library: NativeLibrary, weights: torch.Tensor, format: Format, *, gates: bool = False
+    library: NativeLibrary,
+    weights: Matrices,
+    format: Format,
+    *,
+    gates: bool = False,
+    biases: torch.Tensor | None = None,
 ) -> PackedWeight:
-    """Pack `[num_experts, num_outputs, num_inputs]`, one expert after the other."""
+    """Pack `[num_outputs, num_inputs]` of each expert, one after the other.
+
+    `biases` are `[num_experts, num_outputs]`.
+    """
     if isinstance(weights, CodedTensor):
-        packed = _pack_coded_experts(weights, gates=gates)
+        packed = _pack_coded_experts(weights, biases, gates=gates)
         if packed is not None:
             return packed
         weights = weights.dequantize()
-    return library.pack_experts(weights.detach(), format, gates=gates)
+    return library.pack_experts(weights, format, gates=gates, biases=biases)
 
 
 def takes_row_codes(weight: torch.Tensor) -> bool:
@@ -118,11 +126,14 @@ def pack_coded(
     return pack_codes(read, bias, weight.dtype, gates=gates)
 
 
-def _pack_coded_experts(weights: CodedTensor, *, gates: bool) -> PackedWeight | None:
+def _pack_coded_experts(
+    weights: CodedTensor, biases: torch.Tensor | None, *, gates: bool
+) -> PackedWeight | None:
     """Pack the codes of experts; None: no kernel reads those of all of them."""
     packed: list[PackedWeight] = []
     for number in range(len(weights)):
-        one = pack_coded(weights.of_expert(number), None, gates=gates)
+        bias = None if biases is None else biases[number]
+        one = pack_coded(weights.of_expert(number), bias, gates=gates)
         if one is None or one.format is not (packed or [one])[0].format or one.order is not None:
             _note(weights.experts, "experts whose inputs are in an order of their own, or differ")
             return None

@@ -6,7 +6,6 @@ were chosen (worker_proc/native/experts.h). The weights of experts may be codes;
 as they are.
 """
 
-import ctypes
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +17,25 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from worker_proc.loading.coded_weights import pack_expert_weights
+from worker_proc.loading.expert_products import (
+    EXPERT_BUFFERS,
+    Chosen,
+    ExpertBuffers,
+    ExpertProducts,
+    ExpertSizes,
+    Gating,
+    as_program,
+)
 from worker_proc.loading.packed_linear import coded_rows, coded_weight, rounded_copy
 from worker_proc.native.kernels import (
     CHOICE_BYTES,
     Activation,
-    BufferArgs,
-    Epilogue,
     Format,
     Instruction,
     Kind,
     NativeLibrary,
-    ProgramArgs,
-    RunArgs,
-    coded_stride,
+    PackedWeight,
     projection,
-    row_stride,
 )
 
 
@@ -84,22 +87,6 @@ def expert_weights(module: nn.Module) -> ExpertWeights | None:
     return found
 
 
-class ExpertBuffers(NamedTuple):
-    """The buffers that a mixture of experts works on, by their numbers."""
-
-    source: int
-    logits: int
-    choices: int
-    gathered: int
-    inner: int
-    codes: int
-    expert_codes: int
-    target: int
-
-
-_NUM_BUFFERS = len(ExpertBuffers._fields)
-
-
 class FusedExperts(nn.Module):
     """The sum of down(f(gate(x)) · up(x)) over the experts of each row, times their weights."""
 
@@ -117,116 +104,57 @@ class FusedExperts(nn.Module):
         self.num_experts, self.hidden_size, self.size = down.shape
         self.routing = routing
         self.activation = activation
-        self.dtype = down.dtype
         self._router = library.pack(router.detach(), None)
-        self.gate_up = pack_expert_weights(library, gate_up, format, gates=True)
-        self._down = pack_expert_weights(library, down, format)
-        self._library = library
-        instructions = self.instructions(ExpertBuffers(*range(_NUM_BUFFERS)))
-        self._instructions = (Instruction * len(instructions))(*instructions)
+        packed = (
+            pack_expert_weights(library, gate_up, format, gates=True),
+            pack_expert_weights(library, down, format),
+        )
+        sizes = ExpertSizes(self.num_experts, self.hidden_size, self.size)
+        self.products = ExpertProducts(library, Gating(activation), sizes, packed, down.dtype)
+        self._program = as_program(self.instructions(EXPERT_BUFFERS))
+
+    @property
+    def gate_up(self) -> PackedWeight:
+        """The weights of all experts before the activation."""
+        return self.products.up
 
     @property
     def choice_width(self) -> int:
         """The values of a row's choices, if they were of the model's dtype."""
-        return self.routing.num_chosen * CHOICE_BYTES // self.dtype.itemsize
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the experts take rows of codes."""
-        return self._down.format is Format.INT8_FOR_CODES
-
-    @property
-    def codes_stride(self) -> int:
-        """The bytes between rows of codes that the experts take."""
-        return coded_stride(max(self.hidden_size, self.size) if self.has_codes else 0)
+        return self.routing.num_chosen * CHOICE_BYTES // self.products.dtype.itemsize
 
     def instructions(self, buffers: ExpertBuffers) -> list[Instruction]:
         """Return the program over one step; rows of `source` end in zeros."""
         num_chosen, normalizes, rounds_weights = self.routing
-        shared = {
-            "num_experts": self.num_experts,
-            "num_chosen": num_chosen,
-            "choices": buffers.choices,
-            "normalizes": normalizes,
-            "rounds_weights": rounds_weights,
-        }
-        rows, gathered, inner = buffers.source, buffers.gathered, buffers.inner
-        code: list[Instruction] = []
-        code_inner: list[Instruction] = []
-        if self.has_codes:
-            # A row is coded once, and its codes are gathered. GATHERED has what the experts return.
-            rows, gathered, inner = buffers.codes, buffers.expert_codes, buffers.expert_codes
-            code = [_code(buffers.source, rows, self.hidden_size)]
-            code_inner = [_code(buffers.inner, inner, self.size, num_chosen=num_chosen)]
-        up = projection(
-            self.gate_up,
-            source=gathered,
-            target=buffers.inner,
-            epilogue=Epilogue.ACTIVATE,
-            activation=self.activation,
-            **shared,
+        choose = Instruction(
+            kind=Kind.CHOOSE,
+            source=buffers.logits,
+            num_experts=self.num_experts,
+            num_chosen=num_chosen,
+            choices=buffers.choices,
+            normalizes=normalizes,
+            rounds_weights=rounds_weights,
         )
-        down = projection(self._down, source=inner, target=buffers.gathered, **shared)
-        up.kind = down.kind = Kind.EXPERTS
         return [
             projection(self._router, source=buffers.source, target=buffers.logits),
-            Instruction(kind=Kind.CHOOSE, source=buffers.logits, **shared),
-            *code,
-            Instruction(kind=Kind.GATHER, source=rows, target=gathered, **shared),
-            up,
-            *code_inner,
-            down,
-            Instruction(
-                kind=Kind.COMBINE,
-                source=buffers.gathered,
-                target=buffers.target,
-                size=self.hidden_size,
-                **shared,
-            ),
+            choose,
+            *self.products.instructions(buffers, Chosen(num_chosen, rounds_weights)),
         ]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, self.hidden_size)
-        num_sorted = len(rows) * self.routing.num_chosen
-        made = [
-            self._zeros(len(rows), self.hidden_size),
-            self._zeros(len(rows), self.num_experts),
-            self._zeros(len(rows), self.choice_width),
-            self._zeros(num_sorted, self.hidden_size),
-            self._zeros(num_sorted, self.size),
-            self._codes(len(rows), self.hidden_size),
-            self._codes(num_sorted, max(self.hidden_size, self.size)),
-            self._zeros(len(rows), self.hidden_size),
-        ]
-        made[0][:, : self.hidden_size] = rows
-        buffers = (BufferArgs * len(made))(
-            *(BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in made)
-        )
-        array = self._instructions
-        program = ProgramArgs(ctypes.addressof(array), len(array), self.dtype == torch.bfloat16)
-        run = RunArgs(ctypes.addressof(buffers), num_rows=len(rows))
-        self._library.execute(program, run)
-        return made[-1][:, : self.hidden_size].reshape(hidden.shape)
-
-    def _zeros(self, num_rows: int, width: int) -> torch.Tensor:
-        stride = row_stride(width, self.dtype.itemsize) // self.dtype.itemsize
-        return torch.zeros(num_rows, stride, dtype=self.dtype)
-
-    def _codes(self, num_rows: int, width: int) -> torch.Tensor:
-        """Return memory for rows of codes, if there are any."""
-        return torch.empty(num_rows * self.has_codes, coded_stride(width), dtype=torch.uint8)
-
-
-def _code(source: int, target: int, size: int, num_chosen: int = 0) -> Instruction:
-    return Instruction(
-        kind=Kind.CODE, source=source, target=target, size=size, num_chosen=num_chosen
-    )
+        out = self.products.execute(self._program, rows, self.routing.num_chosen)
+        return out.reshape(hidden.shape)
 
 
 def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) -> None:
     """Round all weights of experts to what codes can stand for, freeing each before the next."""
-    for name in [name for name, _ in experts.named_parameters()]:
-        setattr(experts, name, rounded_copy(getattr(experts, name), library, format))
+    is_transposed = bool(getattr(experts, "is_transposed", False))
+    for name in [name for name, weight in experts.named_parameters() if weight.dim() == 3]:
+        weight = getattr(experts, name)
+        rounded = rounded_copy(weight.mT if is_transposed else weight, library, format)
+        rounded = nn.Parameter(rounded.mT, requires_grad=False) if is_transposed else rounded
+        setattr(experts, name, rounded)
 
 
 @contextmanager
@@ -246,11 +174,16 @@ def computing_expert_codes(experts: nn.Module) -> Iterator[None]:
         del experts.__dict__["forward"]
 
 
+_MATRIX_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
+
+
 class _CodedProducts(TorchFunctionMode):
-    """Lets `linear` compute with codes of rows and weights, in float32."""
+    """Lets products of rows and weights compute with codes of both, in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not functional.linear or len(args) != 2:
+        is_transposed = func in _MATRIX_PRODUCTS
+        if not (func is functional.linear or is_transposed) or len(args) != 2:
             return func(*args, **(kwargs or {}))
         rows, weight = args
+        weight = weight.mT if is_transposed else weight
         return functional.linear(coded_rows(rows), coded_weight(weight)).to(rows.dtype)

@@ -26,7 +26,9 @@ from worker_proc.loading.experts import (
     expert_weights,
     round_experts,
 )
+from worker_proc.loading.grouped_experts import GroupedExperts, fused_grouped_experts
 from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
+from worker_proc.loading.router import install_router
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
     Activation,
@@ -52,6 +54,8 @@ TRIAL_RANGE = 9.0
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
+ROUTER_KEY = " router"
+"""Ends the key of a router among what is proven, behind the path of its parent."""
 Module = TypeVar("Module", bound=nn.Module)
 _Fused = tuple[int, nn.Module]
 """The number of a kernel among those of its kind, and the module that computes with it."""
@@ -156,7 +160,8 @@ def fuse_modules(
 ) -> dict[str, int]:
     """Replace modules for which a kernel is proven, before packing.
 
-    Returns the number of the kernel that each of them is replaced by, by the module's name.
+    Returns the number of the kernel that each of them is replaced by, by the module's name, and the
+    width of the outputs of routers.
     `proven` is this result of an earlier start, with which nothing is tried. Calls
     `on_tried(done, total)` with the number of modules whose children have been tried.
     """
@@ -174,10 +179,27 @@ def fuse_modules(
             if found is not None:
                 fused[child_path], replacement = found
                 setattr(parent, name, replacement)
+                if isinstance(replacement, GroupedExperts):
+                    fused |= _with_router(parent, path, library, dtype, proven)
                 gone.update(child.modules())
                 for part in child.modules():  # may be referred to elsewhere: drop their weights
                     part._parameters.clear()
     return fused
+
+
+def _with_router(
+    parent: nn.Module,
+    path: str,
+    library: NativeLibrary,
+    dtype: torch.dtype,
+    proven: Mapping[str, int] | None,
+) -> dict[str, int]:
+    """Let the router beside experts give a row the same bits beside any others; see router.py."""
+    key = f"{path}{ROUTER_KEY}"
+    if proven is not None and key not in proven:
+        return {}
+    width = install_router(parent, library, dtype, None if proven is None else proven[key])
+    return {} if width is None else {key: width}
 
 
 @torch.inference_mode()
@@ -196,6 +218,8 @@ def _fused(
         return _fused_mlp(module, library, number, format)
     if names == {"gate", "experts"}:
         return _fused_experts(module, library, number, format)
+    if getattr(module, "down_proj", None) is not None and not names - _ACTIVATIONS:
+        return _fused_grouped(module, library, number, format)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
         activation = activation_of(module, library, number=number)
         return None if activation is None else (activation, FusedActivation(library, activation))
@@ -287,7 +311,8 @@ def _fused_experts(
         weights = expert_weights(module)
         assert weights is not None
     make = partial(FusedExperts, library, activation, routing, weights, format)
-    has_codes = format is Format.INT8_FOR_CODES and known is None
+    codes_rows = format is Format.INT8_FOR_CODES or takes_row_codes(weights.gate_up)
+    has_codes = codes_rows and known is None
     with ExitStack() as stack:
         if has_codes:
             stack.enter_context(computing_expert_codes(experts))
@@ -301,6 +326,16 @@ def _fused_experts(
             num_rows=NUM_MIXTURE_ROWS,
             quantile=MIXTURE_QUANTILE[weights.router.dtype],
         )
+
+
+def _fused_grouped(
+    module: nn.Module, library: NativeLibrary, number: int | None, format: Format
+) -> _Fused | None:
+    """Return experts whose router stays; the number is that of their activation."""
+    function = getattr(module, "act_fn", None)
+    activation = activation_of(function, library, number=number)
+    found = fused_grouped_experts(module, library, activation, format, is_proven=number is not None)
+    return None if found is None else (int(activation or Activation.SILU), found)
 
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:

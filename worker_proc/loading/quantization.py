@@ -12,9 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from protocol.config import Quantization
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.loading.experts import expert_weights
+from worker_proc.loading.grouped_experts import read_experts
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PLAIN, Formats
+from worker_proc.loading.router import ROUTER_NAMES
 from worker_proc.native.build import build
 from worker_proc.native.kernels import (
     MAX_CODED_INPUTS,
@@ -80,12 +81,12 @@ def check_weights(
 
 
 def check_experts(loaded: LoadedModel, quantization: Quantization) -> None:
-    """Raise UnsupportedModel if a mixture of experts is left that no kernel computes."""
+    """Raise UnsupportedModel if experts are left that no kernel computes."""
     for name, module in loaded.model.named_modules():
-        if expert_weights(module) is not None:
+        if read_experts(module) is not None:
             raise UnsupportedModel(
                 f"quantization {quantization}: {name} ({type(module).__name__}) does not compute"
-                " what the kernels for mixtures of experts do"
+                " what the kernels for experts do"
             )
 
 
@@ -93,10 +94,11 @@ def _rounded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights that become codes, `[..., num_outputs, num_inputs]`, by their names."""
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        mixture = expert_weights(module)
-        if mixture is not None:
-            found[f"{name}.experts.gate_up_proj"] = mixture.gate_up
-            found[f"{name}.experts.down_proj"] = mixture.down
+        experts = read_experts(module)
+        if experts is not None:
+            up_name = "gate_up_proj" if experts.is_gated else "up_proj"
+            found[f"{name}.{up_name}"] = experts.up.weights
+            found[f"{name}.down_proj"] = experts.down.weights
         elif type(module) in (nn.Linear, Conv1D) and not module.weight.is_meta:
             transposed = type(module) is Conv1D
             found[f"{name}.weight"] = module.weight.t() if transposed else module.weight
@@ -110,8 +112,14 @@ def _is_finite(weight: torch.Tensor) -> bool:
 
 def _check_matrices(model: nn.Module, quantization: Quantization) -> None:
     """Raise UnsupportedModel for matrices of other modules than those that are expected."""
-    mixtures = [module for module in model.modules() if expert_weights(module) is not None]
-    known = {part for mixture in mixtures for part in mixture.modules()}
+    known = {
+        part
+        for parent in model.modules()
+        if any(read_experts(child) is not None for child in parent.children())
+        for name, child in parent.named_children()
+        if name in ROUTER_NAMES or read_experts(child) is not None
+        for part in child.modules()
+    }
     for name, module in model.named_modules():
         is_linear = type(module) in (nn.Linear, Conv1D)
         if is_linear or isinstance(module, nn.Embedding) or module in known:
@@ -119,6 +127,5 @@ def _check_matrices(model: nn.Module, quantization: Quantization) -> None:
         if any(p.dim() > 1 and not p.is_meta for p in module.parameters(recurse=False)):
             raise UnsupportedModel(
                 f"quantization {quantization}: {name} ({type(module).__name__}) has weights that"
-                " are not those of a linear layer, nor of a mixture of experts for which there are"
-                " kernels"
+                " are not those of a linear layer, nor of experts for which there are kernels"
             )

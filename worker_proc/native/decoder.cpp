@@ -40,6 +40,7 @@ enum Epilogue : int32_t {
   kAddTo,     // target += factor * product
   kActivate,  // a pair of panels is gates and factors: target = f(gate) * up
   kSplit,     // a pair of panels is gates and factors: the factors are stored from a column on
+  kApply,     // target = f(product)
 };
 
 enum Rotation : int32_t {
@@ -70,6 +71,9 @@ struct Instruction {
   int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
   int32_t site;                     // of a projection, among those that adapters change
   float factor, epsilon, scale, softcap;
+  // Of kActivate, 0 without: gates are at most the limit and factors within it; the gate times
+  // sigmoid(alpha * gate) is multiplied by the factor plus 1.
+  float limit, alpha;
   int32_t format;  // of a packed weight
   int32_t scale_type, zero, group_tiles;  // of grouped codes
   int64_t num_units, num_pairs;
@@ -282,8 +286,36 @@ class Executor {
   // target = f(gate) * up, likewise
   template <class Sums>
   void activate(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums gate, Sums up) {
+    T* out = row(i.target, r) + pair * kLanes;
+    if (i.limit != 0.0f || i.alpha != 0.0f)
+      return activate_within(i, finished(i, r, place, 0, gate), finished(i, r, place, 1, up), out);
     const Vec opened = activation_of(finished(i, r, place, 0, gate), i.activation);
-    save(round(opened) * finished(i, r, place, 1, up), row(i.target, r) + pair * kLanes, kLanes);
+    save(round(opened) * finished(i, r, place, 1, up), out, kLanes);
+  }
+
+  // The same with a limit or an alpha. Not inlined, as accumulate_scaled.
+  [[gnu::noinline]] static void activate_within(const Instruction& i, Vec gate, Vec up, T* out) {
+    if (i.limit != 0.0f) {  // what is not a number stays so
+      gate = gate > i.limit ? splat(i.limit) : gate;
+      up = up > i.limit ? splat(i.limit) : up;
+      up = up < -i.limit ? splat(-i.limit) : up;
+    }
+    Vec opened;
+    if (i.alpha != 0.0f) {
+      opened = gate * round(sigmoid_of(round(gate * i.alpha)));
+      up = round(up + 1.0f);
+    } else {
+      opened = activation_of(gate, i.activation);
+    }
+    save(round(opened) * up, out, kLanes);
+  }
+
+  // target = f(product), likewise
+  template <class Sums>
+  void apply(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
+    T* out = row(i.target, r) + pair * kPairOutputs;
+    save(activation_of(finished(i, r, place, 0, low), i.activation), out, kLanes);
+    save(activation_of(finished(i, r, place, 1, high), i.activation), out + kLanes, kLanes);
   }
 
   // The products of a row and a panel, rounded.
@@ -440,6 +472,7 @@ class Executor {
           [&](int64_t expert, int64_t r, int64_t pair, auto low, auto high) {
             const int64_t place = expert * i.num_pairs + pair;
             if (i.epilogue == kActivate) return activate(i, r, pair, place, low, high);
+            if (i.epilogue == kApply) return apply(i, r, pair, place, low, high);
             store(i, r, pair, place, low, high);
           });
     });

@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -88,6 +88,8 @@ class Activation(enum.IntEnum):
 
     SILU = 0
     GELU_TANH = 1
+    GELU = 2
+    RELU_SQUARED = 3
 
 
 class Kind(enum.IntEnum):
@@ -126,6 +128,7 @@ class Epilogue(enum.IntEnum):
     ADD_TO = 1
     ACTIVATE = 2
     SPLIT = 3
+    APPLY = 4
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -184,7 +187,7 @@ class Instruction(ctypes.Structure):
             " target_dim site",
             _INT,
         ),
-        *_fields("factor epsilon scale softcap", _FLOAT),
+        *_fields("factor epsilon scale softcap limit alpha", _FLOAT),
         *_fields("format scale_type zero group_tiles", _INT),
         *_fields("num_units num_pairs", _LONG),
         *_fields("weight scales zeros bias query_norm key_norm layer", _POINTER),
@@ -338,6 +341,14 @@ class PackedWeight(NamedTuple):
         )
 
 
+class Matrices(Protocol):
+    """The weights of several experts; a tensor `[num_experts, num_outputs, num_inputs]` is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> torch.Tensor: ...
+
+
 class NativeLibrary:
     """The compiled kernels. Rows are float32 or bfloat16."""
 
@@ -469,23 +480,40 @@ class NativeLibrary:
         self._library.troika_round(rows.data_ptr(), format, *rows.shape)
 
     def pack_experts(
-        self, weights: torch.Tensor, format: Format = Format.UNITS, *, gates: bool = False
+        self,
+        weights: Matrices,
+        format: Format = Format.UNITS,
+        *,
+        gates: bool = False,
+        biases: torch.Tensor | None = None,
     ) -> PackedWeight:
-        """Pack `[num_experts, num_outputs, num_inputs]`, one expert after the other.
+        """Pack `[num_outputs, num_inputs]` of each expert, one expert after the other.
 
-        Panels and scales are those of all experts, and the sizes those of one.
+        Panels, scales and biases are those of all experts, and the sizes those of one. `biases`
+        are `[num_experts, num_outputs]`.
         """
-        one = self.pack(weights[0], None, format, gates=gates)
-        panels = one.panels.new_empty(len(weights), len(one.panels))
-        scales = None if one.scales is None else one.scales.new_empty(len(weights), len(one.scales))
-        for number in range(len(weights)):
-            if number > 0:
-                one = self.pack(weights[number], None, format, gates=gates)
+        count = len(weights)
+
+        def pack(number: int) -> PackedWeight:
+            bias = None if biases is None else biases[number]
+            return self.pack(weights[number].detach(), bias, format, gates=gates)
+
+        first = pack(0)
+        panels, scales, bias = (
+            None if part is None else part.new_empty(count, len(part)) for part in first[:3]
+        )
+        assert panels is not None
+        for number in range(count):
+            one = pack(number) if number > 0 else first
             panels[number] = one.panels
             if scales is not None and one.scales is not None:
                 scales[number] = one.scales
-        return one._replace(
-            panels=panels.view(-1), scales=None if scales is None else scales.view(-1)
+            if bias is not None and one.bias is not None:
+                bias[number] = one.bias
+        return first._replace(
+            panels=panels.view(-1),
+            scales=None if scales is None else scales.view(-1),
+            bias=None if bias is None else bias.view(-1),
         )
 
     def project(

@@ -58,17 +58,44 @@ inline void normalize_row(const T* x, const float* weight, T* y, int size, float
 // Numbers that kernels.py knows.
 constexpr int kSilu = 0;
 constexpr int kGeluTanh = 1;
+constexpr int kGelu = 2;
+constexpr int kReluSquared = 3;
 
-// Both are x times a sigmoid: 0.5 · (1 + tanh(u)) = sigmoid(2u), without the cancellation.
+// 1 - erf(x) for x >= 0, to an absolute error of 2e-7 (Abramowitz and Stegun, 7.1.26).
+inline Vec erfc_of(Vec x) {
+  const Vec t = 1.0f / (x * 0.3275911f + 1.0f);
+  Vec y = t * 1.061405429f - 1.453152027f;
+  y = y * t + 1.421413741f;
+  y = y * t - 0.284496736f;
+  y = y * t + 0.254829592f;
+  return y * t * exp_of(-x * x);
+}
+
+// max(x, 0) - 0.5 · |x| · erfc(|x| / sqrt(2)). Not inlined: each place could round a product before
+// the sum or not, as the compiler chooses.
+[[gnu::noinline]] inline Vec gelu_of(Vec x) {
+  const Vec size = x < 0.0f ? -x : x;
+  const Vec positive = x < 0.0f ? Vec{} : x;
+  return positive - size * erfc_of(size * 0.70710678f) * 0.5f;
+}
+
+// SiLU and tanh-GELU are x times a sigmoid: 0.5 · (1 + tanh(u)) = sigmoid(2u), without the
+// cancellation.
 template <int Kind>
 inline Vec activation_of(Vec x) {
   if (Kind == kSilu) return x * sigmoid_of(x);
+  if (Kind == kReluSquared) return x < 0.0f ? Vec{} : x * x;
   const Vec u = x * (x * x * 0.044715f + 1.0f);
   return x * sigmoid_of(u * 1.5957691216f);  // 2 · sqrt(2 / pi)
 }
 
 inline Vec activation_of(Vec x, int kind) {
-  return kind == kSilu ? activation_of<kSilu>(x) : activation_of<kGeluTanh>(x);
+  switch (kind) {
+    case kSilu: return activation_of<kSilu>(x);
+    case kGelu: return gelu_of(x);
+    case kReluSquared: return activation_of<kReluSquared>(x);
+  }
+  return activation_of<kGeluTanh>(x);
 }
 
 }  // namespace

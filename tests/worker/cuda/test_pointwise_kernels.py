@@ -83,6 +83,8 @@ def test_gates_are_opened_and_multiplied(dtype: torch.dtype) -> None:
     for activation, function in (
         (Activation.SILU, F.silu),
         (Activation.GELU_TANH, lambda x: F.gelu(x, approximate="tanh")),
+        (Activation.GELU, F.gelu),
+        (Activation.RELU_SQUARED, lambda x: F.relu(x) ** 2),
     ):
         found = activate_and_multiply(gate_up, activation)
         error = MAX_ERROR[dtype]

@@ -1,0 +1,253 @@
+"""Experts computed by the native kernels, given the experts of each row and their weights.
+
+All of transformers' experts have one interface: `experts(rows, top_k_index, top_k_weights)`. Which
+modules qualify follows from their parameters and their results: a candidate's own forward is run on
+rows of several scales, and all of its experts must agree with the kernels.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from worker_proc.loading.coded_weights import dequantized, pack_expert_weights, takes_row_codes
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.expert_products import (
+    EXPERT_BUFFERS,
+    Chosen,
+    ExpertProducts,
+    ExpertSizes,
+    Gating,
+    as_program,
+)
+from worker_proc.loading.experts import computing_expert_codes, round_experts
+from worker_proc.native.kernels import Activation, Format, Matrices, NativeLibrary
+from worker_proc.quantization.coded_tensor import CodedTensor
+
+TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
+TRIAL_CHOSEN = 4
+MIN_TRIAL_ROWS = 16  # of each scale
+MAX_ERROR = {torch.float32: 2e-5, torch.bfloat16: 0.02}
+"""Of the rows of one scale, relative to their greatest value: other orders of sums, rounding."""
+_UP = ("gate_up_proj", "up_proj")
+
+
+class ExpertMatrices:
+    """The matrices of a module's experts, `[num_outputs, num_inputs]` each, gates first."""
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        biases: torch.Tensor | None,
+        *,
+        is_transposed: bool = False,
+        is_interleaved: bool = False,
+    ) -> None:
+        """`weights` are `[num_experts, ...]`; interleaved gates and factors take turns."""
+        self.weights = weights.transpose(1, 2) if is_transposed else weights
+        self._biases = biases
+        self._is_interleaved = is_interleaved
+        self.is_transposed = is_transposed
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self._in_order(self.weights[expert])
+
+    @property
+    def matrices(self) -> Matrices:
+        """The matrices in the order in which they are packed."""
+        return self if self._is_interleaved else self.weights
+
+    @property
+    def biases(self) -> torch.Tensor | None:
+        """`[num_experts, num_outputs]`"""
+        if self._biases is None:
+            return None
+        return torch.stack([self._in_order(bias) for bias in self._biases])
+
+    def _in_order(self, outputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([outputs[::2], outputs[1::2]]) if self._is_interleaved else outputs
+
+
+class ExpertModule(NamedTuple):
+    """The parts of a module with the parameters of experts."""
+
+    up: ExpertMatrices
+    down: ExpertMatrices
+    is_gated: bool
+
+    @property
+    def sizes(self) -> ExpertSizes:
+        num_experts, hidden_size, size = self.down.weights.shape
+        return ExpertSizes(num_experts, hidden_size, size)
+
+
+def read_experts(module: nn.Module) -> ExpertModule | None:
+    """Return the parts of a module with the parameters of experts; None: it is something else.
+
+    `is_transposed` and `is_concatenated` are names of transformers' interface.
+    """
+    parameters = dict(module.named_parameters())
+    name = next((name for name in _UP if name in parameters), "")
+    weights = {name, "down_proj"}
+    biases = {f"{weight}_bias" for weight in weights}
+    if set(parameters) not in (weights, weights | biases) or "down_proj" not in parameters:
+        return None
+    up, down = parameters[name], parameters["down_proj"]
+    if next(module.buffers(), None) is not None or up.is_meta or down.is_meta:
+        return None
+    if up.dim() != 3 or down.dim() != 3 or len({p.dtype for p in parameters.values()}) > 1:
+        return None
+    is_coded = isinstance(up, CodedTensor) or isinstance(down, CodedTensor)
+    is_gated = name == "gate_up_proj"
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    is_interleaved = is_gated and not getattr(module, "is_concatenated", True)
+    if is_coded and (is_transposed or is_interleaved):
+        return None  # codes are packed as they are stored
+    found = ExpertModule(
+        ExpertMatrices(
+            up,
+            parameters.get(f"{name}_bias"),
+            is_transposed=is_transposed,
+            is_interleaved=is_interleaved,
+        ),
+        ExpertMatrices(down, parameters.get("down_proj_bias"), is_transposed=is_transposed),
+        is_gated,
+    )
+    num_experts, hidden_size, size = found.sizes
+    fits = found.up.weights.shape == (num_experts, (1 + is_gated) * size, hidden_size)
+    return found if fits else None
+
+
+class GroupedExperts(nn.Module):
+    """The sum over each row's experts of down(f(up(x))), times the weights that are given."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        gating: Gating,
+        experts: ExpertModule,
+        format: Format = Format.UNITS,
+    ) -> None:
+        """Pack the weights of all experts in a format, one expert after the other."""
+        super().__init__()
+        up, down, is_gated = experts
+        packed = (
+            pack_expert_weights(library, up.matrices, format, gates=is_gated, biases=up.biases),
+            pack_expert_weights(library, down.matrices, format, biases=down.biases),
+        )
+        dtype = down.weights.dtype
+        self.num_experts = len(down)
+        self.products = ExpertProducts(library, gating, experts.sizes, packed, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `[num_rows, hidden_size]`, given `[num_rows, top_k]` experts and weights.
+
+        A row's experts are added in the order of their numbers. An expert that does not exist
+        counts as 0.
+        """
+        index, order = top_k_index.sort(dim=-1, stable=True)
+        weights = top_k_weights.gather(-1, order)
+        exists = (index >= 0) & (index < self.num_experts)
+        choices = torch.empty(*index.shape, 2, dtype=torch.int32)
+        choices[..., 0] = index.where(exists, 0)
+        choices[..., 1] = weights.where(exists, 0.0).float().view(torch.int32)
+        num_chosen = index.shape[-1]
+        chosen = Chosen(num_chosen, weights.dtype == hidden.dtype)
+        program = as_program(self.products.instructions(EXPERT_BUFFERS, chosen))
+        out = self.products.execute(program, hidden, num_chosen, choices.flatten(1))
+        return out.contiguous()
+
+
+def gating_of(module: nn.Module, activation: Activation | None) -> Gating | None:
+    """Return what a module's experts make of their first products, as far as it names that."""
+    limit, alpha = (
+        next(
+            (float(v) for n in names if isinstance(v := getattr(module, n, None), float | int)), 0.0
+        )
+        for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
+    )
+    if activation is None and not limit:
+        return None
+    is_gated = hasattr(module, "gate_up_proj")
+    return Gating(activation or Activation.SILU, is_gated, limit, alpha)
+
+
+@torch.inference_mode()
+def fused_grouped_experts(
+    module: nn.Module,
+    library: NativeLibrary,
+    activation: Activation | None,
+    format: Format,
+    *,
+    is_proven: bool,
+) -> GroupedExperts | None:
+    """Return the replacement of a module, if it has experts that are proven to compute the same.
+
+    With codes, the weights of its experts are rounded in the module, too.
+    """
+    experts, gating = read_experts(module), gating_of(module, activation)
+    if experts is None or gating is None:
+        return None
+    if is_proven:
+        return GroupedExperts(library, gating, experts, format)
+    if format is not Format.UNITS:
+        del experts  # of which rounded copies take the place, one by one
+        round_experts(module, library, format)
+        experts = read_experts(module)
+        assert experts is not None
+    trials = list(_trials(experts))
+    rows, index, weights = (torch.cat(parts) for parts in zip(*trials, strict=True))
+    has_codes = format is Format.INT8_FOR_CODES or takes_row_codes(experts.up.weights)
+    try:
+        with (
+            computing_expert_codes(module) if has_codes else _own_definition(module),
+            dequantized(module),
+        ):
+            expected = module(rows, index, weights).float()
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return None  # a module of another interface
+    candidate = GroupedExperts(library, gating, experts, format)
+    difference = (candidate(rows, index, weights).float() - expected).abs()
+    count = len(rows) // len(TRIAL_SCALES)
+    errors = [
+        float(wrong.max() / want.abs().max())
+        for wrong, want in zip(difference.split(count), expected.split(count), strict=True)
+    ]
+    return candidate if max(errors) <= MAX_ERROR[rows.dtype] else None
+
+
+@contextmanager
+def _own_definition(module: nn.Module) -> Iterator[None]:
+    """Let experts compute by the forward of their class for a while.
+
+    What transformers takes for speed in its place refuses some sizes.
+    """
+    module.__dict__["forward"] = partial(inspect.unwrap(type(module).forward), module)
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+
+
+def _trials(
+    experts: ExpertModule,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield rows of every scale, which go to all experts, with their experts and weights."""
+    num_experts, hidden_size, _ = experts.sizes
+    generator = make_generator(1)
+    num_chosen = min(TRIAL_CHOSEN, num_experts)
+    num_rows = max(-(-num_experts // num_chosen), MIN_TRIAL_ROWS)
+    index = torch.arange(num_rows * num_chosen).view(num_rows, num_chosen) % num_experts
+    for scale in TRIAL_SCALES:
+        rows = torch.randn(num_rows, hidden_size, generator=generator) * scale
+        weights = torch.rand(num_rows, num_chosen, generator=generator) + 0.1
+        yield rows.to(experts.down.weights.dtype), index, weights

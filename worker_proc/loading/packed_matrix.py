@@ -1,0 +1,63 @@
+"""A weight of a module that multiplies by `functional.linear` itself, packed for the kernels."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from worker_proc.native.kernels import NativeLibrary, projection
+
+
+class PackedMatrix:
+    """Stands in a module for a weight `[out_features, in_features]`.
+
+    It can be cast, and be the weight of `functional.linear`, in float32 or bfloat16: then a row has
+    the same bits beside any other rows. Every other operation raises TypeError.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> None:
+        self.dtype = dtype or weight.dtype
+        self.shape = weight.shape
+        self.device = weight.device
+        self._library = library
+        self._weight = weight.detach()
+        self._casts: dict[torch.dtype, PackedMatrix] = {}
+        self._packed = library.pack(self._weight.to(self.dtype), None)
+        self._instruction = projection(self._packed)
+
+    def to(self, target: torch.dtype) -> "PackedMatrix":
+        """Return the weight in another type; it is packed once for each."""
+        if target == self.dtype:
+            return self
+        if target not in self._casts:
+            self._casts[target] = PackedMatrix(self._library, self._weight, target)
+        return self._casts[target]
+
+    type = to
+
+    def float(self) -> "PackedMatrix":
+        return self.to(torch.float32)
+
+    def linear(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `rows @ weight.T + bias`, for `[..., in_features]`, contiguous."""
+        if rows.dtype != self.dtype:
+            raise TypeError(f"rows of {rows.dtype} and a weight of {self.dtype}")
+        out = self._library.project(self._instruction, rows, self._packed.num_outputs)
+        out = out[:, : self.shape[0]]
+        out = out.contiguous() if bias is None else out + bias
+        return out.view(*rows.shape[:-1], self.shape[0])
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear and not kwargs and isinstance(args[1], PackedMatrix):
+            return args[1].linear(args[0], *args[2:])
+        raise TypeError(f"a packed weight has no {getattr(func, '__name__', func)}")

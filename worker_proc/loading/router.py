@@ -1,0 +1,159 @@
+"""Lets a router of experts give a row the same bits beside any other rows.
+
+The module that chooses the experts stays transformers' own. Its weights are packed, and it is
+called with rows in multiples of 16, few enough for one thread. Otherwise torch would compute some
+values of a sigmoid in vectors and others one by one, depending on their places among all values;
+the two round differently.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.packed_linear import make_linear
+from worker_proc.loading.packed_matrix import PackedMatrix
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+
+ROUTER_NAMES = ("gate", "router")
+"""The names of a router beside its experts."""
+ROW_STEP = 16
+ONE_THREAD_VALUES = 32_768
+"""With fewer values, one thread of torch computes an elementwise function."""
+NUM_TRIAL_ROWS = 19
+TRIAL_SCALES = (0.1, 1.0, 10.0)
+MAX_ERROR = 0.02
+"""Of the logits, relative to the greatest: they may be in bfloat16."""
+Outputs = tuple[torch.Tensor, ...]
+
+
+class RowBlocks:
+    """Calls a function of rows with blocks of them, filled up with zeros."""
+
+    def __init__(self, function: Callable[..., Outputs], width: int) -> None:
+        """`width` is the greatest number of values that it makes of a row."""
+        self._function = function
+        self._most = max((ONE_THREAD_VALUES - 1) // (width * ROW_STEP), 1) * ROW_STEP
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Outputs:
+        """Return tensors with a row for each of `[..., hidden_size]`."""
+        if hidden.dim() > 2:
+            hidden = hidden.reshape(1, -1, hidden.shape[-1])
+        found = []
+        for rows in hidden.split(self._most, dim=-2):
+            count = rows.shape[-2]
+            filled = pad(rows, (0, 0, 0, -count % ROW_STEP))
+            found.append([part[:count] for part in self._function(filled, *args, **kwargs)])
+        if len(found) == 1:
+            return tuple(found[0])
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+@torch.inference_mode()
+def install_router(
+    parent: nn.Module, library: NativeLibrary, dtype: torch.dtype, width: int | None
+) -> int | None:
+    """Pack and block the router beside the experts of `parent`, which take rows of `dtype`.
+
+    Returns the greatest number of values that it makes of a row. `width` is this result of an
+    earlier start, with which nothing is tried. None: there is no router of the expected interface,
+    and nothing changes.
+    """
+    router = next((m for n, m in parent.named_children() if n in ROUTER_NAMES), None)
+    if router is None:
+        return None
+    forward = router.forward
+    if width is None:
+        width = _proven_width(parent, router, library, dtype)
+    if width is None:
+        return None
+    for module, name, weight in list(_matrices(router)):
+        del module._parameters[name]
+        module.__dict__[name] = PackedMatrix(library, weight)
+    for module in list(router.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:  # it is not rounded as other layers are
+                setattr(module, name, make_linear(child.weight, child.bias, library))
+    router.__dict__["forward"] = RowBlocks(forward, width)
+    return width
+
+
+def _matrices(router: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the weights of a router that are not those of linear layers."""
+    for module in router.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_matrix = parameter.dim() == 2 and len(parameter) > 1
+            if type(module) is not nn.Linear and is_matrix:
+                yield module, name, parameter
+
+
+def _proven_width(
+    parent: nn.Module, router: nn.Module, library: NativeLibrary, dtype: torch.dtype
+) -> int | None:
+    """Return the greatest width of a router's outputs, if blocks and packing agree with it."""
+    matrices = list(_matrices(router))
+    weight = next((p for p in router.parameters() if p.dim() == 2 and len(p) > 1), None)
+    if weight is None or any(p.is_meta or p.dtype not in NATIVE_DTYPES for _, _, p in matrices):
+        return None
+    generator = make_generator(3)
+    rows = torch.randn(NUM_TRIAL_ROWS, weight.shape[1], generator=generator)
+    rows = rows.to(dtype)
+    for trial in (rows, rows.unsqueeze(0)):  # some routers take a batch of texts
+        widths = [_width(parent, router, matrices, library, trial * s) for s in TRIAL_SCALES]
+        if None not in widths:
+            return widths[0]
+    return None
+
+
+def _width(
+    parent: nn.Module,
+    router: nn.Module,
+    matrices: list[tuple[nn.Module, str, nn.Parameter]],
+    library: NativeLibrary,
+    hidden: torch.Tensor,
+) -> int | None:
+    """Return that width for some rows."""
+    try:
+        args = _further_arguments(parent, router)
+        expected = router(hidden, *args)
+        if any(len(part) != NUM_TRIAL_ROWS for part in expected):
+            return None
+        width = max(part.shape[-1] for part in expected)
+        with _packed(matrices, library):
+            found = RowBlocks(router.forward, width)(hidden, *args)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+        return None  # it has another interface
+    return width if _are_close(found, expected) else None
+
+
+def _further_arguments(parent: nn.Module, router: nn.Module) -> list[Any]:
+    """Return what a router takes beside the rows: its parent has it under the same name."""
+    _, *names = inspect.signature(router.forward).parameters
+    return [getattr(parent, name) for name in names]
+
+
+@contextmanager
+def _packed(
+    matrices: list[tuple[nn.Module, str, nn.Parameter]], library: NativeLibrary
+) -> Iterator[None]:
+    """Pack weights for a while."""
+    for module, name, weight in matrices:
+        module.__dict__[name] = PackedMatrix(library, weight)
+    try:
+        yield
+    finally:
+        for module, name, _ in matrices:
+            del module.__dict__[name]
+
+
+def _are_close(found: Outputs, expected: Outputs) -> bool:
+    """Return whether the first outputs, which are logits or their scores, agree in every row."""
+    if [part.shape for part in found] != [part.shape for part in expected]:
+        return False
+    got, want = found[0].float(), expected[0].float()
+    return bool(((got - want).abs() <= MAX_ERROR * want.abs().max()).all())
