@@ -191,7 +191,8 @@ def test_drafts_survive_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
         config = plan.config
         settings = {"num_speculative_tokens": 3, "target_itl_ms": 30.0 * (seed % 2)}
         scheduler = msgspec.structs.replace(config.scheduler, **settings)
-        config = msgspec.structs.replace(config, scheduler=scheduler)
+        worker = msgspec.structs.replace(config.worker, null_state_blocks=0)  # states take none
+        config = msgspec.structs.replace(config, scheduler=scheduler, worker=worker)
         return dataclasses.replace(plan, config=config)
 
     right: list[int] = []
