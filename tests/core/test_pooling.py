@@ -179,6 +179,67 @@ def test_a_model_without_vectors_refuses_them() -> None:
     assert refused.error.param == "pooling"
 
 
+WHOLE = msgspec.structs.replace(
+    FACTS, generates=False, computes_whole_prompts=True, default_pooling=PoolingType.CLS
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+        {"max_num_scheduled_tokens": 16, "max_num_seqs": 300, "max_num_batched_tokens": 4096},
+        {"long_prefill_token_threshold": 7, "max_num_partial_prefills": 2, "max_num_seqs": 16},
+        {"scheduling_policy": "priority", "preempt_for_priority": True, "max_num_seqs": 4},
+    ],
+    ids=str,
+)
+def test_whole_prompts_are_never_cut(settings: dict[str, object]) -> None:
+    """Whatever the settings, and also past the vectors that one answer holds."""
+    bench = Bench(WHOLE, **settings)
+    pooling = pooling_params(Pooling(PoolingType.CLS))
+    longest = WHOLE.max_model_len
+    lengths = [1, 2, 500, longest, 33, *[20] * 300, longest]
+    for number, length in enumerate(lengths):
+        assert bench.add(number, [5 + number] * length, pooling) is None
+    while (step := bench.core.schedule()) is not None:
+        for new in step.scheduled_new_reqs:
+            assert new.num_computed_tokens == 0
+            assert step.num_scheduled_tokens.get(new.req_id, 1) == new.num_prompt_tokens
+        output = bench.runner.execute(step)
+        assert len(output.pooled) == len(step.scheduled_new_reqs) <= 128
+        for row in bench.core.update(output).get(CLIENT, StepOutputs([])).outputs:
+            bench.rows.setdefault(row.request_id, []).append(row)
+    assert not bench.core.has_unfinished
+    assert len(bench.vectors()) == len(lengths)
+
+
+def test_a_prompt_for_a_vector_may_fill_the_context_in_chunks() -> None:
+    bench = Bench(max_num_batched_tokens=256)
+    longest = FACTS.max_model_len
+    assert bench.add(1, [5] * longest, pooling_params(MEAN)) is None
+    refused = bench.add(2, [5] * (longest + 1), pooling_params(MEAN))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.TOO_LONG
+    bench.run()
+    assert set(bench.vectors()) == {1}
+
+
+def test_a_model_without_output_layer_refuses_to_generate() -> None:
+    refused = Bench(WHOLE).add(1, [5], SamplingParams(max_tokens=3))
+    assert refused is not None
+    assert (refused.error.code, refused.error.param) == (ErrorCode.UNSUPPORTED, "model")
+
+
+def test_a_classification_head_allows_its_own_pooling_only() -> None:
+    facts = msgspec.structs.replace(WHOLE, num_labels=3, embedding_size=3)
+    bench = Bench(facts)
+    refused = bench.add(1, [5], pooling_params(LAST))
+    assert refused is not None
+    assert refused.error.param == "pooling"
+    assert bench.add(2, [5], pooling_params(Pooling(PoolingType.CLS))) is None
+
+
 @pytest.mark.parametrize(
     "pooled", [{2: b"1234"}, {1: b"123"}, {1: b""}, {1: b"1234"}, {7: b"1234" * 3}]
 )
