@@ -47,7 +47,7 @@ def play(dialect_name: str, seed: int, last_id: str | None = None) -> list[Messa
     generation: Any = SimpleNamespace(
         sequences=[sequence], position=position, request_id="r", is_resumable=True
     )
-    state: Any = SimpleNamespace(model_name="m")
+    state: Any = SimpleNamespace(shown_model=lambda name: "m")
     connection: Any = SimpleNamespace(last_event_id=last_id)
     reply = MessageReply(state, connection, CHAT, generation)
     text = b""
