@@ -33,7 +33,8 @@ SUBPACKAGES = {
     ],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
-        *("native", "kv", "attention", "grammar", "sampling", "quantization", "adapters"),
+        *("native", "kv", "recurrent", "attention", "grammar", "sampling", "quantization"),
+        *("adapters",),
         *("loading", "drafting", "calibration", "decoder", "cuda", "startup"),
     ],
     "scripts": ["hub", "supervisor", "bench", "batch"],

@@ -9,6 +9,8 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_pool import CopyBlocks, KVPool, copy_by_index
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.recurrent.functions import recurrent_layers
+from worker_proc.recurrent.state_pool import StatePool
 
 
 def attach_cache(
@@ -17,8 +19,13 @@ def attach_cache(
     layout: KVLayout,
     num_blocks: int,
     num_host_blocks: int = 0,
+    *,
+    num_state_blocks: int | None = None,
 ) -> KVPool:
-    """Allocate a pool and attach each attention module to its part of it, instead of the last."""
+    """Allocate a pool and attach each attention module to its part of it, instead of the last.
+
+    Recurrent modules get a pool of states, by default of as many blocks.
+    """
     specs = [layer.spec for layer in loaded.layers]
     shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
     copy_blocks: CopyBlocks = copy_by_index
@@ -40,7 +47,20 @@ def attach_cache(
         paged = PagedLayer(layer.spec, tensors, backend, number, sinks)
         # Not by setattr: the layer is not a submodule and owns no parameter.
         loaded.model.get_submodule(layer.module_name).__dict__["paged_layer"] = paged
+    if layout.has_states:
+        _attach_states(loaded, layout, pool, num_state_blocks or num_blocks)
     return pool
+
+
+def _attach_states(
+    loaded: LoadedModel, layout: KVLayout, pool: KVPool, num_state_blocks: int
+) -> None:
+    """Allocate states, which sleep with the pool, and attach each recurrent module to its own."""
+    states = StatePool(loaded.recurrent, num_state_blocks, layout.block_size, loaded.dtype)
+    for layer in recurrent_layers(loaded.model):
+        layer.attach(states)
+    loaded.model.__dict__["state_pool"] = states
+    pool.add(states.memory)
 
 
 @torch.inference_mode()
@@ -52,6 +72,9 @@ def compute_logits(
     Of a model without output layer these are hidden states.
     """
     backend.begin_step(inputs)
+    states: StatePool | None = model.__dict__.get("state_pool")
+    if states is not None:
+        states.begin_step(inputs)
     types = inputs.token_type_ids
     output = model(
         input_ids=inputs.input_ids,

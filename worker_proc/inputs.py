@@ -194,11 +194,10 @@ class _MovedParts(Sequence[ScheduledRequest]):
 
 
 def slot_mappings(
-    parts: Sequence[ScheduledRequest], block_size: int, device: torch.device
+    parts: Sequence[ScheduledRequest], num_groups: int, block_size: int, device: torch.device
 ) -> list[torch.Tensor]:
     """Return for each KV group, `[T]`: block · block_size + offset of each token's KV."""
-    groups = range(len(parts[0].request.block_tables))
-    return [to_device(_slots(parts, group, block_size), device) for group in groups]
+    return [to_device(_slots(parts, group, block_size), device) for group in range(num_groups)]
 
 
 def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> list[int]:

@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, WINDOW
 from tests.worker.families import FAMILIES as FURTHER_ARCHITECTURES
+from tests.worker.recurrent_models import RECURRENT
 
 MAX_LENGTH = 1024
 """Positions of each model."""
@@ -102,7 +103,7 @@ def _longer(make: Callable[[], PretrainedConfig]) -> Callable[[], PretrainedConf
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     **{
         architecture.name: _longer(architecture.config)
-        for architecture in (*ARCHITECTURES, *FURTHER_ARCHITECTURES)
+        for architecture in (*ARCHITECTURES, *FURTHER_ARCHITECTURES, *RECURRENT)
     },
     **{name: lambda name=name: small_config(name) for name in TYPES},  # type: ignore[misc]
 }

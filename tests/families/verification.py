@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,4 +95,14 @@ def _is_equal_after_kills(
             wait_for(engine, role, victim.epoch, LOAD_TIMEOUT_S)
         outputs = [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams]
     engine.close()
-    return outputs == expected
+    return outputs == expected or all(map(partial(_is_greedy, model), prompts, outputs))
+
+
+@torch.inference_mode()
+def _is_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> bool:
+    """Return whether each token is the most likely one in a forward over the whole text.
+
+    In long texts, transformers' decoding with a cache may differ from that forward: Nemotron-H.
+    """
+    rows = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    return rows[len(prompt) - 1 :].argmax(-1).tolist() == output

@@ -13,12 +13,14 @@ import pytest
 import torch
 from transformers import (
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4Config,
     GPT2Config,
     GraniteConfig,
     GraniteSWAConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -26,6 +28,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 
@@ -169,7 +172,27 @@ CONFIGS: dict[str, PretrainedConfig] = {
         n_positions=512,
         activation_function="gelu_pytorch_tanh",
     ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **_ODD,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=20,
+        linear_value_head_dim=28,
+    ),
+    "falcon_h1": FalconH1Config(
+        **_ODD,
+        mamba_n_heads=6,
+        mamba_d_head=20,
+        mamba_d_ssm=120,
+        mamba_d_state=22,
+        mamba_n_groups=3,
+        mamba_chunk_size=16,
+        mamba_rms_norm=False,
+    ),
+    "lfm2": Lfm2Config(**_ODD, layer_types=["conv", "full_attention"]),
 }
+"""In the last three, each block of a text has a state, from which other requests begin."""
 
 
 class Recorder:
@@ -282,7 +305,11 @@ def engine_config(
     """Return settings with a pool in which every schedule fits."""
     return EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=NUM_BLOCKS,
+            num_state_blocks_override=NUM_BLOCKS,
+        ),
         scheduler=SchedulerConfig(max_num_batched_tokens=1024),
         worker=WorkerConfig(num_threads=num_threads, native_decoder=native_decoder),
     )

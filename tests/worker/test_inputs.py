@@ -66,7 +66,7 @@ def test_a_packed_step_has_the_tokens_slots_and_rows_of_its_parts(seed: int) -> 
     assert inputs.input_ids[0].tolist() == tokens
     assert inputs.position_ids[0].tolist() == positions
     assert inputs.first_rows == first_rows
-    assert [each.tolist() for each in slot_mappings(parts, BLOCK_SIZE, CPU)] == slots
+    assert [each.tolist() for each in slot_mappings(parts, len(slots), BLOCK_SIZE, CPU)] == slots
     assert inputs.logits_indices.tolist() == sampled + scored
     assert inputs.sampling == [part for part in parts if part.samples]
     rows = [

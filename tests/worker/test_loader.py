@@ -13,8 +13,8 @@ from transformers import (
     BloomConfig,
     LlamaConfig,
     MambaConfig,
+    MiniMaxConfig,
     PretrainedConfig,
-    Qwen3NextConfig,
     T5Config,
     modeling_utils,
 )
@@ -130,8 +130,8 @@ Refusal = tuple[Callable[[], PretrainedConfig], str]
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED: dict[str, Refusal] = {
     "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
-    "recurrent": (lambda: MambaConfig(**SMALL), "layers of type linear_attention"),
-    "linear_attention": (lambda: Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
+    "recurrent": (lambda: MambaConfig(**SMALL), "mamba_selective_scan is not supported"),
+    "linear_attention": (lambda: MiniMaxConfig(**SMALL), "2 layers call the attention interface"),
     "alibi": (
         lambda: BloomConfig(**SMALL, n_head=4),
         "does not go through|0 of 2 layers call the attention interface",

@@ -114,7 +114,7 @@ class NativeBackend:
         shared = [self._share(parts, group) for group in range(len(self._windows))]
         self._reserve_sums(max(shares.num_sums for shares in shared))
         self.steps = []
-        mappings = slot_mappings(parts, self._block_size, _CPU)
+        mappings = slot_mappings(parts, len(shared), self._block_size, _CPU)
         for group, (slots, shares) in enumerate(zip(mappings, shared, strict=True)):
             work = shares.work
             slots_at, *tables_at = memory.add_group(slots, *self._tables(parts, group))

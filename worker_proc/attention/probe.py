@@ -9,7 +9,7 @@ that one forward uses are those of every forward over text.
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.recurrent.recording import recorded_states
+from worker_proc.recurrent.state_spec import RecurrentSpec
 
 PROBE = "troika_probe"
 NUM_PROBE_TOKENS = 8
@@ -64,6 +66,8 @@ class ProbedModel:
     parameters: frozenset[str]
     unused_modules: tuple[str, ...]  # topmost ones, of whose parameters it uses none
     num_weights: int  # in the parameters of all other modules
+    recurrent: list[RecurrentSpec] = field(default_factory=list)
+    """Modules with a state, in the order in which the forward calls them."""
     position_offset: int = 0  # number of a text's first position
 
 
@@ -79,7 +83,13 @@ def probe_model(
     probe = _Probe(model)
     config = model.config
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
-    with _registered(probe), _implementation(model), torch.inference_mode(), probe.storages:
+    with (
+        _registered(probe),
+        _implementation(model),
+        recorded_states(model, probe.storages.add) as recurrent,
+        torch.inference_mode(),
+        probe.storages,
+    ):
         try:
             kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
             options = {"logits_to_keep": kept} if has_output_layer else {}
@@ -99,11 +109,16 @@ def probe_model(
         raise UnsupportedModel(
             f"{config.model_type}: one attention module is used by several layers"
         )
-    if len(layers) != num_layers:
+    if len({spec.module_name for spec in recurrent}) != len(recurrent):
         raise UnsupportedModel(
-            f"{config.model_type}: {len(layers)} of {num_layers} layers call the attention"
-            " interface; the others mix tokens in another way (recurrent, convolutional, linear or"
-            " their own attention)"
+            f"{config.model_type}: one recurrent module is used by several layers"
+        )
+    num_mixing = len(layers) + len(recurrent)
+    if num_mixing < num_layers or (num_mixing > num_layers and not recurrent):
+        raise UnsupportedModel(
+            f"{config.model_type}: {num_mixing} of {num_layers} layers call the attention"
+            " interface, or the functions of recurrent layers; the others mix tokens in another"
+            " way (linear, convolutional or their own attention)"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     used = frozenset(name for name in parameters if probe.storages.holds(parameters[name]))
@@ -111,7 +126,7 @@ def probe_model(
     built = {id(p): p for name, p in parameters.items() if not is_within(name, unused_modules)}
     num_weights = sum(parameter.numel() for parameter in built.values())
     offset = 0 if has_output_layer else position_offset(model)
-    return ProbedModel(layers, used, unused_modules, num_weights, offset)
+    return ProbedModel(layers, used, unused_modules, num_weights, recurrent, offset)
 
 
 def position_offset(model: PreTrainedModel) -> int:

@@ -73,6 +73,7 @@ class SdpaBackend:
         self, rules: set[Rule], block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._rules = rules
+        self._num_groups = 1 + max((rule.group for rule in rules), default=-1)
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
@@ -85,7 +86,7 @@ class SdpaBackend:
         return (*rows, spec.head_dim), None if spec.is_latent else (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
-        self._slots = slot_mappings(inputs.parts, self._block_size, self._device)
+        self._slots = slot_mappings(inputs.parts, self._num_groups, self._block_size, self._device)
         self._metadata = {rule: self._build_metadata(inputs, rule) for rule in self._rules}
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:

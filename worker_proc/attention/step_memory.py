@@ -77,7 +77,8 @@ class StepMemory:
             group.slots.add_(1)
         size = self._block_size
         for row, number, request in begun:
-            for group, table in zip(self._groups, request.block_tables, strict=True):
+            # A table of state blocks comes behind those of the groups.
+            for group, table in zip(self._groups, request.block_tables, strict=False):
                 block_id = table[number]
                 group.tables[group.offsets[row] + number] = block_id
                 group.slot_array[row] = block_id * size

@@ -15,6 +15,7 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend
+from worker_proc.attention.no_attention import NoAttention
 from worker_proc.attention.texts import TextBackend
 from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
 from worker_proc.kv.kv_groups import KVLayout
@@ -50,6 +51,8 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
         return f"plain matrix products, which depend on the batch, for dtype {dtype}"
     if plain := next(_plain_products(loaded.model), None):
         return f"plain matrix products, which depend on the batch, in {plain}"
+    if isinstance(backend, NoAttention):
+        return "" if backend.has_kernels else "the native kernels were not compiled at the load"
     if not isinstance(backend, NativeBackend | TextBackend):
         return (
             "plain attention, which depends on the batch: the native kernel was not compiled when"
@@ -59,13 +62,26 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
 
 
 def _plain_products(model: nn.Module) -> Iterator[str]:
-    """Yield modules with used matrices of their own that are neither packed nor embeddings."""
+    """Yield modules with used matrices of their own that are neither packed nor embeddings.
+
+    The convolutions of recurrent layers are computed by rows.
+    """
+    convolutions = {
+        child
+        for module in model.modules()
+        if "recurrent_layer" in module.__dict__
+        for child in module.children()
+        if isinstance(child, nn.Conv1d)
+    }
     for name, module in model.named_modules():
-        if not isinstance(module, PackedLinear | nn.Embedding) and any(
-            parameter.numel() > max(parameter.shape, default=1) and not parameter.is_meta
-            for parameter in module.parameters(recurse=False)
-        ):
+        if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
+            continue
+        if any(_is_matrix(p) and not p.is_meta for p in module.parameters(recurse=False)):
             yield f"{name} ({type(module).__name__})"
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return sum(size > 1 for size in parameter.shape) > 1
 
 
 def _difference(
@@ -119,12 +135,16 @@ def _distinct(
 
 
 def _parts_without_attention(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if not any("paged_layer" in part.__dict__ for part in module.modules()):
+    if not any(_mixes_tokens(part) for part in module.modules()):
         yield name, module
         return
     for child_name, child in module.named_children():
         if not isinstance(child, nn.Embedding):  # which computes nothing
             yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    return "paged_layer" in module.__dict__ or "recurrent_layer" in module.__dict__
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from worker_proc.inputs import pack_step, to_device
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.recurrent.functions import own_forwards
 
 TEXT_LENGTHS = (5, 3)
 NUM_DECODED = 2  # tokens at the end of each text that are computed in a step each
@@ -31,7 +32,7 @@ MAX_ERROR_OF_HALF = 0.15
 def num_blocks_needed(layout: KVLayout) -> int:
     """Return how many blocks the pool must have while the check runs."""
     per_group = sum(-(-length // layout.block_size) for length in TEXT_LENGTHS)
-    return 1 + per_group * len(layout.groups)
+    return 1 + per_group * layout.num_tables
 
 
 def check_forward(
@@ -135,7 +136,7 @@ def trial_requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredReq
     free_blocks = count(1)
     for req_id, text in enumerate(texts):
         num_blocks = -(-len(text) // layout.block_size)
-        tables = [array("i", islice(free_blocks, num_blocks)) for _ in layout.groups]
+        tables = [array("i", islice(free_blocks, num_blocks)) for _ in range(layout.num_tables)]
         requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), tables, 0, 0))
     return requests
 
@@ -146,7 +147,8 @@ def _expected_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
     set_implementation(model, "eager")
     try:
         input_ids = torch.tensor([text], device=loaded.device)
-        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+        with own_forwards(model):
+            logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
     finally:
         set_implementation(model, IMPLEMENTATION)
     return logits[-1 - NUM_DECODED :, : loaded.vocab_size]

@@ -26,7 +26,7 @@ BUDGET_S = 0.1
 def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
     """Return the prompt tokens computed while a block is copied out and in; replaces the pool."""
     per_group = -(-max(PROMPT_LENGTHS) // layout.block_size)
-    num_blocks = 1 + max(per_group * len(layout.groups), NUM_COPIED_BLOCKS)
+    num_blocks = 1 + max(per_group * layout.num_tables, NUM_COPIED_BLOCKS)
     pool = attach_cache(loaded, backend, layout, num_blocks, NUM_COPIED_BLOCKS)
     copies = BlockCopies(list(range(1, 1 + NUM_COPIED_BLOCKS)), list(range(NUM_COPIED_BLOCKS)))
     block_times = [

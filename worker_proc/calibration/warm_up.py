@@ -19,8 +19,11 @@ def warm_up(runner: Runner) -> None:
     facts = runner.facts
     length = min(TEXT_LENGTH, facts.max_model_len - _NUM_STEPS)
     num_blocks = -(-(length + _NUM_STEPS) // facts.block_size)
-    num_groups = len(facts.kv_groups)
-    if length < 1 or facts.num_gpu_blocks <= NUM_TEXTS * num_groups * num_blocks:
+    num_kv_groups = sum(not group.is_state for group in facts.kv_groups)
+    num_state_groups = len(facts.kv_groups) - num_kv_groups
+    if length < 1 or facts.num_gpu_blocks <= NUM_TEXTS * num_kv_groups * num_blocks:
+        return
+    if num_state_groups and facts.num_state_blocks <= NUM_TEXTS:
         return
     blocks = iter(range(1, facts.num_gpu_blocks))
     new = [
@@ -29,7 +32,10 @@ def warm_up(runner: Runner) -> None:
             token_ids=pack_token_ids([(1 + number + i) % facts.vocab_size for i in range(length)]),
             num_prompt_tokens=length,
             sampling_params=SamplingParams(temperature=float(number % 2), seed=number),
-            block_ids=[[next(blocks) for _ in range(num_blocks)] for _ in range(num_groups)],
+            block_ids=[
+                *([next(blocks) for _ in range(num_blocks)] for _ in range(num_kv_groups)),
+                *[[1 + number] * num_blocks] * num_state_groups,
+            ],
             num_computed_tokens=0,
             num_cached_tokens=0,
         )

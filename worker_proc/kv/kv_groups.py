@@ -58,20 +58,29 @@ class KVLayout:
     block_size: int
     max_chunk: int  # most tokens that one request computes in one step
     format: KVFormat = KVFormat.PLAIN
+    has_states: bool = False
+    """Whether a request has a table of state blocks, behind those of the groups."""
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a request."""
+        return len(self.groups) + self.has_states
 
     @property
     def tensor_layers(self) -> tuple[int, ...]:
         """One layer for each tensor pair, with its shape."""
-        return max((group.layers for group in self.groups), key=len)
+        return max((group.layers for group in self.groups), key=len, default=())
 
     def kv_groups(self) -> list[KVGroup]:
         """Return the groups as they are announced to the core."""
-        return [KVGroup(group.window, self._max_blocks(group.window)) for group in self.groups]
+        groups = [KVGroup(group.window, self._max_blocks(group.window)) for group in self.groups]
+        return groups + [KVGroup(is_state=True)] * self.has_states
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` tokens holds at once."""
+        """Return the most KV blocks that a request of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
-        return sum(min(num_blocks, g.max_blocks or num_blocks) for g in self.kv_groups())
+        most = (self._max_blocks(group.window) or num_blocks for group in self.groups)
+        return sum(min(num_blocks, each) for each in most)
 
     def num_tokens_in(self, num_blocks: int, limit: int) -> int:
         """Return the greatest number of tokens, at most `limit`, for which `num_blocks` suffice."""
@@ -92,6 +101,7 @@ def lay_out(
     hybrid: bool,
     *,
     format: KVFormat = KVFormat.PLAIN,
+    has_states: bool = False,
 ) -> KVLayout:
     """Divide the layers of a model that have KV into groups, first those without a window.
 
@@ -103,11 +113,11 @@ def lay_out(
     for index, spec in own.items():
         passes = hybrid and spec.window is not None and spec.window < max_model_len
         kinds.setdefault(spec.window if passes else None, []).append(index)
-    groups = _cut(kinds)
+    groups = _cut(kinds) if kinds else []
     shapes = {(s.num_kv_heads, s.head_dim, s.value_head_dim, s.is_latent) for s in own.values()}
     if len(groups) > MAX_GROUPS or (len(kinds) > 1 and len(shapes) > 1):
         groups = [LayerGroup(None, tuple(own))]
-    return KVLayout(tuple(groups), block_size, max_chunk, format)
+    return KVLayout(tuple(groups), block_size, max_chunk, format, has_states)
 
 
 def _cut(kinds: dict[int | None, list[int]]) -> list[LayerGroup]:

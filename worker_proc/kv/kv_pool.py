@@ -49,6 +49,10 @@ class KVPool:
             on_host += (memory for memory in made if isinstance(memory, HostMemory))
         self._pages_ahead = PagesAhead(on_host)
 
+    def add(self, memory: Sequence[HostMemory]) -> None:
+        """Release and restore further memory with the tensors."""
+        self._memory += memory
+
     def _allocate(
         self, shape: tuple[int, ...], num_host_blocks: int, dtype: torch.dtype
     ) -> HostMemory | DeviceMemory:

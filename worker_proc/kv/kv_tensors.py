@@ -33,6 +33,11 @@ class CacheSize(NamedTuple):
 
     num_blocks: int
     max_model_len: int
+    num_state_blocks: int = 0
+
+
+MIN_BLOCKS = 2
+"""The null block and another one, which a model without attention has, too."""
 
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels may access it, too
@@ -130,8 +135,10 @@ def size_cache(
     Without a `max_model_len` it is the longest that fits, up to the model's own. An override is
     the exact number of blocks, the null block included.
     """
-    num_blocks = num_blocks_override or available_bytes // block_bytes
     wanted_len = max_model_len or model_len
+    if not layout.groups:
+        return CacheSize(MIN_BLOCKS, wanted_len)
+    num_blocks = num_blocks_override or available_bytes // block_bytes
     # The last sampled token never needs a slot: n slots serve a context of n + 1 tokens.
     fitting_len = layout.num_tokens_in(max(num_blocks - 1, 0), wanted_len - 1) + 1
     if max_model_len is not None and fitting_len < max_model_len:

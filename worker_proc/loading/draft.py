@@ -23,7 +23,13 @@ def load_draft(
     if model.speculative_model is None:
         return None
     check_same_tokens(model.speculative_model, model.tokenizer or model.model)
-    draft = load_model(model.speculative_model, model.dtype, loaded.device, progress)
+    draft = load_model(
+        model.speculative_model,
+        model.dtype,
+        loaded.device,
+        progress,
+        settings_without_states=[f"speculative_model {model.speculative_model}"],
+    )
     if draft.kind is not ModelKind.GENERATES:
         raise UnsupportedModel(f"speculative_model {model.speculative_model} generates no text")
     if abs(draft.vocab_size - loaded.vocab_size) > MAX_PADDING:

@@ -26,6 +26,7 @@ from worker_proc.loading.experts import (
     expert_weights,
     round_experts,
 )
+from worker_proc.loading.gated_norm import is_gated
 from worker_proc.loading.grouped_experts import GroupedExperts, fused_grouped_experts
 from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
 from worker_proc.loading.router import install_router
@@ -233,7 +234,7 @@ def fused_norm(
     """Return the number and the module of the kernel that a norm is proven to agree with."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
-    is_leaf = next(module.children(), None) is None
+    is_leaf = next(module.children(), None) is None and not is_gated(module)
     if not is_leaf or set(parameters) != {"weight"} or not isinstance(epsilon, float):
         return None
     weight = parameters["weight"]

@@ -32,6 +32,7 @@ from worker_proc.loading.coded_weights import dequantize_weights, dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.native.kernels import NativeLibrary, Rotation
+from worker_proc.recurrent.functions import own_forwards
 
 NUM_TOKENS = 7
 TRIAL_SCALES = (0.1, 1.0, 30.0)
@@ -170,7 +171,7 @@ def _prove(
     that does not.
     """
     proven: dict[str, Rotation] = {}
-    with _eager_attention(loaded):
+    with _eager_attention(loaded), own_forwards(loaded.model):
         calls = _record_calls(loaded, layers[0].module)
         for layer in layers if calls else ():
             rotation = _rotation_of(layer, calls, library)

@@ -6,9 +6,9 @@ running the model's own code on the meta device, its attention and the parameter
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -61,11 +61,17 @@ from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.quantization.model import load_quantized
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
+from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.heads import DenseHead, Head, SequenceHead, check_dense
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_ROW_LAYER_TYPES = {"mlp", "moe"}
+"""Layers that compute each row alone."""
+UNBOUNDED_MODEL_LEN = 2**20
+"""Of a model without attention whose configuration bounds no positions."""
 _OPTIONS: dict[str, Any] = {
     "attn_implementation": IMPLEMENTATION,
     "local_files_only": True,
@@ -87,6 +93,8 @@ class LoadedModel:
     vocab_size: int
     model_len: int  # longest context that the model can compute
     eos_token_ids: list[int]
+    recurrent: list[RecurrentSpec] = field(default_factory=list)
+    """Modules with a state, in the order in which the forward calls them."""
     codes: CodesReport | None = None
     """What becomes of the weights of a quantized checkpoint."""
     kind: ModelKind = ModelKind.GENERATES
@@ -100,7 +108,7 @@ class LoadedModel:
     @property
     def is_causal(self) -> bool:
         """Whether a token attends to those before it only; else a text is computed at once."""
-        return self.layers[0].spec.is_causal
+        return not self.layers or self.layers[0].spec.is_causal
 
 
 class InspectedModel(NamedTuple):
@@ -125,13 +133,22 @@ def load_model(
     proofs: StartCache | None = None,
     *,
     quantization: Quantization | None = None,
+    settings_without_states: Sequence[str] = (),
 ) -> LoadedModel:
     """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
 
-    `quantization` is how its weights will be rounded, which must not be codes already.
+    `quantization` is how its weights will be rounded, which must not be codes already. For
+    `settings_without_states` see `inspect_config`.
     """
     progress("inspect", 0, 1)
-    inspected = inspect_config(directory, dtype, device, proofs, quantization)
+    inspected = inspect_config(
+        directory,
+        dtype,
+        device,
+        proofs,
+        quantization,
+        settings_without_states=settings_without_states,
+    )
     probed, torch_dtype = inspected.probed, inspected.dtype
     stored = read_headers(directory)
     files = None
@@ -160,13 +177,15 @@ def load_model(
         kind=inspected.kind,
         pooling=_pooling(inspected),
         has_token_types=_has_token_types(inspected),
+        recurrent=probed.recurrent,
     )
     return _with_head(loaded, model, directory, inspected)
 
 
 def _pooling(inspected: InspectedModel) -> PoolingType:
     """Return the pooling of requests that choose none."""
-    is_causal = inspected.probed.layers[0].spec.is_causal
+    layers = inspected.probed.layers
+    is_causal = not layers or layers[0].spec.is_causal
     return inspected.modules.pooling or (PoolingType.LAST if is_causal else PoolingType.CLS)
 
 
@@ -200,8 +219,14 @@ def inspect_config(
     device: torch.device,
     proofs: StartCache | None = None,
     quantization: Quantization | None = None,
+    *,
+    settings_without_states: Sequence[str] = (),
 ) -> InspectedModel:
-    """Check everything that is known without weights; they need not be there."""
+    """Check everything that is known without weights; they need not be there.
+
+    `settings_without_states` are those, with their values, that layers with a recurrent state
+    exclude.
+    """
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
     with _rejections(directory, unknown):
@@ -220,6 +245,8 @@ def inspect_config(
     modules = sentence_modules(directory, kind)
     check_dense(modules.dense, text_config.hidden_size)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
+    if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
+        raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=format is not None)
     if format is None:
         check_room(probed.num_weights * torch_dtype.itemsize, device)
@@ -228,18 +255,29 @@ def inspect_config(
             f"{config.model_type}: a classification head in a checkpoint that is quantized"
             f" ({format.method})"
         )
-    model_len = _model_len(text_config) - probed.position_offset
+    model_len = _model_len(text_config, has_attention=bool(probed.layers))
+    model_len -= probed.position_offset
     model_len = min(model_len, modules.max_seq_length or model_len)
     return InspectedModel(
         config, text_config, probed, model_len, torch_dtype, format, kind, modules
     )
 
 
+def _why_no_states(device: torch.device, settings: Sequence[str]) -> str:
+    """Return why layers with a recurrent state cannot be computed, if they cannot."""
+    if device.type != "cpu":
+        return f"are computed on the CPU only, not on {device.type}"
+    return f"exclude {settings[0]}; leave the setting out" if settings else ""
+
+
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     """Build the model without memory, and run it."""
     model = _build_skeleton(directory, config)
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    text_config = config.get_text_config(decoder=True)
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    num_row_layers = sum(layer_type in _ROW_LAYER_TYPES for layer_type in layer_types)
     has_output_layer = model_kind(config) is ModelKind.GENERATES
+    num_layers = text_config.num_hidden_layers - num_row_layers
     return probe_model(model, num_layers, has_output_layer=has_output_layer)
 
 
@@ -295,12 +333,15 @@ def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> No
         if getattr(holder, key, None) not in (None, False, 0):
             raise UnsupportedModel(f"{config.model_type}: {feature} not supported")
     layer_types = set(getattr(text_config, "layer_types", None) or ())
-    if strange := layer_types - _ATTENTION_LAYER_TYPES:
+    known = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES | _ROW_LAYER_TYPES
+    if strange := layer_types - known:
         raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(strange))}")
 
 
-def _model_len(text_config: PretrainedConfig) -> int:
+def _model_len(text_config: PretrainedConfig, *, has_attention: bool) -> int:
     model_len = getattr(text_config, "max_position_embeddings", None)
+    if model_len is None and not has_attention:
+        return UNBOUNDED_MODEL_LEN
     if model_len is None:
         raise UnsupportedModel(f"{text_config.model_type}: config.json bounds no positions")
     rope = getattr(text_config, "rope_parameters", None) or {}

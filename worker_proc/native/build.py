@@ -21,13 +21,14 @@ from typing import NamedTuple
 
 SOURCES = (
     *("attention.cpp", "decoder.cpp", "linear.cpp", "low_rank.cpp", "pointwise.cpp"),
+    "recurrence.cpp",
     "sampling.cpp",
 )
 HEADERS = (
     *("attention.h", "attention_pairs.h", "choice.h", "coded_kv.h", "coded_rows.h", "edits.h"),
     *("exact_sums.h", "experts.h", "grouped_codes.h", "latent_attention.h", "low_rank.h"),
-    *("pointwise.h", "products.h", "sections.h", "step.h", "team.h", "text_attention.h"),
-    *("vec.h", "weights.h"),
+    *("pointwise.h", "products.h", "recurrence.h", "sections.h", "step.h", "team.h"),
+    *("text_attention.h", "vec.h", "weights.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),

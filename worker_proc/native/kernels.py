@@ -17,6 +17,13 @@ import torch
 from torch.nn.functional import pad
 
 from worker_proc.native.build import library_path, prebuilt_path
+from worker_proc.native.recurrence import (
+    ConvolutionArgs,
+    GatedNormArgs,
+    HeadRowsArgs,
+    RecurrentTexts,
+    ScanArgs,
+)
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -37,6 +44,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend_texts": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 4),
+    "troika_gated_norm": (_POINTER,),
+    "troika_convolve": (_POINTER, _POINTER),
+    "troika_prepare_heads": (_POINTER,),
+    "troika_scan": (_POINTER, _POINTER),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
     "troika_round": (_POINTER, *[_INT] * 3),
@@ -429,6 +440,22 @@ class NativeLibrary:
             hidden.dtype == torch.bfloat16,
         )
         return out
+
+    def gated_norm(self, norm: GatedNormArgs) -> None:
+        """Normalize rows, and multiply them by a function of gates."""
+        self._library.troika_gated_norm(ctypes.byref(norm))
+
+    def convolve(self, convolution: ConvolutionArgs, texts: RecurrentTexts) -> None:
+        """Convolve the rows of each text, and save the last ones at its cuts."""
+        self._library.troika_convolve(ctypes.byref(convolution), ctypes.byref(texts))
+
+    def prepare_heads(self, heads: HeadRowsArgs) -> None:
+        """Write rows of heads as float32, of unit length if asked, times a factor."""
+        self._library.troika_prepare_heads(ctypes.byref(heads))
+
+    def scan(self, scan: ScanArgs, texts: RecurrentTexts) -> None:
+        """Scan the tokens of each text, and save the states at its cuts."""
+        self._library.troika_scan(ctypes.byref(scan), ctypes.byref(texts))
 
     def pack(
         self,

@@ -1,5 +1,7 @@
 // Normalizations and activations of one module; called by loading/fused.py.
 
+#include <vector>
+
 #include "pointwise.h"
 
 namespace {
@@ -24,6 +26,24 @@ void activate(const T* in, int64_t stride, T* out, int num_rows, int size, int k
     }
 }
 
+template <typename T>
+void gated_norm(const GatedNorm& norm) {
+  const int num_groups = norm.size / norm.group_size;
+  const int64_t num_items = int64_t(norm.num_rows) * num_groups;
+#pragma omp parallel if (num_items * norm.group_size > 16384)
+  {
+    std::vector<float> gated(norm.group_size);
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < num_items; item++) {
+      const int64_t row = item / num_groups, first = item % num_groups * norm.group_size;
+      normalize_gated(static_cast<const T*>(norm.rows) + row * norm.row_stride + first,
+                      static_cast<const T*>(norm.gates) + row * norm.gate_stride + first,
+                      norm.weight + first, static_cast<T*>(norm.out) + row * norm.size + first,
+                      norm, gated.data());
+    }
+  }
+}
+
 }  // namespace
 
 // y = x / sqrt(mean(x²) + epsilon) · weight, per row of `size` values; rows of x are `stride` apart.
@@ -45,4 +65,9 @@ extern "C" void troika_activate(const void* in, int64_t stride, void* out, int32
     activate(static_cast<const Bf16*>(in), stride, static_cast<Bf16*>(out), num_rows, size, kind);
   else
     activate(static_cast<const float*>(in), stride, static_cast<float*>(out), num_rows, size, kind);
+}
+
+// Normalizes rows of `size` values, of which each group has a norm of its own.
+extern "C" void troika_gated_norm(const GatedNorm* norm) {
+  norm->is_bf16 ? gated_norm<Bf16>(*norm) : gated_norm<float>(*norm);
 }

@@ -98,4 +98,53 @@ inline Vec activation_of(Vec x, int kind) {
   return activation_of<kGeluTanh>(x);
 }
 
+// A root-mean-square norm whose rows are multiplied by a function of gates; GatedNormArgs in
+// recurrence.py.
+struct GatedNorm {
+  const void* rows;
+  const void* gates;
+  const float* weight;  // [size]
+  void* out;
+  int64_t row_stride;
+  int64_t gate_stride;
+  int32_t num_rows;
+  int32_t size;
+  int32_t group_size;  // values with a norm of their own
+  int32_t is_bf16;
+  int32_t gates_first;     // before the norm; else behind the weight
+  int32_t is_sigmoid;      // of the gate; else the gate times it
+  int32_t rounds_between;  // where a module converts to its own type
+  float epsilon;
+};
+
+inline Vec gate_of(Vec x, const GatedNorm& norm) {
+  const Vec sigmoid = sigmoid_of(x);
+  return norm.is_sigmoid ? sigmoid : x * sigmoid;
+}
+
+// Normalizes one group of a row; `gated` has room for it.
+template <typename T>
+inline void normalize_gated(const T* x, const T* gates, const float* weight, T* y,
+                            const GatedNorm& norm, float* gated) {
+  Vec squares = splat(0.0f);
+  for_vectors(norm.group_size, [&](int i, auto count) {
+    Vec v = load_any(x + i, count);
+    if (norm.gates_first) v *= gate_of(load_any(gates + i, count), norm);
+    save(v, gated + i, count);
+    squares += v * v;
+  });
+  const float mean = fold(squares, [](Vec a, Vec b) { return a + b; }) / norm.group_size;
+  const float factor = 1.0f / std::sqrt(mean + norm.epsilon);
+  for_vectors(norm.group_size, [&](int i, auto count) {
+    Vec v = load_any(gated + i, count) * factor;
+    if (norm.rounds_between) v = rounded(v, T{});
+    v *= load_any(weight + i, count);
+    if (!norm.gates_first) {
+      if (norm.rounds_between) v = rounded(v, T{});
+      v *= gate_of(load_any(gates + i, count), norm);
+    }
+    save(v, y + i, count);
+  });
+}
+
 }  // namespace

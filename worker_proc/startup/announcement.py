@@ -16,11 +16,16 @@ DECODERS = {
 def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
     """Yield context length, KV capacity, the attention path, and what an optional part costs."""
     longest = facts.max_model_len
-    concurrency = (facts.num_gpu_blocks - 1) / facts.num_blocks_for(longest - 1)
-    yield (
-        f"context {longest:,} tokens; KV cache {int(concurrency * longest):,} tokens"
-        f" ({concurrency:.1f} requests of full length)"
-    )
+    if num_needed := facts.num_blocks_for(longest - 1):
+        concurrency = (facts.num_gpu_blocks - 1) / num_needed
+        yield (
+            f"context {longest:,} tokens; KV cache {int(concurrency * longest):,} tokens"
+            f" ({concurrency:.1f} requests of full length)"
+        )
+    else:
+        yield f"context {longest:,} tokens; no KV cache"
+    if facts.num_state_blocks:
+        yield f"recurrent states: {facts.num_state_blocks - 1:,} requests and prefixes"
     if not attention:
         yield "null model: it computes nothing, and its text is made of numbers"
         return

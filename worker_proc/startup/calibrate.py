@@ -63,7 +63,7 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, plain, plain_layout)
     settings: list[LayerSettings] = []
-    if config.worker.native_decoder is NativeDecoder.AUTO:
+    if config.worker.native_decoder is NativeDecoder.AUTO and not loaded.recurrent:
         settings = find_settings(prepared, plain, plain_layout, stepwise)
     if layout.format is not KVFormat.PLAIN:
         stepwise = check_codes(loaded, plain, backend, layout)

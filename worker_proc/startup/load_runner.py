@@ -15,9 +15,12 @@ from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
+from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.recurrent.sizing import choose_num_state_blocks
+from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.startup.calibrate import Calibration, calibrate
@@ -64,7 +67,14 @@ def build_runner(
         calibration.adapters.apply(prepared.adapters.sites)
     size = _size_cache(prepared, layout, backend, sampler, config)
     facts = _facts_of(prepared, config, calibration, layout, size)
-    pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
+    pool = attach_cache(
+        loaded,
+        backend,
+        layout,
+        facts.num_gpu_blocks,
+        facts.num_host_blocks,
+        num_state_blocks=facts.num_state_blocks,
+    )
     install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
@@ -101,6 +111,10 @@ def _size_cache(
         most = 1 + config.scheduler.max_num_seqs * per_request
         return kv_tensors.CacheSize(num_blocks or most, longest)
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
+    num_state_blocks = 0
+    if loaded.recurrent:
+        num_state_blocks, num_bytes = _size_states(loaded, available_bytes, config)
+        available_bytes -= num_bytes
     block_bytes = block_bytes_of(loaded, layout)
     if prepared.adapters is not None:
         available_bytes -= prepared.adapters.most_bytes
@@ -129,7 +143,24 @@ def _size_cache(
             size.max_model_len,
             loaded.model_len,
         )
-    return size
+    return size._replace(num_state_blocks=num_state_blocks)
+
+
+def _size_states(
+    loaded: LoadedModel, available_bytes: int, config: EngineConfig
+) -> tuple[int, int]:
+    """Return the number of state blocks, and the bytes that they take."""
+    block_bytes = state_bytes(loaded.recurrent, loaded.dtype)
+    number = choose_num_state_blocks(
+        available_bytes,
+        block_bytes,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        has_attention=bool(loaded.layers),
+        override=config.cache.num_state_blocks_override,
+    )
+    one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
+    _log.info("recurrent states: %s for each request, %s for %d", one, all_of_them, number - 1)
+    return number, number * block_bytes
 
 
 def _facts_of(
@@ -153,7 +184,9 @@ def _facts_of(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device.type,
         kv_groups=layout.kv_groups(),
-        num_host_blocks=count_host_blocks(config.cache.swap_space_bytes, block_bytes),
+        num_host_blocks=0
+        if not config.cache.swap_space_bytes
+        else count_host_blocks(config.cache.swap_space_bytes, block_bytes),
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
         embedding_size=calibration.embedding_size if head is None else head.num_outputs,
@@ -165,6 +198,7 @@ def _facts_of(
         computes_whole_prompts=not loaded.is_causal,
         num_labels=num_labels,
         default_pooling=loaded.pooling,
+        num_state_blocks=size.num_state_blocks,
     )
 
 

@@ -6,6 +6,7 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
+from worker_proc.attention.no_attention import NoAttention
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.attention.texts import PortableTextBackend, TextBackend
 from worker_proc.cuda.device import uses_triton
@@ -48,6 +49,7 @@ def _lay_out(
         config.model.max_model_len or loaded.model_len,
         hybrid,
         format=format,
+        has_states=bool(loaded.recurrent),
     )
 
 
@@ -72,6 +74,8 @@ def make_backend(
 ) -> AttentionBackend:
     """Return the backend whose kernels cover the layers, else the portable one."""
     specs = [layer.spec for layer in loaded.layers]
+    if not specs:
+        return NoAttention(has_kernels=library is not None)
     if not loaded.is_causal:
         if library is not None and can_attend(specs, loaded.dtype, loaded.device):
             return TextBackend(library, loaded.dtype)

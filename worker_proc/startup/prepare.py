@@ -29,10 +29,12 @@ from worker_proc.loading.quantization import (
     check_weights,
     load_coding_library,
 )
+from worker_proc.loading.recurrent import ProvenModule, install_recurrent
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.quantization.formats import is_quantized
+from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
 
 _log = logging.getLogger(__name__)
@@ -54,7 +56,13 @@ def prepare_model(
     proofs = None if kept is None else kept.without_kernels()
     model = config.model
     loaded = load_model(
-        model.model, model.dtype, device, progress, proofs, quantization=quantization
+        model.model,
+        model.dtype,
+        device,
+        progress,
+        proofs,
+        quantization=quantization,
+        settings_without_states=_settings_without_states(config),
     )
     wanted_len = config.model.max_model_len
     if wanted_len is not None and wanted_len > loaded.model_len:
@@ -67,11 +75,14 @@ def prepare_model(
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
+    _compute_states(loaded, library, proofs, progress)
     if device.type == "cpu":
         loaded = _attend_to_latent_rows(loaded, library, proofs, "latent")
         check_latent_format(loaded, config.cache.kv_cache_dtype)
         if draft is not None:
             draft = _attend_to_latent_rows(draft, library, proofs, "latent_draft")
+        for layer in loaded.layers:
+            compute_rowwise(loaded.model.get_submodule(layer.module_name))
     _pack_head(loaded, library)
     sites = find_sites(loaded) if config.lora.enable_lora else None
     if quantization is not None and library is not None:
@@ -198,6 +209,31 @@ def _setting_of_codes(config: EngineConfig) -> str | None:
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
         return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
     return None
+
+
+def _settings_without_states(config: EngineConfig) -> list[str]:
+    """Return the settings, with their values, that no model with a recurrent state has so far."""
+    settings = {
+        "num_speculative_tokens": config.scheduler.num_speculative_tokens,
+        "swap_space_bytes": config.cache.swap_space_bytes,
+    }
+    return [f"{name} {value}" for name, value in settings.items() if value]
+
+
+def _compute_states(
+    loaded: LoadedModel,
+    library: NativeLibrary | None,
+    proofs: StartCache | None,
+    progress: ReportProgress,
+) -> None:
+    """Let recurrent modules compute packed rows, and keep the proof."""
+    if not loaded.recurrent:
+        return
+    progress("check_recurrent", 0, 1)
+    known = None if proofs is None else proofs.get("recurrent", dict[str, ProvenModule])
+    proven = install_recurrent(loaded, library, known)
+    if proofs is not None and known is None:
+        proofs.put("recurrent", proven)
 
 
 def _attend_to_latent_rows(

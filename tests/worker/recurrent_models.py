@@ -1,0 +1,75 @@
+"""Small configurations of models with recurrent layers, one for each model type."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.worker.checkpoints import LATENT, SHAPE, Architecture
+
+_HYBRID: dict[str, Any] = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
+_SHORT: dict[str, Any] = SHAPE | {"layer_types": ["conv", "full_attention"]}
+_EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "shared_expert_intermediate_size": 48,
+}
+_DELTA: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
+}
+_KIMI: dict[str, Any] = {
+    **_HYBRID,
+    **LATENT,
+    **_EXPERTS,
+    **{"linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": None},
+}
+_MAMBA2: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2},
+    "mamba_chunk_size": 16,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _HYBRID | _DELTA | _EXPERTS,
+    "bamba": SHAPE | _MAMBA2 | {"attn_layer_indices": [1]},
+    "lfm2": _SHORT,
+    # kinds that differ from these in parts
+    "bailing_hybrid": _KIMI | {"n_group": 1, "topk_group": 1},
+    "falcon_h1": SHAPE | _MAMBA2 | {"mamba_d_ssm": 128},
+    "granitemoehybrid": {
+        **_HYBRID,
+        **_MAMBA2,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    },
+    "kimi_linear": _KIMI,
+    "lfm2_moe": _SHORT | _EXPERTS | {"num_dense_layers": 1},
+    "lfm3": _SHORT,
+    "mamba2": {
+        **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+        **{key: SHAPE[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+    },
+    "nemotron_h": {
+        **SHAPE,
+        **{"num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 16},
+        **{"ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "n_routed_experts": 4},
+        **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
+        **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        "layer_types": ["linear_attention", "full_attention", "mlp", "moe"],
+    },
+    "olmo_hybrid": _HYBRID | _DELTA | {"linear_num_value_heads": 2},
+    "qwen3_5_text": _HYBRID | _DELTA,
+    "qwen3_5_moe_text": _HYBRID | _DELTA | _EXPERTS,
+}
+RECURRENT_LATENT_NAMES = {"bailing_hybrid", "kimi_linear"}
+"""Those whose attention is latent."""
+
+
+def _make(model_type: str) -> PretrainedConfig:
+    return CONFIG_MAPPING[model_type](**_CONFIGS[model_type])
+
+
+RECURRENT = tuple(
+    Architecture(name, lambda name=name: _make(name))  # type: ignore[misc]
+    for name in _CONFIGS
+)
+KINDS = RECURRENT[:3]
+"""One architecture of each kind of recurrence: delta rule, state space, short convolution."""

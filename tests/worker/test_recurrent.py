@@ -1,0 +1,159 @@
+"""Models with recurrent layers: states, their blocks, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from protocol.core_worker import ModelFacts
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import build_checkpoint
+from tests.worker.driving import drive
+from tests.worker.recurrent_models import KINDS, RECURRENT
+from tests.worker.test_not_finite import run
+from tests.worker.test_parity import BLOCK_SIZE, GREEDY, ROOMY, Serve, make_runner
+from worker_proc.errors import InsufficientMemory, UnsupportedModel
+from worker_proc.inputs import StepInputs
+from worker_proc.model_runner import NOT_FINITE
+from worker_proc.recurrent import delta_rule
+from worker_proc.recurrent.sizing import choose_num_state_blocks
+from worker_proc.recurrent.state_pool import StatePool
+from worker_proc.recurrent.step_texts import texts_of
+from worker_proc.startup.announcement import announcement
+from worker_proc.startup.load_runner import load_model_runner
+
+BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
+DELTA = BY_NAME["qwen3_5_text"]
+FEW = 4
+"""State blocks, one of which is never used: three requests can run at once."""
+BAD_TOKEN = 200
+
+
+@pytest.mark.parametrize("architecture", KINDS, ids=lambda a: a.name)
+def test_few_state_blocks_are_shared_by_many_requests(architecture: Any, serve: Serve) -> None:
+    served = serve(architecture)
+    runner = make_runner(served.directory, ROOMY, num_state_blocks_override=FEW)
+    assert runner.facts.num_state_blocks == FEW
+    for options in ({}, {"max_num_batched_tokens": 16}):
+        assert drive(runner, served.prompts, GREEDY, **options).output_token_ids == served.expected
+
+
+def test_states_are_lost_in_sleep_and_needed_no_more(serve: Serve) -> None:
+    served = serve(KINDS[0])
+    runner = make_runner(served.directory, ROOMY)
+    assert drive(runner, served.prompts, GREEDY).output_token_ids == served.expected
+    runner.reset()
+    runner.sleep()
+    states = runner._model.__dict__["state_pool"].tensors
+    assert not any(bool(tensor.any()) for tensors in states.values() for tensor in tensors)
+    assert drive(runner, served.prompts, GREEDY).output_token_ids == served.expected
+
+
+def test_a_moved_step_has_the_texts_of_a_new_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(KINDS[2])
+    runner = make_runner(served.directory, ROOMY)
+    begin, num_moved = StatePool.begin_step, 0
+
+    def compared(pool: StatePool, inputs: StepInputs) -> None:
+        nonlocal num_moved
+        begin(pool, inputs)
+        num_moved += inputs.begun_blocks is not None
+        assert list(pool.texts) == list(texts_of(inputs, BLOCK_SIZE))
+
+    monkeypatch.setattr(StatePool, "begin_step", compared)
+    assert drive(runner, served.prompts, GREEDY).output_token_ids == served.expected
+    assert num_moved > 3
+
+
+def test_a_state_that_is_not_finite_stays_with_its_request(tmp_path: Path) -> None:
+    """Requests that get its block afterwards begin with zeros."""
+    build_checkpoint(tmp_path, DELTA.config())
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"][BAD_TOKEN] = torch.nan
+    save_file(tensors, weights, {"format": "pt"})
+    runner = make_runner(tmp_path, ROOMY, num_state_blocks_override=FEW)
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    good = [[3, 4, 5, 6, 7], [13, 14, 15], [16, 17, 18, 19], [20, 21]]
+    outputs, errors = run(runner, [[8, BAD_TOKEN, 9, 10], *good], params, 0)
+    assert errors == {0: NOT_FINITE}
+    alone, none = run(runner, good, params, 0)
+    assert none == {}
+    assert outputs[1:] == alone
+    assert all(alone)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"scheduler": SchedulerConfig(num_speculative_tokens=2)}, "num_speculative_tokens 2"),
+        ({"cache": CacheConfig(swap_space_bytes=1 << 20)}, "swap_space_bytes 1048576"),
+    ],
+)
+def test_settings_are_refused_before_weights_are_read(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    DELTA.config().save_pretrained(tmp_path)
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path), dtype=Dtype("float32"), device=Device.CPU),
+        worker=WorkerConfig(num_threads=1),
+        **settings,
+    )
+    with pytest.raises(UnsupportedModel, match=f"recurrent state exclude {reason}"):
+        load_model_runner(config, lambda phase, done, total: None)
+
+
+def test_a_module_that_computes_something_else_is_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(KINDS[0])
+    monkeypatch.setattr(delta_rule, "EPSILON", 0.5)
+    with pytest.raises(UnsupportedModel, match=r"linear_attn .* differs from its own forward"):
+        make_runner(served.directory, ROOMY)
+
+
+def test_a_model_without_attention_has_no_kv_cache(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, BY_NAME["mamba2"].config())
+    runner = make_runner(tmp_path, None)
+    facts = runner.facts
+    assert [group.is_state for group in facts.kv_groups] == [True]
+    assert facts.exact_resume
+    assert facts.num_blocks_for(facts.max_model_len) == 0
+    lines = list(announcement(facts, runner.attention))
+    assert lines[0] == "context 1,048,576 tokens; no KV cache"
+    assert lines[1] == f"recurrent states: {facts.num_state_blocks - 1:,} requests and prefixes"
+
+
+def test_the_number_of_state_blocks() -> None:
+    def choose(available: int, has_attention: bool = True, override: int | None = None) -> int:
+        return choose_num_state_blocks(
+            available, 100, max_num_seqs=8, has_attention=has_attention, override=override
+        )
+
+    assert choose(10_000) == 17
+    assert choose(2_000) == 10
+    assert choose(2_000, has_attention=False) == 17
+    assert choose(2_000, override=5) == 5
+    for number in (590, 100):
+        with pytest.raises(InsufficientMemory, match="3 recurrent states need 300 bytes"):
+            choose(number)
+    with pytest.raises(InsufficientMemory, match="30 recurrent states need"):
+        choose(2_000, override=30)
+
+
+def test_the_announcement_counts_states() -> None:
+    facts = ModelFacts("m", 10, 64, 16, 9, [], num_state_blocks=5)
+    assert "recurrent states: 4 requests and prefixes" in announcement(facts, "native kernel")

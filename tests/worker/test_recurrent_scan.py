@@ -1,0 +1,190 @@
+"""Convolutions and scans give a row the same bits however its text is cut, moved and computed."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.convolution import CausalConvolution
+from worker_proc.recurrent.delta_rule import DeltaRule
+from worker_proc.recurrent.functions import Operation
+from worker_proc.recurrent.mamba2 import Mamba2Scan
+from worker_proc.recurrent.state_pool import StatePool
+from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
+from worker_proc.recurrent.step_texts import NO_STATE, StepTexts, Text
+
+LENGTHS = (37, 9, 1, 20)
+NUM_BLOCKS = 40
+KEY_HEADS, HEADS, KEYS, VALUES = 2, 4, 19, 37
+"""Neither keys nor values fill whole vectors."""
+CHANNELS, TAPS = 75, 4
+
+Compute = Callable[[Operation, slice], torch.Tensor]
+"""Computes some rows of all texts by an operation: `[T, ...]`."""
+
+
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Case:
+    """One kind of operation, and what the tokens of all texts bring to it."""
+
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
+        self.kind = kind
+        total = sum(LENGTHS)
+        queries, keys = (rows(1, total, KEY_HEADS, KEYS, seed=n).to(dtype) for n in (1, 2))
+        values = rows(1, total, HEADS, VALUES, seed=3).to(dtype)
+        rates = torch.sigmoid(rows(1, total, HEADS, seed=4)).to(dtype)
+        logs = -torch.nn.functional.softplus(rows(1, total, HEADS, KEYS, seed=5))
+        weight, bias = rows(CHANNELS, TAPS, seed=6).to(dtype), rows(CHANNELS, seed=7).to(dtype)
+        channels = rows(1, total, CHANNELS, seed=8).to(dtype)
+        decay, skip = -rows(HEADS, seed=9).exp(), rows(HEADS, seed=10)
+        self.type: type[Operation] = {"convolution": CausalConvolution, "mamba2": Mamba2Scan}.get(
+            kind, DeltaRule
+        )
+
+        def compute(op: Operation, at: torch.Tensor) -> torch.Tensor:
+            if kind == "convolution":
+                part = channels[:, at].transpose(1, 2)
+                out = op(part, weight, bias, activation="silu").transpose(1, 2)
+            elif kind == "mamba2":
+                out = op(
+                    values[:, at],
+                    rates[:, at],
+                    decay,
+                    keys[:, at],
+                    queries[:, at],
+                    chunk_size=8,
+                    D=skip,
+                    dt_bias=skip,
+                    dt_softplus=True,
+                )
+            else:
+                g = logs[:, at] if kind == "key_decays" else logs[:, at, :, 0]
+                out, _ = op(
+                    queries[:, at].repeat_interleave(2, 2)
+                    if kind == "key_decays"
+                    else queries[:, at],
+                    keys[:, at].repeat_interleave(2, 2) if kind == "key_decays" else keys[:, at],
+                    values[:, at],
+                    g=g,
+                    beta=rates[:, at],
+                    use_qk_l2norm_in_kernel=True,
+                )
+            return out[0]
+
+        self.compute = compute
+        shape = {"convolution": (TAPS - 1, CHANNELS)}.get(kind, (HEADS, -(-VALUES // 16), KEYS, 16))
+        self.spec = StateSpec("", shape, is_window=kind == "convolution")
+        self.dtype = dtype
+
+    def pool(self) -> StatePool:
+        return StatePool([RecurrentSpec("m", 1, (self.spec,))], NUM_BLOCKS, 4, self.dtype)
+
+
+KINDS = ("convolution", "delta", "key_decays", "mamba2")
+
+
+def computed(
+    case: Case,
+    steps: Sequence[Sequence[int]],
+    library: NativeLibrary | None,
+    *,
+    in_place: bool = True,
+    garbage: float = 0.0,
+) -> list[torch.Tensor]:
+    """Return the rows of each text, computed in steps: the number of tokens of each text.
+
+    In place, a text has one block; else its state goes to a new one in each step.
+    """
+    pool = case.pool()
+    pool.tensors["m"][0].fill_(garbage)
+    op = case.type(pool, pool.tensors["m"][0], library)
+    firsts = [sum(LENGTHS[:text]) for text in range(len(LENGTHS))]
+    done, blocks = [0] * len(LENGTHS), [NO_STATE] * len(LENGTHS)
+    free = iter(range(1, NUM_BLOCKS))
+    found: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    for counts in steps:
+        texts, places, row = [], [], 0
+        for text, count in enumerate(counts):
+            if count == 0:
+                continue
+            target = next(free) if blocks[text] == NO_STATE or not in_place else blocks[text]
+            texts.append(Text(row, count, blocks[text], {target: count}))
+            blocks[text] = target
+            places.append(torch.arange(count) + firsts[text] + done[text])
+            done[text] += count
+            row += count
+        pool.texts = StepTexts(texts)
+        out = case.compute(op, torch.cat(places))
+        numbers = [text for text, count in enumerate(counts) if count]
+        for text, part in zip(numbers, out.split([len(p) for p in places]), strict=True):
+            found[text].append(part)
+    assert done == list(LENGTHS)
+    return [torch.cat(parts) for parts in found]
+
+
+WHOLE = [LENGTHS]
+ALONE = [
+    [length if text == number else 0 for text, length in enumerate(LENGTHS)] for number in range(4)
+]
+CHUNKS = [(16, 2, 1, 1), (1, 3, 0, 1), (2, 1, 0, 1), (17, 0, 0, 16), (1, 3, 0, 1)]
+
+
+@pytest.fixture
+def native() -> NativeLibrary:
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    return NativeLibrary(build())
+
+
+@pytest.fixture
+def library(sampling_library: NativeLibrary | None) -> NativeLibrary | None:
+    """Run the test with PyTorch, and with the kernels."""
+    return sampling_library
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_same_bits_in_all_steps(
+    kind: str, dtype: torch.dtype, library: NativeLibrary | None
+) -> None:
+    case = Case(kind, dtype)
+    whole = computed(case, WHOLE, library)
+    assert all(bool(rows.isfinite().all()) for rows in whole)
+    for steps in (ALONE, CHUNKS):
+        for in_place in (True, False):
+            found = computed(case, steps, library, in_place=in_place)
+            assert all(torch.equal(one, other) for one, other in zip(whole, found, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_no_bit(kind: str, native: NativeLibrary) -> None:
+    case = Case(kind)
+    found = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        found.append(computed(case, CHUNKS, native))
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_agree_with_torch(kind: str, native: NativeLibrary) -> None:
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        case = Case(kind, dtype)
+        pairs = zip(computed(case, CHUNKS, native), computed(case, CHUNKS, None), strict=True)
+        for kernel, plain in pairs:
+            assert (kernel - plain).norm() <= bound * plain.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_text_reads_nothing_of_its_blocks(kind: str, library: NativeLibrary | None) -> None:
+    case = Case(kind)
+    clean = computed(case, CHUNKS, library)
+    spoiled = computed(case, CHUNKS, library, garbage=torch.nan)
+    assert all(torch.equal(one, other) for one, other in zip(clean, spoiled, strict=True))

@@ -1,0 +1,57 @@
+"""Lets the recurrent modules of a model compute packed rows, where that is proven."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.gated_norm import fuse_gated_norms
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.recurrent_proof import MAX_ERROR, find_error, uses_functions
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.recurrent.functions import RecurrentLayer, install
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenModule:
+    """What is known of a recurrent module that agrees with its own forward."""
+
+    uses_functions: bool
+    """Whether it calls elementwise functions of torch."""
+    gated_norms: dict[str, int] = field(default_factory=dict)
+    """The gatings of norms that are replaced, by the names of the module's children."""
+
+
+def install_recurrent(
+    loaded: LoadedModel,
+    library: NativeLibrary | None,
+    known: Mapping[str, ProvenModule] | None = None,
+) -> dict[str, ProvenModule]:
+    """Install all recurrent modules of a model, before any of its weights are packed.
+
+    Returns what is known of them, by their names. `known` is this result of an earlier start, with
+    which nothing is compared. UnsupportedModel: a module over packed rows differs from its own
+    forward.
+    """
+    if loaded.dtype not in NATIVE_DTYPES:
+        library = None
+    proven: dict[str, ProvenModule] = {}
+    for spec in loaded.recurrent:
+        module = loaded.model.get_submodule(spec.module_name)
+        before = None if known is None else known.get(spec.module_name)
+        if before is None:
+            error = find_error(module, spec, library)
+            if not error <= MAX_ERROR:
+                raise UnsupportedModel(
+                    f"{loaded.model.config.model_type}: {spec.module_name}"
+                    f" ({type(module).__name__}) over packed rows differs from its own forward"
+                    f" (relative error {error:.3g})"
+                )
+            norms = {} if library is None else fuse_gated_norms(module, library)
+            before = ProvenModule(uses_functions(module, spec), norms)
+        elif library is not None:
+            fuse_gated_norms(module, library, before.gated_norms)
+        proven[spec.module_name] = before
+        layer = RecurrentLayer(module, spec, library)
+        layer.is_rowwise = before.uses_functions
+        install(module, layer)
+    return proven

@@ -1,0 +1,93 @@
+"""Compares recurrent modules over packed rows with their own forward over single texts.
+
+Both are computed in float32, for texts of several scales. The own forward computes a text at once,
+by chunks; packed rows are computed in steps that begin and end at other places, and whose states
+are moved between blocks.
+"""
+
+import copy
+import math
+from array import array
+from typing import Any
+
+import torch
+from torch import nn
+
+from protocol.sampling import SamplingParams
+from worker_proc.inputs import pack_step
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.functions import RecurrentLayer, install
+from worker_proc.recurrent.rowwise import RowwiseFunctions
+from worker_proc.recurrent.state_pool import StatePool
+from worker_proc.recurrent.state_spec import RecurrentSpec
+
+TRIAL_SCALES = (0.1, 1.0, 30.0)
+STEPS = (1, 21, 44, 1, 3)
+"""Tokens of each text that a step computes: more in all than transformers' chunks of 64."""
+MAX_ERROR = 1e-3
+"""Of a row, relative to its length: chunks and tokens are summed in other orders."""
+_BLOCK_SIZE = 8
+_CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None) -> float:
+    """Return the greatest error of a row over packed rows, relative to its length."""
+    module = copy.deepcopy(module).float()
+    num_tokens = sum(STEPS)
+    scales = torch.tensor(TRIAL_SCALES).view(-1, 1, 1)
+    shape = len(TRIAL_SCALES), num_tokens, spec.input_size
+    rows = torch.randn(shape, generator=make_generator(1)) * scales
+    expected = _first(module(rows))
+    found = _computed_in_steps(module, spec, library, rows)
+    if expected.shape != found.shape:
+        return math.inf
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+    greatest = float(error.max())
+    return greatest if math.isfinite(greatest) else math.inf
+
+
+@torch.inference_mode()
+def uses_functions(module: nn.Module, spec: RecurrentSpec) -> bool:
+    """Return whether a module's own forward calls elementwise functions of torch with its rows."""
+    seen: list[list[int]] = []
+    for num_tokens in (2, 3):
+        rows = torch.zeros(1, num_tokens, spec.input_size, dtype=next(module.parameters()).dtype)
+        with RowwiseFunctions() as functions:
+            module(rows)
+        seen.append(functions.sizes)
+    return seen[0] != seen[1]
+
+
+def _computed_in_steps(
+    module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None, rows: torch.Tensor
+) -> torch.Tensor:
+    num_texts, num_tokens, _ = rows.shape
+    per_text = -(-num_tokens // _BLOCK_SIZE)
+    pool = StatePool([spec], 1 + num_texts * per_text, _BLOCK_SIZE, torch.float32)
+    layer = RecurrentLayer(module, spec, library)
+    layer.attach(pool)
+    install(module, layer)
+    requests = [_request(number, num_tokens, per_text) for number in range(num_texts)]
+    found, start = [], 0
+    for count in STEPS:
+        parts = [ScheduledRequest(request, start, count, True) for request in requests]
+        pool.begin_step(pack_step(parts, _CPU))
+        packed = rows[:, start : start + count].reshape(1, -1, rows.shape[2])
+        found.append(_first(module(packed)).view(num_texts, count, -1))
+        start += count
+    return torch.cat(found, dim=1)
+
+
+def _request(number: int, num_tokens: int, num_blocks: int) -> MirroredRequest:
+    """Return a request over some tokens, of whose blocks every third one is a new one."""
+    first = 1 + number * num_blocks
+    table = array("i", (first + index // 3 for index in range(num_blocks)))
+    return MirroredRequest(number, [0] * num_tokens, num_tokens, SamplingParams(), [table], 0, 0)
+
+
+def _first(result: Any) -> torch.Tensor:
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out

@@ -1,0 +1,41 @@
+// Causal convolutions and recurrent states of one module; called by worker_proc/recurrent.
+
+#include "recurrence.h"
+
+namespace {
+
+template <typename T>
+void prepare(const HeadRows& heads) {
+  const int64_t num_items = int64_t(heads.num_rows) * heads.num_heads;
+#pragma omp parallel for schedule(static) if (num_items * heads.dim > 16384)
+  for (int64_t item = 0; item < num_items; item++)
+    prepare_head(static_cast<const T*>(heads.rows) + item / heads.num_heads * heads.row_stride +
+                     item % heads.num_heads * heads.dim,
+                 heads.out + item * heads.dim, heads);
+}
+
+template <typename T>
+void scan(const Scan& s, const Texts& texts) {
+  if (s.corrects)
+    s.has_key_decays ? scan<T, true, true>(s, texts) : scan<T, true, false>(s, texts);
+  else
+    s.has_key_decays ? scan<T, false, true>(s, texts) : scan<T, false, false>(s, texts);
+}
+
+}  // namespace
+
+// Convolves the channels of each text with `size` taps, of which the last one is a row's own.
+extern "C" void troika_convolve(const Convolution* convolution, const Texts* texts) {
+  convolution->is_bf16 ? convolve<Bf16>(*convolution, *texts) : convolve<float>(*convolution, *texts);
+}
+
+// Writes rows of heads as float32.
+extern "C" void troika_prepare_heads(const HeadRows* heads) {
+  heads->is_bf16 ? prepare<Bf16>(*heads) : prepare<float>(*heads);
+}
+
+// For each token and head: state = decay · state, then state += key ⊗ (rate · (value - correction)),
+// where the correction is key · state or 0; out = query · state + skip · value.
+extern "C" void troika_scan(const Scan* s, const Texts* texts) {
+  s->is_bf16 ? scan<Bf16>(*s, *texts) : scan<float>(*s, *texts);
+}

@@ -1,0 +1,317 @@
+// Layers with a recurrent state: causal convolutions, and scans over the tokens of each text.
+//
+// A state is read from a block of its pool, and saved to blocks after some rows of the text. Every
+// row is computed from the one before it, in one order, so its bits depend neither on where a text
+// is cut into steps, nor on other texts, nor on the number of threads.
+
+#pragma once
+
+#include <vector>
+
+#include "pointwise.h"
+
+namespace {
+
+// The texts of one step; RecurrentTexts in recurrence.py.
+struct Texts {
+  const int32_t* first_row;
+  const int32_t* num_rows;
+  const int32_t* source;   // the block with the state before the first row; -1: zeros
+  const int32_t* cuts;     // [num_texts + 1]: a text's first entry in the columns below
+  const int32_t* cut_row;  // its rows after which the state is saved, ascending
+  const int32_t* cut_block;
+  int32_t num_texts;
+  int32_t total_rows;
+};
+
+// ConvolutionArgs in recurrence.py.
+struct Convolution {
+  const void* rows;  // [total_rows, num_channels]
+  void* windows;     // [block, size - 1, num_channels]: the last rows of a text, in order
+  void* out;         // [total_rows, num_channels]
+  const float* weight;  // [size, num_channels]
+  const float* bias;    // [num_channels], or null
+  int64_t row_stride;
+  int32_t num_channels;
+  int32_t size;
+  int32_t activation;  // of pointwise.h; -1: none
+  int32_t is_bf16;
+};
+
+// HeadRowsArgs in recurrence.py.
+struct HeadRows {
+  const void* rows;  // [num_rows, num_heads, dim]
+  float* out;
+  int64_t row_stride;
+  int32_t num_rows;
+  int32_t num_heads;
+  int32_t dim;
+  int32_t is_bf16;
+  int32_t normalizes;  // to unit length
+  float epsilon;
+  float factor;
+};
+
+// ScanArgs in recurrence.py. A head's state is a matrix of num_keys rows and num_values columns.
+struct Scan {
+  const float* queries;  // [total_rows, num_key_heads, num_keys]
+  const float* keys;     // the same
+  const void* values;    // [total_rows, num_heads, num_values]
+  const float* decays;   // [total_rows, num_heads], or [total_rows, num_heads, num_keys]
+  const float* rates;    // [total_rows, num_heads]
+  const float* skips;    // [num_heads], or null
+  float* states;         // [block, num_heads, tile, num_keys, 16]
+  void* out;             // [total_rows, num_heads, num_values]
+  int64_t value_stride;
+  int32_t num_heads;
+  int32_t num_key_heads;
+  int32_t num_keys;
+  int32_t num_values;
+  int32_t has_key_decays;
+  int32_t corrects;
+  int32_t is_bf16;
+};
+
+inline std::vector<int32_t> texts_of_rows(const Texts& texts) {
+  std::vector<int32_t> out(texts.total_rows);
+  for (int32_t text = 0; text < texts.num_texts; text++)
+    std::fill_n(out.begin() + texts.first_row[text], texts.num_rows[text], text);
+  return out;
+}
+
+constexpr int kMaxTaps = 16;
+constexpr int kSpan = 1024;  // channels that are computed together
+
+// Computes some channels of one row of a text, `place` rows after its first one.
+template <typename T>
+inline void convolve_row(const Convolution& c, const T* window, int row, int place, int first,
+                         int count) {
+  const T* taps[kMaxTaps];
+  int num_missing = 0;  // of the first taps, before the text's first token
+  for (int j = 0; j < c.size; j++) {
+    const int back = c.size - 1 - j;
+    if (back <= place)
+      taps[j] = static_cast<const T*>(c.rows) + (row - back) * c.row_stride;
+    else if (window)
+      taps[j] = window + static_cast<int64_t>(j + place) * c.num_channels;
+    else
+      num_missing = j + 1;
+  }
+  T* out = static_cast<T*>(c.out) + static_cast<int64_t>(row) * c.num_channels;
+  for_vectors(count, [&](int i, auto lanes) {
+    const int channel = first + i;
+    Vec sum = c.bias ? load_any(c.bias + channel, lanes) : splat(0.0f);
+    for (int j = num_missing; j < c.size; j++)
+      sum = multiply_add(load_any(taps[j] + channel, lanes),
+                         load_any(c.weight + j * c.num_channels + channel, lanes), sum);
+    sum = rounded(sum, T{});
+    if (c.activation >= 0) sum = activation_of(sum, c.activation);
+    save(sum, out + channel, lanes);
+  });
+}
+
+// Saves some channels of a text's last rows after each of its cuts.
+template <typename T>
+inline void save_windows(const Convolution& c, const Texts& texts, int text, int first, int count) {
+  const int taps = c.size - 1;
+  const int64_t block_size = static_cast<int64_t>(taps) * c.num_channels;
+  T* windows = static_cast<T*>(c.windows);
+  std::vector<T> before(static_cast<size_t>(taps) * count);  // a cut may save to its block
+  if (texts.source[text] >= 0)
+    for (int j = 0; j < taps; j++)
+      std::memcpy(&before[static_cast<size_t>(j) * count],
+                  windows + texts.source[text] * block_size + j * int64_t(c.num_channels) + first,
+                  count * sizeof(T));
+  for (int cut = texts.cuts[text]; cut < texts.cuts[text + 1]; cut++)
+    for (int j = 0; j < taps; j++) {
+      const int place = texts.cut_row[cut] - taps + j;
+      const T* from = place < 0 ? &before[static_cast<size_t>(taps + place) * count]
+                                : static_cast<const T*>(c.rows) +
+                                      (texts.first_row[text] + place) * c.row_stride + first;
+      std::memcpy(
+          windows + texts.cut_block[cut] * block_size + j * int64_t(c.num_channels) + first, from,
+          count * sizeof(T));
+    }
+}
+
+template <typename T>
+inline void convolve(const Convolution& c, const Texts& texts) {
+  const std::vector<int32_t> text_of = texts_of_rows(texts);
+  const int num_spans = (c.num_channels + kSpan - 1) / kSpan;
+  const int64_t num_items = int64_t(texts.total_rows) * num_spans;
+  const int64_t num_saved = int64_t(texts.num_texts) * num_spans;
+  const auto count_at = [&](int first) { return std::min(kSpan, c.num_channels - first); };
+#pragma omp parallel if (int64_t(texts.total_rows) * c.num_channels > 16384)
+  {
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < num_items; item++) {
+      const int row = static_cast<int>(item / num_spans);
+      const int first = static_cast<int>(item % num_spans) * kSpan;
+      const int text = text_of[row], source = texts.source[text];
+      const T* window = source < 0 ? nullptr
+                                   : static_cast<const T*>(c.windows) +
+                                         int64_t(source) * (c.size - 1) * c.num_channels;
+      convolve_row(c, window, row, row - texts.first_row[text], first, count_at(first));
+    }
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < num_saved; item++) {
+      const int first = static_cast<int>(item % num_spans) * kSpan;
+      save_windows<T>(c, texts, static_cast<int>(item / num_spans), first, count_at(first));
+    }
+  }
+}
+
+// Widens a row of a head, and brings it to unit length if asked, times a factor.
+template <typename T>
+inline void prepare_head(const T* x, float* y, const HeadRows& heads) {
+  float factor = heads.factor;
+  if (heads.normalizes) {
+    Vec squares = splat(0.0f);
+    for_vectors(heads.dim, [&](int i, auto count) {
+      const Vec v = load_any(x + i, count);
+      squares += v * v;
+    });
+    const float sum = fold(squares, [](Vec a, Vec b) { return a + b; });
+    factor *= 1.0f / std::sqrt(sum + heads.epsilon);
+  }
+  for_vectors(heads.dim,
+              [&](int i, auto count) { save(load_any(x + i, count) * factor, y + i, count); });
+}
+
+inline void store_part(Part v, float* p) { *reinterpret_cast<Part*>(p) = v; }
+
+constexpr int kChains = 4;  // independent sums, which a processor adds at the same time
+
+// Calls f(key, chain) for all keys of a tile, so that each chain takes every fourth one.
+template <class F>
+[[gnu::always_inline]] inline void for_keys(int num_keys, const F& f) {
+  int key = 0;
+  for (; key + kChains <= num_keys; key += kChains)
+    for (int chain = 0; chain < kChains; chain++) f(key + chain, chain);
+  for (; key < num_keys; key++) f(key, 0);
+}
+
+struct Sums {
+  Part chains[kChains][kParts] = {};
+
+  Vec total() const {
+    Vec out;
+    for (int p = 0; p < kParts; p++) {
+      const Part sum = (chains[0][p] + chains[1][p]) + (chains[2][p] + chains[3][p]);
+      std::memcpy(reinterpret_cast<char*>(&out) + p * sizeof sum, &sum, sizeof sum);
+    }
+    return out;
+  }
+};
+
+// Multiplies a tile, [num_keys, 16], by its decays; returns keys · tile.
+template <bool kKeyDecays>
+inline Vec decay_and_read(float* tile, const float* keys, const float* decays, int num_keys) {
+  Sums sums;
+  for_keys(num_keys, [&](int key, int chain) {
+    const Part decay = Part{} + decays[kKeyDecays ? key : 0], factor = Part{} + keys[key];
+    for (int p = 0; p < kParts; p++) {
+      float* at = tile + key * kLanes + p * kPartLanes;
+      const Part v = part_at(at) * decay;
+      store_part(v, at);
+      sums.chains[chain][p] += factor * v;
+    }
+  });
+  return sums.total();
+}
+
+// Adds keys ⊗ added to a tile; returns queries · tile.
+inline Vec add_and_read(float* tile, const float* keys, const float* queries, Vec added,
+                        int num_keys) {
+  Part parts[kParts];
+  std::memcpy(parts, &added, sizeof added);
+  Sums sums;
+  for_keys(num_keys, [&](int key, int chain) {
+    const Part factor = Part{} + keys[key], query = Part{} + queries[key];
+    for (int p = 0; p < kParts; p++) {
+      float* at = tile + key * kLanes + p * kPartLanes;
+      const Part v = part_at(at) + factor * parts[p];
+      store_part(v, at);
+      sums.chains[chain][p] += query * v;
+    }
+  });
+  return sums.total();
+}
+
+// The same with a decay of the tile before.
+template <bool kKeyDecays>
+inline Vec decay_add_and_read(float* tile, const float* keys, const float* queries,
+                              const float* decays, Vec added, int num_keys) {
+  Part parts[kParts];
+  std::memcpy(parts, &added, sizeof added);
+  Sums sums;
+  for_keys(num_keys, [&](int key, int chain) {
+    const Part decay = Part{} + decays[kKeyDecays ? key : 0];
+    const Part factor = Part{} + keys[key], query = Part{} + queries[key];
+    for (int p = 0; p < kParts; p++) {
+      float* at = tile + key * kLanes + p * kPartLanes;
+      const Part v = part_at(at) * decay + factor * parts[p];
+      store_part(v, at);
+      sums.chains[chain][p] += query * v;
+    }
+  });
+  return sums.total();
+}
+
+// Scans the tokens of a text with 16 columns of one head's state, which stay in the first cache.
+template <typename T, bool kCorrects, bool kKeyDecays>
+inline void scan_tile(const Scan& s, const Texts& texts, int text, int head, int tile,
+                      float* buffer) {
+  const int num_tiles = (s.num_values + kLanes - 1) / kLanes;
+  const int64_t tile_size = int64_t(s.num_keys) * kLanes;
+  const auto saved = [&](int block) {
+    return s.states + ((int64_t(block) * s.num_heads + head) * num_tiles + tile) * tile_size;
+  };
+  if (texts.source[text] < 0)
+    std::memset(buffer, 0, tile_size * sizeof(float));
+  else
+    std::memcpy(buffer, saved(texts.source[text]), tile_size * sizeof(float));
+  const int key_head = head / (s.num_heads / s.num_key_heads);
+  const int first = tile * kLanes, count = lanes_at(first, s.num_values);
+  int cut = texts.cuts[text];
+  for (int place = 0; place < texts.num_rows[text]; place++) {
+    const int64_t row = texts.first_row[text] + place, at = row * s.num_heads + head;
+    const float* keys = s.keys + (row * s.num_key_heads + key_head) * s.num_keys;
+    const float* queries = s.queries + (row * s.num_key_heads + key_head) * s.num_keys;
+    const float* decays = s.decays + (kKeyDecays ? at * s.num_keys : at);
+    const T* values = static_cast<const T*>(s.values) + row * s.value_stride +
+                      int64_t(head) * s.num_values + first;
+    const Vec value = load_any(values, count);
+    Vec out;
+    if (kCorrects) {
+      const Vec known = decay_and_read<kKeyDecays>(buffer, keys, decays, s.num_keys);
+      out = add_and_read(buffer, keys, queries, (value - known) * s.rates[at], s.num_keys);
+    } else {
+      out = decay_add_and_read<kKeyDecays>(buffer, keys, queries, decays, value * s.rates[at],
+                                           s.num_keys);
+    }
+    if (s.skips) out = multiply_add(value, splat(s.skips[head]), out);
+    save(out, static_cast<T*>(s.out) + at * s.num_values + first, count);
+    for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == place + 1; cut++)
+      std::memcpy(saved(texts.cut_block[cut]), buffer, tile_size * sizeof(float));
+  }
+}
+
+template <typename T, bool kCorrects, bool kKeyDecays>
+inline void scan(const Scan& s, const Texts& texts) {
+  const int num_tiles = (s.num_values + kLanes - 1) / kLanes;
+  const int64_t num_items = int64_t(texts.num_texts) * s.num_heads * num_tiles;
+#pragma omp parallel if (num_items > 1 && num_items * s.num_keys > 2048)
+  {
+    std::vector<Vec> buffer(s.num_keys);
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t item = 0; item < num_items; item++) {
+      const int64_t pair = item / num_tiles;
+      scan_tile<T, kCorrects, kKeyDecays>(
+          s, texts, static_cast<int>(pair / s.num_heads), static_cast<int>(pair % s.num_heads),
+          static_cast<int>(item % num_tiles), reinterpret_cast<float*>(buffer.data()));
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,1 @@
+"""Layers with a recurrent state: convolutions and scans over the packed rows of a step."""

@@ -1,0 +1,148 @@
+"""Runs the forward of transformers' recurrent modules with other functions in place of some.
+
+A recurrent module computes with functions of its file: a causal convolution, and a scan over the
+tokens of one text. These know nothing of packed rows. Here the code of a module's own forward runs
+with our functions under their names; its projections, norms and everything else stay as they are.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.convolution import CausalConvolution
+from worker_proc.recurrent.delta_rule import DeltaRule
+from worker_proc.recurrent.mamba2 import Mamba2Scan
+from worker_proc.recurrent.rowwise import RowwiseFunctions
+from worker_proc.recurrent.state_pool import StatePool
+from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
+
+
+class Operation(Protocol):
+    """Takes the place of one of transformers' functions, in one module."""
+
+    def __init__(
+        self, pool: StatePool, states: torch.Tensor, library: NativeLibrary | None
+    ) -> None: ...
+
+    @staticmethod
+    def describe(*args: Any, **kwargs: Any) -> tuple[StateSpec, Any]:
+        """Return the state of a call on the meta device, and its result."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the function over the packed rows of the present step."""
+
+
+OPERATIONS: Mapping[str, type[Operation]] = {
+    CausalConvolution.function: CausalConvolution,
+    **dict.fromkeys(DeltaRule.functions, DeltaRule),
+    Mamba2Scan.function: Mamba2Scan,
+}
+"""By the name of transformers' function."""
+
+
+UNKNOWN_FUNCTIONS = ("mamba_selective_scan",)
+"""Those that mix tokens, too, and whose place is not taken."""
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module's forward calls one of the functions."""
+    names = _names_in(module)
+    return any(name in OPERATIONS for name in names)
+
+
+def unknown_function(module: nn.Module) -> str | None:
+    """Return a function that a module's forward calls and whose place cannot be taken."""
+    names = _names_in(module)
+    return next((name for name in UNKNOWN_FUNCTIONS if name in names), None)
+
+
+def _names_in(module: nn.Module) -> tuple[str, ...]:
+    function = inspect.unwrap(type(module).forward)
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
+
+
+def forward_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> MethodType:
+    """Return the forward of a module's class with other functions under some global names."""
+    own = inspect.unwrap(type(module).forward)
+    assert isinstance(own, FunctionType)
+    names = {**own.__globals__, **functions}
+    function = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    function.__kwdefaults__ = own.__kwdefaults__
+    return MethodType(function, module)
+
+
+class RecurrentLayer:
+    """The forward of one recurrent module over packed rows."""
+
+    def __init__(
+        self, module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None
+    ) -> None:
+        self.spec = spec
+        self.is_rowwise = False
+        """Whether elementwise functions of the forward are computed by `rowwise`."""
+        self._library = library
+        self._operations: list[Operation] = []
+        self._num_called = 0
+        names = {state.function for state in spec.states}
+        self._forward = forward_with(module, {name: self._function(name) for name in names})
+
+    def attach(self, pool: StatePool) -> None:
+        """Compute with the states of a pool from now on."""
+        tensors = pool.tensors[self.spec.module_name]
+        self._operations = [
+            OPERATIONS[state.function](pool, tensor, self._library)
+            for state, tensor in zip(self.spec.states, tensors, strict=True)
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward returns, for packed rows."""
+        self._num_called = 0
+        if not self.is_rowwise:
+            return self._forward(*args, **kwargs)
+        with RowwiseFunctions():
+            return self._forward(*args, **kwargs)
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        """Return what is called under a name: the next operation, which must be of this name."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number = self._num_called
+            self._num_called += 1
+            assert self.spec.states[number].function == name
+            return self._operations[number](*args, **kwargs)
+
+        return call
+
+
+def install(module: nn.Module, layer: RecurrentLayer) -> None:
+    """Let a module compute packed rows; it keeps its parts and parameters."""
+    module.__dict__["recurrent_layer"] = layer
+    module.__dict__["forward"] = layer.forward
+
+
+def recurrent_layers(model: nn.Module) -> list[RecurrentLayer]:
+    """Return the layers that have been installed."""
+    found = (module.__dict__.get("recurrent_layer") for module in model.modules())
+    return [layer for layer in found if layer is not None]
+
+
+@contextmanager
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """Let recurrent modules compute rows of one text, as transformers does, for a while."""
+    taken = {
+        module: module.__dict__.pop("forward")
+        for module in model.modules()
+        if "recurrent_layer" in module.__dict__
+    }
+    try:
+        yield
+    finally:
+        for module, forward in taken.items():
+            module.__dict__["forward"] = forward

@@ -1,0 +1,61 @@
+"""Records the states of recurrent modules while a model runs on the meta device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent, unknown_function
+from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
+
+
+class _Recorder:
+    """The forward of one module, which records its calls of the functions."""
+
+    def __init__(self, module: nn.Module, name: str, found: list[RecurrentSpec]) -> None:
+        self._name = name
+        self._found = found
+        self._states: list[StateSpec] = []
+        functions = {function: partial(self._call, function) for function in OPERATIONS}
+        self._forward = forward_with(module, functions)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and add what it used."""
+        self._states = []
+        rows = args[0] if args else kwargs["hidden_states"]
+        result = self._forward(*args, **kwargs)
+        self._found.append(RecurrentSpec(self._name, rows.shape[-1], tuple(self._states)))
+        return result
+
+    def _call(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            spec, result = OPERATIONS[function].describe(*args, **kwargs)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{self._name}: {error}") from error
+        self._states.append(spec)
+        return result
+
+
+@contextmanager
+def recorded_states(
+    model: nn.Module, on_used: Callable[[Any], None]
+) -> Iterator[list[RecurrentSpec]]:
+    """Yield a list that gets the recurrent modules in the order in which a forward calls them.
+
+    Calls `on_used` with the parameters of each, some of which only the functions use.
+    """
+    found: list[RecurrentSpec] = []
+    modules = {name: module for name, module in model.named_modules() if is_recurrent(module)}
+    for name, module in modules.items():
+        if unknown := unknown_function(module):
+            raise UnsupportedModel(f"{name}: {unknown} is not supported")
+        module.__dict__["forward"] = _Recorder(module, name, found).forward
+        on_used(module.parameters())
+    try:
+        yield found
+    finally:
+        for module in modules.values():
+            del module.__dict__["forward"]

@@ -1,0 +1,87 @@
+"""Where the texts of a packed step begin, where their states are, and where they are saved."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from protocol.core_worker import NULL_BLOCK
+from worker_proc.inputs import BegunBlock, StepInputs
+from worker_proc.mirror import MirrorError, ScheduledRequest
+from worker_proc.native.recurrence import RecurrentTexts
+
+NO_STATE = -1
+"""Source of a text that begins with zeros."""
+
+
+class Text(NamedTuple):
+    """The rows of one text in a step, and the blocks of its state."""
+
+    first_row: int
+    num_rows: int
+    source: int
+    """The block with the state before the first row, or NO_STATE."""
+    cuts: dict[int, int]
+    """For each block that receives a state: after how many rows. In ascending order of rows."""
+
+
+class StepTexts:
+    """The texts of one step, for kernels and for PyTorch."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._columns = [
+            array("i", column)
+            for column in (
+                (text.first_row for text in texts),
+                (text.num_rows for text in texts),
+                (text.source for text in texts),
+                accumulate((len(text.cuts) for text in texts), initial=0),
+                (row for text in texts for row in text.cuts.values()),
+                (block for text in texts for block in text.cuts),
+            )
+        ]
+        self._sources, self._cut_blocks = self._columns[2], self._columns[5]
+        self.num_rows = sum(text.num_rows for text in texts)
+        addresses = (column.buffer_info()[0] for column in self._columns)
+        self.arguments = RecurrentTexts(*addresses, len(texts), self.num_rows)
+        self._is_decode = all(text.num_rows == len(text.cuts) == 1 for text in texts)
+
+    def __iter__(self) -> Iterator[Text]:
+        firsts, counts, sources, cuts, rows, blocks = self._columns
+        for number, (first, count, source) in enumerate(zip(firsts, counts, sources, strict=True)):
+            own = slice(cuts[number], cuts[number + 1])
+            yield Text(first, count, source, dict(zip(blocks[own], rows[own], strict=True)))
+
+    def move_on(self, begun: Sequence[BegunBlock]) -> bool:
+        """Let texts of one token each move on by one; False: the step must be written anew."""
+        if not self._is_decode:
+            return False
+        self._sources[:] = self._cut_blocks
+        for row, number, request in begun:
+            self._cut_blocks[row] = request.block_tables[-1][number]
+        return True
+
+
+def texts_of(inputs: StepInputs, block_size: int) -> StepTexts:
+    """Return the texts of a step, whose requests have the table of state blocks last."""
+    return StepTexts(
+        [
+            _text(part, first_row, block_size)
+            for first_row, part in zip(inputs.first_rows, inputs.parts, strict=True)
+        ]
+    )
+
+
+def _text(part: ScheduledRequest, first_row: int, block_size: int) -> Text:
+    table, start, end = part.request.block_tables[-1], part.start, part.end
+    source = NO_STATE if start == 0 else table[(start - 1) // block_size]
+    cuts: dict[int, int] = {}
+    for index in range(start // block_size, (end - 1) // block_size + 1):
+        if (block := table[index]) != NULL_BLOCK:
+            cuts.pop(block, None)  # the core has moved it along: only its last state counts
+            cuts[block] = min((index + 1) * block_size, end) - start
+    if source == NULL_BLOCK or end - start not in cuts.values():
+        raise MirrorError(
+            f"request {part.request.req_id} has no state block for positions {start} to {end}"
+        )
+    return Text(first_row, part.num_tokens, source, cuts)
