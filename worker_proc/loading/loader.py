@@ -40,6 +40,7 @@ from worker_proc.loading.checkpoint import (
     describe_rejection,
     is_unused_buffer,
 )
+from worker_proc.loading.context import check_frequencies, context_length
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
@@ -70,8 +71,6 @@ _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attent
 _RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _ROW_LAYER_TYPES = {"mlp", "moe"}
 """Layers that compute each row alone."""
-UNBOUNDED_MODEL_LEN = 2**20
-"""Of a model without attention whose configuration bounds no positions."""
 _OPTIONS: dict[str, Any] = {
     "attn_implementation": IMPLEMENTATION,
     "local_files_only": True,
@@ -255,7 +254,7 @@ def inspect_config(
             f"{config.model_type}: a classification head in a checkpoint that is quantized"
             f" ({format.method})"
         )
-    model_len = _model_len(text_config, has_attention=bool(probed.layers))
+    model_len = context_length(text_config, has_attention=bool(probed.layers))
     model_len -= probed.position_offset
     model_len = min(model_len, modules.max_seq_length or model_len)
     return InspectedModel(
@@ -336,22 +335,7 @@ def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> No
     known = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES | _ROW_LAYER_TYPES
     if strange := layer_types - known:
         raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(strange))}")
-
-
-def _model_len(text_config: PretrainedConfig, *, has_attention: bool) -> int:
-    model_len = getattr(text_config, "max_position_embeddings", None)
-    if model_len is None and not has_attention:
-        return UNBOUNDED_MODEL_LEN
-    if model_len is None:
-        raise UnsupportedModel(f"{text_config.model_type}: config.json bounds no positions")
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in nested or [rope]:
-        if parameters.get("rope_type") == "longrope":
-            # Past this length every request of a step would use other frequencies.
-            original = parameters.get("original_max_position_embeddings") or model_len
-            model_len = min(model_len, original)
-    return int(model_len)
+    check_frequencies(text_config)
 
 
 def _resolve_dtype(
