@@ -32,6 +32,8 @@ from worker_proc.loading.text_model import auto_class
 NUM_KILLED_PROMPTS = 3
 NUM_KILLED_TOKENS = 500
 """In each answer: half a second of steps at least, so that both deaths come before the end."""
+DECIDED_BY_FORWARD = {"nemotron_h"}
+"""Types whose decoding with a cache by transformers differs from its forward in long texts."""
 COLUMNS = ("whole prompts", "chunks of 16", "preempted", "cached prefix", "killed")
 """The ways in which a model is served, in fp32."""
 _MODES = ("whole_prompts", "chunked", "preempted_chunked", "prefix_cache")
@@ -95,14 +97,14 @@ def _is_equal_after_kills(
             wait_for(engine, role, victim.epoch, LOAD_TIMEOUT_S)
         outputs = [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams]
     engine.close()
-    return outputs == expected or all(map(partial(_is_greedy, model), prompts, outputs))
+    if model.config.model_type not in DECIDED_BY_FORWARD:
+        return outputs == expected
+    return all(map(partial(_is_greedy, model), prompts, outputs))
 
 
 @torch.inference_mode()
 def _is_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> bool:
-    """Return whether each token is the most likely one in a forward over the whole text.
-
-    In long texts, transformers' decoding with a cache may differ from that forward: Nemotron-H.
-    """
+    """Return whether each token is the most likely one in a forward over the whole text."""
+    assert len(output) == NUM_KILLED_TOKENS
     rows = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
     return rows[len(prompt) - 1 :].argmax(-1).tolist() == output
