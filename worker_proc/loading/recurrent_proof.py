@@ -8,10 +8,13 @@ are moved between blocks.
 import copy
 import math
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import SamplingParams
 from worker_proc.inputs import pack_step
@@ -40,7 +43,8 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
     scales = torch.tensor(TRIAL_SCALES).view(-1, 1, 1)
     shape = len(TRIAL_SCALES), num_tokens, spec.input_size
     rows = torch.randn(shape, generator=make_generator(1)) * scales
-    expected = _first(module(rows))
+    with _own_functions():
+        expected = _first(module(rows))
     found = _computed_in_steps(module, spec, library, rows)
     if expected.shape != found.shape:
         return math.inf
@@ -55,10 +59,21 @@ def uses_functions(module: nn.Module, spec: RecurrentSpec) -> bool:
     seen: list[list[int]] = []
     for num_tokens in (2, 3):
         rows = torch.zeros(1, num_tokens, spec.input_size, dtype=next(module.parameters()).dtype)
-        with RowwiseFunctions() as functions:
+        with _own_functions(), RowwiseFunctions() as functions:
             module(rows)
         seen.append(functions.sizes)
     return seen[0] != seen[1]
+
+
+@contextmanager
+def _own_functions() -> Iterator[None]:
+    """Let transformers use its PyTorch functions without a warning: ours take their place."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _computed_in_steps(
