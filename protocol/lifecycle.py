@@ -79,6 +79,8 @@ class Ready(Message):
     """KV blocks that its successors must have too; 0: they measure memory."""
     facts: Annotated[list[Text], Meta(max_length=16)] = []
     """Lines that the supervisor prints when the engine serves for the first time."""
+    num_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """State blocks, likewise."""
 
 
 class Fatal(Message):

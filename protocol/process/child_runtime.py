@@ -147,13 +147,20 @@ class ChildProcess:
         self.reporter.load(phase, done)
         self._send(Progress(phase, done, total))
 
-    def ready(self, detail: str = "", num_gpu_blocks: int = 0, facts: Sequence[str] = ()) -> None:
-        """Report that the start is over, and the KV blocks that successors must have too.
+    def ready(
+        self,
+        detail: str = "",
+        num_gpu_blocks: int = 0,
+        facts: Sequence[str] = (),
+        num_state_blocks: int = 0,
+    ) -> None:
+        """Report that the start is over, and the blocks that successors must have too.
 
         The supervisor prints `facts` once, when the engine serves.
         """
         self.reporter.turn()  # from now on it has the limits of a serving process
-        self._send(Ready(detail, num_gpu_blocks, [fact[:MAX_TEXT] for fact in facts]))
+        shown = [fact[:MAX_TEXT] for fact in facts]
+        self._send(Ready(detail, num_gpu_blocks, shown, num_state_blocks))
 
     def drained(self) -> None:
         """Report that no request is open."""

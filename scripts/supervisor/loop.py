@@ -268,7 +268,7 @@ class Supervisor:
         else:
             self._console.ready(action.slot, action.message, now)
             self._facts = action.message.facts or self._facts
-            self._table.keep_num_blocks(action.message.num_gpu_blocks)
+            self._table.keep_num_blocks(action.message)
 
     def _announce(self) -> None:
         name = served_name(self._config)

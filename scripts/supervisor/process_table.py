@@ -153,14 +153,17 @@ class ProcessTable:
         self._rows[slot].child = child
         self._poller.register(child.pidfd, zmq.POLLIN)
 
-    def keep_num_blocks(self, num_gpu_blocks: int) -> None:
-        """Start workers with as many KV blocks as the first one found memory for.
+    def keep_num_blocks(self, ready: Ready) -> None:
+        """Start workers with as many blocks as the first one found memory for.
 
-        The core would have to begin anew with a worker that has another number. 0: any number.
+        The core would have to begin anew with a worker that has other numbers. 0: any number.
         """
-        if num_gpu_blocks:
-            cache = self._config.cache
-            cache = msgspec.structs.replace(cache, num_gpu_blocks_override=num_gpu_blocks)
+        if ready.num_gpu_blocks:
+            cache = msgspec.structs.replace(
+                self._config.cache,
+                num_gpu_blocks_override=ready.num_gpu_blocks,
+                num_state_blocks_override=ready.num_state_blocks or None,
+            )
             self._config = msgspec.structs.replace(self._config, cache=cache)
 
     def swap(self, one: Slot, other: Slot) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from protocol.sampling import SamplingParams
@@ -83,6 +83,14 @@ OTHER_ROUTER = Qwen2MoeConfig(
     shared_expert_intermediate_size=64,
 )
 """Its router and its shared expert are modules of their own."""
+RECURRENT = Qwen3_5TextConfig(
+    **SHAPE | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32},
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+)
 SERVED = (
     (gptq(4, 128, is_symmetric=True), None),
     (gptq(4, 64, is_symmetric=False, has_order=True), None),
@@ -97,6 +105,7 @@ SERVED = (
     (fp8_blocks(), MOE),
     (fp8_tensor(), None),
     (float_quantized("channel"), OTHER_ROUTER),
+    (float_quantized("channel"), RECURRENT),
 )
 
 
@@ -114,7 +123,7 @@ def coded_formats(runner: ModelRunner) -> set[Format]:
 
 
 def check_decoder(runner: ModelRunner, config: Any) -> None:
-    assert runner.facts.decoder == ("modules" if config is OTHER_ROUTER else "native")
+    assert runner.facts.decoder == ("modules" if config in (OTHER_ROUTER, RECURRENT) else "native")
     assert runner.facts.exact_resume
 
 

@@ -208,8 +208,9 @@ def _with_head(
     if not loaded.is_causal:  # those of decoders are fused
         activate_dense_rows(model)
     layers = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.layers]
+    recurrent = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.recurrent]
     wrapped = PoolingModel(model, inspected.probed.position_offset)
-    return replace(loaded, model=wrapped.eval(), layers=layers)
+    return replace(loaded, model=wrapped.eval(), layers=layers, recurrent=recurrent)
 
 
 def inspect_config(

@@ -72,9 +72,12 @@ def proven(proofs: StartCache | None, name: str, type_: type[T], prove: Callable
 
 
 def _key(config: EngineConfig) -> Iterator[bytes]:
-    # A successor is started with the number of blocks that its predecessor has found memory for.
+    # A successor is started with the numbers of blocks that its predecessor has found memory for.
     cache = msgspec.structs.replace(
-        config.cache, num_gpu_blocks_override=None, kv_cache_memory_bytes=None
+        config.cache,
+        num_gpu_blocks_override=None,
+        num_state_blocks_override=None,
+        kv_cache_memory_bytes=None,
     )
     settings = (config.model, cache, config.scheduler, config.parallel, config.worker)
     yield msgspec.msgpack.encode(settings)

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import SamplingParams
 from worker_proc.inputs import pack_step
+from worker_proc.loading.coded_weights import dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.kernels import NativeLibrary
@@ -38,7 +39,8 @@ _CPU = torch.device("cpu")
 @torch.inference_mode()
 def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None) -> float:
     """Return the greatest error of a row over packed rows, relative to its length."""
-    module = copy.deepcopy(module).float()
+    with dequantized(module):
+        module = copy.deepcopy(module).float()
     num_tokens = sum(STEPS)
     scales = torch.tensor(TRIAL_SCALES).view(-1, 1, 1)
     shape = len(TRIAL_SCALES), num_tokens, spec.input_size
@@ -59,7 +61,7 @@ def uses_functions(module: nn.Module, spec: RecurrentSpec) -> bool:
     seen: list[list[int]] = []
     for num_tokens in (2, 3):
         rows = torch.zeros(1, num_tokens, spec.input_size, dtype=next(module.parameters()).dtype)
-        with _own_functions(), RowwiseFunctions() as functions:
+        with _own_functions(), dequantized(module), RowwiseFunctions() as functions:
             module(rows)
         seen.append(functions.sizes)
     return seen[0] != seen[1]

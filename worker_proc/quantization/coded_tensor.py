@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from worker_proc.quantization.files import StoredWeight
 from worker_proc.quantization.weight import QuantizedWeight, can_join, join_outputs
@@ -99,8 +98,3 @@ class CodedSlice:
 
     def __getitem__(self, _: object) -> torch.Tensor:
         return CodedTensor(((self._stored,),), self._dtype, dim=2)
-
-
-def has_coded_tensors(model: nn.Module) -> bool:
-    """Return whether any weight of a model is still in its files."""
-    return any(isinstance(parameter, CodedTensor) for parameter in model.parameters())

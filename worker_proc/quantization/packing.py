@@ -90,6 +90,7 @@ def join_packed(experts: Sequence[PackedWeight]) -> PackedWeight:
     scales = [expert.scales for expert in experts if expert.scales is not None]
     if len({part.dtype for part in scales}) > 1:
         scales = [part.float() for part in scales]
+    biases = [expert.bias for expert in experts if expert.bias is not None]
     grouping = first.grouping
     groupings = [expert.grouping for expert in experts if expert.grouping is not None]
     if grouping is not None and len({(one.zeros is None, one.zero) for one in groupings}) > 1:
@@ -104,6 +105,7 @@ def join_packed(experts: Sequence[PackedWeight]) -> PackedWeight:
     return first._replace(
         panels=torch.cat([expert.panels for expert in experts]),
         scales=torch.cat(scales),
+        bias=torch.cat(biases) if biases else None,
         grouping=grouping,
     )
 

@@ -142,7 +142,7 @@ def _library_for(
         if library is None:
             progress("compile_kernels", 0, 0)
             try:
-                library = load_coding_library("their codes", one.device)
+                library = load_coding_library("the checkpoint's format", one.device)
             except UnsupportedModel as error:
                 reason = str(error)
         if one.dtype not in NATIVE_DTYPES:

@@ -41,11 +41,15 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
     calibration = calibrate(prepared, config, progress)
     found.keep(1, calibration)
     trial = build_runner(prepared, config, calibration, progress)
-    num_blocks = trial.facts.num_gpu_blocks
+    facts = trial.facts
     _shrink_cache(prepared, make_layout(prepared.loaded, config))
     if prepared.draft is not None:
         _shrink_cache(prepared.of_draft(prepared.draft), make_draft_layout(prepared.draft, config))
-    cache = msgspec.structs.replace(config.cache, num_gpu_blocks_override=num_blocks)
+    cache = msgspec.structs.replace(
+        config.cache,
+        num_gpu_blocks_override=facts.num_gpu_blocks,
+        num_state_blocks_override=facts.num_state_blocks or None,
+    )
     forked_config = msgspec.structs.replace(config, cache=cache)
 
     def make(progress: ReportProgress) -> ModelRunner:

@@ -91,7 +91,9 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
     detail = ", ".join(filter(None, (facts.device, facts.dtype)))
     # On the CPU a successor must not size its cache by the memory that is free then. On a device it
     # may have to take less.
-    num_blocks = facts.num_gpu_blocks if facts.device == "cpu" else 0
+    keeps_numbers = facts.device == "cpu"
+    num_blocks = facts.num_gpu_blocks if keeps_numbers else 0
+    num_state_blocks = facts.num_state_blocks if keeps_numbers else 0
     gc_tuning.freeze()  # here it counts as loading
     if is_standby:
         child.ready(detail)
@@ -99,7 +101,8 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
             return
     child.restart_on_sigterm()
     loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller())
-    child.ready(detail, num_blocks, list(announcement(facts, runner.attention)))
+    lines = list(announcement(facts, runner.attention))
+    child.ready(detail, num_blocks, lines, num_state_blocks)
     try:
         loop.run()
     except Exception as error:
