@@ -1,23 +1,14 @@
 """Quantized checkpoints in real processes: kill -9 of worker and core changes no token."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from protocol.client import EngineClient
-from protocol.lifecycle import Role
-from protocol.sampling import SamplingParams
-from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
-from tests.system.test_standby import pid_of, wait_for
+from scripts.testing import EngineFactory
+from tests.system.kills import check_tokens_after_kills
 from tests.worker.quantized_checkpoints import WIDE, Layout, gptq, int_quantized, write_quantized
 from worker_proc.native.build import build, compiler
-
-MAX_TOKENS = 500
-"""Half a second of steps at least, so that both deaths come before the end."""
-PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
 
 @pytest.mark.slow
@@ -36,25 +27,6 @@ def test_streams_go_on_after_kill_9(
     write_quantized(tmp_path, layout, LlamaConfig(**WIDE | {"max_position_embeddings": 2048}))
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16")
     engine = start_engine(*settings, model=str(tmp_path))
-    wait_for(engine, Role.STANDBY, timeout_s=LOAD_TIMEOUT_S)
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=1 + number, ignore_eos=True)
-        for number in range(len(PROMPTS))
-    ]
-    with EngineClient(engine.address) as client:
-        facts = client.wait_ready(LOAD_TIMEOUT_S)
-        assert (facts.decoder, facts.exact_resume) == ("native", True)
-        assert facts.quantization == layout.description
-        alone = [
-            client.submit(prompt, one).result(TIMEOUT_S).token_ids
-            for prompt, one in zip(PROMPTS, params, strict=True)
-        ]
-        assert len(set(map(tuple, alone))) == len(PROMPTS)
-        for role in (Role.WORKER, Role.CORE):
-            victim = wait_for(engine, role)
-            streams = [client.submit(*request) for request in zip(PROMPTS, params, strict=True)]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            os.kill(pid_of(victim), signal.SIGKILL)
-            wait_for(engine, role, victim.epoch, LOAD_TIMEOUT_S)
-            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
+    facts = check_tokens_after_kills(engine)
+    assert facts.decoder == "native"
+    assert facts.quantization == layout.description

@@ -161,9 +161,10 @@ def test_other_kernels_settings_and_threads_are_proven_by_themselves(
     start(msgspec.structs.replace(config, cache=cache))
     assert set(tried) == set(PROOFS)
     tried.clear()
-    cache = msgspec.structs.replace(config.cache, num_gpu_blocks_override=99)
+    found = {"num_gpu_blocks_override": 99, "num_state_blocks_override": 9}
+    cache = msgspec.structs.replace(config.cache, **found)
     start(msgspec.structs.replace(config, cache=cache))
-    assert not tried  # a successor has the number of blocks that its predecessor found
+    assert not tried  # a successor has the numbers of blocks that its predecessor found
     monkeypatch.setattr(prepare, "load_library", lambda: None)
     start(config)
     assert set(tried) == {"_calibrate"}

@@ -1,0 +1,45 @@
+"""kill -9 of worker and core under seeded streams, which must get the tokens of each one alone."""
+
+import os
+import signal
+
+from protocol.client import EngineClient
+from protocol.core_worker import ModelFacts
+from protocol.lifecycle import Role
+from protocol.sampling import SamplingParams
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine
+from tests.system.test_standby import pid_of, wait_for
+
+MAX_TOKENS = 500
+"""Half a second of steps at least, so that both deaths come before the end."""
+PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
+
+
+def check_tokens_after_kills(engine: Engine, num_prompts: int = len(PROMPTS)) -> ModelFacts:
+    """Kill the worker and then the core of an engine with a standby, each under some streams.
+
+    Returns the facts of the model, whose `exact_resume` must be true.
+    """
+    prompts = PROMPTS[:num_prompts]
+    wait_for(engine, Role.STANDBY, timeout_s=LOAD_TIMEOUT_S)
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=1 + number, ignore_eos=True)
+        for number in range(num_prompts)
+    ]
+    with EngineClient(engine.address) as client:
+        facts = client.wait_ready(LOAD_TIMEOUT_S)
+        assert facts.exact_resume
+        alone = [
+            client.submit(prompt, one).result(TIMEOUT_S).token_ids
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        assert len(set(map(tuple, alone))) == num_prompts
+        for role in (Role.WORKER, Role.CORE):
+            victim = wait_for(engine, role)
+            streams = [client.submit(*request) for request in zip(prompts, params, strict=True)]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            os.kill(pid_of(victim), signal.SIGKILL)
+            wait_for(engine, role, victim.epoch, LOAD_TIMEOUT_S)
+            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
+    return facts
