@@ -81,7 +81,7 @@ class RunningEngine:
         )
         self.progress = PromptProgress(self.scheduler.requests)
         self.pausing = Pausing(self.scheduler, owners.post)
-        self.quarantine = Quarantine(self.scheduler, CANARY_ID)
+        self.quarantine = Quarantine(self.scheduler, CANARY_ID, self.adapters.waits_for_others)
 
     def replace_workers(self, facts: ModelFacts) -> None:
         self.facts = facts

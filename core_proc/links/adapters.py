@@ -136,6 +136,14 @@ class Adapters:
         self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
         return True
 
+    def waits_for_others(self, request: Request) -> bool:
+        """Return whether a request gets its turn only after requests of other adapters end."""
+        entry = self._entries.get(request.adapter_id)
+        if entry is None or request not in entry.waiting:
+            return False
+        busy = [e for e in self._with_turn if any(not r.is_finished for r in e.taken)]
+        return entry.has_turn or len(busy) >= self._max_loras
+
     def load(self, client: Client, number: int, adapter: Adapter) -> None:
         """Load or check an adapter without a request; the answer is passed to `done`."""
         if sum(len(entry.askers) for entry in self._entries.values()) >= MAX_ASKED:

@@ -31,7 +31,7 @@ import enum
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -75,8 +75,15 @@ _LONELY = frozenset({Stage.ALONE, Stage.CANARY, Stage.RETRIAL})
 class Quarantine:
     """The search for one culprit at a time; it holds and releases requests of a scheduler."""
 
-    def __init__(self, scheduler: Scheduler, canary_id: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        canary_id: int,
+        waits_for_others: Callable[[Request], bool] = lambda request: False,
+    ) -> None:
+        """`waits_for_others`: whether a request cannot run before some others have ended."""
         self._scheduler = scheduler
+        self._waits_for_others = waits_for_others
         self._canary_id = canary_id
         self._canary = Request(canary_id, [0], SamplingParams())
         self._stage = Stage.QUIET
@@ -293,8 +300,12 @@ class Quarantine:
                 self._hold(front)
 
     def _is_kept_out(self, request: Request) -> bool:
-        """Whether a pause prevents the trial of a request, so that others must not wait for it."""
-        return self._scheduler.pause_mode is PauseMode.PAUSED_NEW and not request.has_begun()
+        """Whether the trial of a request is prevented, so that others must not wait for it.
+
+        A pause does it, or other adapters, whose requests would be held and keep their turns.
+        """
+        is_paused = self._scheduler.pause_mode is PauseMode.PAUSED_NEW and not request.has_begun()
+        return is_paused or self._waits_for_others(request)
 
     def _end_trial(self) -> None:
         if self._stage is not Stage.CANARY:

@@ -1,7 +1,10 @@
 """Requests with an adapter wait until it is loaded and has its turn, and keep their places."""
 
+import pytest
+
 from core_proc.engine import EngineCore
 from core_proc.links.adapters import MAX_ASKED
+from core_proc.recovery.quarantine import Stage, fingerprint
 from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
@@ -19,6 +22,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     UnloadAdapter,
 )
+from protocol.message import pack_token_ids
 from protocol.sampling import Grammar, GrammarKind
 from tests.core.test_engine import CLIENT, FACTS, add, answer, scheduled
 
@@ -191,6 +195,29 @@ def test_a_suspect_that_waited_for_its_adapter_waits_for_its_trial() -> None:
     engine.adopt_workers(FACTS)
     load_all(engine)
     assert len(names(scheduled(engine))) == 2, "one half is on trial"
+
+
+@pytest.mark.parametrize("max_loras", [1, 2])
+def test_a_suspect_that_waits_for_its_turn_holds_nothing_back(max_loras: int) -> None:
+    """Its trial would hold the requests of the turns before its own, which would never end."""
+    config = configure(enable_lora=True, max_loras=max_loras)
+    engine = EngineCore(config)
+    suspect = adapted(9, A, prompt=[5, 6, 9])
+    marked = fingerprint(pack_token_ids([5, 6, 9]), suspect.sampling_params, A.adapter_id)
+    engine.inherit_marks([Stage.ALONE, marked])
+    engine.adopt_workers(FACTS)
+    for number, adapter in enumerate((B, C)[:max_loras]):
+        engine.add(CLIENT, adapted(number, adapter))
+    load_all(engine)
+    engine.add(CLIENT, suspect)
+    for _ in range(100):
+        load_all(engine)
+        step = engine.schedule()
+        if step is not None:
+            engine.update(answer(engine, step))
+        if not engine.has_unfinished:
+            return
+    raise AssertionError("requests wait for each other")
 
 
 def done(engine: EngineCore) -> list[tuple[int, bool, str]]:
