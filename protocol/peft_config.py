@@ -25,6 +25,11 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` under which PEFT changes the model's own weights."""
 
 
+MAX_ALPHA = 1e30
+_PLAIN_PATTERN = re.compile(r"[\w.\\|\[\]^$-]*")
+"""Expressions that are matched in linear time: a file may come from anywhere."""
+
+
 class PeftConfig(NamedTuple):
     """What the products of an adapter are multiplied by, and their ranks."""
 
@@ -38,24 +43,26 @@ class PeftConfig(NamedTuple):
     """Names of modules, or ends of names; empty where the file has a pattern instead."""
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_key_of(self.rank_pattern, module), self.rank)
+        key = _key_of(self.rank_pattern, module)
+        return self.rank if key is None else self.rank_pattern[key]
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        alpha = self.alpha_pattern.get(_key_of(self.alpha_pattern, module), self.alpha)
+        key = _key_of(self.alpha_pattern, module)
+        alpha = self.alpha if key is None else self.alpha_pattern[key]
         return alpha / (math.sqrt(rank) if self.uses_root else rank)
 
 
-def _key_of(patterns: Mapping[str, object], module: str) -> str:
+def _key_of(patterns: Mapping[str, object], module: str) -> str | None:
     """Return the key of a pattern that matches the end of a module's name, as PEFT looks for it."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), "")
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
 
 
 def read_config(content: bytes, max_rank: int) -> PeftConfig:
     """Check the contents of adapter_config.json; AdapterError names key and value."""
     try:
         config = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{CONFIG_FILE} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{CONFIG_FILE} does not hold a JSON object")
@@ -72,7 +79,7 @@ def read_config(content: bytes, max_rank: int) -> PeftConfig:
     named = {"lora_alpha": alpha, **{f"alpha_pattern.{k}": v for k, v in alphas.items()}}
     for key, value in named.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        if not is_number or not abs(value) <= MAX_ALPHA:
             raise AdapterError(f"{_shown(key, value)}, and must be a number")
     uses_root = config.get("use_rslora") or False
     if not isinstance(uses_root, bool):
@@ -113,6 +120,11 @@ def _pattern(config: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(patterns, dict):
         raise AdapterError(f"{_shown(key, patterns)}, and must be an object")
     for pattern in patterns:
+        if not _PLAIN_PATTERN.fullmatch(pattern):
+            raise AdapterError(
+                f"{CONFIG_FILE}: {key} has {pattern[:100]!r}; names, dots, classes and alternatives"
+                " are supported, groups and repetitions are not"
+            )
         try:
             re.compile(pattern)
         except re.error as error:

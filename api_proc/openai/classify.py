@@ -1,6 +1,7 @@
 """POST /classify: the labels of texts, with their probabilities."""
 
 import time
+from functools import partial
 
 import msgspec
 
@@ -84,16 +85,16 @@ async def classify(state: ApiState, connection: Connection) -> None:
             try:
                 await requests.submit(common, facts, turn)
                 turn.end()
-                vectors = await requests.read(lambda _, packed: packed)
+                results = await requests.read(partial(_result, state, body))
             except RequestFailed as failure:
                 raise from_request_error(failure.error, "input") from failure
-    if vectors is not None:
+    if results is not None:
         num_tokens = requests.num_tokens
         response = ClassificationList(
             id="classify-" + connection.request_id,
             created=int(time.time()),
             model=state.shown_model(body.model),
-            data=[_result(state, body, i, packed) for i, packed in enumerate(vectors)],
+            data=results,
             usage=EmbeddingUsage(num_tokens, num_tokens),
         )
         await connection.send(200, encode(response))

@@ -3,6 +3,7 @@
 A classification head scores each pair of texts; an embedding model has the cosine of their vectors.
 """
 
+import asyncio
 import math
 import time
 from typing import Annotated, Any
@@ -212,7 +213,8 @@ async def _score(
     body = pairs.body
     adapter = state.require_model(body.model)
     _check(facts)
-    connection.reserve(len(pairs.second) * (_BYTES_PER_SCORE + facts.embedding_size * 4))
+    num_texts = len(pairs.second) if facts.num_labels else len(pairs.first) + len(pairs.second)
+    connection.reserve(num_texts * (_BYTES_PER_SCORE + facts.embedding_size * 4))
     await turn.rest()
     work = _tokenize(state, pairs, facts)
     prompts = await connection.while_connected(work)
@@ -231,7 +233,7 @@ async def _score(
         return None
     num_tokens = requests.num_tokens
     if facts.num_labels == 0:
-        return _Scored(_cosines(vectors, len(pairs.first)), num_tokens)
+        return _Scored(await _cosines(vectors, len(pairs.first)), num_tokens)
     scores = [unpack_floats(packed).tolist() for packed in vectors]
     if body.use_activation is not False:
         labels = label_config(state.config.model)
@@ -247,12 +249,15 @@ def _check(facts: ModelFacts) -> None:
         raise ApiError(400, message, code="unsupported_model")
 
 
-def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
-    """Return the cosine of each pair of vectors of length 1."""
-    unpacked = [unpack_floats(packed) for packed in vectors]
-    first, second = unpacked[:num_first], unpacked[num_first:]
+async def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
+    """Return the cosine of each pair of vectors of length 1; other requests get a turn at each."""
+    first, second = vectors[:num_first], vectors[num_first:]
     first = first * len(second) if num_first == 1 else first
-    return [math.fsum(map(float.__mul__, *pair)) for pair in zip(first, second, strict=True)]
+    cosines = []
+    for pair in zip(first, second, strict=True):
+        cosines.append(math.fsum(map(float.__mul__, *map(unpack_floats, pair))))
+        await asyncio.sleep(0)
+    return cosines
 
 
 async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[PooledPrompt]:

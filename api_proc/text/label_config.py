@@ -46,7 +46,8 @@ class LabelConfig(NamedTuple):
         if function == "Tanh":
             return [math.tanh(score) for score in scores]
         if function == "Softmax":
-            weights = [math.exp(score - max(scores)) for score in scores]
+            greatest = max(scores)
+            weights = [math.exp(score - greatest) for score in scores]
             total = math.fsum(weights)
             return [weight / total for weight in weights]
         return scores
