@@ -12,6 +12,7 @@ from worker_proc.model_runner import ModelRunner
 from worker_proc.native import build as module
 from worker_proc.native import kernels
 from worker_proc.native.build import (
+    SOURCES,
     TARGETS,
     Target,
     best_target,
@@ -85,14 +86,28 @@ def test_every_target_is_compiled_once_with_its_own_flags(
 ) -> None:
     paths = build_all_targets(tmp_path / "prebuilt")
     assert len(set(paths)) == len(TARGETS)
-    for path, target, command in zip(
-        paths, TARGETS, compilations.read_text().splitlines(), strict=True
-    ):
+    commands = [set(line.split()) for line in compilations.read_text().splitlines()]
+    assert len(commands) == len(TARGETS) * (len(SOURCES) + 1)
+    for path, target in zip(paths, TARGETS, strict=True):
         assert path.name.startswith(f"{target.name}-")
-        assert set(target.flags) < set(command.split())
-        assert "-march=native" not in command
+        of_target, commands = commands[: len(SOURCES) + 1], commands[len(SOURCES) + 1 :]
+        assert all(set(target.flags) < command for command in of_target)
+        assert not any("-march=native" in command for command in of_target)
+        assert ["-shared" in command for command in of_target] == [False] * len(SOURCES) + [True]
+    num_compiled = len(compilations.read_text().splitlines())
     assert build_all_targets(tmp_path / "prebuilt") == paths
-    assert len(compilations.read_text().splitlines()) == len(TARGETS)
+    assert len(compilations.read_text().splitlines()) == num_compiled
+
+
+@needs_compiler
+def test_an_error_of_the_compiler_is_reported_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "FLAGS", ("-no-such-flag",))
+    with pytest.raises(RuntimeError, match="no-such-flag"):
+        build()
+    assert list((tmp_path / "cache" / "troika").iterdir()) == []
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ HEADERS = (
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),
-    *("-ffp-contract=fast", "-shared", "-fPIC"),
+    *("-ffp-contract=fast", "-fPIC"),
 )
 NATIVE = ("-march=native",)
 # PyTorch brings OpenMP's library; a machine without a compiler may have an older one of C++.
@@ -162,28 +163,42 @@ def build_all_targets(directory: Path) -> list[Path]:
 
 
 def _compile(flags: tuple[str, ...], path: Path) -> None:
-    """Compile a library; a RuntimeError has the reason."""
+    """Compile the sources in parallel and link a library; a RuntimeError has the reason."""
+    # Renamed when complete, so that no process loads an incomplete library.
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as scratch,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
+    ):
+        objects = [str(Path(scratch) / name) + ".o" for name in SOURCES]
+        sources = [str(Path(__file__).parent / name) for name in SOURCES]
+        compiled = [
+            threads.submit(_run_compiler, *FLAGS, *flags, "-c", source, "-o", made)
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        for each in compiled:
+            each.result()
+        made = Path(scratch) / path.name
+        _run_compiler(*FLAGS, *flags, "-shared", *objects, "-o", str(made))
+        made.replace(path)
+
+
+def _run_compiler(*arguments: str) -> None:
+    """Run the compiler; a RuntimeError has the reason why it failed."""
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
-    sources = [str(Path(__file__).parent / name) for name in SOURCES]
-    # Renamed when complete, so that no process loads an incomplete library.
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        try:
-            done = subprocess.run(
-                [command, *FLAGS, *flags, *sources, "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=COMPILE_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            message = f"{command} takes longer than {COMPILE_TIMEOUT_S:g} s"
-            raise RuntimeError(message) from None
-        if done.returncode != 0:
-            raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
-        made.replace(path)
+    try:
+        done = subprocess.run(
+            [command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command} takes longer than {COMPILE_TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
 
 
 def main() -> None:
