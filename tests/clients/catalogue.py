@@ -37,6 +37,12 @@ CLIENTS = (
     Client("anthropic", PythonPackages(("anthropic",)), "anthropic_messages.py"),
     Client("litellm", PythonPackages(("litellm", "mcp")), "litellm_library.py"),
     Client("langchain-openai", PythonPackages(("langchain-openai",)), "langchain_models.py"),
+    Client("cohere", PythonPackages(("cohere",)), "cohere_rerank.py"),
+    Client(
+        "langchain-jina",
+        PythonPackages(("langchain-community",)),
+        "jina_rerank.py",
+    ),
     Client("instructor", PythonPackages(("instructor",)), "instructor_models.py"),
     Client("llm", PythonPackages(("llm",)), "llm_command.py"),
     Client("lm-eval", PythonPackages(("lm-eval[api]",)), "lm_eval_harness.py"),
