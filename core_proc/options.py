@@ -95,8 +95,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"mamba_block_size {self.mamba_block_size} must be a multiple of block_size"
                 f" {self.block_size}"
             )
-        if self.num_speculative_tokens:
-            raise ValueError("num_speculative_tokens must be 0 for a model with recurrent layers")
         if self.num_host_blocks:
             raise ValueError("num_host_blocks must be 0 for a model with recurrent layers")
 

@@ -30,6 +30,11 @@ token of block i. With B = block_size, a step that computes positions [start, en
 So the core alone decides which states are kept for the prefix cache. One id may stand in several
 entries of a table, where the core has moved the block along; only the last of these holds its
 state. Entries before (start - 1) // B may be out of date at the worker, and are never read.
+
+After a step over drafts some of which were rejected, the next step begins with the state after the
+last accepted token, which the worker has kept, instead of the one in the table. What such a step
+has written to entries behind the first draft is not read. The core lets drafts add at most one
+entry to the table, and end where an entry becomes a kept state.
 """
 
 from typing import Annotated

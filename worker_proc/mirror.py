@@ -21,6 +21,7 @@ from protocol.core_worker import (
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
 from worker_proc.drafting.draft_progress import DraftProgress
+from worker_proc.drafting.draft_states import DraftStates, state_after
 from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.grammar.state import GrammarState
 from worker_proc.sampling.row_edits import RowEdits
@@ -49,6 +50,10 @@ class MirroredRequest:
     ngram_index: NgramIndex | None = None
     draft_progress: DraftProgress | None = None
     """How far the draft model has computed it."""
+    draft_states: list[int] = field(default_factory=list)
+    """State blocks for the states before each of its drafts."""
+    state_block: int = NULL_BLOCK
+    """The one of these with the state of its computed tokens; NULL_BLOCK: its table has it."""
     grammar_state: GrammarState | None = None
     """Of a request with a grammar; the runner sets it before the request's first step."""
     edits_scores: bool = field(init=False)
@@ -127,10 +132,15 @@ class Mirror:
         facts: ModelFacts,
         num_speculative_tokens: int = 0,
         adapters: Container[int] | None = None,
+        num_draft_states: int = 0,
     ) -> None:
-        """`adapters`: the ids of those that are loaded now."""
+        """`adapters`: the ids of those that are loaded now.
+
+        `num_draft_states`: state blocks behind those of the core, for the states before drafts.
+        """
         self._facts = facts
         self._has_states = facts.kv_groups[-1].is_state
+        self._draft_states = DraftStates(facts.num_state_blocks, num_draft_states)
         self._adapters = () if adapters is None else adapters
         self._num_speculative_tokens = num_speculative_tokens
         self.requests: dict[int, MirroredRequest] = {}
@@ -145,6 +155,7 @@ class Mirror:
     def reset(self) -> None:
         """Forget every request; the next step may have any id."""
         self.requests.clear()
+        self._draft_states.clear()
         self.num_constrained = 0
         self.pooling.clear()
         self._next_step_id = None
@@ -166,6 +177,7 @@ class Mirror:
                     raise MirrorError(f"{field_name} names {req_id}, which is not mirrored")
                 self.num_constrained -= left.sampling_params.grammar is not None
                 self.pooling.discard(req_id)
+                self._draft_states.release(left)
         self._check_copies(step.swap_out, "swap_out")
         self._check_copies(step.swap_in, "swap_in")
         for new in step.scheduled_new_reqs:
@@ -212,6 +224,16 @@ class Mirror:
             if request.edits is not None:
                 request.edits.add((token_id,))
 
+    def take_drafts(self, request: MirroredRequest, drafts: list[int]) -> int:
+        """Give a request the drafts for its next step; returns how many of them it has taken.
+
+        With a state group it takes no more than there are blocks for the states before them.
+        """
+        if self._has_states:
+            drafts = drafts[: self._draft_states.reserve(request, len(drafts))]
+        request.draft_token_ids = drafts
+        return len(drafts)
+
     def advance(
         self,
         scheduled: list[ScheduledRequest],
@@ -226,6 +248,7 @@ class Mirror:
         for part in scheduled:
             request = part.request
             request.num_computed_tokens = part.start + part.num_tokens
+            request.state_block = NULL_BLOCK
             if part.samples and not num_sampled_tokens:
                 request.append((next(tokens),))
         if not num_sampled_tokens:
@@ -250,6 +273,8 @@ class Mirror:
                     f" over {num_drafts} drafts"
                 )
             request.num_computed_tokens -= num_drafts + 1 - num_sampled
+            if self._has_states:
+                request.state_block = state_after(request, num_drafts, num_sampled - 1)
             request.append(tuple(islice(tokens, num_sampled)))
 
     def check_empty(self) -> None:

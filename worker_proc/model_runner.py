@@ -136,8 +136,12 @@ class ModelRunner:
         device_sampler: "DeviceSampler | None" = None,
         graphs: "DecodeGraphs | None" = None,
         adapters: AdapterStore | None = None,
+        num_draft_states: int = 0,
     ) -> None:
-        """Take a model whose attention modules are attached to `backend` and `pool`."""
+        """Take a model whose attention modules are attached to `backend` and `pool`.
+
+        `num_draft_states`: blocks of states in the pool, beyond those that are announced.
+        """
         self._model = loaded.model
         self._head = loaded.head
         self._has_token_types = loaded.has_token_types
@@ -149,7 +153,7 @@ class ModelRunner:
         self._sampler = sampler
         self._adapters = adapters
         self.adapters = None if adapters is None else adapters.kept
-        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters)
+        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters, num_draft_states)
         self.swap_cost_tokens = swap_cost_tokens
         self._is_drafting = num_speculative_tokens > 0
         self._draft_model = draft_model
@@ -370,11 +374,10 @@ class ModelRunner:
         for part in scheduled:
             if part.samples:
                 request = part.request
+                drafts = request.draft_token_ids
                 if request.grammar_state is not None and request.draft_limit:
-                    proposed = request.draft_token_ids
-                    drafts = request.grammar_state.drafts(request.draft_limit, proposed)
-                    request.draft_token_ids = drafts
-                counts.append(len(request.draft_token_ids))
+                    drafts = request.grammar_state.drafts(request.draft_limit, drafts)
+                counts.append(self._mirror.take_drafts(request, drafts))
         return counts if any(counts) else []
 
     def _prompt_logprobs(self, inputs: StepInputs, logits: torch.Tensor) -> list[PromptLogprobs]:

@@ -125,8 +125,10 @@ class NullRunner:
         num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
         adapters: KeptAdapters[Adapter] | None = None,
+        num_draft_states: int | None = None,
         clock: Clock = time,
     ) -> None:
+        """`num_draft_states`: blocks for the states before drafts; None: as many as are needed."""
         self.facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
@@ -135,7 +137,9 @@ class NullRunner:
         self.grammars = grammars
         self._clock = clock
         self.adapters = adapters
-        self._mirror = Mirror(facts, num_speculative_tokens, adapters)
+        if num_draft_states is None:
+            num_draft_states = num_speculative_tokens * facts.num_state_blocks
+        self._mirror = Mirror(facts, num_speculative_tokens, adapters, num_draft_states)
         self._writers: dict[int, BlockOwner] = {}
         """By block of the pool: the entry that was last written through."""
         self._host_blocks: set[int] = set()
@@ -264,8 +268,7 @@ class NullRunner:
                 drafts = self._guess(request)
                 if request.grammar_state is not None:
                     drafts = request.grammar_state.drafts(request.draft_limit, drafts)
-                request.draft_token_ids = drafts
-                counts.append(len(request.draft_token_ids))
+                counts.append(self._mirror.take_drafts(request, drafts))
         return counts if any(counts) else []
 
     def _guess(self, request: MirroredRequest) -> list[int]:

@@ -117,6 +117,19 @@ class StateBlocks:
         table += new_ids
         return new_ids
 
+    def end_of_drafts(self, request: Request) -> int:
+        """Return the position at which the drafts of the next step must end.
+
+        They add one entry to the table at most: then all entries from the first draft on have a
+        block, whichever drafts are right. And they pass no end of a snapshot, so that a snapshot
+        holds the state of known tokens.
+        """
+        end = (len(request.block_tables[-1]) + 1) * self._block_size
+        if not self._keeps_snapshots:
+            return end
+        spacing = self._spacing * self._block_size
+        return min(end, (request.num_tokens // spacing + 1) * spacing)
+
     def keep_snapshots(self) -> list[tuple[Request, int]]:
         """Place snapshots in free blocks, as far as there are any, when the step is decided.
 

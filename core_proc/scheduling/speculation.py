@@ -55,12 +55,15 @@ class Speculation:
         """Return how many drafts to verify besides the one known token that is left to compute.
 
         None without blocks for them, as no request is preempted for a guess; none that could only
-        be cut at the request's end; at most `room`, so that the requests behind get a token.
+        be cut at the request's end; at most `room`, so that the requests behind get a token; none
+        behind the position where a state must be that of known tokens.
         """
         if self.limits.is_measuring:
             return 0
         left = request.max_num_tokens - request.num_tokens - 1
         num_drafts = min(request.num_draft_tokens, left, room)
+        if kv.states is not None:
+            num_drafts = min(num_drafts, kv.states.end_of_drafts(request) - request.num_tokens)
         if not kv.has_room(request, request.num_tokens + num_drafts):
             return 0
         return max(0, num_drafts)

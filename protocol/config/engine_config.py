@@ -139,8 +139,8 @@ class CacheConfig(Section):
     """Number of KV blocks, instead of measuring memory."""
     num_state_blocks_override: Annotated[int, Meta(ge=3, lt=2**31)] | None = None
     """Number of state blocks of a model with recurrent layers: one for each running request, the
-    others for the prefix cache, and one that is never used. Default: twice max_num_seqs, in at most
-    half of the KV cache's memory."""
+    others for the prefix cache, and one that is never used. Speculation takes further ones.
+    Default: twice max_num_seqs, in at most half of the KV cache's memory."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
     """Share of the GPU's memory for weights and KV cache."""
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1, lt=2**50)] | None = None

@@ -112,7 +112,6 @@ def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> Schedule
         settings |= {
             "num_state_blocks": 1 + num_states,
             "num_host_blocks": 0,
-            "num_speculative_tokens": 0,
         }
     if not drawn["long_prefill_token_threshold"]:
         settings["max_long_partial_prefills"] = 0

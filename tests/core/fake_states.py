@@ -9,10 +9,14 @@ from typing import Protocol
 
 from protocol.core_worker import NULL_BLOCK
 
+OF_DRAFTS = 0
+"""Content of a block whose state includes drafts that may be wrong."""
+
 
 class HasStates(Protocol):
     """A mirrored request, as far as states are concerned."""
 
+    token_ids: list[int]
     block_tables: list[list[int]]
     num_computed_tokens: int
 
@@ -28,15 +32,23 @@ class FakeStates:
         self._num_blocks = num_blocks
         self._contents: dict[int, int] = {}
         """By block: the prefix up to the last token of its state."""
+        self._kept: set[HasStates] = set()
+        """Requests that begin from the state before a wrong draft, which is in no table."""
 
     def clear(self) -> None:
         self._contents.clear()
+        self._kept.clear()
+
+    def forget(self, request: HasStates) -> None:
+        self._kept.discard(request)
 
     def execute(self, parts: Sequence[tuple[HasStates, int]]) -> None:
-        """Compute this many tokens of each request, drafts not included."""
+        """Compute this many tokens of each request, drafts included."""
         readers: dict[int, list[HasStates]] = {}
         for request, _ in parts:
-            if request.num_computed_tokens:
+            if request in self._kept:
+                self._kept.remove(request)
+            elif request.num_computed_tokens:
                 block_id = self._read(request)
                 readers.setdefault(block_id, []).append(request)
         writers: dict[int, HasStates] = {}
@@ -45,6 +57,15 @@ class FakeStates:
                 assert writers.setdefault(block_id, request) is request, "two requests write it"
                 assert readers.get(block_id, []) in ([], [request]), "another request reads it"
                 self._contents[block_id] = prefix
+
+    def verified(self, request: HasStates, num_drafts: int, num_accepted: int) -> None:
+        """Take the state after the last right draft, when the request has its tokens."""
+        if num_accepted < num_drafts:
+            self._kept.add(request)
+        elif num_drafts:
+            end = request.num_computed_tokens
+            block_id = request.block_tables[-1][(end - 1) // self._block_size]
+            self._contents[block_id] = request.prefix(end - 1)
 
     def _read(self, request: HasStates) -> int:
         start = request.num_computed_tokens
@@ -56,11 +77,13 @@ class FakeStates:
     def _writes(self, request: HasStates, num_tokens: int) -> list[tuple[int, int]]:
         start, size = request.num_computed_tokens, self._block_size
         end, table = start + num_tokens, request.block_tables[-1]
-        assert table[(end - 1) // size] != NULL_BLOCK, "the last state has no block"
-        assert len(table) == (end - 1) // size + 1
+        num_known = len(request.token_ids)
+        assert all(table[(e - 1) // size] for e in range(min(end, num_known), end + 1))
         writes = []
-        for index in range(start // size, len(table)):
+        for index in range(start // size, (end - 1) // size + 1):
             if table[index] != NULL_BLOCK:
                 assert 0 < table[index] < self._num_blocks
-                writes.append((table[index], request.prefix(min((index + 1) * size, end) - 1)))
+                last = min((index + 1) * size, end) - 1
+                prefix = request.prefix(last) if last < num_known else OF_DRAFTS
+                writes.append((table[index], prefix))
         return writes

@@ -28,7 +28,7 @@ GuessFn = Callable[[int, int], list[int]]
 """Returns the drafts of a request id from an output position on."""
 
 
-@dataclass
+@dataclass(eq=False)
 class MirroredRequest:
     """The worker's state of one request."""
 
@@ -133,7 +133,9 @@ class FakeWorker:
         gone = step.preempted_req_ids + step.finished_req_ids
         assert len(gone) == len(set(gone))
         for req_id in gone:
-            del self.mirror[req_id]
+            left = self.mirror.pop(req_id)
+            if self._states is not None:
+                self._states.forget(left)
 
     def _swap(self, out: BlockCopies, into: BlockCopies) -> None:
         for copies in (out, into):
@@ -247,4 +249,6 @@ class FakeWorker:
                 break
             self._write(request, 1)
             request.num_computed_tokens += 1
+        if self._states is not None:
+            self._states.verified(request, len(drafts), len(token_ids) - 1)
         return token_ids

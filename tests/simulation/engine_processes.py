@@ -155,11 +155,13 @@ class CheckedModel(SimulatedModel):
         clock: SimulatedClock,
         grammars: SimulatedCompiler,
         num_speculative_tokens: int,
+        num_draft_states: int | None,
     ) -> None:
         super().__init__(
             facts,
             step_s,
             num_speculative_tokens=num_speculative_tokens,
+            num_draft_states=num_draft_states,
             token_delay_s=step_s / 8,
             clock=clock,
             grammars=cast(GrammarCompiler, grammars),
@@ -188,10 +190,12 @@ class WorkerProcess(EngineProcess):
         *,
         facts: ModelFacts,
         step_s: float,
+        num_draft_states: int | None = None,
         is_standby: bool = False,
     ) -> None:
         """A step takes `step_s`, and each of its tokens an eighth of that."""
         self._facts = facts
+        self._num_draft_states = num_draft_states
         self._step_s = step_s
         super().__init__(wire, life, start_s, is_standby=is_standby)
 
@@ -204,6 +208,7 @@ class WorkerProcess(EngineProcess):
             clock=self.world.clock,
             grammars=grammars,
             num_speculative_tokens=self.child.config.scheduler.num_speculative_tokens,
+            num_draft_states=self._num_draft_states,
         )
         service = SimulatedGrammarService(self, grammars)
         loop = WorkerLoop(

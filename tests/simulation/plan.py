@@ -40,6 +40,8 @@ _FEATURES_RATE = 0.4
 """Share of seeds in which some requests have a grammar, or return a vector."""
 _STATES_RATE = 0.25
 """Share of seeds in which the model has recurrent layers."""
+_DRAFTS_RATE = 0.25
+"""Share of seeds with speculation."""
 
 
 @dataclass
@@ -117,6 +119,8 @@ class Plan:
     journal: JournalPlan | None = None
     pauses: list[tuple[float, Pause]] = field(default_factory=list)
     """By time in seconds."""
+    num_draft_states: int | None = None
+    """Blocks for the states before drafts; None: as many as are needed."""
     failpoint_rate: float = 0.0
     """Probability that a process is killed when it reaches a failpoint."""
     heal_at_s: float = 0.0
@@ -150,6 +154,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
     )
     _draw_features(random.Random(f"{seed} {mode}"), plan)
     _draw_states(random.Random(f"{seed} {mode} states"), plan)
+    _draw_drafts(random.Random(f"{seed} {mode} drafts"), plan)
     _draw_faults(rng, plan, mode, kinds)
     plan.heal_at_s = max([plan.heal_at_s, *(fault.time_s for fault in plan.faults)])
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
@@ -268,6 +273,20 @@ def _draw_states(rng: random.Random, plan: Plan) -> None:
         cache = replace(cache, mamba_block_size=rng.choice((1, 2, 4)) * cache.block_size)
     plan.config = replace(config, worker=worker, cache=cache)
     plan.num_host_blocks = 0
+
+
+def _draw_drafts(rng: random.Random, plan: Plan) -> None:
+    """Let the worker make drafts, in some seeds with few blocks for the states before them."""
+    if rng.random() >= _DRAFTS_RATE:
+        return
+    scheduler = msgspec.structs.replace(
+        plan.config.scheduler,
+        num_speculative_tokens=rng.choice((1, 3, 4)),
+        adaptive_speculation=rng.random() < 0.3,
+        target_itl_ms=rng.choice((0.0, 0.0, 30.0)),
+    )
+    plan.config = msgspec.structs.replace(plan.config, scheduler=scheduler)
+    plan.num_draft_states = rng.choice((None, None, 2, 5))
 
 
 def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:

@@ -22,9 +22,11 @@ from core_proc.pausing import Pausing
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.ledger import Ledger
 from protocol.client.request_stream import RequestStream
-from protocol.core_worker import CoreToWorker, NewRequestData, WorkerToCore
+from protocol.core_worker import NULL_BLOCK, CoreToWorker, NewRequestData, WorkerToCore
 from protocol.process.child_runtime import ChildProcess
 from tests.simulation.model import FIRST_TOKEN_ID, SimulatedModel
+from worker_proc import mirror
+from worker_proc.drafting.draft_states import HasDraftStates
 from worker_proc.grammar.state import GrammarState
 from worker_proc.mirror import Mirror, MirroredRequest
 from worker_proc.shim import WorkerShim
@@ -186,6 +188,15 @@ def _stale_states() -> list[Place]:
     return [(KVCacheManager, "reset_prefix_cache", forget_kv)]
 
 
+def _keep_wrong_drafts() -> list[Place]:
+    """A worker continues from the state after all drafts, whichever were right."""
+
+    def after_all(request: HasDraftStates, num_drafts: int, num_right: int) -> int:
+        return NULL_BLOCK
+
+    return [(mirror, "state_after", after_all)]
+
+
 _with = msgspec.structs.replace
 
 PLANTS: dict[str, Callable[[], list[Place]]] = {
@@ -202,6 +213,7 @@ PLANTS: dict[str, Callable[[], list[Place]]] = {
     "grammar-from-start": _grammar_from_start,
     "swap-vectors": _swap_vectors,
     "stale-states": _stale_states,
+    "keep-wrong-drafts": _keep_wrong_drafts,
 }
 
 

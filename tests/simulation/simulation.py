@@ -228,6 +228,7 @@ class Simulation:
                 start_s,
                 facts=self._facts,
                 step_s=plan.step_s,
+                num_draft_states=plan.num_draft_states,
                 is_standby=order.is_standby,
             )
         client = self._new_api(life, start_s)

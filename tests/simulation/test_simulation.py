@@ -1,6 +1,5 @@
 """The simulation: a seed reproduces its run, and planted bugs are found."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -10,19 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import pytest
 import zmq
 
 from core_proc.scheduling.acceptance import Acceptance
 from protocol.core_worker import ModelFacts
 from tests.simulation import __main__ as simulate_faults
-from tests.simulation import simulation
 from tests.simulation.batch import Batch, Tally, run_batch, run_chunk, silence
 from tests.simulation.model import expected_stream, next_token_id
 from tests.simulation.oracle import VERDICTS, Oracle, Stream
 from tests.simulation.patched_os import FAILPOINT_MODULES
-from tests.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, Plan, make_plan
+from tests.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, make_plan
 from tests.simulation.planted import PLANTS
 from tests.simulation.report import verdicts
 from tests.simulation.simulation import run_seed
@@ -183,18 +180,9 @@ def test_grammars_and_vectors_survive_deaths() -> None:
         assert tally.counts[kind] > 0, kind
 
 
-def test_drafts_survive_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_states", [True, False])
+def test_drafts_survive_deaths(has_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most are right; their number follows the simulated times of steps, and prompts are cut."""
-
-    def make_drafting_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
-        plan = make_plan(seed, mode, kinds)
-        config = plan.config
-        settings = {"num_speculative_tokens": 3, "target_itl_ms": 30.0 * (seed % 2)}
-        scheduler = msgspec.structs.replace(config.scheduler, **settings)
-        worker = msgspec.structs.replace(config.worker, null_state_blocks=0)  # states take none
-        config = msgspec.structs.replace(config, scheduler=scheduler, worker=worker)
-        return dataclasses.replace(plan, config=config)
-
     right: list[int] = []
     observe = Acceptance.observe
 
@@ -203,9 +191,15 @@ def test_drafts_survive_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
         observe(self, num_drafts, num_right, memory)
 
     monkeypatch.setattr(Acceptance, "observe", counting)
-    monkeypatch.setattr(simulation, "make_plan", make_drafting_plan)
     for mode in MODES:
-        outcomes = [run_seed(seed, mode) for seed in range(20)]
+        configs = {seed: make_plan(seed, mode, ALL).config for seed in range(400)}
+        seeds = [
+            seed
+            for seed, config in configs.items()
+            if config.scheduler.num_speculative_tokens
+            and bool(config.worker.null_state_blocks) == has_states
+        ]
+        outcomes = [run_seed(seed, mode) for seed in seeds[:20]]
         assert [outcome.violation for outcome in outcomes] == [None] * 20
     assert sum(right) > 20
     assert 0 in right

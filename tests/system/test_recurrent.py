@@ -1,5 +1,6 @@
 """Models with recurrent layers in real processes: kill -9 of worker and core changes no token."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,23 @@ from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.recurrent_models import KINDS
 from worker_proc.native.build import build, compiler
 
+SLOW = pytest.mark.slow
+DRAFTS = ("--num-speculative-tokens", "3", "--no-adaptive-speculation")
+
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "architecture",
-    [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
-    ids=lambda architecture: architecture.name,
+    ("architecture", "more"),
+    [
+        (KINDS[0], ()),
+        *(pytest.param(kind, (), marks=SLOW) for kind in KINDS[1:]),
+        *(pytest.param(kind, DRAFTS, marks=SLOW) for kind in KINDS),
+    ],
+    ids=lambda value: getattr(value, "name", None) or "drafts" * bool(value) or "plain",
 )
 def test_streams_go_on_after_kill_9(
-    architecture: Architecture, tmp_path: Path, start_engine: EngineFactory
+    architecture: Architecture, more: Sequence[str], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     """States are computed again from the beginning, or from a snapshot."""
     build()
@@ -27,6 +35,7 @@ def test_streams_go_on_after_kill_9(
     config.max_position_embeddings = 2048
     build_checkpoint(tmp_path, config)
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16", "--mamba-block-size", "64")
-    engine = start_engine(*settings, model=str(tmp_path))
+    engine = start_engine(*settings, *more, model=str(tmp_path))
     facts = check_tokens_after_kills(engine, num_prompts=2)
     assert facts.kv_groups[-1].is_state
+    assert bool(facts.speculation) == bool(more)

@@ -72,6 +72,28 @@ def test_tokens_are_the_same_however_few_states_there_are(
     assert run.num_cached_tokens > 0 or num_states < 60 or budget == 2048
 
 
+@pytest.mark.parametrize("num_draft_states", [0, 1, 7, None])
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_drafts_change_no_token(max_steps_in_flight: int, num_draft_states: int | None) -> None:
+    runner = NullRunner(
+        state_facts(5, 60), num_speculative_tokens=4, num_draft_states=num_draft_states
+    )
+    run = drive(
+        runner,
+        prompts(),
+        PARAMS,
+        mamba_block_size=8,
+        max_steps_in_flight=max_steps_in_flight,
+        scheduler_reserve_full_isl=False,
+        num_speculative_tokens=4,
+        adaptive_speculation=False,
+    )
+    assert [expected(prompt, 20) for prompt in prompts()] == run.output_token_ids
+    assert run.num_accepted_drafts < run.num_drafts or not num_draft_states
+    assert bool(run.num_drafts) == (num_draft_states != 0)
+    assert run.num_preemptions > 0
+
+
 def test_a_snapshot_is_read_by_other_requests_of_the_same_tokens() -> None:
     runner = runner_after(FIRST)
     both = [with_states(2, [3, 5], computed=4), with_states(3, [3, 6], computed=4)]

@@ -13,7 +13,6 @@ from protocol.config import (
     Dtype,
     EngineConfig,
     ModelConfig,
-    SchedulerConfig,
     WorkerConfig,
 )
 from protocol.core_worker import ModelFacts
@@ -99,7 +98,6 @@ def test_a_state_that_is_not_finite_stays_with_its_request(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"scheduler": SchedulerConfig(num_speculative_tokens=2)}, "num_speculative_tokens 2"),
         ({"cache": CacheConfig(swap_space_bytes=1 << 20)}, "swap_space_bytes 1048576"),
     ],
 )
@@ -138,15 +136,31 @@ def test_a_model_without_attention_has_no_kv_cache(tmp_path: Path) -> None:
 
 
 def test_the_number_of_state_blocks() -> None:
-    def choose(available: int, has_attention: bool = True, override: int | None = None) -> int:
+    def choose(
+        available: int,
+        has_attention: bool = True,
+        override: int | None = None,
+        num_speculative_tokens: int = 0,
+    ) -> tuple[int, int]:
         return choose_num_state_blocks(
-            available, 100, max_num_seqs=8, has_attention=has_attention, override=override
+            available,
+            100,
+            max_num_seqs=8,
+            has_attention=has_attention,
+            num_speculative_tokens=num_speculative_tokens,
+            override=override,
         )
 
-    assert choose(10_000) == 17
-    assert choose(2_000) == 10
-    assert choose(2_000, has_attention=False) == 17
-    assert choose(2_000, override=5) == 5
+    assert choose(10_000) == (17, 0)
+    assert choose(2_000) == (10, 0)
+    assert choose(2_000, has_attention=False) == (17, 0)
+    assert choose(2_000, override=5) == (5, 0)
+    assert choose(10_000, num_speculative_tokens=4) == (17, 32)
+    assert choose(4_900, num_speculative_tokens=4) == (8, 15)
+    assert choose(4_900, num_speculative_tokens=4, override=8) == (8, 15), "of a successor"
+    assert choose(1_400, num_speculative_tokens=2) == (3, 2)
+    with pytest.raises(InsufficientMemory, match="5 recurrent states need 500 bytes"):
+        choose(999, num_speculative_tokens=2)
     for number in (590, 100):
         with pytest.raises(InsufficientMemory, match="3 recurrent states need 300 bytes"):
             choose(number)

@@ -1,10 +1,15 @@
 """Convolutions and scans give a row the same bits however its text is cut, moved and computed."""
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from protocol.core_worker import NULL_BLOCK
+from protocol.sampling import SamplingParams
+from worker_proc.inputs import BegunBlock
+from worker_proc.mirror import MirroredRequest, MirrorError
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.convolution import CausalConvolution
@@ -188,3 +193,40 @@ def test_a_new_text_reads_nothing_of_its_blocks(kind: str, library: NativeLibrar
     clean = computed(case, CHUNKS, library)
     spoiled = computed(case, CHUNKS, library, garbage=torch.nan)
     assert all(torch.equal(one, other) for one, other in zip(clean, spoiled, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_after_any_row_can_be_saved(kind: str, library: NativeLibrary | None) -> None:
+    """Also twice after one row, and over the state that the text begins from."""
+    case, start, count = Case(kind), 4, 5
+    pool = case.pool()
+    states = pool.tensors["m"][0]
+    op = case.type(pool, states, library)
+
+    def compute(first: int, num_rows: int, source: int, cuts: dict[int, int]) -> None:
+        pool.texts = StepTexts([Text(0, num_rows, source, cuts)])
+        case.compute(op, torch.arange(first, first + num_rows))
+
+    compute(0, start, NO_STATE, {1: start})
+    for row in range(count):  # block 11 + n: after n more rows
+        source = 10 + row if row else 1
+        compute(start + row, 1, source, {11 + row: 1})
+    compute(start, count, 1, {2: 1, 1: 2, 3: 2, 4: 4, 5: 5})
+    for block, num_rows in {2: 1, 1: 2, 3: 2, 4: 4, 5: 5}.items():
+        assert torch.equal(states[block], states[10 + num_rows])
+
+
+def test_a_convolution_takes_rows_of_the_type_of_its_windows_only() -> None:
+    case = Case("convolution", torch.bfloat16)
+    pool = StatePool([RecurrentSpec("m", 1, (case.spec,))], NUM_BLOCKS, 4, torch.float32)
+    op = case.type(pool, pool.tensors["m"][0], None)
+    pool.texts = StepTexts([Text(0, 3, NO_STATE, {1: 3})])
+    with pytest.raises(RuntimeError, match=r"rows in torch.bfloat16 for windows in torch.float32"):
+        case.compute(op, torch.arange(3))
+
+
+def test_a_step_does_not_move_on_to_the_null_block() -> None:
+    texts = StepTexts([Text(0, 1, 3, {3: 1})])
+    request = MirroredRequest(7, [1, 2], 1, SamplingParams(), [array("i", [3, NULL_BLOCK])], 1, 1)
+    with pytest.raises(MirrorError, match="request 7 has no state block 1"):
+        texts.move_on([BegunBlock(0, 1, request)])

@@ -34,6 +34,8 @@ class CacheSize(NamedTuple):
     num_blocks: int
     max_model_len: int
     num_state_blocks: int = 0
+    num_draft_states: int = 0
+    """State blocks behind these, for the states before drafts."""
 
 
 MIN_BLOCKS = 2

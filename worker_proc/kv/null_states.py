@@ -8,8 +8,8 @@ from binascii import crc32
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from protocol.core_worker import NULL_BLOCK
 from protocol.message import pack_token_ids
+from worker_proc.kv.state_cuts import state_cuts, state_source
 from worker_proc.mirror import MirroredRequest, MirrorError, ScheduledRequest
 
 
@@ -68,9 +68,10 @@ class NullStates:
         """Check the state that a part begins from; returns its block."""
         request, start = part.request, part.start
         own = self._computed.get(request.req_id)
-        if own is None or own.num_tokens != start:  # it is new, or new again
+        if own is None or own.num_tokens != start:  # it is new, or some of its drafts were wrong
             own = self._computed[request.req_id] = State().after(request.token_ids[:start])
-        block_id = request.block_tables[-1][(start - 1) // self._block_size]
+        block_id = state_source(part, self._block_size)
+        assert block_id is not None
         found = self._blocks.get(block_id)
         if found != own:
             what = "was never written" if found is None else f"has {found.num_tokens} other tokens"
@@ -82,14 +83,13 @@ class NullStates:
 
     def _compute(self, part: ScheduledRequest) -> dict[int, State]:
         """Return the states that a part writes, by block."""
-        request, size = part.request, self._block_size
-        state = self._computed[request.req_id] if part.start else State()
+        request, position = part.request, part.start
+        tokens = request.token_ids[position : part.end] + request.draft_token_ids[: part.num_drafts]
+        state = self._computed[request.req_id] if position else State()
         written: dict[int, State] = {}
-        for entry in range(part.start // size, (part.end - 1) // size + 1):
-            end = min((entry + 1) * size, part.end)
-            state = state.after(request.token_ids[state.num_tokens : end])
-            block_id = request.block_tables[-1][entry]
-            if block_id != NULL_BLOCK:
-                written[block_id] = state
+        for block_id, end in state_cuts(part, self._block_size).items():
+            first = position - part.start
+            state = state.after(tokens[first : first + end - position])
+            written[block_id], position = state, end
         self._computed[request.req_id] = state
         return written

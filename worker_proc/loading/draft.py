@@ -73,8 +73,13 @@ def _token_ids(file: Path) -> dict[str, int]:
 def group_without_window(groups: Sequence[KVGroup]) -> int:
     """Return the KV group whose tables keep all blocks, which the draft model's layers need."""
     for number, group in enumerate(groups):
-        if group.window is None:
+        if group.window is None and not group.is_state:
             return number
+    if all(group.is_state for group in groups):
+        raise UnsupportedModel(
+            "speculative_model needs the KV blocks of a request, and a model without attention has"
+            " none: leave the setting out, so that repetitions in the text are drafted"
+        )
     raise UnsupportedModel(
         "speculative_model needs the KV blocks of the whole text, and every layer of the model"
         " frees those that its window has passed: add --no-enable-hybrid-kv-cache"

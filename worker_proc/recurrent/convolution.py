@@ -66,6 +66,8 @@ class CausalConvolution:
             self._weight = weight.detach().float().t().contiguous()
             self._bias = None if bias is None else bias.detach().float().contiguous()
         rows = hidden_states[0].t()
+        if rows.dtype != self._windows.dtype:
+            raise RuntimeError(f"rows in {rows.dtype} for windows in {self._windows.dtype}")
         if self._library is None:
             out = self._by_torch(rows, activation)
         else:

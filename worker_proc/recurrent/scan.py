@@ -113,7 +113,6 @@ class Scan:
         state = self._states.new_zeros(num_heads, rows.keys.shape[2], num_values)
         if text.source != NO_STATE:
             state = from_tiles(self._states[text.source], num_values)
-        blocks = {row: block for block, row in text.cuts.items()}
         for place in range(text.num_rows):
             row = text.first_row + place
             value, key = rows.values[row].float(), rows.keys[row]
@@ -125,8 +124,9 @@ class Scan:
             if rows.skips is not None:
                 result = result + rows.skips.unsqueeze(-1) * value
             out[row] = result.to(out.dtype)
-            if place + 1 in blocks:
-                to_tiles(state, self._states[blocks[place + 1]])
+            for block, end in text.cuts.items():
+                if end == place + 1:
+                    to_tiles(state, self._states[block])
 
 
 def tiled_shape(num_heads: int, num_keys: int, num_values: int) -> tuple[int, ...]:

@@ -1,10 +1,21 @@
 """How many state blocks there are."""
 
+from typing import NamedTuple
+
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_tensors import format_sizes
 
 MIN_BLOCKS = 3
 """The null block, a request's own, and one to keep a state in."""
+
+
+class StateBlockCounts(NamedTuple):
+    """Numbers of state blocks."""
+
+    num_blocks: int
+    """Those that are announced, the null block included."""
+    num_for_drafts: int = 0
+    """Behind these: for the states before drafts."""
 
 
 def choose_num_state_blocks(
@@ -13,21 +24,26 @@ def choose_num_state_blocks(
     *,
     max_num_seqs: int,
     has_attention: bool,
+    num_speculative_tokens: int = 0,
     override: int | None = None,
-) -> int:
-    """Return the number of state blocks, the null block included.
+) -> StateBlockCounts:
+    """Decide the numbers of state blocks.
 
-    That is one for each of `max_num_seqs` requests, and as many to keep for the prefix cache, but
-    at most half of the memory if attention shares it. An override is the exact number.
+    That is one for each of `max_num_seqs` requests, as many to keep for the prefix cache, and one
+    for each draft, but at most half of the memory if attention shares it. With less memory there
+    are fewer of both, in the same ratio. An override is the number of those that are announced.
     """
     share = available_bytes // 2 if has_attention else available_bytes
-    number = override or min(1 + 2 * max_num_seqs, share // block_bytes)
-    least = override or MIN_BLOCKS
     there = available_bytes if override else share
-    if number < MIN_BLOCKS or least * block_bytes > there:
-        needed, free = format_sizes(max(least, MIN_BLOCKS) * block_bytes, there)
+    most, most_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
+    fitting = min(most, there // block_bytes * most // (most + most_for_drafts))
+    number = override or max(fitting, MIN_BLOCKS)
+    number_for_drafts = min(most_for_drafts, number * most_for_drafts // most)
+    needed_bytes = (number + number_for_drafts) * block_bytes
+    if needed_bytes > there:
+        needed, free = format_sizes(needed_bytes, there)
         raise InsufficientMemory(
-            f"{max(least, MIN_BLOCKS)} recurrent states need {needed}, and {free} are available;"
-            " free memory, or raise kv_cache_memory_bytes"
+            f"{number + number_for_drafts} recurrent states need {needed}, and {free} are"
+            " available; free memory, or raise kv_cache_memory_bytes"
         )
-    return number
+    return StateBlockCounts(number, number_for_drafts)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from protocol.core_worker import NULL_BLOCK
 from worker_proc.inputs import BegunBlock, StepInputs
+from worker_proc.kv.state_cuts import state_cuts, state_source
 from worker_proc.mirror import MirrorError, ScheduledRequest
 from worker_proc.native.recurrence import RecurrentTexts
 
@@ -58,7 +59,10 @@ class StepTexts:
             return False
         self._sources[:] = self._cut_blocks
         for row, number, request in begun:
-            self._cut_blocks[row] = request.block_tables[-1][number]
+            block_id = request.block_tables[-1][number]
+            if block_id == NULL_BLOCK:
+                raise MirrorError(f"request {request.req_id} has no state block {number}")
+            self._cut_blocks[row] = block_id
         return True
 
 
@@ -73,15 +77,6 @@ def texts_of(inputs: StepInputs, block_size: int) -> StepTexts:
 
 
 def _text(part: ScheduledRequest, first_row: int, block_size: int) -> Text:
-    table, start, end = part.request.block_tables[-1], part.start, part.end
-    source = NO_STATE if start == 0 else table[(start - 1) // block_size]
-    cuts: dict[int, int] = {}
-    for index in range(start // block_size, (end - 1) // block_size + 1):
-        if (block := table[index]) != NULL_BLOCK:
-            cuts.pop(block, None)  # the core has moved it along: only its last state counts
-            cuts[block] = min((index + 1) * block_size, end) - start
-    if source == NULL_BLOCK or end - start not in cuts.values():
-        raise MirrorError(
-            f"request {part.request.req_id} has no state block for positions {start} to {end}"
-        )
-    return Text(first_row, part.num_tokens, source, cuts)
+    source, start = state_source(part, block_size), part.start
+    cuts = {block_id: end - start for block_id, end in state_cuts(part, block_size).items()}
+    return Text(first_row, part.num_tokens, NO_STATE if source is None else source, cuts)

@@ -19,7 +19,7 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
-from worker_proc.recurrent.sizing import choose_num_state_blocks
+from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.sampler import Sampler
@@ -73,7 +73,7 @@ def build_runner(
         layout,
         facts.num_gpu_blocks,
         facts.num_host_blocks,
-        num_state_blocks=facts.num_state_blocks,
+        num_state_blocks=facts.num_state_blocks + size.num_draft_states,
     )
     install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     device_sampler = make_device_sampler(loaded, backend, config)
@@ -92,6 +92,7 @@ def build_runner(
         device_sampler=device_sampler,
         graphs=graphs,
         adapters=prepared.adapters,
+        num_draft_states=size.num_draft_states,
     )
 
 
@@ -111,9 +112,9 @@ def _size_cache(
         most = 1 + config.scheduler.max_num_seqs * per_request
         return kv_tensors.CacheSize(num_blocks or most, longest)
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
-    num_state_blocks = 0
+    states = StateBlockCounts(0)
     if loaded.recurrent:
-        num_state_blocks, num_bytes = _size_states(loaded, available_bytes, config)
+        states, num_bytes = _size_states(loaded, available_bytes, config)
         available_bytes -= num_bytes
     block_bytes = block_bytes_of(loaded, layout)
     if prepared.adapters is not None:
@@ -143,24 +144,28 @@ def _size_cache(
             size.max_model_len,
             loaded.model_len,
         )
-    return size._replace(num_state_blocks=num_state_blocks)
+    return size._replace(num_state_blocks=states.num_blocks, num_draft_states=states.num_for_drafts)
 
 
 def _size_states(
     loaded: LoadedModel, available_bytes: int, config: EngineConfig
-) -> tuple[int, int]:
-    """Return the number of state blocks, and the bytes that they take."""
+) -> tuple[StateBlockCounts, int]:
+    """Return the numbers of state blocks, and the bytes that they take."""
     block_bytes = state_bytes(loaded.recurrent, loaded.dtype)
-    number = choose_num_state_blocks(
+    counts = choose_num_state_blocks(
         available_bytes,
         block_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         has_attention=bool(loaded.layers),
+        num_speculative_tokens=config.scheduler.num_speculative_tokens,
         override=config.cache.num_state_blocks_override,
     )
+    number = sum(counts)
     one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
     _log.info("recurrent states: %s for each request, %s for %d", one, all_of_them, number - 1)
-    return number, number * block_bytes
+    if counts.num_for_drafts:
+        _log.info("%d of these states are for drafts", counts.num_for_drafts)
+    return counts, number * block_bytes
 
 
 def _facts_of(

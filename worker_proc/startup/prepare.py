@@ -213,10 +213,7 @@ def _setting_of_codes(config: EngineConfig) -> str | None:
 
 def _settings_without_states(config: EngineConfig) -> list[str]:
     """Return the settings, with their values, that no model with a recurrent state has so far."""
-    settings = {
-        "num_speculative_tokens": config.scheduler.num_speculative_tokens,
-        "swap_space_bytes": config.cache.swap_space_bytes,
-    }
+    settings = {"swap_space_bytes": config.cache.swap_space_bytes}
     return [f"{name} {value}" for name, value in settings.items() if value]
 
 
