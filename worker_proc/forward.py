@@ -44,7 +44,8 @@ def attach_cache(
         sinks = None
         if layer.sinks is not None:
             sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
-        paged = PagedLayer(layer.spec, tensors, backend, number, sinks)
+        biases = None if layer.biases is None else loaded.model.get_buffer(layer.biases)
+        paged = PagedLayer(layer.spec, tensors, backend, number, sinks, biases)
         # Not by setattr: the layer is not a submodule and owns no parameter.
         loaded.model.get_submodule(layer.module_name).__dict__["paged_layer"] = paged
     if layout.has_states:

@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, WINDOW
 from tests.worker.families import FAMILIES as FURTHER_ARCHITECTURES
+from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.recurrent_models import RECURRENT
 
 MAX_LENGTH = 1024
@@ -94,7 +95,10 @@ def small_config(model_type: str) -> PretrainedConfig:
 def _longer(make: Callable[[], PretrainedConfig]) -> Callable[[], PretrainedConfig]:
     def longer() -> PretrainedConfig:
         config = make()
-        config.get_text_config(decoder=True).max_position_embeddings = MAX_LENGTH
+        text_config = config.get_text_config(decoder=True)
+        text_config.max_position_embeddings = MAX_LENGTH
+        if hasattr(text_config, "max_seq_len"):  # MPT
+            text_config.max_seq_len = MAX_LENGTH
         return config
 
     return longer
@@ -103,7 +107,10 @@ def _longer(make: Callable[[], PretrainedConfig]) -> Callable[[], PretrainedConf
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     **{
         architecture.name: _longer(architecture.config)
-        for architecture in (*ARCHITECTURES, *FURTHER_ARCHITECTURES, *RECURRENT)
+        for architecture in (
+            *(*ARCHITECTURES, *FURTHER_ARCHITECTURES),
+            *(*RECURRENT, *OWN_ATTENTION),
+        )
     },
     **{name: lambda name=name: small_config(name) for name in TYPES},  # type: ignore[misc]
 }

@@ -42,11 +42,14 @@ class Terms(NamedTuple):
 
 
 _WIDE = LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None)
+_MANY = LayerSpec(num_heads=80, num_kv_heads=2, head_dim=16, value_head_dim=16, window=None)
 _ODD = LayerSpec(num_heads=3, num_kv_heads=1, head_dim=15, value_head_dim=12, window=None)
 SHORT_TERMS = (
     Terms("sinks", _WIDE, has_sinks=True),
     Terms("sinks_window", replace(_ODD, window=9), has_sinks=True),
     Terms("biases", _WIDE, has_biases=True),
+    Terms("many_sinks", _MANY, has_sinks=True),
+    Terms("many_biases", _MANY, has_biases=True),
     Terms("biases_window", replace(_ODD, window=9), has_biases=True),
     Terms("chunks", replace(_WIDE, window=13, is_chunked=True)),
     Terms("long_chunks", replace(_ODD, window=64, is_chunked=True), has_sinks=True),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    BloomConfig,
     LlamaConfig,
     MambaConfig,
     MiniMaxConfig,
@@ -132,10 +131,6 @@ REFUSED: dict[str, Refusal] = {
     "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
     "recurrent": (lambda: MambaConfig(**SMALL), "mamba_selective_scan is not supported"),
     "linear_attention": (lambda: MiniMaxConfig(**SMALL), "2 layers call the attention interface"),
-    "alibi": (
-        lambda: BloomConfig(**SMALL, n_head=4),
-        "does not go through|0 of 2 layers call the attention interface",
-    ),
 }
 
 

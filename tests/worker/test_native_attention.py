@@ -35,7 +35,10 @@ SPECS = (
     LayerSpec(num_heads=2, num_kv_heads=2, head_dim=24, value_head_dim=12, window=20),
     LayerSpec(num_heads=8, num_kv_heads=4, head_dim=15, value_head_dim=16, window=None),
     LayerSpec(num_heads=16, num_kv_heads=1, head_dim=128, value_head_dim=64, window=70),
+    LayerSpec(num_heads=71, num_kv_heads=1, head_dim=64, value_head_dim=64, window=None),
+    LayerSpec(num_heads=70, num_kv_heads=2, head_dim=16, value_head_dim=24, window=20),
 )
+"""The last two have more heads for each KV head than a call of the kernel computes."""
 
 LATENT_SPECS = (
     LayerSpec(16, 1, head_dim=576, value_head_dim=512, window=None, is_latent=True),
@@ -406,7 +409,9 @@ def test_refuses_what_the_kernel_does_not_cover() -> None:
     assert can_attend([spec], torch.bfloat16, CPU)
     assert not can_attend([spec], torch.float16, CPU)
     assert not can_attend([LayerSpec(4, 4, 1024, 64, None)], torch.float32, CPU)
-    assert not can_attend([LayerSpec(64, 1, 64, 64, None)], torch.float32, CPU)
+    assert can_attend([LayerSpec(64, 1, 64, 64, None)], torch.float32, CPU)
+    encoder = LayerSpec(64, 1, 64, 64, None, is_causal=False)
+    assert not can_attend([encoder], torch.float32, CPU)
     assert can_attend(LATENT_SPECS, torch.float32, CPU)
     assert not can_attend([LayerSpec(4, 1, 656, 512, None, is_latent=True)], torch.float32, CPU)
     assert not can_attend([LayerSpec(4, 1, 576, 528, None, is_latent=True)], torch.float32, CPU)

@@ -28,6 +28,8 @@ from tests.worker.checkpoints import (
 )
 from tests.worker.driving import drive
 from tests.worker.families import FAMILIES
+from tests.worker.own_attention_models import KINDS as OWN_KINDS
+from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.recurrent_models import KINDS, RECURRENT, RECURRENT_LATENT_NAMES
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
@@ -126,8 +128,11 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 @pytest.mark.parametrize(
     "architecture",
     [
-        *(*ARCHITECTURES, *KINDS),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (*FAMILIES, *RECURRENT[3:])),
+        *(*ARCHITECTURES, *KINDS, *OWN_KINDS),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (*FAMILIES, *RECURRENT[3:], *OWN_ATTENTION[3:])
+        ),
     ],
     ids=lambda a: a.name,
 )

@@ -4,13 +4,16 @@
 so transformers builds none: the positions that a token attends to follow from the step's inputs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from worker_proc.attention.own_attention import OWN_ATTENTION
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors, Shapes
@@ -73,6 +76,30 @@ def set_implementation(model: nn.Module, name: str) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation_internal = name
+
+
+def has_own_attention(model: nn.Module) -> bool:
+    """Return whether a model attends by code of its own, and not by a registered function."""
+    find: Any = getattr(model, "get_decoder", None)
+    decoder = model if find is None else find()
+    return isinstance(decoder, PreTrainedModel) and not decoder._can_set_attn_implementation()
+
+
+@contextmanager
+def transformers_attention(model: nn.Module) -> Iterator[None]:
+    """Let a model attend as in transformers, over rows of one text, for a while.
+
+    Where it attends by code of its own, in the form that transformers prefers: Falcon's plain form
+    adds its biases twice.
+    """
+    is_own = has_own_attention(model)
+    whole = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    plain = whole.get_correct_attn_implementation(None) if is_own else "eager"
+    set_implementation(model, plain)
+    try:
+        yield
+    finally:
+        set_implementation(model, OWN_ATTENTION if is_own else IMPLEMENTATION)
 
 
 def paged_attention(  # noqa: PLR0917 (the signature is transformers')

@@ -5,7 +5,9 @@ step.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +24,7 @@ from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, 
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
+"""Query heads that a call of the kernel computes for each KV head; a layer may take several."""
 MAX_LATENT_DIM = 640  # of latent_attention.h
 PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pairs.h
 VECTOR = 16
@@ -32,6 +35,16 @@ MAX_CONTEXT_PER_PREFIX = 8
 
 
 _CPU = torch.device("cpu")
+_SAME_LAYER = -1
+"""In place of an earlier layer whose keys and values a part of a layer has."""
+
+
+class _Heads(NamedTuple):
+    """A layer with some of its query heads."""
+
+    heads: slice
+    """Of each KV head."""
+    layer: PagedLayer
 
 
 def can_attend(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
@@ -43,10 +56,9 @@ def _is_covered(spec: LayerSpec) -> bool:
     if spec.is_latent:
         fits = spec.head_dim <= MAX_LATENT_DIM and spec.value_head_dim <= MAX_HEAD_DIM
         return fits and not spec.is_chunked and spec.kv_source is None
-    return (
-        max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
-        and spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
-    )
+    # Encoders have a kernel that takes all heads at once.
+    fits = spec.is_causal or spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
+    return fits and max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
 
 
 class NativeBackend:
@@ -67,7 +79,8 @@ class NativeBackend:
         """Take all layers, the window of each KV group, and the format of the pools."""
         self._library = library
         self._format = format
-        self._heads_per_kv_head = max(spec.num_heads // spec.num_kv_heads for spec in specs)
+        per_kv_head = max(spec.num_heads // spec.num_kv_heads for spec in specs)
+        self._heads_per_kv_head = min(per_kv_head, MAX_HEADS_PER_KV_HEAD)
         self._num_heads = max(spec.num_heads for spec in specs)
         self._num_kv_heads = min(spec.num_kv_heads for spec in specs)
         widest = max(spec.value_head_dim for spec in specs)
@@ -80,6 +93,7 @@ class NativeBackend:
         self._windows = windows
         self._has_latent_layers = any(spec.is_latent for spec in specs)
         self._layers: dict[PagedLayer, LayerArgs] = {}
+        self._parts: dict[PagedLayer, list[_Heads]] = {}
         self.steps: list[StepArgs] = []
         """The present step, for each KV group."""
         self._memory: StepMemory | None = None
@@ -184,6 +198,25 @@ class NativeBackend:
         return [table[first:] for table, first in zip(tables, firsts, strict=True)], firsts
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
+        per_kv_head = layer.spec.num_heads // layer.spec.num_kv_heads
+        if per_kv_head > MAX_HEADS_PER_KV_HEAD and not layer.spec.is_latent:
+            return self._attend_in_parts(layer, rows, scoring)
+        return self._attend(layer, rows, scoring)
+
+    def _attend_in_parts(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
+        """Attend with some of the query heads of each KV head at a time."""
+        if layer not in self._parts:
+            self._parts[layer] = list(_cut_heads(layer))
+        query = rows.query.unflatten(1, (layer.spec.num_kv_heads, -1))
+        parts = [
+            self._attend(
+                part.layer, rows._replace(query=query[:, :, part.heads].flatten(1, 2)), scoring
+            ).unflatten(1, (layer.spec.num_kv_heads, -1))
+            for part in self._parts[layer]
+        ]
+        return torch.cat(parts, dim=2).flatten(1, 2)
+
+    def _attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         spec, step = layer.spec, self.steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
         extras = scoring.softcap, layer.sinks, layer.biases
@@ -223,6 +256,28 @@ class NativeBackend:
             assert sinks is None
             biases = (layer.biases.data_ptr(), layer.biases.stride(0))
         return LayerArgs(*pools, *shape, *settings, self._format, *kinds, sinks, *biases)
+
+
+def _cut_heads(layer: PagedLayer) -> Iterator[_Heads]:
+    """Yield the parts of a layer that has too many query heads for each KV head.
+
+    The first one stores keys and values, and the others find them stored.
+    """
+    spec = layer.spec
+    per_kv_head = spec.num_heads // spec.num_kv_heads
+    numbers = torch.arange(spec.num_heads).view(spec.num_kv_heads, per_kv_head)
+    for first in range(0, per_kv_head, MAX_HEADS_PER_KV_HEAD):
+        heads = slice(first, min(first + MAX_HEADS_PER_KV_HEAD, per_kv_head))
+        own = numbers[:, heads].flatten()
+        part = replace(
+            layer,
+            spec=replace(
+                spec, num_heads=len(own), kv_source=spec.kv_source if first == 0 else _SAME_LAYER
+            ),
+            sinks=None if layer.sinks is None else layer.sinks[own].contiguous(),
+            biases=None if layer.biases is None else layer.biases[own].contiguous(),
+        )
+        yield _Heads(heads, part)
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from worker_proc.attention.interface import has_own_attention, set_implementation
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
+from worker_proc.attention.own_attention import OWN_ATTENTION, OwnCache, OwnCall, OwnMask
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.recurrent.recording import recorded_states
@@ -56,6 +58,8 @@ class ProbedLayer:
     spec: LayerSpec
     sinks: str | None = None
     """The parameter that has its sinks, one for each head."""
+    biases: str | None = None
+    """The buffer that has what is added to scores, by head and position of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class ProbedModel:
     recurrent: list[RecurrentSpec] = field(default_factory=list)
     """Modules with a state, in the order in which the forward calls them."""
     position_offset: int = 0  # number of a text's first position
+    has_own_attention: bool = False
+    """Whether attention is in the model's own code. Windows, biases and repeated heads, which
+    depend on values there, are observed when its weights are loaded."""
 
 
 def probe_model(
@@ -77,22 +84,27 @@ def probe_model(
     """Run `model`, which is on the meta device, and return what it used.
 
     UnsupportedModel: the forward fails, or holds something other than `num_layers`
-    self-attention layers that go through transformers' attention interface. They must be causal
-    in a model with an output layer, and all alike in that in another one.
+    self-attention layers that go through transformers' attention interface, or whose own code
+    does no more than attention. They must be causal in a model with an output layer, and all alike
+    in that in another one.
     """
     probe = _Probe(model)
     config = model.config
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
+    is_own = has_own_attention(model)
     with (
         _registered(probe),
-        _implementation(model),
+        _implementation(model, OWN_ATTENTION if is_own else PROBE),
+        _running_modules(model if is_own else None, probe.running),
         recorded_states(model, probe.storages.add) as recurrent,
         torch.inference_mode(),
         probe.storages,
     ):
         try:
             kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
-            options = {"logits_to_keep": kept} if has_output_layer else {}
+            options: dict[str, Any] = {"logits_to_keep": kept} if has_output_layer else {}
+            if is_own:
+                options["past_key_values"] = OwnCache(probe.own_attention)
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
         except UnsupportedModel:
             raise
@@ -126,7 +138,7 @@ def probe_model(
     built = {id(p): p for name, p in parameters.items() if not is_within(name, unused_modules)}
     num_weights = sum(parameter.numel() for parameter in built.values())
     offset = 0 if has_output_layer else position_offset(model)
-    return ProbedModel(layers, used, unused_modules, num_weights, recurrent, offset)
+    return ProbedModel(layers, used, unused_modules, num_weights, recurrent, offset, is_own)
 
 
 def position_offset(model: PreTrainedModel) -> int:
@@ -208,6 +220,8 @@ class _Probe:
         self._module_names = {module: name for name, module in model.named_modules()}
         self._parameters = dict(model.named_parameters())
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
+        self.running: list[nn.Module] = []
+        """Of a model with attention of its own: the modules whose forward runs, the inner last."""
 
     def attention(
         self,
@@ -243,6 +257,20 @@ class _Probe:
         sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
         self.layers.append(ProbedLayer(name, spec, sinks))
         return query.new_empty(batch, length, num_heads, value_head_dim), None
+
+    def own_attention(self, call: OwnCall) -> torch.Tensor:
+        """Record a call of a model's own code, and return an output of the right shape."""
+        module = self.running[-1]
+        name = self._module_names[module]
+        if call.layer != len(self.layers):
+            raise UnsupportedModel(f"{name} stores keys and values in another order than layers")
+        common = [mask.content for mask in call.terms.masks if isinstance(mask, OwnMask)]
+        own = [mask for mask in call.terms.masks if not isinstance(mask, OwnMask)]
+        # What its own masks show is observed when they have values.
+        mask = common[0] if common else ProbedMask(Visibility(None)) if own else None
+        rows = (rows.transpose(0, 1).unsqueeze(0) for rows in (call.query, call.key, call.value))
+        out, _ = self.attention(module, *rows, mask)
+        return out[0]
 
     def _source(
         self, name: str, key: torch.Tensor, value: torch.Tensor, visible: Visibility
@@ -313,6 +341,11 @@ class _Probe:
                 Visibility(None), f"its mask depends on more than positions ({error})"
             )
 
+    @staticmethod
+    def own_mask(*, mask_function: MaskFunction, **kwargs: Any) -> OwnMask:
+        """Return a stand-in with what a mask shows."""
+        return OwnMask.make(**kwargs, content=_Probe.mask(mask_function=mask_function))
+
     def experts(
         self, module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -324,12 +357,16 @@ class _Probe:
 @contextmanager
 def _registered(probe: _Probe) -> Iterator[None]:
     functions = (
-        (ALL_ATTENTION_FUNCTIONS, probe.attention),
-        (ALL_MASK_ATTENTION_FUNCTIONS, probe.mask),
-        (ALL_EXPERTS_FUNCTIONS, probe.experts),
+        (ALL_ATTENTION_FUNCTIONS, PROBE, probe.attention),
+        (ALL_MASK_ATTENTION_FUNCTIONS, PROBE, probe.mask),
+        (ALL_MASK_ATTENTION_FUNCTIONS, OWN_ATTENTION, probe.own_mask),
+        (ALL_EXPERTS_FUNCTIONS, PROBE, probe.experts),
     )
-    for registry, function in functions:
-        registry.register(PROBE, function)
+    before = [
+        (registry, name, registry._global_mapping.get(name)) for registry, name, _ in functions
+    ]
+    for registry, name, function in functions:
+        registry.register(name, function)
     # Where a mask is built, transformers looks for packed texts in the values of the positions. It
     # does not where models are served, since no mask is registered there.
     find_packed = masking_utils.find_packed_sequence_indices
@@ -344,18 +381,43 @@ def _registered(probe: _Probe) -> Iterator[None]:
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
         masking_utils.chunked_causal_mask_function = chunked
-        for registry, _ in functions:
-            registry._global_mapping.pop(PROBE, None)
+        for registry, name, earlier in before:  # of a model that is served already
+            registry._global_mapping.pop(name, None)
+            if earlier is not None:
+                registry.register(name, earlier)
 
 
 @contextmanager
-def _implementation(model: PreTrainedModel) -> Iterator[None]:
+def _running_modules(model: nn.Module | None, running: list[nn.Module]) -> Iterator[None]:
+    """Keep the modules in `running` whose forward runs; None: it is not asked for."""
+
+    def begin(module: nn.Module, args: object) -> None:
+        running.append(module)
+
+    def end(module: nn.Module, args: object, result: object) -> None:
+        running.pop()
+
+    handles = [
+        handle
+        for module in (() if model is None else model.modules())
+        for handle in (
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(end),
+        )
+    ]
     try:
-        model.set_attn_implementation(PROBE)
-    except ValueError as error:
-        raise UnsupportedModel(
-            f"{model.config.model_type}: its attention does not go through transformers' interface"
-        ) from error
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _implementation(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    if attention == OWN_ATTENTION:
+        set_implementation(model, attention)
+    else:
+        model.set_attn_implementation(attention)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = [(c, getattr(c, "_experts_implementation", None)) for c in configs.values()]
     for config, _ in before:

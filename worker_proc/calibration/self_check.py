@@ -13,7 +13,7 @@ from itertools import count, islice
 import torch
 
 from protocol.sampling import SamplingParams
-from worker_proc.attention.interface import IMPLEMENTATION, AttentionBackend, set_implementation
+from worker_proc.attention.interface import AttentionBackend, transformers_attention
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import pack_step, to_device
@@ -144,11 +144,7 @@ def trial_requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredReq
 @torch.inference_mode()
 def _expected_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
     model = loaded.model
-    set_implementation(model, "eager")
-    try:
-        input_ids = torch.tensor([text], device=loaded.device)
-        with own_forwards(model):
-            logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
-    finally:
-        set_implementation(model, IMPLEMENTATION)
+    input_ids = torch.tensor([text], device=loaded.device)
+    with transformers_attention(model), own_forwards(model):
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
     return logits[-1 - NUM_DECODED :, : loaded.vocab_size]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.native import MAX_HEADS_PER_KV_HEAD
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
@@ -116,9 +117,12 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     norms, attention, mlp = found
     if not isinstance(mlp, FusedMLP | FusedExperts):
         return None
+    paged: PagedLayer = attention.__dict__["paged_layer"]
     own = {name for name, _ in attention.named_parameters(recurse=False)}
-    if own - ({"sinks"} if attention.__dict__["paged_layer"].sinks is not None else set()):
+    if own - ({"sinks"} if paged.sinks is not None else set()):
         return None
+    if paged.spec.num_heads // paged.spec.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
+        return None  # which takes several calls of the kernel
     parts = dict(attention.named_children())
     names = ["qkv_proj"] if "qkv_proj" in parts else ["q_proj", "k_proj", "v_proj"]
     linears = [parts.pop(name, None) for name in names]

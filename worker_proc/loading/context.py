@@ -14,18 +14,24 @@ from worker_proc.errors import UnsupportedModel
 
 UNBOUNDED_MODEL_LEN = 2**20
 """Of a model without attention whose configuration bounds no positions."""
+UNSTATED_MODEL_LEN = 2048
+"""Of a model with attention whose configuration bounds no positions, as in vLLM."""
 _KEY = "max_position_embeddings"
+_OTHER_KEYS = ("max_seq_len", "seq_length")
+"""Keys of models without angles or embeddings of positions (MPT, Bloom)."""
 _ORIGINAL = "original_max_position_embeddings"
 _log = logging.getLogger(__name__)
 
 
 def context_length(text_config: PretrainedConfig, *, has_attention: bool) -> int:
-    """Return the greatest number of tokens of a text; raises UnsupportedModel without a bound."""
-    stated = getattr(text_config, _KEY, None)
+    """Return the greatest number of tokens of a text."""
+    keys = (_KEY, *_OTHER_KEYS)
+    stated = next(filter(None, (getattr(text_config, key, None) for key in keys)), None)
     if stated is None and not has_attention:
         return UNBOUNDED_MODEL_LEN
     if stated is None:
-        raise UnsupportedModel(f"{text_config.model_type}: config.json bounds no positions")
+        _log.info("config.json bounds no positions; the context is %d tokens", UNSTATED_MODEL_LEN)
+        return UNSTATED_MODEL_LEN
     length = min(_scaled_lengths(text_config, int(stated)))
     if length < stated:
         _log.info(

@@ -8,8 +8,7 @@ are computed in float32, so that only the order of sums differs.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from protocol.config import KVCacheDtype
-from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
+from worker_proc.attention.interface import transformers_attention
 from worker_proc.attention.latent_attention import LatentAttention, angles_of
 from worker_proc.attention.latent_products import (
     LatentProducts,
@@ -171,7 +170,7 @@ def _prove(
     that does not.
     """
     proven: dict[str, Rotation] = {}
-    with _eager_attention(loaded), own_forwards(loaded.model):
+    with transformers_attention(loaded.model), own_forwards(loaded.model):
         calls = _record_calls(loaded, layers[0].module)
         for layer in layers if calls else ():
             rotation = _rotation_of(layer, calls, library)
@@ -179,15 +178,6 @@ def _prove(
                 break
             proven[layer.name] = rotation
     return proven
-
-
-@contextmanager
-def _eager_attention(loaded: LoadedModel) -> Iterator[None]:
-    set_implementation(loaded.model, "eager")
-    try:
-        yield
-    finally:
-        set_implementation(loaded.model, IMPLEMENTATION)
 
 
 def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:

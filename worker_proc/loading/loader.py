@@ -44,6 +44,7 @@ from worker_proc.loading.context import check_frequencies, context_length
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
+from worker_proc.loading.plain_linears import make_linears_plain
 from worker_proc.loading.pooling_model import (
     INNER,
     POOLER,
@@ -101,6 +102,8 @@ class LoadedModel:
     """Of a classification head, or of requests that choose none."""
     head: Head | None = None
     """What follows the pooling."""
+    has_own_attention: bool = False
+    """Whether attention is in the model's own code, and is to be taken from there."""
     has_token_types: bool = False
     """Whether the two texts of a pair have tokens of different types."""
 
@@ -162,6 +165,7 @@ def load_model(
     model = _load_weights(directory, inspected, stored, progress, device, files=files).to(device)
     _release_unused(model, probed.parameters)
     _ignore_padding(model)
+    make_linears_plain(model)
     give_positions(model, probed.layers, inspected.model_len)
     model = model.eval().requires_grad_(False)
     loaded = LoadedModel(
@@ -175,6 +179,7 @@ def load_model(
         codes=None if files is None else files.report,
         kind=inspected.kind,
         pooling=_pooling(inspected),
+        has_own_attention=probed.has_own_attention,
         has_token_types=_has_token_types(inspected),
         recurrent=probed.recurrent,
     )
@@ -422,6 +427,8 @@ def _reader(
 def _from_pretrained(
     directory: str, inspected: InspectedModel, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    if inspected.probed.has_own_attention:  # which has forms by transformers' names only
+        options = options | {"attn_implementation": "eager"}
     model, info = auto_class(inspected.config).from_pretrained(
         directory,
         dtype=inspected.dtype,

@@ -91,7 +91,8 @@ def make_backend(
             f"kv_cache_dtype {layout.format.config_name} needs the native attention kernel, which"
             f" does not cover this model's heads in {dtype}"
         )
-    if uses_triton(loaded.device):
+    has_biases = any(layer.biases is not None for layer in loaded.layers)
+    if uses_triton(loaded.device) and not has_biases:
         from worker_proc.cuda.backend import TritonBackend, can_attend_by_triton
 
         if can_attend_by_triton(specs):

@@ -20,6 +20,7 @@ from worker_proc.loading.latent import check_latent_format, install_latent
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.model_kind import ModelKind
+from worker_proc.loading.own_attention import OwnLayer, install_own_attention
 from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs
@@ -76,11 +77,11 @@ def prepare_model(
         library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
     _compute_states(loaded, library, proofs, progress)
+    loaded = _replace_attention(loaded, library, proofs)
+    check_latent_format(loaded, config.cache.kv_cache_dtype)
+    if draft is not None:
+        draft = _replace_attention(draft, library, proofs, "_draft")
     if device.type == "cpu":
-        loaded = _attend_to_latent_rows(loaded, library, proofs, "latent")
-        check_latent_format(loaded, config.cache.kv_cache_dtype)
-        if draft is not None:
-            draft = _attend_to_latent_rows(draft, library, proofs, "latent_draft")
         for layer in loaded.layers:
             compute_rowwise(loaded.model.get_submodule(layer.module_name))
     _pack_head(loaded, library)
@@ -231,6 +232,25 @@ def _compute_states(
     proven = install_recurrent(loaded, library, known)
     if proofs is not None and known is None:
         proofs.put("recurrent", proven)
+
+
+def _replace_attention(
+    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, suffix: str = ""
+) -> LoadedModel:
+    """Replace attention that is more than a call of a registered function; see docs/models.md."""
+    loaded = _take_own_attention(loaded, proofs, f"own_attention{suffix}")
+    if loaded.device.type != "cpu":
+        return loaded
+    return _attend_to_latent_rows(loaded, library, proofs, f"latent{suffix}")
+
+
+def _take_own_attention(loaded: LoadedModel, proofs: StartCache | None, name: str) -> LoadedModel:
+    """Let attention in a model's own code be paged, and keep the proof under a name."""
+    known = None if proofs is None else proofs.get(name, list[OwnLayer])
+    loaded, proven = install_own_attention(loaded, known)
+    if proofs is not None and known is None:
+        proofs.put(name, proven)
+    return loaded
 
 
 def _attend_to_latent_rows(

@@ -1,0 +1,31 @@
+"""Models that attend by code of their own, in real processes: kill -9 changes no token."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.testing import EngineFactory
+from tests.system.kills import check_tokens_after_kills
+from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.own_attention_models import KINDS
+from worker_proc.native.build import build, compiler
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "architecture",
+    [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
+    ids=lambda architecture: architecture.name,
+)
+def test_streams_go_on_after_kill_9(
+    architecture: Architecture, tmp_path: Path, start_engine: EngineFactory
+) -> None:
+    build()
+    config = architecture.config()
+    config.max_position_embeddings = 2048
+    build_checkpoint(tmp_path, config)
+    settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16")
+    engine = start_engine(*settings, model=str(tmp_path))
+    facts = check_tokens_after_kills(engine, num_prompts=2)
+    assert facts.exact_resume

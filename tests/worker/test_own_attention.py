@@ -1,0 +1,131 @@
+"""Attention in a model's own code is observed, proven, and computed over the paged cache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.falcon.modeling_falcon import FalconLinear
+
+from tests.worker.checkpoints import WINDOW, build_checkpoint
+from tests.worker.own_attention_models import OWN_ATTENTION
+from tests.worker.test_loader import load
+from tests.worker.test_parity import make_runner
+from worker_proc.attention.own_attention import OwnCache, OwnCall
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading import own_attention
+from worker_proc.loading.own_attention import install_own_attention
+from worker_proc.loading.plain_linears import make_linears_plain
+
+MODELS = {architecture.name: architecture for architecture in OWN_ATTENTION}
+
+
+def call_of(compute: Any) -> OwnCall:
+    """Return what is recorded while `compute` attends with stand-ins: 5 rows behind 3 tokens."""
+    calls: list[OwnCall] = []
+
+    def attend(call: OwnCall) -> torch.Tensor:
+        calls.append(call)
+        return call.query.new_zeros(*call.query.shape[:2], call.value.shape[2])
+
+    rows = torch.randn(3, 1, 4, 5, 8)
+    key, value = OwnCache(attend, num_past=3).update(rows[1], rows[2], 0)
+    out = compute(rows[0], key, value)
+    assert out.shape[-2:] == (5, 8)
+    return calls[0]
+
+
+def test_scales_and_biases_are_observed_in_their_order() -> None:
+    biases = torch.randn(4, 1, 8)
+
+    def compute(query: torch.Tensor, key: Any, value: Any) -> Any:
+        scores = (query @ key.transpose(-1, -2) + biases) * 0.5
+        weights = torch.softmax((scores / 4).view(4, 5, 8).float(), dim=-1)
+        return weights.to(query.dtype) @ value
+
+    terms = call_of(compute).terms
+    assert terms.scale == 0.125
+    assert [(bias.tensor is biases, bias.factor) for bias in terms.biases] == [(True, 0.125)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "problem"),
+    [
+        (torch.tanh, "tanh of scores"),
+        (lambda scores: scores * torch.ones(8), "products with tensors of scores"),
+        (lambda scores: scores.cumsum(-1), "cumsum of scores"),
+    ],
+)
+def test_unknown_operations_are_refused_by_name(operation: Any, problem: str) -> None:
+    def compute(query: torch.Tensor, key: Any, value: Any) -> Any:
+        return torch.softmax(operation(query @ key.transpose(-1, -2)), dim=-1) @ value
+
+    with pytest.raises(UnsupportedModel, match=problem):
+        call_of(compute)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "result"),
+    [
+        ("bloom", "_biases", None),
+        ("falcon_alibi", "_biases", None),
+        ("gpt_neo", "_window", None),
+        ("falcon_new", "_num_kv_heads", 1),
+    ],
+)
+def test_a_module_that_differs_from_its_own_forward_is_refused(
+    name: str, function: str, result: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_checkpoint(tmp_path, MODELS[name].config())
+    loaded = load(tmp_path)
+    monkeypatch.setattr(own_attention, function, lambda *args: result)
+    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+        install_own_attention(loaded)
+
+
+def test_biases_windows_and_repeated_heads_are_observed(tmp_path: Path) -> None:
+    found = {}
+    for name in ("bloom", "gpt_neo", "falcon_new"):
+        build_checkpoint(tmp_path / name, MODELS[name].config())
+        loaded, layers = install_own_attention(load(tmp_path / name))
+        found[name] = [(one.spec.window, one.spec.num_kv_heads, one.biases_of) for one in layers]
+        if name == "bloom":
+            biases = loaded.model.get_buffer(str(loaded.layers[1].biases))
+            assert torch.allclose(biases[0, :256], 0.25 * torch.arange(256.0))
+    assert found == {
+        "bloom": [(None, 4, 0), (None, 4, 0)],
+        "gpt_neo": [(None, 4, None), (WINDOW, 4, None)],
+        "falcon_new": [(None, 2, None), (None, 2, None)],
+    }
+
+
+def test_what_is_known_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint(tmp_path, MODELS["bloom"].config())
+    first, proven = install_own_attention(load(tmp_path))
+    monkeypatch.delattr(own_attention, "_prove")
+    second, known = install_own_attention(load(tmp_path), proven)
+    assert known == proven
+    assert second.layers == first.layers
+    tables = [one.model.get_buffer(str(one.layers[1].biases)) for one in (first, second)]
+    assert torch.equal(*tables)
+
+
+def test_bits_are_exact_and_the_cache_holds_no_copies(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, MODELS["falcon_new"].config())
+    runner = make_runner(tmp_path, 50, dtype="bfloat16")
+    assert runner.facts.exact_resume, runner.facts.exact_resume_reason
+    assert runner._pool.tensors[0].keys.shape[1] == 2
+
+
+def test_linear_layers_of_other_classes_become_plain_if_they_compute_the_same() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = torch.nn.Sequential(FalconLinear(20, 30), FalconLinear(30, 20, bias=False))
+    model.append(Doubled(20, 20))
+    rows = torch.randn(3, 20)
+    before = model(rows)
+    make_linears_plain(model)
+    assert [type(module) for module in model] == [torch.nn.Linear, torch.nn.Linear, Doubled]
+    torch.testing.assert_close(model(rows), before)

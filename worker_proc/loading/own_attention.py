@@ -1,0 +1,409 @@
+"""Serves models that attend by code of their own (attention/own_attention.py), if proven.
+
+What their code does to scores is observed with values, when the weights are there: biases by head
+and position (ALiBi), windows in masks of their own, and heads of keys that are stored repeatedly.
+Then each module must give the results of its own forward in transformers, on random rows of several
+scales, at the first positions and at the last ones, behind as many stored keys. Both are computed
+in float32, so that only the order of sums differs.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from worker_proc.attention.interface import (
+    PagedLayer,
+    Rows,
+    Scoring,
+    set_implementation,
+    transformers_attention,
+)
+from worker_proc.attention.own_attention import (
+    OWN_ATTENTION,
+    OwnCache,
+    OwnCall,
+    OwnMask,
+)
+from worker_proc.errors import UnsupportedModel
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.loading.coded_weights import dequantized
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.loader import LoadedModel
+
+NUM_TOKENS = 7
+MAX_PROOF_LEN = 2048
+"""Positions of a proof's keys, at most."""
+TRIAL_SCALES = (0.1, 1.0, 30.0)
+MAX_ERROR = 1e-4
+"""Of a row, relative to its length: larger rows make scores of some hundreds."""
+BIASES = "paged_biases"
+"""The buffer that an attention module gets for biases."""
+_ROOM = 64
+"""Positions behind the last one, which kernels may read and never use."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLayer:
+    """What is observed of an attention module, and proven."""
+
+    spec: LayerSpec
+    biases_of: int | None = None
+    """The first layer with the same biases; None: there are none."""
+
+
+class _Inputs(NamedTuple):
+    """The arguments of an attention module, and the cache among them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cache: object
+
+    def call(self, module: nn.Module, rows: torch.Tensor, cache: object) -> torch.Tensor:
+        """Return the module's output for `[1, NUM_TOKENS, size]`; a residual is zero."""
+        is_given = False
+
+        def filled(value: Any) -> Any:
+            nonlocal is_given
+            if value is self.cache:
+                return cache
+            if not isinstance(value, torch.Tensor) or value.shape != rows.shape:
+                return value
+            is_first, is_given = not is_given, True
+            return rows if is_first else torch.zeros_like(rows)
+
+        args = tuple(map(filled, self.args))
+        result = module(*args, **{key: filled(value) for key, value in self.kwargs.items()})
+        return cast(torch.Tensor, result[0] if isinstance(result, tuple) else result)
+
+
+class _Recorded(Exception):
+    """Ends a forward whose arguments have been recorded."""
+
+
+def install_own_attention(
+    loaded: LoadedModel, known: Sequence[OwnLayer] | None = None
+) -> tuple[LoadedModel, list[OwnLayer]]:
+    """Let a model's own attention be computed over the paged cache, if it has any.
+
+    Returns the model with the layers as they attend then, and what is proven of them. `known` is
+    this result of an earlier start, with which nothing is tried. UnsupportedModel: a module differs
+    from its own forward.
+    """
+    if not loaded.has_own_attention:
+        return loaded, []
+    modules = [loaded.model.get_submodule(layer.module_name) for layer in loaded.layers]
+    ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, OwnMask.make)
+    set_implementation(loaded.model, OWN_ATTENTION)
+    with torch.inference_mode():
+        found, tables = _observe(loaded, modules, known)
+        if known is None:
+            _prove(loaded, modules, found, tables)
+    layers = []
+    for probed, module, layer in zip(loaded.layers, modules, found, strict=True):
+        biases = None
+        if layer.biases_of is not None:
+            module.register_buffer(BIASES, tables[layer.biases_of], persistent=False)
+            biases = f"{probed.module_name}.{BIASES}"
+        layers.append(replace(probed, spec=layer.spec, biases=biases))
+    _give_cache(loaded, modules)
+    return replace(loaded, layers=layers), found
+
+
+def _give_cache(loaded: LoadedModel, modules: list[nn.Module]) -> None:
+    """Let the model store keys and values in stand-ins for a cache."""
+
+    def attend(call: OwnCall) -> torch.Tensor:
+        layer: PagedLayer = modules[call.layer].__dict__["paged_layer"]
+        repeats = call.key.shape[1] // layer.spec.num_kv_heads
+        rows = (call.query, call.key[:, ::repeats], call.value[:, ::repeats])
+        scoring = Scoring(call.terms.scale, None)
+        return layer.backend.attend(layer, Rows(*(r.to(loaded.dtype) for r in rows)), scoring)
+
+    def give(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if module.config._attn_implementation == OWN_ATTENTION:
+            kwargs = kwargs | {"past_key_values": OwnCache(attend)}
+        return args, kwargs
+
+    decoder: nn.Module = loaded.model.get_decoder()
+    decoder.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def _observe(
+    loaded: LoadedModel, modules: list[nn.Module], known: Sequence[OwnLayer] | None
+) -> tuple[list[OwnLayer], dict[int, torch.Tensor]]:
+    """Return what modules do, and biases, `[num_heads, positions]`, by the first layer with them.
+
+    Of known modules only those that have the biases are called.
+    """
+    length = loaded.model_len
+    num_rows = min(NUM_TOKENS, length)
+    calls: list[OwnCall] = []
+
+    def attend(call: OwnCall) -> torch.Tensor:
+        calls.append(call)
+        return call.query.new_zeros(*call.query.shape[:2], call.value.shape[2])
+
+    cache = OwnCache(attend, length - num_rows)
+    inputs = _record(loaded, modules[0], cache, length - num_rows, num_rows)
+    layers: list[OwnLayer] = []
+    tables: dict[int, torch.Tensor] = {}
+    for number, (probed, module) in enumerate(zip(loaded.layers, modules, strict=True)):
+        if known is not None and known[number].biases_of != number:
+            layers.append(known[number])
+            continue
+        with _in_float32(module) as own:
+            inputs.call(own, _random_rows(own, inputs), cache)
+        call = calls.pop()
+        table = _biases(call, length)
+        biases_of = None
+        if table is not None:
+            same = (first for first, other in tables.items() if torch.equal(other, table))
+            biases_of = next(same, number)
+            tables.setdefault(biases_of, table)
+        spec = replace(
+            probed.spec,
+            num_kv_heads=_num_kv_heads(call),
+            window=_window(probed.module_name, call, length) or probed.spec.window,
+        )
+        layers.append(OwnLayer(spec, biases_of))
+    return layers, {
+        first: nn.functional.pad(table, (0, _ROOM)).contiguous() for first, table in tables.items()
+    }
+
+
+def _biases(call: OwnCall, length: int) -> torch.Tensor | None:
+    """Return what is added to the scores of the last row, float32 `[num_heads, length]`."""
+    num_heads = call.query.shape[1]
+    table = torch.zeros(num_heads, length, device=call.query.device)
+    for tensor, factor in call.terms.biases:
+        if not tensor.is_meta:
+            shape = (-1, *tensor.shape[-2:])
+            table += tensor.reshape(shape)[:, -1, -length:].float() * factor
+    return table if table.any() else None
+
+
+def _num_kv_heads(call: OwnCall) -> int:
+    """Return how many heads of keys and values differ: others are their copies."""
+    heads = call.key.shape[1]
+    for number in range(1, heads):
+        if heads % number:
+            continue
+        groups = [rows.unflatten(1, (number, -1)) for rows in (call.key, call.value)]
+        if all(torch.equal(group, group[:, :, :1].expand_as(group)) for group in groups):
+            return number
+    return heads
+
+
+def _window(name: str, call: OwnCall, length: int) -> int | None:
+    """Return the window of masks that are a module's own; None: they show all positions."""
+    own = [mask for mask in call.terms.masks if not isinstance(mask, OwnMask)]
+    if not own:
+        return None
+    num_rows = len(call.query)
+    seen = torch.ones(num_rows, length, dtype=torch.bool)
+    for mask in own:
+        seen &= mask.reshape(-1, *mask.shape[-2:])[0]
+    rows = torch.arange(length - num_rows, length)[:, None]
+    keys = torch.arange(length)
+    window = int(seen[-1].sum())
+    if not torch.equal(seen, (keys <= rows) & (keys > rows - window)):
+        raise UnsupportedModel(f"{name} has a mask of its own that is not a window")
+    return None if window == length else window
+
+
+def _prove(
+    loaded: LoadedModel,
+    modules: list[nn.Module],
+    layers: list[OwnLayer],
+    tables: dict[int, torch.Tensor],
+) -> None:
+    """Raise UnsupportedModel unless all modules give the results of their own forward."""
+    length = min(loaded.model_len, MAX_PROOF_LEN)
+    num_rows = min(NUM_TOKENS, length)
+    for num_past in sorted({0, length - num_rows}):
+        ours = _record(loaded, modules[0], OwnCache(_never, num_past), num_past, num_rows)
+        spec = loaded.layers[0].spec
+        with transformers_attention(loaded.model):
+            cache = _filled_cache(0, *(_zeros(spec, num_past, dim) for dim in spec.stored_dims))
+            theirs = _record(loaded, modules[0], cache, num_past, num_rows)
+        for number, (probed, module) in enumerate(zip(loaded.layers, modules, strict=True)):
+            layer = layers[number]
+            table = None if layer.biases_of is None else tables[layer.biases_of]
+            trial = _Trial(number, probed.spec, layer.spec, table, num_past)
+            with _in_float32(module) as own:
+                error = trial.error(loaded.model, own, ours, theirs)
+            if not error <= MAX_ERROR:
+                raise UnsupportedModel(
+                    f"{probed.module_name} ({type(module).__name__}) differs from its own forward"
+                    f" (relative error {error:.3g})"
+                )
+
+
+class _Trial(NamedTuple):
+    """One layer behind some past tokens."""
+
+    number: int
+    stored: LayerSpec  # with heads as the module stores them
+    spec: LayerSpec
+    biases: torch.Tensor | None
+    num_past: int
+
+    def error(self, model: nn.Module, module: nn.Module, ours: _Inputs, theirs: _Inputs) -> float:
+        """Return the greatest error of a row at any scale, relative to its length."""
+        generator = make_generator(1)
+        device = next(module.parameters()).device
+        heads = self.spec.num_kv_heads
+        past = [
+            torch.randn(self.num_past, heads, dim, generator=generator).to(device)
+            for dim in self.spec.stored_dims
+        ]
+        repeats = self.stored.num_kv_heads // heads
+        in_cache = [
+            rows.repeat_interleave(repeats, dim=1).transpose(0, 1).unsqueeze(0) for rows in past
+        ]
+        attend = _Attention(self, past).attend
+        errors = []
+        for scale in TRIAL_SCALES:
+            rows = _random_rows(module, ours) * scale
+            with transformers_attention(model):
+                cache = _filled_cache(self.number, *in_cache)
+                expected = theirs.call(module, rows, cache)
+            found = ours.call(module, rows, OwnCache(attend, self.num_past))
+            if expected.shape != found.shape:
+                return math.inf
+            difference = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+            errors.append(float(difference.max()))
+        return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+class _Attention(NamedTuple):
+    """Attention in PyTorch, as the paged cache is asked for it."""
+
+    trial: _Trial
+    past: list[torch.Tensor]  # keys and values, [num_past, num_kv_heads, dim]
+
+    def attend(self, call: OwnCall) -> torch.Tensor:
+        """Return `[T, num_heads, value_head_dim]`."""
+        spec = self.trial.spec
+        repeats = call.key.shape[1] // spec.num_kv_heads
+        key, value = (
+            torch.cat([past, rows[:, ::repeats]]).repeat_interleave(
+                spec.num_heads // spec.num_kv_heads, dim=1
+            )
+            for past, rows in zip(self.past, (call.key, call.value), strict=True)
+        )
+        scores = torch.einsum("qhd,khd->hqk", call.query, key) * call.terms.scale
+        if self.trial.biases is not None:
+            scores += self.trial.biases[:, None, : len(key)]
+        keys = torch.arange(len(key), device=key.device)
+        rows = keys[self.trial.num_past :, None]
+        is_hidden = keys > rows
+        if spec.window is not None:
+            is_hidden |= keys <= rows - spec.window
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def _never(call: OwnCall) -> torch.Tensor:
+    raise AssertionError("a forward is recorded, and ends before it attends")
+
+
+def _filled_cache(number: int, key: torch.Tensor, value: torch.Tensor) -> DynamicCache:
+    """Return a cache of transformers with `[1, num_kv_heads, T, dim]` in one layer."""
+    cache = DynamicCache()
+    cache.update(key, value, number)
+    return cache
+
+
+def _zeros(spec: LayerSpec, num_past: int, dim: int) -> torch.Tensor:
+    return torch.zeros(1, spec.num_kv_heads, num_past, dim)
+
+
+def _random_rows(module: nn.Module, inputs: _Inputs) -> torch.Tensor:
+    shape = next(
+        value.shape
+        for value in (*inputs.args, *inputs.kwargs.values())
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
+    )
+    device = next(module.parameters()).device
+    return torch.randn(shape, generator=make_generator(1)).to(device)
+
+
+def _record(
+    loaded: LoadedModel, module: nn.Module, cache: object, num_past: int, num_rows: int
+) -> _Inputs:
+    """Return the arguments of the first attention module in float32, behind some past tokens."""
+    recorded: list[_Inputs] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorded.append(_Inputs(args, kwargs, cache))
+        raise _Recorded
+
+    decoder: nn.Module = loaded.model.get_decoder()
+    size = loaded.model.config.get_text_config(decoder=True).hidden_size
+    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with _norms_pass_rows(decoder):
+            decoder(
+                inputs_embeds=torch.zeros(1, num_rows, size, device=loaded.device),
+                position_ids=torch.arange(
+                    num_past, num_past + num_rows, device=loaded.device
+                ).unsqueeze(0),
+                past_key_values=cache,
+            )
+    except _Recorded:
+        return recorded[0]
+    except UnsupportedModel:
+        raise
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        kind = loaded.model.config.model_type
+        raise UnsupportedModel(f"{kind}: its forward fails behind a cache: {error}") from error
+    finally:
+        handle.remove()
+    raise UnsupportedModel(f"{loaded.model.config.model_type}: its forward does not attend")
+
+
+@contextmanager
+def _norms_pass_rows(model: nn.Module) -> Iterator[None]:
+    """Let norms return their rows, so that rows in float32 reach attention in a model of any type.
+
+    The rows are of no account: others take their place.
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if (parameters := [*module.parameters(recurse=False)])
+        and all(parameter.dim() == 1 for parameter in parameters)
+        and next(module.children(), None) is None
+    ]
+    pass_rows: Callable[..., torch.Tensor] = lambda rows: rows  # noqa: E731
+    for module in norms:
+        module.__dict__["forward"] = pass_rows
+    try:
+        yield
+    finally:
+        for module in norms:
+            del module.__dict__["forward"]
+
+
+@contextmanager
+def _in_float32(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a copy with the same configuration, which names the form of attention."""
+    shared = {
+        id(value): value
+        for part in module.modules()
+        for value in part.__dict__.values()
+        if isinstance(value, PretrainedConfig)
+    }
+    with dequantized(module):
+        yield copy.deepcopy(module, shared).float()
