@@ -58,6 +58,11 @@ _ENGINE_GAUGES = (
     ("num_requests_waiting", "Requests in the queue.", "num_waiting_reqs"),
     ("num_requests_speculating", "Running requests with drafts.", "num_speculating_reqs"),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_cache_usage"),
+    (
+        "state_cache_usage_perc",
+        "Share of the blocks for recurrent states in use, 0 to 1.",
+        "state_cache_usage",  # None without recurrent layers
+    ),
 )
 _ENGINE_COUNTERS = (
     ("num_preemptions", "Requests preempted.", "num_preemptions"),
@@ -238,7 +243,8 @@ class MetricsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, gauges, metrics = self._engine_stats(), self._gauges, self._metrics
         for name, text, field in _ENGINE_GAUGES:
-            yield self._family(GaugeMetricFamily, name, text, getattr(stats, field))
+            if (value := getattr(stats, field)) is not None:
+                yield self._family(GaugeMetricFamily, name, text, value)
         for name, text, field in _ENGINE_COUNTERS:
             yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
         for name, text in _API_GAUGES:

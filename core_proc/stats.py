@@ -20,7 +20,7 @@ class LoopHistogram:
 
 def scheduler_stats(scheduler: Scheduler) -> EngineStats:
     """Return the counters of a scheduler; all others are 0."""
-    speculation = scheduler.speculation
+    speculation, states = scheduler.speculation, scheduler.kv.states
     return EngineStats(
         num_running_reqs=scheduler.num_running,
         num_waiting_reqs=scheduler.num_waiting,
@@ -35,6 +35,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         spec_decode_num_draft_tokens=speculation.num_draft_tokens,
         spec_decode_num_accepted_tokens=speculation.num_accepted_tokens,
         spec_decode_num_accepted_tokens_per_pos=list(speculation.accepted_per_position),
+        state_cache_usage=None if states is None else states.usage,
     )
 
 
@@ -59,9 +60,12 @@ class StatsLine:
         hits = stats.prefix_cache_hits - last.prefix_cache_hits
         prompt = (stats.prompt_tokens - last.prompt_tokens) / seconds
         generated = (stats.generation_tokens - last.generation_tokens) / seconds
+        usage = f"KV cache usage: {stats.kv_cache_usage:.1%}, "
+        if stats.state_cache_usage is not None:
+            usage += f"State cache usage: {stats.state_cache_usage:.1%}, "
         return (
             f"Running: {stats.num_running_reqs} reqs, Waiting: {stats.num_waiting_reqs} reqs, "
-            f"KV cache usage: {stats.kv_cache_usage:.1%}, "
+            f"{usage}"
             f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}, "
             f"Prompt: {prompt:.1f} tokens/s, Generation: {generated:.1f} tokens/s"
         )

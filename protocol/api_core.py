@@ -267,6 +267,8 @@ class EngineStats(Record):
     num_quarantined: Count = 0
     num_speculating_reqs: Count = 0
     """Running requests with drafts to verify."""
+    state_cache_usage: float | None = None
+    """Share of the state blocks that running requests hold, 0 to 1; None: there are none."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)

@@ -61,6 +61,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     generation_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    state_cache_usage: float | None
 
 
 class EngineView(msgspec.Struct, frozen=True):

@@ -225,6 +225,18 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     assert info.endswith(" 1.0")
 
 
+def test_the_share_of_state_blocks_is_a_gauge_with_recurrent_layers(
+    make_server: MakeServer,
+) -> None:
+    client = FakeClient()
+    live = make_server(client)
+    client.report(EngineState.READY)
+    assert "state_cache" not in httpx.get(live.url + "/metrics").text
+    client.report(EngineState.READY, state_cache_usage=0.25)
+    gauge = 'troika_state_cache_usage_perc{model_name="null"} 0.25'
+    assert gauge in httpx.get(live.url + "/metrics").text.splitlines()
+
+
 def test_histogram_counts_by_upper_bound() -> None:
     histogram = Histogram("seconds", "Duration.", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):

@@ -11,6 +11,7 @@ import pytest
 
 from core_proc.kv.state_blocks import StateBlocks
 from core_proc.options import SchedulerOptions
+from core_proc.stats import StatsLine, scheduler_stats
 from protocol.config.settings import configure
 from protocol.core_worker import NULL_BLOCK, KVGroup, ModelFacts
 from tests.core.harness import PLAIN_TOKEN, Harness
@@ -568,3 +569,19 @@ def test_the_default_spacing_is_a_multiple_of_the_block_size(
     facts = ModelFacts("m", 9, 99, config.cache.block_size, 9, [], num_state_blocks=9)
     facts.kv_groups.append(STATES)
     assert SchedulerOptions.combine(config, facts, 0.0).mamba_block_size == expected
+
+
+# Statistics -------------------------------------------------------------------------------------
+
+
+def test_the_statistics_have_the_share_of_blocks_that_requests_hold() -> None:
+    """Not that of snapshots."""
+    bench = make(4)
+    bench.add("a", 100, 20)
+    bench.steps(3)
+    stats = scheduler_stats(bench.scheduler)
+    assert stats.state_cache_usage == 0.25
+    line = StatsLine(1.0, 0.0).render(stats, 1.0)
+    assert line is not None
+    assert "KV cache usage: 0.7%, State cache usage: 25.0%, Prefix" in line
+    assert scheduler_stats(Harness().scheduler).state_cache_usage is None

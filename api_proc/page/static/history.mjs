@@ -8,7 +8,7 @@ const STALE_S = 2.5;
 const HELPERS = ["standby", "standby_core", "zygote"];
 
 export class History {
-  // {t, running, waiting, kv, generated, prompts, hits}: t in seconds, rates per second; null: a gap.
+  // {t, running, waiting, kv, states, generated, prompts, hits}: t in seconds, rates per second; null: a gap.
   points = [];
   // Newest first: {time, text}.
   events = [];
@@ -69,6 +69,7 @@ export class History {
       running: load.num_running_reqs,
       waiting: load.num_waiting_reqs,
       kv: load.kv_cache_usage,
+      states: load.state_cache_usage ?? null,
       generated: rate("generation_tokens"),
       prompts: rate("prompt_tokens"),
       hits: this.#hitRate(load),
@@ -100,5 +101,8 @@ export function nameOf({ role, rank, name: given = "" }) {
 }
 
 function gap(t) {
-  return { t, running: null, waiting: null, kv: null, generated: null, prompts: null, hits: null };
+  return {
+    t, running: null, waiting: null, kv: null, states: null,
+    generated: null, prompts: null, hits: null,
+  };
 }

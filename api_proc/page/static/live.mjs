@@ -27,7 +27,10 @@ const CHARTS = [
   {
     title: "KV cache",
     max: 1,
-    lines: [{ name: "in use", values: (point) => point.kv, format: percent }],
+    lines: [
+      { name: "in use", values: (point) => point.kv, format: percent },
+      { name: "states", values: (point) => point.states, format: percent, isOptional: true },
+    ],
   },
   {
     title: "Prefix cache",
@@ -135,7 +138,7 @@ export class LiveView {
     const colors = { grid: color("--line"), mark: color("--alert"), text: color("--soft") };
     const lineColors = [color("--chart-1"), color("--chart-2")];
     const { points, marks } = this.#history;
-    for (const { spec, canvas, values } of this.#charts) {
+    for (const { spec, canvas, values, legend } of this.#charts) {
       const lines = spec.lines.map(({ values: read }, index) => (
         { values: read, color: lineColors[index], dash: index === 1 ? [4, 2] : [] }));
       const highest = Math.max(0, ...points.flatMap((point) => (
@@ -143,7 +146,9 @@ export class LiveView {
       const max = spec.max ?? roundUp(highest);
       const top = spec.lines[0].format(max);
       drawChart(canvas, { points, marks, lines, max, top, now, colors });
-      const texts = spec.lines.map((line, index) => {
+      const texts = spec.lines.flatMap((line, index) => {
+        legend[index].hidden = Boolean(line.isOptional) && points.every((p) => line.values(p) === null);
+        if (legend[index].hidden) return [];
         const value = points.length === 0 ? null : line.values(points[points.length - 1]);
         values[index].textContent = value === null ? "–" : line.format(value);
         return `${line.name} ${values[index].textContent}`;
@@ -168,5 +173,5 @@ function makeChart(spec, parent) {
   parent.append(make("figure", {},
     make("figcaption", {}, make("span", {}, spec.title), make("span", {}, ...legend)),
     canvas));
-  return { spec, canvas, values };
+  return { spec, canvas, values, legend };
 }

@@ -33,6 +33,15 @@ test("a new core counts from 0; a silent one leaves a gap", () => {
   assert.deepEqual(history.points.map((point) => point.kv), [0.25, 0.25, null, null, null]);
 });
 
+test("the share of state blocks is only there with recurrent layers", () => {
+  const history = new History();
+  history.add(view(50, load(0)), 1, "");
+  history.add(view(51, { ...load(0), state_cache_usage: null }), 2, "");
+  history.add(view(52, { ...load(0), state_cache_usage: 0.5 }), 3, "");
+  history.miss(9);
+  assert.deepEqual(history.points.map((point) => point.states), [null, null, 0.5, null]);
+});
+
 test("the share of found tokens is that of the last look-ups", () => {
   const history = new History();
   [[0, 0], [10, 5], [10, 5], [20, 15]].forEach(([queries, hits], i) => (
