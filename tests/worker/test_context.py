@@ -12,9 +12,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_loader import load
 from tests.worker.test_parity import generate, make_runner
-from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.context import context_length
 
 ORIGINAL = {"original_max_position_embeddings": 64}
@@ -35,6 +33,8 @@ def scaled(stated: int, **rope: Any) -> LlamaConfig:
         (80, {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}, 256),
         (256, {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}, 256),
         (64, {"rope_type": "linear", "factor": 2.5}, 160),
+        (64, {"rope_type": "dynamic", "factor": 2.0}, 128),
+        (64, {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}, 64),
         (256, {"rope_type": "llama3", "factor": 4.0, **LLAMA3, **ORIGINAL}, 256),
     ],
 )
@@ -42,16 +42,63 @@ def test_lengths_are_those_of_vllm(stated: int, rope: dict[str, Any], length: in
     assert context_length(scaled(stated, **rope), has_attention=True) == length
 
 
+@pytest.mark.parametrize(("asked", "length"), [(None, 64), (64, 64), (65, 256), (300, 256)])
+def test_longrope_is_as_long_as_it_is_asked_for(asked: int | None, length: int) -> None:
+    config = scaled(256, **LONGROPE, **ORIGINAL)
+    assert context_length(config, has_attention=True, max_model_len=asked) == length
+
+
 def test_a_context_that_is_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert context_length(scaled(256, **LONGROPE, **ORIGINAL), has_attention=True) == 64
-    assert "cut from 256 (max_position_embeddings) to 64 tokens: longrope" in caplog.text
+        context_length(scaled(256, **LONGROPE, **ORIGINAL), has_attention=True)
+    assert "the context is 64 tokens, with the short factors of longrope" in caplog.text
+    assert "--max-model-len serves up to 256 (max_position_embeddings)" in caplog.text
 
 
-def test_frequencies_of_the_longest_text_are_refused(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, scaled(64, rope_type="dynamic", factor=2.0))
-    with pytest.raises(UnsupportedModel, match="rope_type is dynamic, whose frequencies depend"):
-        load(tmp_path)
+PROMPTS = [[7 + 3 * i % 241 for i in range(size)] for size in (10, 50, 100, 200)]
+
+
+def tokens_of(config: LlamaConfig, directory: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the tokens of transformers for a checkpoint's weights and another configuration."""
+    model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    return [generate(model, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.parametrize("max_model_len", [64, 256])
+def test_all_texts_have_the_factors_of_the_longest_one(max_model_len: int, tmp_path: Path) -> None:
+    """Beside texts of any length, in one step; long texts have those of transformers."""
+    config = scaled(256, **LONGROPE, **ORIGINAL)
+    build_checkpoint(tmp_path, config)
+    prompts = [prompt for prompt in PROMPTS if len(prompt) + 30 <= max_model_len]
+    own = tokens_of(config, tmp_path, prompts)
+    kind = "short_factor" if max_model_len == 64 else "long_factor"
+    of_kind = dict.fromkeys(("short_factor", "long_factor"), LONGROPE[kind])
+    expected = tokens_of(scaled(256, **LONGROPE | of_kind, **ORIGINAL), tmp_path, prompts)
+    runner = make_runner(tmp_path, 200, max_model_len=max_model_len)
+    assert runner.facts.exact_resume, runner.facts.exact_resume_reason
+    assert runner.facts.decoder == "native"
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    run = drive(runner, prompts, params, max_num_seqs=4)
+    assert run.output_token_ids == expected
+    for prompt, found, of_own in zip(prompts, run.output_token_ids, own, strict=True):
+        if max_model_len == 64 or len(prompt) > 64:
+            assert found == of_own
+
+
+def test_dynamic_ntk_has_the_base_of_its_longest_text(tmp_path: Path) -> None:
+    """That is vLLM's: the base is stretched for the stated length times the factor."""
+    factor, dim = 4.0, 16
+    build_checkpoint(tmp_path, scaled(64, rope_type="dynamic", factor=factor))
+    base = 10_000.0 * (factor * factor - (factor - 1)) ** (dim / (dim - 2))
+    shape = SHAPE | {"max_position_embeddings": 256}
+    fixed = LlamaConfig(**shape, rope_parameters={"rope_theta": base, "rope_type": "default"})
+    expected = tokens_of(fixed, tmp_path, PROMPTS)
+    runner = make_runner(tmp_path, 200)
+    assert runner.facts.max_model_len == 256
+    assert runner.facts.exact_resume, runner.facts.exact_resume_reason
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    run = drive(runner, PROMPTS, params, max_num_seqs=4)
+    assert run.output_token_ids == expected
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])

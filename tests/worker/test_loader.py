@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    LlamaConfig,
     MambaConfig,
     MiniMaxConfig,
     PretrainedConfig,
@@ -156,19 +155,6 @@ def test_refuses_variants_of_known_models(
     change_config(copied, **changes)
     with pytest.raises(UnsupportedModel, match=reason):
         load(copied)
-
-
-def test_longrope_ends_where_its_frequencies_change(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": 64,
-    }
-    shape = LLAMA().to_dict() | {"rope_parameters": rope}
-    build_checkpoint(tmp_path, LlamaConfig(**shape))
-    assert load(tmp_path).model_len == 64
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vision", "llava", "smolvlm"])

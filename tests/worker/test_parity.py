@@ -80,6 +80,8 @@ def make_runner(
     dtype: str = "float32",
     num_speculative_tokens: int = 0,
     speculative_model: Path | None = None,
+    *,
+    max_model_len: int | None = None,
     **cache: Any,
 ) -> ModelRunner:
     """Load a checkpoint on the CPU with a pool of `num_blocks`; None: as the memory allows."""
@@ -88,6 +90,7 @@ def make_runner(
             model=str(directory),
             dtype=Dtype(dtype),
             device=Device.CPU,
+            max_model_len=max_model_len,
             speculative_model=None if speculative_model is None else str(speculative_model),
         ),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks, **cache),

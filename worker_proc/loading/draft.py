@@ -28,6 +28,7 @@ def load_draft(
         model.dtype,
         loaded.device,
         progress,
+        max_model_len=model.max_model_len,
         settings_without_states=[f"speculative_model {model.speculative_model}"],
     )
     if draft.kind is not ModelKind.GENERATES:

@@ -40,8 +40,9 @@ from worker_proc.loading.checkpoint import (
     describe_rejection,
     is_unused_buffer,
 )
-from worker_proc.loading.context import check_frequencies, context_length
+from worker_proc.loading.context import context_length
 from worker_proc.loading.deferred_module import load_meta_kernels
+from worker_proc.loading.frequencies import fix_frequencies
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
 from worker_proc.loading.plain_linears import make_linears_plain
@@ -136,11 +137,12 @@ def load_model(
     *,
     quantization: Quantization | None = None,
     settings_without_states: Sequence[str] = (),
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
 
     `quantization` is how its weights will be rounded, which must not be codes already. For
-    `settings_without_states` see `inspect_config`.
+    `settings_without_states` and `max_model_len` see `inspect_config`.
     """
     progress("inspect", 0, 1)
     inspected = inspect_config(
@@ -150,6 +152,7 @@ def load_model(
         proofs,
         quantization,
         settings_without_states=settings_without_states,
+        max_model_len=max_model_len,
     )
     probed, torch_dtype = inspected.probed, inspected.dtype
     stored = read_headers(directory)
@@ -166,6 +169,7 @@ def load_model(
     _release_unused(model, probed.parameters)
     _ignore_padding(model)
     make_linears_plain(model)
+    fix_frequencies(model, inspected.model_len)
     give_positions(model, probed.layers, inspected.model_len)
     model = model.eval().requires_grad_(False)
     loaded = LoadedModel(
@@ -226,11 +230,12 @@ def inspect_config(
     quantization: Quantization | None = None,
     *,
     settings_without_states: Sequence[str] = (),
+    max_model_len: int | None = None,
 ) -> InspectedModel:
     """Check everything that is known without weights; they need not be there.
 
     `settings_without_states` are those, with their values, that layers with a recurrent state
-    exclude.
+    exclude. `max_model_len` is the context that the engine asks for, if it asks for one.
     """
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
@@ -260,7 +265,9 @@ def inspect_config(
             f"{config.model_type}: a classification head in a checkpoint that is quantized"
             f" ({format.method})"
         )
-    model_len = context_length(text_config, has_attention=bool(probed.layers))
+    model_len = context_length(
+        text_config, has_attention=bool(probed.layers), max_model_len=max_model_len
+    )
     model_len -= probed.position_offset
     model_len = min(model_len, modules.max_seq_length or model_len)
     return InspectedModel(
@@ -278,6 +285,7 @@ def _why_no_states(device: torch.device, settings: Sequence[str]) -> str:
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     """Build the model without memory, and run it."""
     model = _build_skeleton(directory, config)
+    fix_frequencies(model, None)
     text_config = config.get_text_config(decoder=True)
     layer_types = getattr(text_config, "layer_types", None) or ()
     num_row_layers = sum(layer_type in _ROW_LAYER_TYPES for layer_type in layer_types)
@@ -341,7 +349,6 @@ def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> No
     known = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES | _ROW_LAYER_TYPES
     if strange := layer_types - known:
         raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(strange))}")
-    check_frequencies(text_config)
 
 
 def _resolve_dtype(

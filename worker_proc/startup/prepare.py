@@ -64,6 +64,7 @@ def prepare_model(
         proofs,
         quantization=quantization,
         settings_without_states=_settings_without_states(config),
+        max_model_len=model.max_model_len,
     )
     wanted_len = config.model.max_model_len
     if wanted_len is not None and wanted_len > loaded.model_len:
