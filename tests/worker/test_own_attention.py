@@ -122,10 +122,15 @@ def test_linear_layers_of_other_classes_become_plain_if_they_compute_the_same() 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
 
+    class Router(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return super().forward(input).topk(2)
+
     model = torch.nn.Sequential(FalconLinear(20, 30), FalconLinear(30, 20, bias=False))
-    model.append(Doubled(20, 20))
+    model.append(Doubled(20, 20)).append(Router(20, 8))
     rows = torch.randn(3, 20)
     before = model(rows)
     make_linears_plain(model)
-    assert [type(module) for module in model] == [torch.nn.Linear, torch.nn.Linear, Doubled]
+    plain = torch.nn.Linear
+    assert [type(module) for module in model] == [plain, plain, Doubled, Router]
     torch.testing.assert_close(model(rows), before)

@@ -149,12 +149,15 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
-    """Return whether repeated rows have the same bits as the single ones."""
+    """Return whether repeated rows have the same bits as the single ones.
+
+    Results have rows in the dimension before the last: some, such as a router's, have no batch.
+    """
     once = args[0].shape[1]
     index = torch.arange(num_rows) % once
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))
     wanted, found = (out if isinstance(out, tuple) else (out,) for out in (want, got))
     return all(
-        have_same_bits(one.index_select(1, index), other)
+        have_same_bits(one.index_select(-2, index), other)
         for one, other in zip(wanted, found, strict=True)
     )
