@@ -37,6 +37,7 @@ FIGURES = {
     "first_token_s": Figure("first token, s", 2),
     "steps": Figure("steps", 0),
     "choice_ms": Figure("choice, ms", 2),
+    "choice_cpu_ms": Figure("choice, ms of processor time", 2),
     "step_us": Figure("whole step, µs", 1),
 }
 """Names of other figures are shown as they are, with one decimal."""

@@ -137,6 +137,22 @@ def test_both_choose_the_same_tokens_of_large_vocabularies(
     assert native.sample(logits, rows) == portable.sample(logits, rows)
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.97])
+def test_a_tail_that_the_kernel_only_bounds_is_drawn_exactly(top_p: float) -> None:
+    """One token has 94.5 % of the weight, and ten thousand others have the rest."""
+    vocab_size, num_rows = 10_007, 300
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.rand(vocab_size, generator=generator)
+    scores[5000] = 12.6
+    rows = [Row(SamplingParams(seed=seed, top_p=top_p), [1, 2, 3], 2) for seed in range(num_rows)]
+    logits = scores.expand(num_rows, -1)
+    native = Sampler(vocab_size, EOS, CPU, NativeLibrary(build())).sample(logits, rows)
+    assert native == Sampler(vocab_size, EOS, CPU).sample(logits, rows)
+    num_others = sum(token_id != 5000 for token_id in native.token_ids)
+    assert num_others == 0 if top_p == 0.9 else 0 < num_others < 50
+
+
 class _KnownPart(Row):
     """A row whose last outputs are not counted yet, as those of a draft are not."""
 

@@ -1,8 +1,10 @@
 // Chooses one token of a row of scores, as worker_proc/sampling/inverse_cdf.py defines it.
 //
-// A first pass finds the best score, and the best of each group of tokens. The weights are computed
-// in one further pass, and nothing is sorted but the few tokens around the end of top_k and top_p:
-// a sample of the row shows where that end may lie. A wrong guess costs time and changes no token.
+// A first pass finds the best score, and the best of each group of tokens. In most rows a few tokens
+// have nearly all of the weight, and a bound for the weights of the others shows which token the draw
+// takes (`among_heavy`). Where it does not, one further pass computes all weights. Nothing is sorted
+// but few tokens: a sample of the row shows where top_p may end. A wrong guess or a loose bound
+// costs time and changes no token.
 // Sums of weights are integers, so their order is free. The last bits of a weight may differ from
 // torch's, which computes another exponential function.
 
@@ -11,7 +13,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "pointwise.h"
 #include "exact_sums.h"
 
 namespace {
@@ -31,9 +32,10 @@ constexpr int kDrawBits = 62;  // NUM_DRAW_BITS of philox.py
 // As in inverse_cdf.py: the buckets of similar scores.
 constexpr int kNumBuckets = 2048;
 constexpr float kBucketsPerNat = kNumBuckets / 28.0f;
-constexpr int kChunk = 512;        // tokens; each lane of a chunk is a group
+constexpr int kChunk = 512;  // tokens
+constexpr int kGroups = 16;  // of a chunk: every 16th token is of one group
+constexpr int kGroupSize = kChunk / kGroups;
 constexpr float kNoWeight = 28.0f;     // nats under the best score: the weight is 0
-constexpr float kNarrowNats = 11.2f;   // from here on weights are below 2^24
 constexpr float kNearNats = 12.0f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -77,33 +79,19 @@ struct Tokens {
 
   // Without a branch, since it could not be predicted.
   void append(int32_t first_id, uint32_t bits) {
-    compress(kLaneNumbers + first_id, bits, &ids[size]);
+    compress(lane_numbers() + first_id, bits, &ids[size]);
     size += __builtin_popcount(bits);
   }
 };
 
-// A list of vectors. A std::vector of them would take their alignment for 64 bytes.
-class Vecs {
- public:
-  void clear() { values_.clear(); }
-  void push_back(Vec v) {
-    values_.resize(values_.size() + kLanes);
-    save(v, &values_[values_.size() - kLanes], kLanes);
-  }
-  size_t size() const { return values_.size() / kLanes; }
-  Vec operator[](size_t i) const { return load(&values_[i * kLanes]); }
-
- private:
-  std::vector<float> values_;
-};
-
 // Memory of one thread, used again for each row.
 struct Scratch {
-  Vecs best_of_groups, sample, weights_of_sample;
+  std::vector<float> best_of_chunks, best_of_groups, weights_of_groups;
+  std::vector<float> sample, weights_of_sample;
   std::vector<int64_t> sums;  // of the chunks of a row
   std::vector<float> edited, saved;
   Tokens tokens;
-  std::vector<Candidate> candidates;
+  std::vector<Candidate> candidates, sorted;
   std::vector<float> weights;  // of the candidates
   int64_t buckets[kNumBuckets];
 };
@@ -116,21 +104,15 @@ class Row {
 
   // Finds the best score; returns whether no score is NaN.
   bool scan() {
-    auto& groups = scratch_.best_of_groups;
-    groups.clear();
-    uint32_t is_nan = 0;
-    Vec best_of_all = splat(kNegInf);
+    scratch_.best_of_chunks.resize(num_chunks());
+    scratch_.best_of_groups.resize(num_chunks() * kGroups);
+    bool is_number = true;
+    best_ = kNegInf;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      Vec best = splat(kNegInf);
-      each_part(chunk, [&](int, Vec v) {
-        is_nan |= bits_not_a_number(v);
-        best = larger(v, best);
-      });
-      groups.push_back(best);
-      best_of_all = larger(best, best_of_all);
+      is_number &= scan_chunk(chunk);
+      best_ = std::max(best_, scratch_.best_of_chunks[chunk]);
     }
-    best_ = max_of(best_of_all);
-    return is_nan == 0;
+    return is_number;
   }
 
   float best() const { return best_; }
@@ -139,18 +121,21 @@ class Row {
   int64_t choose(const Order& order) {
     if (order.temperature == 0.0f) return most_likely();
     per_nat_ = std::min(1.0f / order.temperature, std::numeric_limits<float>::max());
+    weigher_ = Weigher(best_, per_nat_);
     set_least_weight(order.min_p);
     const int64_t number = draw(order.seed, order.position);
     if (order.top_k > 0) return among_first(order.top_k, order.top_p, number);
+    const int64_t token = among_heavy(order.top_p, number);
+    if (token >= 0) return token;
     return order.top_p < 1.0 ? within(order.top_p, number) : among_all(number);
   }
 
   int64_t most_likely() const {
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      if (bits_of(scratch_.best_of_groups[chunk] == best_) == 0) continue;
+      if (scratch_.best_of_chunks[chunk] != best_) continue;
       int64_t token = -1;
-      each_part(chunk, [&](int i, Vec v) {
-        const uint32_t bits = bits_of(v == best_);
+      each_part(chunk, [&](int i, Part v) {
+        const uint32_t bits = bits_of(equal(v, splat_part(best_)));
         if (token < 0 && bits != 0) token = i + __builtin_ctz(bits);
       });
       return token;
@@ -160,15 +145,68 @@ class Row {
 
  private:
   int num_chunks() const { return (size_ + kChunk - 1) / kChunk; }
+  int num_groups() const { return num_chunks() * kGroups; }
 
-  // Calls part(i, scores) for 16 tokens of a chunk at a time; past the end scores are -inf.
-  template <class Part>
-  [[gnu::always_inline]] void each_part(int chunk, const Part& part) const {
-    const int first = chunk * kChunk, last = std::min(first + kChunk, size_);
-    const int rest = (last - first) % kLanes;
-    for (int i = first; i < last - rest; i += kLanes) part(i, load(scores_ + i));
-    if (rest == 0) return;
-    part(last - rest, select((1u << rest) - 1, load_part(scores_ + last - rest, rest), splat(kNegInf)));
+  // The last `count` scores from i on; the other lanes are -inf.
+  Part part_of_rest(int i, int count) const {
+    float scores[kPartLanes];
+    std::fill(scores, scores + kPartLanes, kNegInf);
+    for (int lane = 0; lane < count; lane++) scores[lane] = widen(scores_[i + lane]);
+    return part_at(scores);
+  }
+
+  // Calls part(i, scores) for the parts of a chunk; past the end scores are -inf.
+  template <class F>
+  [[gnu::always_inline]] void each_part(int chunk, const F& part) const {
+    const int last = std::min((chunk + 1) * kChunk, size_);
+    int i = chunk * kChunk;
+    for (; i + kPartLanes <= last; i += kPartLanes) part(i, part_at(scores_ + i));
+    if (i < last) part(i, part_of_rest(i, last - i));
+  }
+
+  // A block of a chunk that ends at `last`.
+  [[gnu::always_inline]] Block block_at(int i, int last) const {
+    Block scores;
+    if (i + kBlock <= last) {
+      for (int p = 0; p < kBlockParts; p++) scores.parts[p] = part_at(scores_ + i + p * kPartLanes);
+      return scores;
+    }
+    for (int p = 0; p < kBlockParts; p++) {
+      const int first = i + p * kPartLanes;
+      scores.parts[p] = part_of_rest(first, std::clamp(last - first, 0, kPartLanes));
+    }
+    return scores;
+  }
+
+  // Finds the best scores of a chunk and its groups; returns whether no score is NaN.
+  [[gnu::always_inline]] bool scan_chunk(int chunk) {
+    constexpr int kStep = 2 * kGroups;
+    const int last = std::min((chunk + 1) * kChunk, size_);
+    Part best[kParts];
+    for (Part& part : best) part = splat_part(kNegInf);
+    Lanes is_nan = {};
+    int i = chunk * kChunk;
+    for (; i + kStep <= last; i += kStep) {
+      for (int p = 0; p < kParts; p++) {
+        const Part a = part_at(scores_ + i + p * kPartLanes);
+        const Part b = part_at(scores_ + i + kGroups + p * kPartLanes);
+        is_nan |= unordered(a, b);
+        best[p] = larger(a, larger(b, best[p]));
+      }
+    }
+    for (int p = 0; i < last; i += kPartLanes, p = (p + 1) % kParts) {
+      const Part v = last - i < kPartLanes ? part_of_rest(i, last - i) : part_at(scores_ + i);
+      is_nan |= unordered(v, v);
+      best[p] = larger(v, best[p]);
+    }
+    float* groups = &scratch_.best_of_groups[chunk * kGroups];
+    Part best_of_all = best[0];
+    for (int p = 0; p < kParts; p++) {
+      save_part(best[p], groups + p * kPartLanes);
+      best_of_all = larger(best[p], best_of_all);
+    }
+    scratch_.best_of_chunks[chunk] = max_of(best_of_all);
+    return bits_of(is_nan) == 0;
   }
 
   // A weight below it is 0: the least float that is not under the bound.
@@ -182,19 +220,28 @@ class Row {
     no_weight_ = std::min(static_cast<float>(nats), kNoWeight);
   }
 
-  Vec distance(Vec score) const { return (best_ - score) * per_nat_; }
+  Part distance(Part score) const { return (best_ - score) * per_nat_; }
 
   // The weights, from 0 to 2^40; their fractions do not count.
-  Vec weigh(Vec score) const {
-    const Vec weight = weight_of((score - best_) * per_nat_);
-    if (least_weight_ == 0.0f) return weight;
-    return select(bits_above(splat(least_weight_), weight), splat(0.0f), weight);
+  Part weigh(Part score) const {
+    const Part weights = weigher_(score);
+    if (least_weight_ == 0.0f) return weights;
+    return select(above(splat_part(least_weight_), weights), Part{}, weights);
+  }
+
+  [[gnu::always_inline]] Block weigh(const Block& scores) const {
+    Block weights = weigher_(scores);
+    if (least_weight_ == 0.0f) return weights;
+    for (Part& part : weights.parts) {
+      part = select(above(splat_part(least_weight_), part), Part{}, part);
+    }
+    return weights;
   }
 
   static int64_t whole(float weight) { return static_cast<int64_t>(weight); }
 
   bool any_within(int chunk, float nats) const {
-    return bits_of(distance(scratch_.best_of_groups[chunk]) < nats) != 0;
+    return (best_ - scratch_.best_of_chunks[chunk]) * per_nat_ < nats;
   }
 
   static int64_t scaled(int64_t number, int64_t total) {
@@ -207,14 +254,104 @@ class Row {
     return std::max<int64_t>(1, std::min(bound, total));
   }
 
+  // The tokens with a score above `limit`, and a bound for the sum of the weights of all others.
+  struct Heavy {
+    float limit;
+    int64_t others;
+  };
+
+  static constexpr int kMaxHeavyGroups = 1024;
+
+  // Returns the highest limit that leaves little weight to the other tokens, others -1: none does.
+  Heavy find_heavy() {
+    weigh_groups();
+    const float* scores = scratch_.best_of_groups.data();
+    const float* weights = scratch_.weights_of_groups.data();
+    for (const float nats : {8.0f, 12.0f, 16.0f, 20.0f, kNoWeight}) {
+      const float limit = best_ - std::min(nats, no_weight_) / per_nat_;
+      Part heavy = {}, light = {};
+      int count = 0;
+      for (int i = 0; i < num_groups(); i += kPartLanes) {
+        const Lanes is_heavy = above(part_at(scores + i), splat_part(limit));
+        heavy += select(is_heavy, part_at(weights + i), Part{});
+        light += select(is_heavy, Part{}, part_at(weights + i));
+        count += __builtin_popcount(bits_of(is_heavy));
+      }
+      if (count > kMaxHeavyGroups) break;
+      if (nats >= no_weight_) return {limit, 0};
+      // Rounding errors are smaller than the factor allows for.
+      const float others = 1.001f * (kGroupSize * sum_of(light) +
+                                     (kGroupSize - 1) * count * weigher_.of(limit));
+      if (others * count < sum_of(heavy) / 8) return {limit, static_cast<int64_t>(others) + 1};
+    }
+    return {0.0f, -1};
+  }
+
+  void weigh_groups() {
+    scratch_.weights_of_groups.resize(num_groups());
+    for (int i = 0; i < num_groups(); i += kPartLanes) {
+      const Part scores = part_at(&scratch_.best_of_groups[i]);
+      save_part(weigher_(scores), &scratch_.weights_of_groups[i]);
+    }
+  }
+
+  // Chooses a token from the heavy ones alone; -1: the others may change the choice.
+  int64_t among_heavy(double top_p, int64_t number) {
+    const Heavy heavy = find_heavy();
+    if (heavy.others < 0) return -1;
+    collect_above(heavy.limit);
+    weigh_candidates();
+    const auto& kept = scratch_.candidates;
+    int64_t total = weight_of_candidates(), others = heavy.others;
+    Candidate last{kNegInf, size_};
+    if (top_p < 1.0) {
+      last = last_of_heavy(total, others, top_p);
+      if (last.id < 0) return -1;
+      total = 0, others = 0;
+      for (size_t i = 0; i < kept.size(); i++) {
+        if (last < kept[i]) scratch_.weights[i] = 0.0f;
+        total += whole(scratch_.weights[i]);
+      }
+    }
+    // The other tokens may lie anywhere before the chosen one.
+    const int64_t least = scaled(number, total), most = scaled(number, total + others);
+    int64_t sum = 0;
+    for (size_t i = 0; i < kept.size(); i++) {
+      const int64_t before = sum;
+      sum += whole(scratch_.weights[i]);
+      if (least < sum) return before + others <= least && most < sum ? kept[i].id : -1;
+    }
+    return -1;
+  }
+
+  // The last token that top_p keeps, whatever the others weigh; id -1: that depends on them.
+  Candidate last_of_heavy(int64_t total, int64_t others, double top_p) {
+    auto& sorted = scratch_.sorted;
+    sorted = scratch_.candidates;
+    std::sort(sorted.begin(), sorted.end());
+    const int64_t least = top_p_bound(total, top_p), most = top_p_bound(total + others, top_p);
+    int64_t sum = 0;
+    for (const Candidate& candidate : sorted) {
+      sum += whole(weigh(splat_part(candidate.score))[0]);
+      if (sum >= most) return candidate;
+      if (sum >= least) break;
+    }
+    return {0.0f, -1};
+  }
+
   // The sum of a chunk's weights.
   int64_t sum_chunk(int chunk) const {
     if (!any_within(chunk, no_weight_)) return 0;
-    const auto total = [&](auto sum) {
-      each_part(chunk, [&](int, Vec s) { sum.add(weigh(s)); });
-      return sum.total();
-    };
-    return any_within(chunk, kNarrowNats) ? total(WideSum()) : total(NarrowSum());
+    return any_within(chunk, kNarrowNats) ? sum_of_blocks<WideSum>(chunk)
+                                          : sum_of_blocks<NarrowSum>(chunk);
+  }
+
+  template <class Sum>
+  int64_t sum_of_blocks(int chunk) const {
+    const int last = std::min((chunk + 1) * kChunk, size_);
+    Sum sum;
+    for (int i = chunk * kChunk; i < last; i += kBlock) sum.add(weigh(block_at(i, last)));
+    return sum.total();
   }
 
   // Chooses among all tokens, which lie in the order of their ids.
@@ -236,11 +373,11 @@ class Row {
       rest -= scratch_.sums[chunk];
     }
     int64_t token = -1;
-    each_part(chunk, [&](int i, Vec s) {
+    each_part(chunk, [&](int i, Part s) {
       if (token >= 0) return;
-      const uint32_t kept = bits_kept(s, kLaneNumbers + i, last);
-      const Vec weights = select(kept, weigh(s), splat(0.0f));
-      for (int lane = 0; lane < kLanes; lane++) {
+      const Lanes kept = lanes_kept(s, lane_numbers() + i, last);
+      const Part weights = select(kept, weigh(s), Part{});
+      for (int lane = 0; lane < kPartLanes; lane++) {
         const int64_t own = whole(weights[lane]);
         if (token < 0 && rest < own) token = i + lane;
         rest -= own;
@@ -262,10 +399,10 @@ class Row {
     const Candidate last = last_kept_of_tokens(bracket, before, bound);
     if (last.id < 0) return within_any(bound, number);
     Tokens& tokens = scratch_.tokens;
-    for (int i = 0; i < tokens.size; i += kLanes) {
-      const VecInt ids = load_int(&tokens.ids[i]);
-      const uint32_t kept = bits_kept(load(&tokens.scores[i]), ids, last);
-      save(select(kept, load(&tokens.weights[i]), splat(0.0f)), &tokens.weights[i], kLanes);
+    for (int i = 0; i < tokens.size; i += kPartLanes) {
+      const PartInt ids = int_at(&tokens.ids[i]);
+      const Lanes kept = lanes_kept(part_at(&tokens.scores[i]), ids, last);
+      save_part(select(kept, part_at(&tokens.weights[i]), Part{}), &tokens.weights[i]);
     }
     int64_t total = 0;
     int at = 0;
@@ -280,13 +417,14 @@ class Row {
   }
 
   // The tokens up to `last` in the order of the vocabulary.
-  static uint32_t bits_kept(Vec scores, VecInt ids, Candidate last) {
-    return bits_of((scores > last.score) | ((scores == last.score) & (ids <= last.id)));
+  static Lanes lanes_kept(Part scores, PartInt ids, Candidate last) {
+    const Part limit = splat_part(last.score);
+    return above(scores, limit) | (equal(scores, limit) & at_most(ids, splat_int(last.id)));
   }
 
   // Collects the tokens within the bracket; `sums` become those of the tokens above it, and
-  // `above` their sum. Returns the sum of all weights.
-  int64_t split(Bracket bracket, int64_t& above) {
+  // `before` their sum. Returns the sum of all weights.
+  int64_t split(Bracket bracket, int64_t& before) {
     Tokens& tokens = scratch_.tokens;
     tokens.reserve(size_);
     tokens.size = 0;
@@ -294,29 +432,29 @@ class Row {
     int64_t total = 0;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       scratch_.sums.push_back(0);
-      if (bits_above(scratch_.best_of_groups[chunk], splat(bracket.low)) == 0) {
+      if (!(scratch_.best_of_chunks[chunk] > bracket.low)) {
         total += sum_chunk(chunk);
         continue;
       }
       if (!any_within(chunk, no_weight_)) continue;
-      const auto add = [&](auto sum, auto sum_above) {
-        each_part(chunk, [&](int i, Vec s) {
-          const Vec weights = weigh(s);
-          const uint32_t bits_low = bits_above(s, splat(bracket.low));
-          const uint32_t bits_high = bits_above(s, splat(bracket.high));
-          sum.add(weights);
-          sum_above.add(weights, bits_high);
-          tokens.append(i, bits_low & ~bits_high);
-        });
-        total += sum.total();
-        scratch_.sums.back() = sum_above.total();
-      };
-      if (any_within(chunk, kNarrowNats)) {
-        add(WideSum(), WideSum());
-      } else {
-        add(NarrowSum(), NarrowSum());
+      WideSum sum, sum_above;
+      const int last = std::min((chunk + 1) * kChunk, size_);
+      for (int i = chunk * kChunk; i < last; i += kBlock) {
+        const Block scores = block_at(i, last);
+        const Block weights = weigh(scores);
+        for (int p = 0; p < kBlockParts; p++) {
+          const Halves halves(weights.parts[p]);
+          const Part s = scores.parts[p];
+          const Lanes is_high = above(s, splat_part(bracket.high));
+          const uint32_t bits = bits_of(above(s, splat_part(bracket.low)));
+          sum.add(halves);
+          sum_above.add(is_high, halves);
+          tokens.append(i + p * kPartLanes, bits & ~bits_of(is_high));
+        }
       }
-      above += scratch_.sums.back();
+      total += sum.total();
+      scratch_.sums.back() = sum_above.total();
+      before += scratch_.sums.back();
     }
     return total;
   }
@@ -327,20 +465,19 @@ class Row {
   // The number of groups with a better score.
   int groups_above(float score) const {
     int count = 0;
-    for (int chunk = 0; chunk < num_chunks(); chunk++)
-      count += __builtin_popcount(bits_above(scratch_.best_of_groups[chunk], splat(score)));
+    for (int i = 0; i < num_groups(); i += kPartLanes) {
+      const Part groups = part_at(&scratch_.best_of_groups[i]);
+      count += __builtin_popcount(bits_of(above(groups, splat_part(score))));
+    }
     return count;
   }
 
   // Returns a score that more than `least` groups exceed and not many more, or -inf.
   float score_of_groups(int least, int most) const {
-    float high = best_;
-    Vec least_groups = splat(best_);
-    for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      const Vec group = scratch_.best_of_groups[chunk];
-      least_groups = ((group < least_groups) & (group > kNegInf)) ? group : least_groups;
+    float high = best_, least_group = best_;
+    for (const float group : scratch_.best_of_groups) {
+      least_group = group < least_group && group > kNegInf ? group : least_group;
     }
-    const float least_group = fold(least_groups, [](Vec a, Vec b) { return a < b ? a : b; });
     float low = std::nextafter(least_group, kNegInf);
     if (groups_above(low) <= least) return kNegInf;
     for (int i = 0; i < kMaxHalvings; i++) {
@@ -355,52 +492,62 @@ class Row {
   // Estimates where top_p ends: the best tokens are known from their groups, and a sample of one in
   // 32 stands for the others.
   Bracket guess(double top_p) {
-    const auto& groups = scratch_.best_of_groups;
     const float limit = score_of_groups(kFewTokens, kManyTokens);
-    Vec heavy_sums = splat(0.0f), light_sums = splat(0.0f), squares = splat(0.0f);
-    for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      const uint32_t bits = bits_above(groups[chunk], splat(limit));
-      heavy_sums += select(bits, weigh(groups[chunk]), splat(0.0f)) * (1.0f / kUnit);
+    Part heavy_sums = {}, light_sums = {}, squares = {};
+    for (int i = 0; i < num_groups(); i += kPartLanes) {
+      const Part weights = part_at(&scratch_.weights_of_groups[i]);
+      const Lanes is_heavy = above(part_at(&scratch_.best_of_groups[i]), splat_part(limit)) &
+                             ~above(splat_part(least_weight_), weights);
+      heavy_sums += select(is_heavy, weights, Part{}) / kUnit;
     }
     auto& sample = scratch_.sample;
     auto& weights = scratch_.weights_of_sample;
     sample.clear();
     weights.clear();
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      const int at = chunk * kChunk + chunk * 7 % (kChunk / kLanes) * kLanes;
-      if (at + kLanes > size_) continue;
-      const Vec s = load(scores_ + at);
-      const Vec w = select(bits_above(s, splat(limit)), splat(0.0f), weigh(s)) * (1.0f / kUnit);
-      sample.push_back(s);
-      weights.push_back(w);
-      light_sums += w;
-      squares += w * w;
+      int i = chunk * kChunk + chunk * 7 % kGroupSize * kGroups;
+      if (i + kGroups > size_) continue;
+      for (const int last = i + kGroups; i < last; i += kPartLanes) {
+        const Part s = part_at(scores_ + i);
+        const Part w = select(above(s, splat_part(limit)), Part{}, weigh(s)) / kUnit;
+        append_part(s, sample);
+        append_part(w, weights);
+        light_sums += w;
+        squares += w * w;
+      }
     }
-    if (sample.size() == 0) return {kNegInf, kInfinity};
-    const float each = static_cast<float>(size_) / (sample.size() * kLanes);
+    if (sample.empty()) return {kNegInf, kInfinity};
+    const float each = static_cast<float>(size_) / sample.size();
     const float heavy = sum_of(heavy_sums), total = heavy + each * sum_of(light_sums);
     const float target = static_cast<float>(top_p) * total;
     const float rest = static_cast<float>(1.0 - top_p);
     const float error = rest * 3.0f * each * std::sqrt(sum_of(squares)) +
                         std::min(0.1f * rest, 0.01f) * total;
     if (target + error < heavy) return {limit, kInfinity};
-    // The score above which the sample has a sum.
-    const auto score_at = [&](float sum) {
-      float low = std::max(best_ - no_weight_ / per_nat_, -std::numeric_limits<float>::max());
-      float high = limit;
-      for (int i = 0; i < kMaxHalvings; i++) {
-        const float middle = low + (high - low) * 0.5f;
-        Vec above = splat(0.0f);
-        for (size_t k = 0; k < sample.size(); k++)
-          above += select(bits_above(sample[k], splat(middle)), weights[k], splat(0.0f));
-        (each * sum_of(above) > sum ? low : high) = middle;
-      }
-      return low + (high - low) * 0.5f;
-    };
     Bracket bracket{kNegInf, kInfinity};
-    if (target - error > heavy) bracket.high = score_at(target - error - heavy);
-    if (target + error < total) bracket.low = score_at(target + error - heavy);
+    if (target - error > heavy) bracket.high = score_at((target - error - heavy) / each, limit);
+    if (target + error < total) bracket.low = score_at((target + error - heavy) / each, limit);
     return bracket;
+  }
+
+  static void append_part(Part v, std::vector<float>& to) {
+    to.resize(to.size() + kPartLanes);
+    save_part(v, &to[to.size() - kPartLanes]);
+  }
+
+  // The score, below `high`, above which the weights of the sample have a sum.
+  float score_at(float sum, float high) const {
+    float low = std::max(best_ - no_weight_ / per_nat_, -std::numeric_limits<float>::max());
+    for (int i = 0; i < kMaxHalvings; i++) {
+      const float middle = low + (high - low) * 0.5f;
+      Part sums = {};
+      for (size_t k = 0; k < scratch_.sample.size(); k += kPartLanes) {
+        const Lanes is_above = above(part_at(&scratch_.sample[k]), splat_part(middle));
+        sums += select(is_above, part_at(&scratch_.weights_of_sample[k]), Part{});
+      }
+      (sum_of(sums) > sum ? low : high) = middle;
+    }
+    return low + (high - low) * 0.5f;
   }
 
   // The last token that top_p keeps, of the tokens within the bracket; id -1: it is not there.
@@ -412,13 +559,13 @@ class Row {
     const float high = std::min(bracket.high, best_);
     const float low = std::max(bracket.low, best_ - no_weight_ / per_nat_);
     const float per_score = high > low ? (kNumParts - 1) / (high - low) : 0.0f;
-    const Vec end = splat(kNumParts - 1);
-    for (int i = 0; i < tokens.size; i += kLanes) {
-      const Vec s = load(&tokens.scores[i]);
-      save(weigh(s), &tokens.weights[i], kLanes);
-      const Vec place = (high - s) * per_score;
-      const Vec within = place < end ? place : end;  // the end also if it is NaN
-      save_int(__builtin_convertvector(within, VecInt), &tokens.parts[i]);
+    const Part end = splat_part(kNumParts - 1);
+    for (int i = 0; i < tokens.size; i += kPartLanes) {
+      const Part s = part_at(&tokens.scores[i]);
+      save_part(weigh(s), &tokens.weights[i]);
+      const Part place = (high - s) * per_score;
+      const Part within = place < end ? place : end;  // the end also if it is NaN
+      save_int(__builtin_convertvector(within, PartInt), &tokens.parts[i]);
     }
     int64_t* sums = scratch_.buckets;
     std::fill(sums, sums + kNumParts, 0);
@@ -460,8 +607,11 @@ class Row {
       if (bucket < kNumBuckets) break;
     }
     scratch_.candidates.clear();
-    each_score([&](int i, Vec s) {
-      append(s, i, bits_of((bucket_of(distance(s)) == bucket) & (s > kNegInf)));
+    each_score([&](int i, Part s) {
+      const PartInt is_member = (bucket_of(distance(s)) == bucket) & (s > kNegInf);
+      for (int lane = 0; lane < kPartLanes; lane++) {
+        if (is_member[lane]) scratch_.candidates.push_back({s[lane], i + lane});
+      }
     });
     Candidate last = last_kept_of_candidates(before, bound);
     if (last.id < 0) last = {kNegInf, size_};  // only if the parameters make no sense
@@ -469,8 +619,8 @@ class Row {
     int64_t total = 0;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       WideSum sum;
-      each_part(chunk, [&](int i, Vec s) {
-        sum.add(weigh(s), bits_kept(s, kLaneNumbers + i, last));
+      each_part(chunk, [&](int i, Part s) {
+        sum.add(lanes_kept(s, lane_numbers() + i, last), Halves(weigh(s)));
       });
       scratch_.sums.push_back(sum.total());
       total += scratch_.sums.back();
@@ -483,21 +633,21 @@ class Row {
     for (int chunk = 0; chunk < num_chunks(); chunk++) each_part(chunk, part);
   }
 
-  static VecInt bucket_of(Vec distance) {
-    const Vec place = distance * kBucketsPerNat;
-    const Vec end = splat(kNumBuckets - 1);
-    return __builtin_convertvector(place < end ? place : end, VecInt);
+  static PartInt bucket_of(Part distance) {
+    const Part place = distance * kBucketsPerNat;
+    const Part end = splat_part(kNumBuckets - 1);
+    return __builtin_convertvector(place < end ? place : end, PartInt);
   }
 
   // Sums the weights of the tokens that are less than `nats` under the best one, by their score.
   void fill_buckets(float nats) {
     std::fill(scratch_.buckets, scratch_.buckets + kNumBuckets, 0);
-    each_score([&](int, Vec s) {
-      const Vec d = distance(s);
-      uint32_t bits = bits_of(d < nats);
+    each_score([&](int, Part s) {
+      const Part d = distance(s);
+      uint32_t bits = bits_of(above(splat_part(nats), d));
       if (bits == 0) return;
-      const VecInt bucket = bucket_of(d);
-      const Vec weights = weigh(s);
+      const PartInt bucket = bucket_of(d);
+      const Part weights = weigh(s);
       for (; bits != 0; bits &= bits - 1) {
         const int lane = __builtin_ctz(bits);
         scratch_.buckets[bucket[lane]] += whole(weights[lane]);
@@ -505,7 +655,16 @@ class Row {
     });
   }
 
-  void append(Vec s, int i, uint32_t bits) {
+  // Collects the tokens with a better score, in the order of their ids.
+  void collect_above(float limit) {
+    scratch_.candidates.clear();
+    for (int chunk = 0; chunk < num_chunks(); chunk++) {
+      if (!(scratch_.best_of_chunks[chunk] > limit)) continue;
+      each_part(chunk, [&](int i, Part s) { append(s, i, bits_of(above(s, splat_part(limit)))); });
+    }
+  }
+
+  void append(Part s, int i, uint32_t bits) {
     for (; bits != 0; bits &= bits - 1) {
       const int lane = __builtin_ctz(bits);
       scratch_.candidates.push_back({s[lane], i + lane});
@@ -514,14 +673,13 @@ class Row {
 
   void weigh_candidates() {
     const auto& candidates = scratch_.candidates;
-    scratch_.weights.resize((candidates.size() + kLanes - 1) / kLanes * kLanes);
-    for (size_t i = 0; i < candidates.size(); i += kLanes) {
-      Vec s = splat(kNegInf);
-      for (size_t lane = 0; lane < kLanes && i + lane < candidates.size(); lane++) {
+    scratch_.weights.resize(candidates.size() + kPartLanes);
+    for (size_t i = 0; i < candidates.size(); i += kPartLanes) {
+      Part s = splat_part(kNegInf);
+      for (size_t lane = 0; lane < kPartLanes && i + lane < candidates.size(); lane++) {
         s[lane] = candidates[i + lane].score;
       }
-      const Vec weights = weigh(s);
-      std::memcpy(&scratch_.weights[i], &weights, sizeof weights);
+      save_part(weigh(s), &scratch_.weights[i]);
     }
   }
 
@@ -534,13 +692,8 @@ class Row {
   // Chooses among the first `top_k` tokens, cut by top_p.
   int64_t among_first(int32_t top_k, double top_p, int64_t number) {
     auto& kept = scratch_.candidates;
-    kept.clear();
-    // At least `top_k` groups have a better score than `limit`, and as many tokens.
-    const float limit = score_of_groups(top_k - 1, 2 * std::min(top_k, size_));
-    for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      if (bits_above(scratch_.best_of_groups[chunk], splat(limit)) == 0) continue;
-      each_part(chunk, [&](int i, Vec s) { append(s, i, bits_above(s, splat(limit))); });
-    }
+    // At least `top_k` groups have a better score than the limit, and as many tokens.
+    collect_above(score_of_groups(top_k - 1, 2 * std::min(top_k, size_)));
     if (kept.size() > static_cast<size_t>(top_k)) {
       std::nth_element(kept.begin(), kept.begin() + (top_k - 1), kept.end());
       kept.resize(top_k);
@@ -572,6 +725,7 @@ class Row {
   const int32_t size_;
   Scratch& scratch_;
   float best_ = 0.0f, per_nat_ = 1.0f, least_weight_ = 0.0f, no_weight_ = kNoWeight;
+  Weigher weigher_;
 };
 
 }  // namespace

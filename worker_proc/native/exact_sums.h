@@ -1,162 +1,250 @@
-// Lanes as bits, and exact sums of weights.
+// Lanes as bits, the weights of scores, and exact sums of weights.
+//
+// All values are what one register holds (`Part`), so that loops keep them in registers.
 
 #pragma once
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include <algorithm>
+#include <array>
+#include <type_traits>
 
 #include "vec.h"
 
 namespace {
 
-constexpr VecInt kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr VecInt kLaneBits = {1 << 0,  1 << 1,  1 << 2,  1 << 3, 1 << 4,  1 << 5,
-                              1 << 6,  1 << 7,  1 << 8,  1 << 9, 1 << 10, 1 << 11,
-                              1 << 12, 1 << 13, 1 << 14, 1 << 15};
+inline Part splat_part(float x) { return x - Part{}; }
+inline PartInt splat_int(int32_t x) { return x - PartInt{}; }
 
-inline VecInt splat_int(int32_t x) { return x - VecInt{}; }
+inline PartInt int_at(const int32_t* p) { return *reinterpret_cast<const PartInt*>(p); }
+inline void save_part(Part v, float* p) { std::memcpy(p, &v, sizeof v); }
+inline void save_int(PartInt v, int32_t* p) { std::memcpy(p, &v, sizeof v); }
 
-inline VecInt load_int(const int32_t* p) { return *reinterpret_cast<const VecInt*>(p); }
-inline void save_int(VecInt v, int32_t* p) { std::memcpy(p, &v, sizeof v); }
-
-// One bit per lane; lanes are 0 or -1.
-inline uint32_t bits_of(VecInt lanes) {
-#ifdef __AVX512F__
-  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
-#else
-  uint32_t bits = 0;
-  for (int lane = 0; lane < kLanes; lane++) bits |= (lanes[lane] & 1u) << lane;
-  return bits;
-#endif
+// The numbers of the lanes from 0 on.
+inline PartInt lane_numbers() {
+  PartInt numbers = {};
+  for (int lane = 0; lane < kPartLanes; lane++) numbers[lane] = lane;
+  return numbers;
 }
 
-inline uint32_t bits_above(Vec v, Vec limit) {
+// Lanes that a comparison selects.
 #ifdef __AVX512F__
+typedef __mmask16 Lanes;
+
+inline Lanes above(Part v, Part limit) {
   return _mm512_cmp_ps_mask((__m512)v, (__m512)limit, _CMP_GT_OQ);
-#else
-  return bits_of(v > limit);
-#endif
 }
-
-inline uint32_t bits_not_a_number(Vec v) {
-#ifdef __AVX512F__
-  return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
-#else
-  return bits_of(v != v);
-#endif
+inline Lanes equal(Part a, Part b) {
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ);
 }
-
-// The lanes of `v` that have a bit, and `other` in the rest.
-inline Vec select(uint32_t bits, Vec v, Vec other) {
-#ifdef __AVX512F__
-  return (Vec)_mm512_mask_blend_ps(static_cast<__mmask16>(bits), (__m512)other, (__m512)v);
-#else
-  return (splat_int(static_cast<int32_t>(bits)) & kLaneBits) != 0 ? v : other;
-#endif
+inline Lanes at_most(PartInt v, PartInt limit) {
+  return _mm512_cmple_epi32_mask((__m512i)v, (__m512i)limit);
 }
+// Where one of both is not a number.
+inline Lanes unordered(Part a, Part b) {
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
+}
+inline uint32_t bits_of(Lanes lanes) { return lanes; }
+inline Lanes lanes_of(uint32_t bits) { return static_cast<Lanes>(bits); }
+inline Part select(Lanes lanes, Part v, Part other) {
+  return (Part)_mm512_mask_blend_ps(lanes, (__m512)other, (__m512)v);
+}
+inline PartInt only(Lanes lanes, PartInt v) {
+  return (PartInt)_mm512_maskz_mov_epi32(lanes, (__m512i)v);
+}
+#else
+typedef PartInt Lanes;
 
-// `b` where `a` is NaN.
-inline Vec larger(Vec a, Vec b) {
-#ifdef __AVX512F__
-  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+inline Lanes above(Part v, Part limit) { return v > limit; }
+inline Lanes equal(Part a, Part b) { return a == b; }
+inline Lanes at_most(PartInt v, PartInt limit) { return v <= limit; }
+#ifdef __AVX2__
+inline Lanes unordered(Part a, Part b) {
+  return (Lanes)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q);
+}
+inline uint32_t bits_of(Lanes lanes) {
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)lanes));
+}
+#else
+inline Lanes unordered(Part a, Part b) { return (a != a) | (b != b); }
+inline uint32_t bits_of(Lanes lanes) {
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kPartLanes; lane++) bits |= (lanes[lane] & 1u) << lane;
+  return bits;
+}
+#endif
+inline Lanes lanes_of(uint32_t bits) {
+  const PartInt own = splat_int(1) << lane_numbers();
+  return (splat_int(static_cast<int32_t>(bits)) & own) != 0;
+}
+inline Part select(Lanes lanes, Part v, Part other) { return lanes ? v : other; }
+inline PartInt only(Lanes lanes, PartInt v) { return lanes & v; }
+#endif
+
+// `b` where `a` is not a number.
+inline Part larger(Part a, Part b) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Part)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return a > b ? a : b;
 #endif
 }
 
-inline float max_of(Vec v) { return fold(v, larger); }
-inline float sum_of(Vec v) {
-  return fold(v, [](Vec a, Vec b) { return a + b; });
-}
-
-constexpr int kUnitBits = 40;
-constexpr float kUnit = 1099511627776.0f;  // 2^40: the weight of the most likely token
-
-// 2^40 * exp(x), for x <= 0: the bits of exp_of, with fewer instructions.
-inline Vec weight_of(Vec x) {
-#ifdef __AVX512F__
-  const auto sum = [](__m512 a, __m512 b, float c) { return _mm512_fmadd_ps(a, b, _mm512_set1_ps(c)); };
-  const __m512 v = _mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f));
-  const __m512i n = _mm512_cvttps_epi32(sum(v, _mm512_set1_ps(1.44269504f), -0.5f));
-  const __m512 whole = _mm512_cvtepi32_ps(n);
-  __m512 r = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), v);
-  r = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f), r);
-  __m512 y = sum(_mm512_set1_ps(1.9875691500e-4f), r, 1.3981999507e-3f);
-  y = sum(y, r, 8.3334519073e-3f);
-  y = sum(y, r, 4.1665795894e-2f);
-  y = sum(y, r, 1.6666665459e-1f);
-  y = sum(y, r, 5.0000001201e-1f);
-  y = _mm512_fmadd_ps(_mm512_mul_ps(y, r), r, r);
-  y = _mm512_add_ps(y, _mm512_set1_ps(1.0f));
-  const __m512i exponent = _mm512_slli_epi32(n, 23);
-  const __m512i scaled = _mm512_add_epi32(_mm512_castps_si512(y), exponent);
-  return (Vec)_mm512_castsi512_ps(_mm512_add_epi32(scaled, _mm512_set1_epi32(kUnitBits << 23)));
+// x · y + z, rounded once where the processor can.
+inline Part fused(Part x, Part y, Part z) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
 #else
-  return exp_of(x) * kUnit;
+  return x * y + z;
 #endif
 }
 
-// Writes the lanes that have a bit side by side; up to 16 values are overwritten. The caller counts.
-inline void compress(VecInt v, uint32_t bits, int32_t* to) {
-#ifdef __AVX512F__
+inline float max_of(Part v) {
+  float best = v[0];
+  for (int lane = 1; lane < kPartLanes; lane++) best = std::max(best, v[lane]);
+  return best;
+}
+
+inline float sum_of(Part v) {
+  float sum = v[0];
+  for (int lane = 1; lane < kPartLanes; lane++) sum += v[lane];
+  return sum;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each set of bits, the numbers of its lanes side by side, one byte each.
+constexpr std::array<uint64_t, 256> lanes_of_sets() {
+  std::array<uint64_t, 256> orders{};
+  for (unsigned bits = 0; bits < 256; bits++) {
+    int place = 0;
+    for (uint64_t lane = 0; lane < 8; lane++)
+      if (bits >> lane & 1) orders[bits] |= lane << 8 * place++;
+  }
+  return orders;
+}
+constexpr std::array<uint64_t, 256> kLanesOfSets = lanes_of_sets();
+#endif
+
+// Writes the lanes that have a bit side by side; a whole part is overwritten. The caller counts.
+inline void compress(PartInt v, uint32_t bits, int32_t* to) {
+#if defined(__AVX512F__)
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), (__m512i)v));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_cvtsi64_si128(static_cast<int64_t>(kLanesOfSets[bits]));
+  save_int((PartInt)_mm256_permutevar8x32_epi32((__m256i)v, _mm256_cvtepu8_epi32(bytes)), to);
 #else
   for (; bits != 0; bits &= bits - 1) *to++ = v[__builtin_ctz(bits)];
 #endif
 }
 
-// A sum of values from 0 to 2^40, each rounded down; up to 2^13 of them for each lane.
-class WideSum {
- public:
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-  void add(Vec v) { add(v, 0xffffu); }
+constexpr float kUnit = 1099511627776.0f;  // 2^40: the weight of the most likely token
 
-  void add(Vec v, uint32_t bits) {
-    const __m512d halves = _mm512_castps_pd((__m512)v);
-    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(halves, 1));
-    const __m512i whole = _mm512_cvttps_epi64(_mm512_castps512_ps256((__m512)v));
-    low_ = _mm512_mask_add_epi64(low_, static_cast<__mmask8>(bits), low_, whole);
-    const auto high_bits = static_cast<__mmask8>(bits >> 8);
-    high_ = _mm512_mask_add_epi64(high_, high_bits, high_, _mm512_cvttps_epi64(high));
-  }
-
-  int64_t total() const { return _mm512_reduce_add_epi64(_mm512_add_epi64(low_, high_)); }
-
- private:
-  __m512i low_ = _mm512_setzero_si512(), high_ = _mm512_setzero_si512();
-#else
-  void add(Vec v) {
-    for (int lane = 0; lane < kLanes; lane++) sums_[lane] += static_cast<int64_t>(v[lane]);
-  }
-
-  void add(Vec v, uint32_t bits) { add(select(bits, v, splat(0.0f))); }
-
-  int64_t total() const {
-    int64_t total = 0;
-    for (const int64_t sum : sums_) total += sum;
-    return total;
-  }
-
- private:
-  int64_t sums_[kLanes] = {};
-#endif
+// Some parts at once: a processor computes their chains of operations side by side.
+constexpr int kBlockParts = 4;
+constexpr int kBlock = kBlockParts * kPartLanes;  // values
+struct Block {
+  Part parts[kBlockParts];
 };
 
-// The same for values below 2^24, up to 2^6 of them for each lane.
-class NarrowSum {
+// Weights of scores, from 0 to 2^40; their fractions do not count.
+//
+// The weight of a score is 2^40 · 2^z, with z = (score - best) · factor. Below -64 it is 0, and z
+// counts as -64. One sequence of operations computes it everywhere, so that it always has the same
+// bits.
+class Weigher {
  public:
-  void add(Vec v) { sums_ += __builtin_convertvector(v, VecInt); }
-  void add(Vec v, uint32_t bits) { add(select(bits, v, splat(0.0f))); }
-
-  int64_t total() const {
-    int64_t total = 0;
-    for (int lane = 0; lane < kLanes; lane++) total += sums_[lane];
-    return total;
+  Weigher() = default;
+  Weigher(float best, float per_nat) : best_(best) {
+    constexpr float kPerNat = 1.44269504f, kGreatest = std::numeric_limits<float>::max();
+    factor_ = std::clamp(per_nat * kPerNat, 1e-30f, kGreatest);
+    farthest_ = -64.0f / factor_;
   }
 
+  Part operator()(Part score) const {
+    weigh(&score, std::integral_constant<int, 1>{});
+    return score;
+  }
+
+  [[gnu::always_inline]] Block operator()(Block scores) const {
+    weigh(scores.parts, std::integral_constant<int, kBlockParts>{});
+    return scores;
+  }
+
+  float of(float score) const { return (*this)(splat_part(score))[0]; }
+
  private:
-  VecInt sums_ = {};
+  // Turns scores into weights.
+  template <int kCount>
+  [[gnu::always_inline]] void weigh(Part* v, std::integral_constant<int, kCount>) const {
+    // Adding 1.5 · 2^23 rounds to a whole number, which the lowest bits then hold.
+    const Part factor = splat_part(factor_), whole = splat_part(kWhole + 40.0f);
+    Part r[kCount], n[kCount];
+    for (int i = 0; i < kCount; i++) r[i] = larger(v[i] - best_, splat_part(farthest_));
+    for (int i = 0; i < kCount; i++) n[i] = fused(r[i], factor, whole);
+    for (int i = 0; i < kCount; i++) r[i] = fused(r[i], factor, whole - n[i]);
+    // A polynomial for 2^r, |r| <= 0.5, with a relative error of 1e-7.
+    for (int i = 0; i < kCount; i++) v[i] = splat_part(1.32647273e-3f);
+    for (const float term : {9.67151299e-3f, 5.55073358e-2f, 2.40222424e-1f, 6.93147004e-1f, 1.0f}) {
+      for (int i = 0; i < kCount; i++) v[i] = fused(v[i], r[i], splat_part(term));
+    }
+    for (int i = 0; i < kCount; i++) v[i] = (Part)((PartInt)v[i] + ((PartInt)n[i] << 23));
+  }
+
+  float best_ = 0.0f, factor_ = 1.0f, farthest_ = 0.0f;
+};
+
+// Weights as whole numbers of two halves: high · 2^20 + low.
+struct Halves {
+  explicit Halves(Part weights) {
+    high = __builtin_convertvector(weights * 0x1p-20f, PartInt);
+    const Part above = __builtin_convertvector(high, Part);
+    low = __builtin_convertvector(fused(above, splat_part(-0x1p20f), weights), PartInt);
+  }
+
+  PartInt high, low;
+};
+
+inline int64_t total_of(PartInt sums) {
+  int64_t total = 0;
+  for (int lane = 0; lane < kPartLanes; lane++) total += sums[lane];
+  return total;
+}
+
+// A sum of weights, each rounded down; up to 2^10 of them for each lane.
+class WideSum {
+ public:
+  [[gnu::always_inline]] void add(const Block& weights) {
+    for (const Part part : weights.parts) add(Halves(part));
+  }
+  void add(Halves weights) {
+    high_ += weights.high;
+    low_ += weights.low;
+  }
+  void add(Lanes lanes, Halves weights) {
+    high_ += only(lanes, weights.high);
+    low_ += only(lanes, weights.low);
+  }
+  int64_t total() const { return (total_of(high_) << 20) + total_of(low_); }
+
+ private:
+  PartInt high_ = {}, low_ = {};
+};
+
+constexpr float kNarrowNats = 11.8f;  // from here on under the best score, weights are below 2^23
+
+// The same for weights below 2^23, up to 2^7 of them for each lane.
+class NarrowSum {
+ public:
+  [[gnu::always_inline]] void add(const Block& weights) {
+    for (const Part part : weights.parts) sums_ += __builtin_convertvector(part, PartInt);
+  }
+  int64_t total() const { return total_of(sums_); }
+
+ private:
+  PartInt sums_ = {};
 };
 
 }  // namespace

@@ -65,35 +65,41 @@ class Chooser {
     const int size = logits_.vocab_size;
     scratch_.edited.resize(size);
     float* scores = scratch_.edited.data();
-    for (int i = 0; i < size; i += kLanes) {
-      const int count = lanes_at(i, size);
-      save(load_any(raw + i, count), scores + i, count);
-    }
+    int i = 0;
+    for (; i + kPartLanes <= size; i += kPartLanes) save_part(part_at(raw + i), scores + i);
+    for (; i < size; i++) scores[i] = widen(raw[i]);
     return scores;
   }
 
   uint32_t allowed(const uint32_t* mask, int i) const {
     const int word = i / 32;
-    return word < masks_.num_words ? mask[word] >> (i % 32) & 0xffffu : 0;
+    return word < masks_.num_words ? mask[word] >> (i % 32) : 0;
   }
 
   // Bans the tokens that are not allowed; returns whether one is left. Where all that is allowed
   // has score -inf, each of these tokens is equally likely.
   bool confine(float* scores, const uint32_t* mask) const {
     const int size = logits_.vocab_size;
-    Vec best = splat(kNegInf);
-    const auto each = [&](const auto& change) {
-      for (int i = 0; i < size; i += kLanes) {
-        const int count = lanes_at(i, size);
-        const Vec v = change(load_any(scores + i, count), allowed(mask, i) & ((1u << count) - 1));
-        best = larger(v, best);
-        save(v, scores + i, count);
+    float best = kNegInf;
+    const auto each = [&](const auto& score_of) {
+      Part best_of_lanes = splat_part(kNegInf);
+      int i = 0;
+      for (; i + kPartLanes <= size; i += kPartLanes) {
+        const Part score = score_of(part_at(scores + i));
+        const Part v = select(lanes_of(allowed(mask, i)), score, splat_part(kNegInf));
+        best_of_lanes = larger(v, best_of_lanes);
+        save_part(v, scores + i);
+      }
+      best = max_of(best_of_lanes);
+      for (; i < size; i++) {
+        scores[i] = allowed(mask, i) & 1 ? score_of(splat_part(scores[i]))[0] : kNegInf;
+        best = std::max(best, scores[i]);
       }
     };
-    each([](Vec v, uint32_t bits) { return select(bits, v, splat(kNegInf)); });
-    if (max_of(best) > kNegInf) return true;
-    each([](Vec, uint32_t bits) { return select(bits, splat(0.0f), splat(kNegInf)); });
-    return max_of(best) > kNegInf;
+    each([](Part v) { return v; });
+    if (best > kNegInf) return true;
+    each([](Part) { return Part{}; });
+    return best > kNegInf;
   }
 
   const Logits& logits_;

@@ -65,14 +65,22 @@ inline VecCodes low_bytes(VecBits v) {
 #endif
 }
 
-inline Vec widen(VecHalf v) { return (Vec)(__builtin_convertvector(v, VecBits) << 16); }
+inline Vec widen(VecHalf v) {
+#ifdef __AVX512F__
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);  // GCC would widen in parts
+#else
+  return (Vec)(__builtin_convertvector(v, VecBits) << 16);
+#endif
+}
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec load(const Bf16* p) { return widen(*reinterpret_cast<const VecHalf*>(p)); }
 
 inline Part part_at(const float* p) { return *reinterpret_cast<const Part*>(p); }
 inline Part part_at(const Bf16* p) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return load(p);
+#elif defined(__AVX2__)
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return (Part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);  // GCC would widen in two steps
 #else
