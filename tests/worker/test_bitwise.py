@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
     DeepseekV3Config,
     FalconH1Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4Config,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     GraniteSWAConfig,
     Lfm2Config,
@@ -131,11 +133,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama4": Llama4TextConfig(
         **(_ODD | {"num_hidden_layers": 2}),
         intermediate_size_mlp=102,
-        moe_layers=[],
+        moe_layers=[1],
+        num_local_experts=5,
+        num_experts_per_tok=2,
         attention_chunk_size=37,
         no_rope_layers=[1, 0],
         floor_scale=5,
     ),
+    "bloom": BloomConfig(vocab_size=509, hidden_size=72, n_layer=2, n_head=6, seq_length=512),
+    "gpt_oss": GptOssConfig(**_ODD, num_local_experts=5, num_experts_per_tok=2, sliding_window=37),
     "glm4": Glm4Config(**_EVEN, attention_bias=True),
     "olmo2": Olmo2Config(**(_ODD | {"head_dim": 12})),
     "phi3": Phi3Config(**_EVEN),

@@ -147,13 +147,28 @@ class FusedExperts(nn.Module):
         return out.reshape(hidden.shape)
 
 
+def is_transposed(experts: nn.Module) -> bool:
+    """Return whether weights are `[num_experts, num_inputs, num_outputs]`.
+
+    transformers' interface has a name for that. Without it, the gates and factors of a row, which
+    are twice as many as the inputs of the product behind them, show it.
+    """
+    if hasattr(experts, "is_transposed"):
+        return bool(experts.is_transposed)
+    parameters = dict(experts.named_parameters())
+    up, down = parameters.get("gate_up_proj"), parameters.get("down_proj")
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3:
+        return False
+    return up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
+
+
 def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) -> None:
     """Round all weights of experts to what codes can stand for, freeing each before the next."""
-    is_transposed = bool(getattr(experts, "is_transposed", False))
+    has_transposed = is_transposed(experts)
     for name in [name for name, weight in experts.named_parameters() if weight.dim() == 3]:
         weight = getattr(experts, name)
-        rounded = rounded_copy(weight.mT if is_transposed else weight, library, format)
-        rounded = nn.Parameter(rounded.mT, requires_grad=False) if is_transposed else rounded
+        rounded = rounded_copy(weight.mT if has_transposed else weight, library, format)
+        rounded = nn.Parameter(rounded.mT, requires_grad=False) if has_transposed else rounded
         setattr(experts, name, rounded)
 
 

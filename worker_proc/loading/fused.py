@@ -30,6 +30,7 @@ from worker_proc.loading.gated_norm import is_gated
 from worker_proc.loading.grouped_experts import GroupedExperts, fused_grouped_experts
 from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
 from worker_proc.loading.router import install_router
+from worker_proc.loading.scaled_experts import scaled_experts
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
     Activation,
@@ -55,6 +56,8 @@ TRIAL_RANGE = 9.0
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
+SCALED_KEY = " scaled"
+"""Ends the key of a mixture whose experts take scaled rows, behind its path."""
 ROUTER_KEY = " router"
 """Ends the key of a router among what is proven, behind the path of its parent."""
 Module = TypeVar("Module", bound=nn.Module)
@@ -171,6 +174,10 @@ def fuse_modules(
     parents = list(model.named_modules())
     for done, (path, parent) in enumerate(parents):
         on_tried(done, len(parents))
+        if parent not in gone:
+            fused |= _with_scaled_experts(
+                parent, path, library, dtype=dtype, proven=proven, format=format, gone=gone
+            )
         for name, child in () if parent in gone else parent.named_children():
             child_path = f"{path}.{name}".lstrip(".")
             if proven is not None and child_path not in proven:
@@ -186,6 +193,32 @@ def fuse_modules(
                 for part in child.modules():  # may be referred to elsewhere: drop their weights
                     part._parameters.clear()
     return fused
+
+
+def _with_scaled_experts(
+    parent: nn.Module,
+    path: str,
+    library: NativeLibrary,
+    *,
+    dtype: torch.dtype,
+    proven: Mapping[str, int] | None,
+    format: Format,
+    gone: set[nn.Module],
+) -> dict[str, int]:
+    """Replace experts that take rows times scores, whose own interface is another one."""
+    key = f"{path}{SCALED_KEY}"
+    own = dict(parent.named_children()).get("experts")
+    if own is None or dtype not in NATIVE_DTYPES or (proven is not None and key not in proven):
+        return {}
+    number = None if proven is None else proven[key]
+    of = partial(activation_of, library=library, number=number)
+    experts = scaled_experts(parent, library, of, format, is_proven=number is not None)
+    if experts is None:
+        return {}
+    gone.add(own)
+    own._parameters.clear()
+    activation = experts.products.gating.activation
+    return {key: int(activation)} | _with_router(parent, path, library, dtype, proven)
 
 
 def _with_router(

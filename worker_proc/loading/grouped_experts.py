@@ -24,7 +24,7 @@ from worker_proc.loading.expert_products import (
     Gating,
     as_program,
 )
-from worker_proc.loading.experts import computing_expert_codes, round_experts
+from worker_proc.loading.experts import computing_expert_codes, is_transposed, round_experts
 from worker_proc.native.kernels import Activation, Format, Matrices, NativeLibrary
 from worker_proc.quantization.coded_tensor import CodedTensor
 
@@ -106,18 +106,18 @@ def read_experts(module: nn.Module) -> ExpertModule | None:
         return None
     is_coded = isinstance(up, CodedTensor) or isinstance(down, CodedTensor)
     is_gated = name == "gate_up_proj"
-    is_transposed = bool(getattr(module, "is_transposed", False))
+    has_transposed = is_transposed(module)
     is_interleaved = is_gated and not getattr(module, "is_concatenated", True)
-    if is_coded and (is_transposed or is_interleaved):
+    if is_coded and (has_transposed or is_interleaved):
         return None  # codes are packed as they are stored
     found = ExpertModule(
         ExpertMatrices(
             up,
             parameters.get(f"{name}_bias"),
-            is_transposed=is_transposed,
+            is_transposed=has_transposed,
             is_interleaved=is_interleaved,
         ),
-        ExpertMatrices(down, parameters.get("down_proj_bias"), is_transposed=is_transposed),
+        ExpertMatrices(down, parameters.get("down_proj_bias"), is_transposed=has_transposed),
         is_gated,
     )
     num_experts, hidden_size, size = found.sizes
