@@ -1,9 +1,10 @@
 """Times recurrent layers on the CPU: `python -m tests.tools.recurrent_speed`.
 
-First the gated delta rule in Qwen3-Next's sizes: transformers' functions in PyTorch, and the scan
-over packed rows. Then the decode of one request at several lengths of context: a model of four
-layers with the sizes of Qwen3-Next and small MLPs, of which three have a state and one attends. The
-contexts are not computed: their keys, values and states are what the memory holds.
+First the gated delta rule in Qwen3-Next's sizes, and the selective scan in Falcon-Mamba-7B's:
+transformers' functions in PyTorch, and the scan over packed rows. Then the decode of one request at
+several lengths of context: a model of four layers with the sizes of Qwen3-Next and small MLPs, of
+which three have a state and one attends. The contexts are not computed: their keys, values and
+states are what the memory holds.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import Qwen3_5TextConfig
+from transformers.models.mamba import modeling_mamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.utils import logging as transformers_logging
 
@@ -28,12 +30,14 @@ from tests.worker.checkpoints import build_checkpoint
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.recurrent.delta_rule import DeltaRule
+from worker_proc.recurrent.selective_scan import SelectiveScan
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.recurrent.step_texts import NO_STATE, StepTexts, Text
 from worker_proc.startup.load_runner import load_model_runner
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
+CHANNELS, STATE_SIZE = 8192, 16
 PROMPT_LENGTH = 512
 CONTEXTS = (1_000, 10_000, 100_000)
 NUM_DECODES = 20
@@ -84,6 +88,42 @@ def time_functions(num_tokens: int, library: NativeLibrary) -> None:
     theirs = median_ms(lambda: own(query, key, value, **given, **more))
     ours = median_ms(lambda: scan(query, key, value, **given))
     print(f"delta rule, {num_tokens} tokens: transformers {theirs:.2f} ms, here {ours:.2f} ms")
+
+
+@torch.inference_mode()
+def time_selective_scan(num_tokens: int, library: NativeLibrary) -> None:
+    """Print the times of a selective scan for a prompt, or for one token."""
+    generator = torch.Generator().manual_seed(1)
+
+    def columns(size: int) -> torch.Tensor:
+        return torch.randn(1, num_tokens, size, generator=generator).transpose(1, 2)
+
+    inputs, steps, gates = (columns(CHANNELS) for _ in range(3))
+    keys, queries = (columns(STATE_SIZE) for _ in range(2))
+    decays = -torch.rand(CHANNELS, STATE_SIZE, generator=generator) * STATE_SIZE
+    skips, bias = (torch.randn(CHANNELS, generator=generator) for _ in range(2))
+    given = (inputs, steps, decays, keys, queries)
+    options: dict[str, Any] = {"z": gates, "delta_bias": bias, "delta_softplus": True}
+    spec, _ = SelectiveScan.describe(*given, skips, **options)
+    pool = StatePool([RecurrentSpec("", 0, (spec,))], 2, BLOCK_SIZE, torch.float32)
+    scan = SelectiveScan(pool, pool.tensors[""][0], library)
+    is_decode = num_tokens == 1
+    pool.texts = StepTexts([Text(0, num_tokens, 1 if is_decode else NO_STATE, {1: num_tokens})])
+    if is_decode:
+        state = torch.zeros(1, CHANNELS, STATE_SIZE)
+        rows = [one[..., 0] for one in (inputs, steps, keys, queries, gates)]
+        theirs = median_ms(
+            lambda: modeling_mamba.mamba_selective_state_update(
+                *(state, rows[0], rows[1], decays, rows[2], rows[3], skips),
+                z=rows[4],
+                dt_bias=bias,
+                dt_softplus=True,
+            )
+        )
+    else:
+        theirs = median_ms(lambda: modeling_mamba.mamba_selective_scan(*given, skips, **options))
+    ours = median_ms(lambda: scan(*given, skips, **options))
+    print(f"selective scan, {num_tokens} tokens: transformers {theirs:.2f} ms, here {ours:.2f} ms")
 
 
 def make_runner(directory: Path) -> ModelRunner:
@@ -144,6 +184,7 @@ def main() -> None:
     assert library is not None
     for num_tokens in (PROMPT_LENGTH, 1):
         time_functions(num_tokens, library)
+        time_selective_scan(num_tokens, library)
     with tempfile.TemporaryDirectory() as directory:
         time_decodes(make_runner(Path(directory)))
 

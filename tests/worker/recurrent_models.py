@@ -27,13 +27,24 @@ _MAMBA2: dict[str, Any] = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2},
     "mamba_chunk_size": 16,
 }
+_BARE: dict[str, Any] = {
+    **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+    **{key: SHAPE[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+}
+"""Of models without attention."""
 _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": _HYBRID | _DELTA | _EXPERTS,
     "bamba": SHAPE | _MAMBA2 | {"attn_layer_indices": [1]},
     "lfm2": _SHORT,
+    "jamba": {
+        **SHAPE,
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 12},
+        **{"num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+    },
     # kinds that differ from these in parts
     "bailing_hybrid": _KIMI | {"n_group": 1, "topk_group": 1},
     "falcon_h1": SHAPE | _MAMBA2 | {"mamba_d_ssm": 128},
+    "falcon_mamba": _BARE | {"state_size": 12},
     "granitemoehybrid": {
         **_HYBRID,
         **_MAMBA2,
@@ -42,9 +53,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "kimi_linear": _KIMI,
     "lfm2_moe": _SHORT | _EXPERTS | {"num_dense_layers": 1},
     "lfm3": _SHORT,
+    "mamba": _BARE | {"state_size": 12},
     "mamba2": {
-        **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
-        **{key: SHAPE[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **_BARE,
         **{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     },
     "nemotron_h": {
@@ -58,6 +69,24 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _HYBRID | _DELTA | {"linear_num_value_heads": 2},
     "qwen3_5_text": _HYBRID | _DELTA,
     "qwen3_5_moe_text": _HYBRID | _DELTA | _EXPERTS,
+    "zamba": {
+        **SHAPE,
+        **{"num_hidden_layers": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    },
+    "zamba2": {
+        **{key: size for key, size in SHAPE.items() if key != "head_dim"},
+        **_MAMBA2,
+        **{
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 8,
+            "num_mem_blocks": 2,
+            "adapter_rank": 8,
+        },
+        **{"use_shared_attention_adapter": True, "use_mem_rope": True, "chunk_size": 16},
+        "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
+    },
 }
 RECURRENT_LATENT_NAMES = {"bailing_hybrid", "kimi_linear"}
 """Those whose attention is latent."""
@@ -71,5 +100,6 @@ RECURRENT = tuple(
     Architecture(name, lambda name=name: _make(name))  # type: ignore[misc]
     for name in _CONFIGS
 )
-KINDS = RECURRENT[:3]
-"""One architecture of each kind of recurrence: delta rule, state space, short convolution."""
+KINDS = RECURRENT[:4]
+"""One architecture of each kind of recurrence: delta rule, state space, short convolution,
+selective scan."""

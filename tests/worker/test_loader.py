@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    MambaConfig,
     MiniMaxConfig,
     PretrainedConfig,
     T5Config,
@@ -128,7 +127,6 @@ Refusal = tuple[Callable[[], PretrainedConfig], str]
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED: dict[str, Refusal] = {
     "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
-    "recurrent": (lambda: MambaConfig(**SMALL), "mamba_selective_scan is not supported"),
     "linear_attention": (lambda: MiniMaxConfig(**SMALL), "2 layers call the attention interface"),
 }
 

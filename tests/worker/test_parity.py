@@ -134,7 +134,7 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
         *(*ARCHITECTURES, *KINDS, *OWN_KINDS),
         *(
             pytest.param(one, marks=pytest.mark.slow)
-            for one in (*FAMILIES, *RECURRENT[3:], *OWN_ATTENTION[3:])
+            for one in (*FAMILIES, *RECURRENT[len(KINDS) :], *OWN_ATTENTION[3:])
         ),
     ],
     ids=lambda a: a.name,

@@ -135,6 +135,31 @@ def test_a_model_without_attention_has_no_kv_cache(tmp_path: Path) -> None:
     assert lines[1] == f"recurrent states: {facts.num_state_blocks - 1:,} requests and prefixes"
 
 
+@pytest.mark.parametrize("name", ["falcon_mamba", "mamba2"])
+def test_a_residual_in_float32_is_rounded_for_the_layers(name: str, tmp_path: Path) -> None:
+    """They convert rows to the type of a norm's weight."""
+    build_checkpoint(tmp_path, BY_NAME[name].config())
+    runner = make_runner(tmp_path, None, dtype="bfloat16")
+    assert runner.facts.exact_resume, runner.facts.exact_resume_reason
+
+
+def test_tied_layers_are_packed_once(tmp_path: Path) -> None:
+    """Those of Zamba2 have KV caches of their own all the same."""
+    build_checkpoint(tmp_path, BY_NAME["zamba2"].config())
+    runner = make_runner(tmp_path, ROOMY)
+    layers = [runner._model.get_submodule(f"model.layers.{number}") for number in (1, 2, 4, 5)]
+    first, second, third, fourth = (layer.shared_transformer for layer in layers)
+    for one, other, is_tied in (
+        (first, third, True),
+        (second, fourth, True),
+        (first, second, False),
+    ):
+        for path in ("self_attn.o_proj", "feed_forward.down_proj"):
+            assert (one.get_submodule(path) is other.get_submodule(path)) == is_tied
+        assert one.self_attn.paged_layer is not other.self_attn.paged_layer
+        assert one.self_attn.paged_layer.kv.keys is not other.self_attn.paged_layer.kv.keys
+
+
 def test_the_number_of_state_blocks() -> None:
     def choose(
         available: int,

@@ -2,12 +2,15 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.mamba import modeling_mamba
 
 from protocol.core_worker import NULL_BLOCK
 from protocol.sampling import SamplingParams
+from worker_proc.errors import UnsupportedModel
 from worker_proc.inputs import BegunBlock
 from worker_proc.mirror import MirroredRequest, MirrorError
 from worker_proc.native.build import build, compiler
@@ -16,6 +19,7 @@ from worker_proc.recurrent.convolution import CausalConvolution
 from worker_proc.recurrent.delta_rule import DeltaRule
 from worker_proc.recurrent.functions import Operation
 from worker_proc.recurrent.mamba2 import Mamba2Scan
+from worker_proc.recurrent.selective_scan import SelectiveScan
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE, StepTexts, Text
@@ -34,6 +38,14 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+TYPES: dict[str, type[Operation]] = {
+    "convolution": CausalConvolution,
+    "mamba2": Mamba2Scan,
+    "selective": SelectiveScan,
+}
+"""By the kind; all other kinds are delta rules."""
+
+
 class Case:
     """One kind of operation, and what the tokens of all texts bring to it."""
 
@@ -47,14 +59,25 @@ class Case:
         weight, bias = rows(CHANNELS, TAPS, seed=6).to(dtype), rows(CHANNELS, seed=7).to(dtype)
         channels = rows(1, total, CHANNELS, seed=8).to(dtype)
         decay, skip = -rows(HEADS, seed=9).exp(), rows(HEADS, seed=10)
-        self.type: type[Operation] = {"convolution": CausalConvolution, "mamba2": Mamba2Scan}.get(
-            kind, DeltaRule
-        )
+        gates, steps = (rows(1, total, CHANNELS, seed=n).to(dtype) for n in (11, 12))
+        channel_decays = -rows(CHANNELS, KEYS, seed=13).exp()
+        self.type = TYPES.get(kind, DeltaRule)
 
         def compute(op: Operation, at: torch.Tensor) -> torch.Tensor:
             if kind == "convolution":
                 part = channels[:, at].transpose(1, 2)
                 out = op(part, weight, bias, activation="silu").transpose(1, 2)
+            elif kind == "selective":
+                # steps of no time to long ones, as a softplus makes of large numbers
+                part = [v[:, at].transpose(1, 2) for v in (channels, steps * 20.0, gates)]
+                first, second = (v[:, at, 0].transpose(1, 2) for v in (keys, queries))
+                out = op(
+                    *(part[0], part[1], channel_decays, first, second),
+                    D=weight[:, 0],
+                    z=part[2],
+                    delta_bias=bias,
+                    delta_softplus=True,
+                ).transpose(1, 2)
             elif kind == "mamba2":
                 out = op(
                     values[:, at],
@@ -82,7 +105,11 @@ class Case:
             return out[0]
 
         self.compute = compute
-        shape = {"convolution": (TAPS - 1, CHANNELS)}.get(kind, (HEADS, -(-VALUES // 16), KEYS, 16))
+        shape: tuple[int, ...] = (HEADS, -(-VALUES // 16), KEYS, 16)
+        if kind == "convolution":
+            shape = TAPS - 1, CHANNELS
+        elif kind == "selective":
+            shape = -(-CHANNELS // 16), KEYS, 16
         self.spec = StateSpec("", shape, is_window=kind == "convolution")
         self.dtype = dtype
 
@@ -90,7 +117,7 @@ class Case:
         return StatePool([RecurrentSpec("m", 1, (self.spec,))], NUM_BLOCKS, 4, self.dtype)
 
 
-KINDS = ("convolution", "delta", "key_decays", "mamba2")
+KINDS = ("convolution", "delta", "key_decays", "mamba2", "selective")
 
 
 def computed(
@@ -230,3 +257,27 @@ def test_a_step_does_not_move_on_to_the_null_block() -> None:
     request = MirroredRequest(7, [1, 2], 1, SamplingParams(), [array("i", [3, NULL_BLOCK])], 1, 1)
     with pytest.raises(MirrorError, match="request 7 has no state block 1"):
         texts.move_on([BegunBlock(0, 1, request)])
+
+
+def test_a_selective_scan_equals_that_of_transformers(library: NativeLibrary | None) -> None:
+    case = Case("selective")
+    found = torch.cat(computed(case, WHOLE, library))
+
+    def own(*args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = modeling_mamba.mamba_selective_scan(*args, **kwargs)
+        return out
+
+    firsts = [sum(LENGTHS[:text]) for text in range(len(LENGTHS))]
+    places = [torch.arange(n) + first for n, first in zip(LENGTHS, firsts, strict=True)]
+    expected = torch.cat([case.compute(own, at) for at in places])  # type: ignore[arg-type]
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(error.max()) < 1e-5
+
+
+@pytest.mark.parametrize("more", [{"delta_softplus": False}, {"return_last_state": True}])
+def test_another_selective_scan_is_refused(more: dict[str, bool]) -> None:
+    channels, keys = (torch.empty(1, size, 3, device="meta") for size in (CHANNELS, KEYS))
+    decays = torch.empty(CHANNELS, KEYS, device="meta")
+    options = {"delta_softplus": True} | more
+    with pytest.raises(UnsupportedModel, match=r"is called with delta_softplus=.* not with True"):
+        SelectiveScan.describe(channels, channels, decays, keys, keys, **options)

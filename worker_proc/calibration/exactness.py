@@ -21,6 +21,7 @@ from worker_proc.calibration.self_check import check_texts, compute_whole, have_
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PACKED_DTYPES, PackedLinear
+from worker_proc.recurrent.functions import RecurrentLayer
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
@@ -64,7 +65,8 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
 def _plain_products(model: nn.Module) -> Iterator[str]:
     """Yield modules with used matrices of their own that are neither packed nor embeddings.
 
-    The convolutions of recurrent layers are computed by rows.
+    The convolutions of recurrent layers are computed by rows. Of the other matrices of such a
+    layer those count that are in products: a decay for each channel and key, for example, is not.
     """
     convolutions = {
         child
@@ -76,7 +78,12 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
             continue
-        if any(_is_matrix(p) and not p.is_meta for p in module.parameters(recurse=False)):
+        layer: RecurrentLayer | None = module.__dict__.get("recurrent_layer")
+        if any(
+            _is_matrix(parameter) and not parameter.is_meta
+            for own_name, parameter in module.named_parameters(recurse=False)
+            if layer is None or own_name in layer.plain_products
+        ):
             yield f"{name} ({type(module).__name__})"
 
 

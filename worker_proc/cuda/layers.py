@@ -190,9 +190,9 @@ def _fits(layer: CudaLayer) -> bool:
     )
     if any(matrix.weight.shape != shape for matrix, shape in shapes):
         return False
-    if any(norm is not None and len(norm.weight) != hidden_size for norm in layer.norms):
+    if any(norm is not None and len(norm.factors) != hidden_size for norm in layer.norms):
         return False
     if layer.head_norms is None:
         return True
-    sizes = tuple(len(norm.weight) for norm in layer.head_norms)
+    sizes = tuple(len(norm.factors) for norm in layer.head_norms)
     return sizes in ((spec.head_dim, spec.head_dim), (query_size, key_size))

@@ -77,11 +77,11 @@ def rotate_and_store(
     query_norm, key_norm = norms or (None, None)
     head_norm = _NO_NORM
     if query_norm is not None:
-        head_norm = _EACH_HEAD if len(query_norm.weight) == spec.head_dim else _ALL_HEADS
+        head_norm = _EACH_HEAD if len(query_norm.factors) == spec.head_dim else _ALL_HEADS
     rotate_and_store_kernel[(len(qkv),)](
         *(qkv, query, kv.keys, kv.values),
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
+        None if query_norm is None else query_norm.factors,
+        None if key_norm is None else key_norm.factors,
         *(cosines, sines, table),
         *(step.first_rows, step.starts, step.table_rows, step.kept_from, step.num_parts),
         *(qkv.stride(0), cosines.stride(0), table.stride(0)),
@@ -108,7 +108,7 @@ _Norm = tuple[torch.Tensor, float, bool]
 
 
 def _parameters(norm: FusedRMSNorm | None) -> _Norm | None:
-    return None if norm is None else (norm.weight, norm.epsilon, norm.round_first)
+    return None if norm is None else (norm.factors, norm.epsilon, norm.round_first)
 
 
 def _launch_norm(

@@ -74,7 +74,7 @@ class DecoderLayer(NamedTuple):
     def norms_each_head(self) -> bool:
         """Whether queries and keys have norms, each head by itself."""
         norm = self.query_norm
-        return norm is not None and len(norm.weight) == self.paged.spec.head_dim
+        return norm is not None and len(norm.factors) == self.paged.spec.head_dim
 
     @property
     def paged(self) -> PagedLayer:
@@ -172,7 +172,7 @@ def _fit(layer: DecoderLayer, widths: list[int], spec: LayerSpec) -> bool:
     ]
     if widths not in (expected, [sum(expected)]):
         return False
-    if any(norm is not None and len(norm.weight) != layer.hidden_size for norm in layer.norms):
+    if any(norm is not None and len(norm.factors) != layer.hidden_size for norm in layer.norms):
         return False
     query, key = layer.query_norm, layer.key_norm
     if query is None or key is None:

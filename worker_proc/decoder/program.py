@@ -394,8 +394,8 @@ def _rotation(
         rotation=settings.rotation,
     )
     if layer.query_norm is not None and layer.key_norm is not None and layer.norms_each_head:
-        rotate.query_norm = layer.query_norm.weight.data_ptr()
-        rotate.key_norm = layer.key_norm.weight.data_ptr()
+        rotate.query_norm = layer.query_norm.factors.data_ptr()
+        rotate.key_norm = layer.key_norm.factors.data_ptr()
         rotate.epsilon = layer.query_norm.epsilon
         rotate.rounds_first = layer.query_norm.round_first
     return rotate
@@ -419,9 +419,9 @@ def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Inst
         kind=Kind.NORMALIZE,
         source=source,
         target=target,
-        size=len(norm.weight),
+        size=len(norm.factors),
         column=column,
-        weight=norm.weight.data_ptr(),
+        weight=norm.factors.data_ptr(),
         epsilon=norm.epsilon,
         rounds_first=norm.round_first,
     )

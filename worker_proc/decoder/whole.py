@@ -212,7 +212,7 @@ def _fits(
     return (
         embedding.weight.dtype == head.weight.dtype == dtype
         and embedding.weight.is_contiguous()
-        and len(norm.weight) == head.in_features == size
+        and len(norm.factors) == head.in_features == size
         and head.packed.format is not Format.INT8_FOR_CODES
         and head.packed.order is None
     )

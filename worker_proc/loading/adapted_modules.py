@@ -3,6 +3,7 @@
 The layers are found before modules are fused and packed, since fusing makes one module of several.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
@@ -20,8 +21,16 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def find_sites(loaded: LoadedModel) -> Sites:
-    """Find the linear layers of a model whose modules were not replaced yet."""
+    """Find the linear layers of a model whose modules were not replaced yet.
+
+    Layers that are tied to others have none: they are computed by one module.
+    """
     head = output_layer(loaded.model)
+    num_uses = Counter(
+        id(module.weight)
+        for module in loaded.model.modules()
+        if type(module) in (nn.Linear, Conv1D)
+    )
     widths = {}
     for layer in loaded.layers:
         spec = layer.spec
@@ -35,7 +44,7 @@ def find_sites(loaded: LoadedModel) -> Sites:
         if type(module) not in (nn.Linear, Conv1D) or module is head:
             continue
         weight = cast(nn.Linear, module).weight
-        if weight.is_meta:
+        if weight.is_meta or num_uses[id(weight)] > 1:
             continue
         num_inputs, num_outputs = weight.shape if type(module) is Conv1D else weight.shape[::-1]
         first = 0

@@ -81,16 +81,24 @@ class FusedRMSNorm(nn.Module):
     """Root-mean-square normalization in one pass."""
 
     def __init__(
-        self, library: PointwiseKernels, weight: torch.Tensor, epsilon: float, round_first: bool
+        self,
+        library: PointwiseKernels,
+        factors: torch.Tensor,
+        epsilon: float,
+        dtype: torch.dtype,
+        *,
+        round_first: bool,
     ) -> None:
         super().__init__()
-        self.weight = weight.detach().float().contiguous()
+        # Models read the dtype of their weights, and convert rows to it.
+        self.weight = torch.empty(len(factors), dtype=dtype, device="meta")
+        self.factors = factors.detach().float().contiguous()
         self.epsilon = epsilon
         self.round_first = round_first
         self._library = library
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._library.rms_norm(hidden, self.weight, self.epsilon, self.round_first)
+        return self._library.rms_norm(hidden, self.factors, self.epsilon, self.round_first)
 
 
 class FusedActivation(nn.Module):
@@ -171,6 +179,8 @@ def fuse_modules(
     """
     fused: dict[str, int] = {}
     gone: set[nn.Module] = set()
+    made: dict[tuple[int, ...], nn.Module] = {}
+    """What computes with parameters, by the number of the kernel and theirs: they may be tied."""
     parents = list(model.named_modules())
     for done, (path, parent) in enumerate(parents):
         on_tried(done, len(parents))
@@ -182,10 +192,13 @@ def fuse_modules(
             child_path = f"{path}.{name}".lstrip(".")
             if proven is not None and child_path not in proven:
                 continue
+            parameters = tuple(map(id, child.parameters()))
             number = None if proven is None else proven[child_path]
             found = _fused(child, library, dtype, number, format)
             if found is not None:
                 fused[child_path], replacement = found
+                if parameters:
+                    replacement = made.setdefault((found[0], *parameters), replacement)
                 setattr(parent, name, replacement)
                 if isinstance(replacement, GroupedExperts):
                     fused |= _with_router(parent, path, library, dtype, proven)
@@ -274,9 +287,9 @@ def fused_norm(
     if weight.dim() != 1 or weight.dtype != dtype:
         return None
     candidates = {
-        0: lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
-        1: lambda: FusedRMSNorm(library, weight, epsilon, round_first=False),
-        2: lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
+        0: lambda: FusedRMSNorm(library, weight, epsilon, dtype, round_first=True),
+        1: lambda: FusedRMSNorm(library, weight, epsilon, dtype, round_first=False),
+        2: lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, dtype, round_first=False),
     }
     return _agreeing(module, len(weight), candidates, number)
 

@@ -303,6 +303,7 @@ def _build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel
         model = auto_class(config).from_config(own_config, trust_remote_code=False)
         if model_kind(config) is ModelKind.EMBEDS:
             drop_pooler(model)
+    model.tie_weights()  # which is left out where weights are not initialized
     _ignore_padding(model)
     return cast(PreTrainedModel, model.eval())
 

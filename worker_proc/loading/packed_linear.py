@@ -154,16 +154,22 @@ def pack_linears(
         for name, child in parent.named_children()
         if type(child) in (nn.Linear, Conv1D) and not child.weight.is_meta  # it is not used
     ]
-    packed: dict[nn.Module, PackedLinear] = {}
+    # Layers that are tied have parameters in common, and are packed once.
+    keys: dict[nn.Module, tuple[int, int]] = {
+        child: (id(child.weight), id(child.bias)) for _, _, child in found
+    }
+    packed: dict[tuple[int, int], PackedLinear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
-        if child not in packed and library is not None:
-            packed |= _merged(parent, library, formats.layers)
-        if child not in packed:
+        key = keys[child]
+        if key not in packed and library is not None:
+            merged = _merged(parent, library, formats.layers)
+            packed |= {keys[layer]: part for layer, part in merged.items()}
+        if key not in packed:
             weight = child.weight.t() if type(child) is Conv1D else child.weight
             format = formats.head if child is head else formats.layers
-            packed[child] = make_linear(weight, child.bias, library, format)
-            del child.weight  # freed now, unless the embedding shares it
-        setattr(parent, name, packed[child])
+            packed[key] = make_linear(weight, child.bias, library, format)
+        child._parameters.pop("weight", None)  # freed now, unless another module shares it
+        setattr(parent, name, packed[key])
         on_packed(done, len(found))
     return len(packed)
 

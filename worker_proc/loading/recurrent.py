@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.gated_norm import fuse_gated_norms
+from worker_proc.loading.left_factors import pack_left_factors
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.recurrent_proof import MAX_ERROR, find_error, uses_functions
+from worker_proc.loading.packed_linear import can_pack
+from worker_proc.loading.recurrent_proof import MAX_ERROR, Observed, find_error, observe
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.functions import RecurrentLayer, install
 
@@ -15,8 +17,7 @@ from worker_proc.recurrent.functions import RecurrentLayer, install
 class ProvenModule:
     """What is known of a recurrent module that agrees with its own forward."""
 
-    uses_functions: bool
-    """Whether it calls elementwise functions of torch."""
+    observed: Observed
     gated_norms: dict[str, int] = field(default_factory=dict)
     """The gatings of norms that are replaced, by the names of the module's children."""
 
@@ -47,11 +48,14 @@ def install_recurrent(
                     f" (relative error {error:.3g})"
                 )
             norms = {} if library is None else fuse_gated_norms(module, library)
-            before = ProvenModule(uses_functions(module, spec), norms)
+            before = ProvenModule(observe(module, spec), norms)
         elif library is not None:
             fuse_gated_norms(module, library, before.gated_norms)
         proven[spec.module_name] = before
         layer = RecurrentLayer(module, spec, library)
-        layer.is_rowwise = before.uses_functions
+        layer.is_rowwise = before.observed.uses_functions
+        layer.plain_products = before.observed.plain_products
+        if can_pack(loaded.dtype, loaded.device, library):
+            pack_left_factors(module, before.observed.left_factors, library)
         install(module, layer)
     return proven

@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from protocol.sampling import SamplingParams
 from worker_proc.inputs import pack_step
 from worker_proc.loading.coded_weights import dequantized
 from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.left_factors import ObservedProducts
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.functions import RecurrentLayer, install
@@ -34,6 +35,17 @@ MAX_ERROR = 1e-3
 """Of a row, relative to its length: chunks and tokens are summed in other orders."""
 _BLOCK_SIZE = 8
 _CPU = torch.device("cpu")
+
+
+class Observed(NamedTuple):
+    """What the own forward of a recurrent module computes with."""
+
+    uses_functions: bool
+    """Whether it calls elementwise functions of torch with its rows."""
+    left_factors: list[str]
+    """The weights that it multiplies columns by."""
+    plain_products: list[str]
+    """The weights of its own in other products."""
 
 
 @torch.inference_mode()
@@ -56,15 +68,20 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
 
 
 @torch.inference_mode()
-def uses_functions(module: nn.Module, spec: RecurrentSpec) -> bool:
-    """Return whether a module's own forward calls elementwise functions of torch with its rows."""
+def observe(module: nn.Module, spec: RecurrentSpec) -> Observed:
+    """Run a module's own forward over single texts, and return what it computes with."""
     seen: list[list[int]] = []
     for num_tokens in (2, 3):
         rows = torch.zeros(1, num_tokens, spec.input_size, dtype=next(module.parameters()).dtype)
-        with _own_functions(), dequantized(module), RowwiseFunctions() as functions:
+        with (
+            _own_functions(),
+            dequantized(module),
+            RowwiseFunctions() as functions,
+            ObservedProducts(module) as products,
+        ):
             module(rows)
         seen.append(functions.sizes)
-    return seen[0] != seen[1]
+    return Observed(seen[0] != seen[1], sorted(products.left), sorted(products.others))
 
 
 @contextmanager

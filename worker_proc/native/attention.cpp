@@ -35,7 +35,7 @@ extern "C" void troika_attend(const Layer* layer, const Step* step, const Rows* 
 }
 
 // For layers that are not causal; their pools, blocks and formats are not read.
-extern "C" void troika_attend_texts(const Layer* layer, const Texts* texts, const Rows* query,
+extern "C" void troika_attend_texts(const Layer* layer, const WholeTexts* texts, const Rows* query,
                                     const Rows* key, const Rows* value, void* out, float scale,
                                     float softcap) {
   if (layer->is_bf16)

@@ -23,6 +23,7 @@ from worker_proc.native.recurrence import (
     HeadRowsArgs,
     RecurrentTexts,
     ScanArgs,
+    SelectiveScanArgs,
 )
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -48,6 +49,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_convolve": (_POINTER, _POINTER),
     "troika_prepare_heads": (_POINTER,),
     "troika_scan": (_POINTER, _POINTER),
+    "troika_selective_scan": (_POINTER, _POINTER),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
     "troika_round": (_POINTER, *[_INT] * 3),
@@ -169,8 +171,8 @@ class StepArgs(ctypes.Structure):
     )
 
 
-class TextsArgs(ctypes.Structure):
-    """Texts of text_attention.h."""
+class WholeTextsArgs(ctypes.Structure):
+    """`WholeTexts` of text_attention.h."""
 
     _fields_ = (("num_texts", _INT), ("first_rows", _POINTER), ("counts", _POINTER))
 
@@ -403,7 +405,7 @@ class NativeLibrary:
         first_rows, counts = texts
         columns = ((_INT * len(first_rows))(*first_rows), (_INT * len(counts))(*counts))
         addresses = (ctypes.addressof(column) for column in columns)
-        parts = (layer, TextsArgs(len(first_rows), *addresses), *map(_rows_args, rows))
+        parts = (layer, WholeTextsArgs(len(first_rows), *addresses), *map(_rows_args, rows))
         self._library.troika_attend_texts(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
 
     def rms_norm(
@@ -456,6 +458,10 @@ class NativeLibrary:
     def scan(self, scan: ScanArgs, texts: RecurrentTexts) -> None:
         """Scan the tokens of each text, and save the states at its cuts."""
         self._library.troika_scan(ctypes.byref(scan), ctypes.byref(texts))
+
+    def selective_scan(self, scan: SelectiveScanArgs, texts: RecurrentTexts) -> None:
+        """Scan the channels of each text, and save the states at its cuts."""
+        self._library.troika_selective_scan(ctypes.byref(scan), ctypes.byref(texts))
 
     def pack(
         self,

@@ -1,6 +1,7 @@
 // Causal convolutions and recurrent states of one module; called by worker_proc/recurrent.
 
 #include "recurrence.h"
+#include "selective_scan.h"
 
 namespace {
 
@@ -15,7 +16,7 @@ void prepare(const HeadRows& heads) {
 }
 
 template <typename T>
-void scan(const Scan& s, const Texts& texts) {
+void scan(const Scan& s, const RecurrentTexts& texts) {
   if (s.corrects)
     s.has_key_decays ? scan<T, true, true>(s, texts) : scan<T, true, false>(s, texts);
   else
@@ -25,7 +26,7 @@ void scan(const Scan& s, const Texts& texts) {
 }  // namespace
 
 // Convolves the channels of each text with `size` taps, of which the last one is a row's own.
-extern "C" void troika_convolve(const Convolution* convolution, const Texts* texts) {
+extern "C" void troika_convolve(const Convolution* convolution, const RecurrentTexts* texts) {
   convolution->is_bf16 ? convolve<Bf16>(*convolution, *texts) : convolve<float>(*convolution, *texts);
 }
 
@@ -36,6 +37,12 @@ extern "C" void troika_prepare_heads(const HeadRows* heads) {
 
 // For each token and head: state = decay · state, then state += key ⊗ (rate · (value - correction)),
 // where the correction is key · state or 0; out = query · state + skip · value.
-extern "C" void troika_scan(const Scan* s, const Texts* texts) {
+extern "C" void troika_scan(const Scan* s, const RecurrentTexts* texts) {
   s->is_bf16 ? scan<Bf16>(*s, *texts) : scan<float>(*s, *texts);
+}
+
+// For each token, channel and key: state = exp(decay · step) · state + step · input · key, and
+// out = Σ query · state + skip · input, times SiLU(gate); a step is softplus(step + bias).
+extern "C" void troika_selective_scan(const SelectiveScan* s, const RecurrentTexts* texts) {
+  s->is_bf16 ? selective_scan<Bf16>(*s, *texts) : selective_scan<float>(*s, *texts);
 }

@@ -13,7 +13,7 @@
 namespace {
 
 // The texts of one step; RecurrentTexts in recurrence.py.
-struct Texts {
+struct RecurrentTexts {
   const int32_t* first_row;
   const int32_t* num_rows;
   const int32_t* source;   // the block with the state before the first row; -1: zeros
@@ -72,7 +72,7 @@ struct Scan {
   int32_t is_bf16;
 };
 
-inline std::vector<int32_t> texts_of_rows(const Texts& texts) {
+inline std::vector<int32_t> texts_of_rows(const RecurrentTexts& texts) {
   std::vector<int32_t> out(texts.total_rows);
   for (int32_t text = 0; text < texts.num_texts; text++)
     std::fill_n(out.begin() + texts.first_row[text], texts.num_rows[text], text);
@@ -112,7 +112,7 @@ inline void convolve_row(const Convolution& c, const T* window, int row, int pla
 
 // Saves some channels of a text's last rows after each of its cuts.
 template <typename T>
-inline void save_windows(const Convolution& c, const Texts& texts, int text, int first, int count) {
+inline void save_windows(const Convolution& c, const RecurrentTexts& texts, int text, int first, int count) {
   const int taps = c.size - 1;
   const int64_t block_size = static_cast<int64_t>(taps) * c.num_channels;
   T* windows = static_cast<T*>(c.windows);
@@ -135,7 +135,7 @@ inline void save_windows(const Convolution& c, const Texts& texts, int text, int
 }
 
 template <typename T>
-inline void convolve(const Convolution& c, const Texts& texts) {
+inline void convolve(const Convolution& c, const RecurrentTexts& texts) {
   const std::vector<int32_t> text_of = texts_of_rows(texts);
   const int num_spans = (c.num_channels + kSpan - 1) / kSpan;
   const int64_t num_items = int64_t(texts.total_rows) * num_spans;
@@ -260,7 +260,7 @@ inline Vec decay_add_and_read(float* tile, const float* keys, const float* queri
 
 // Scans the tokens of a text with 16 columns of one head's state, which stay in the first cache.
 template <typename T, bool kCorrects, bool kKeyDecays>
-inline void scan_tile(const Scan& s, const Texts& texts, int text, int head, int tile,
+inline void scan_tile(const Scan& s, const RecurrentTexts& texts, int text, int head, int tile,
                       float* buffer) {
   const int num_tiles = (s.num_values + kLanes - 1) / kLanes;
   const int64_t tile_size = int64_t(s.num_keys) * kLanes;
@@ -298,7 +298,7 @@ inline void scan_tile(const Scan& s, const Texts& texts, int text, int head, int
 }
 
 template <typename T, bool kCorrects, bool kKeyDecays>
-inline void scan(const Scan& s, const Texts& texts) {
+inline void scan(const Scan& s, const RecurrentTexts& texts) {
   const int num_tiles = (s.num_values + kLanes - 1) / kLanes;
   const int64_t num_items = int64_t(texts.num_texts) * s.num_heads * num_tiles;
 #pragma omp parallel if (num_items > 1 && num_items * s.num_keys > 2048)

@@ -1,4 +1,4 @@
-"""The arguments of the kernels of recurrent layers (recurrence.h), and of gated norms."""
+"""The arguments of the kernels of recurrent layers and of gated norms."""
 
 import ctypes
 from typing import Any
@@ -22,7 +22,7 @@ class GatedNormArgs(ctypes.Structure):
 
 
 class RecurrentTexts(ctypes.Structure):
-    """`Texts` of recurrence.h."""
+    """`RecurrentTexts` of recurrence.h."""
 
     _fields_ = (
         *_fields("first_row num_rows source cuts cut_row cut_block", _POINTER),
@@ -59,4 +59,14 @@ class ScanArgs(ctypes.Structure):
         ("value_stride", _LONG),
         *_fields("num_heads num_key_heads num_keys num_values", _INT),
         *_fields("has_key_decays corrects is_bf16", _INT),
+    )
+
+
+class SelectiveScanArgs(ctypes.Structure):
+    """`SelectiveScan` of selective_scan.h."""
+
+    _fields_ = (
+        *_fields("inputs steps keys queries gates decays skips biases states out", _POINTER),
+        *_fields("input_stride step_stride key_stride query_stride gate_stride", _LONG),
+        *_fields("num_channels num_keys is_bf16", _INT),
     )

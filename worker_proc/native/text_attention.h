@@ -13,7 +13,7 @@
 extern "C" {
 
 // Text t has num_tokens[t] tokens, in the packed row from first_row[t] on.
-struct Texts {
+struct WholeTexts {
   int32_t num_texts;
   const int32_t *first_row, *num_tokens;
 };
@@ -89,7 +89,7 @@ void attend_text(Tile& tile, TextSpans& spans, const Layer& layer, int kv_head, 
 }
 
 template <typename T>
-void attend_texts(const Layer& layer, const Texts& texts, const Rows& query, const Rows& key,
+void attend_texts(const Layer& layer, const WholeTexts& texts, const Rows& query, const Rows& key,
                   const Rows& value, T* out, float scale, float softcap) {
 #pragma omp parallel
   {

@@ -6,7 +6,7 @@ with our functions under their names; its projections, norms and everything else
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from worker_proc.recurrent.convolution import CausalConvolution
 from worker_proc.recurrent.delta_rule import DeltaRule
 from worker_proc.recurrent.mamba2 import Mamba2Scan
 from worker_proc.recurrent.rowwise import RowwiseFunctions
+from worker_proc.recurrent.selective_scan import SelectiveScan
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
@@ -42,24 +43,15 @@ OPERATIONS: Mapping[str, type[Operation]] = {
     CausalConvolution.function: CausalConvolution,
     **dict.fromkeys(DeltaRule.functions, DeltaRule),
     Mamba2Scan.function: Mamba2Scan,
+    SelectiveScan.function: SelectiveScan,
 }
 """By the name of transformers' function."""
-
-
-UNKNOWN_FUNCTIONS = ("mamba_selective_scan",)
-"""Those that mix tokens, too, and whose place is not taken."""
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether a module's forward calls one of the functions."""
     names = _names_in(module)
     return any(name in OPERATIONS for name in names)
-
-
-def unknown_function(module: nn.Module) -> str | None:
-    """Return a function that a module's forward calls and whose place cannot be taken."""
-    names = _names_in(module)
-    return next((name for name in UNKNOWN_FUNCTIONS if name in names), None)
 
 
 def _names_in(module: nn.Module) -> tuple[str, ...]:
@@ -87,6 +79,8 @@ class RecurrentLayer:
         self.spec = spec
         self.is_rowwise = False
         """Whether elementwise functions of the forward are computed by `rowwise`."""
+        self.plain_products: Sequence[str] = ()
+        """The module's own weights that torch multiplies rows by."""
         self._library = library
         self._operations: list[Operation] = []
         self._num_called = 0

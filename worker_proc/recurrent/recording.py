@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from worker_proc.errors import UnsupportedModel
-from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent, unknown_function
+from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 
@@ -50,8 +50,6 @@ def recorded_states(
     found: list[RecurrentSpec] = []
     modules = {name: module for name, module in model.named_modules() if is_recurrent(module)}
     for name, module in modules.items():
-        if unknown := unknown_function(module):
-            raise UnsupportedModel(f"{name}: {unknown} is not supported")
         module.__dict__["forward"] = _Recorder(module, name, found).forward
         on_used(module.parameters())
     try:

@@ -1,0 +1,128 @@
+"""Weights that a module multiplies columns by itself, `weight @ columns`, without calling a layer.
+
+Such as the steps of Mamba-1: `dt_proj.weight @ time_step.transpose(1, 2)`. Which weights these are
+is observed. They are packed, so that a token's column has the same bits beside any others.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from worker_proc.loading.packed_linear import PackedLinear, make_linear
+from worker_proc.native.kernels import NativeLibrary
+
+_PRODUCTS = frozenset(
+    (
+        *("matmul", "__matmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear", "bilinear"),
+        *("mv", "dot", "vdot", "inner", "tensordot", "einsum", "conv1d"),
+    )
+)
+_LEFT_PRODUCTS = frozenset(("matmul", "__matmul__"))
+
+
+class ObservedProducts(TorchFunctionMode):
+    """While it is entered, records the weights of a module that take part in products."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.left: set[str] = set()
+        """Names of weights that stand on the left."""
+        self.others: set[str] = set()
+        """Names of the module's own weights in all other products."""
+        self._names = {
+            parameter.untyped_storage()._cdata: name
+            for name, parameter in module.named_parameters()
+            if parameter.dim() > 1
+        }
+        self._own = {name for name, _ in module.named_parameters(recurse=False)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kind = getattr(func, "__name__", "")
+        if kind in _PRODUCTS:
+            factors = (*args, *(kwargs or {}).values())
+            for place, factor in enumerate(factors):
+                name = self._name_of(factor)
+                if name is not None and place == 0 and kind in _LEFT_PRODUCTS:
+                    self.left.add(name)
+                elif name in self._own:
+                    self.others.add(name)
+        return func(*args, **(kwargs or {}))
+
+    def _name_of(self, factor: object) -> str | None:
+        if not isinstance(factor, torch.Tensor):
+            return None
+        return self._names.get(factor.untyped_storage()._cdata)
+
+
+class LeftFactor:
+    """Stands in a module for weights `[..., out_features, in_features]`.
+
+    It can be indexed by full slices and None, and multiply `[..., in_features, T]` from the left.
+    """
+
+    def __init__(self, layers: list[PackedLinear], leading: tuple[int, ...]) -> None:
+        """Take a layer for each matrix; `leading` are the dimensions before those of a matrix."""
+        self._layers = layers
+        self._leading = leading
+
+    def __getitem__(self, index: Any) -> "LeftFactor":
+        """Return the same weights with more leading dimensions of 1."""
+        parts = index if isinstance(index, tuple) else (index,)
+        left, leading = list(self._leading), []
+        for part in parts:
+            if part is None:
+                leading.append(1)
+            elif isinstance(part, slice) and part == slice(None) and left:
+                leading.append(left.pop(0))
+            else:
+                raise TypeError(f"a packed weight is not indexed by {part}")
+        return LeftFactor(self._layers, (*leading, *left))
+
+    def __matmul__(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return `[..., out_features, T]`, in which columns lie in one piece."""
+        rows = columns.transpose(-1, -2)
+        if not self._leading:
+            out: torch.Tensor = self._layers[0](rows)
+            return out.transpose(-1, -2)
+        if len(self._leading) + 2 != rows.dim() or self._leading[0] != len(rows):
+            raise TypeError(f"packed weights {self._leading} and columns {tuple(columns.shape)}")
+        found = [layer(each) for layer, each in zip(self._layers, rows, strict=True)]
+        return torch.stack(found).transpose(-1, -2)
+
+
+class LeftLayer(nn.Module):
+    """Stands in a module for a linear layer of which it uses the weight and the bias alone."""
+
+    def __init__(self, weight: LeftFactor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+
+
+def pack_left_factors(
+    module: nn.Module, names: Iterable[str], library: NativeLibrary | None
+) -> None:
+    """Let a module multiply by packed weights, given the names of those on the left."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(path)
+        factor = _packed(holder.get_parameter(leaf), library)
+        if type(holder) is nn.Linear:
+            parent, _, child = path.rpartition(".")
+            setattr(module.get_submodule(parent), child, LeftLayer(factor, holder.bias))
+        else:
+            del holder._parameters[leaf]
+            holder.__dict__[leaf] = factor
+
+
+def _packed(weight: torch.Tensor, library: NativeLibrary | None) -> LeftFactor:
+    """Pack weights of two dimensions or of three."""
+    matrices = [weight] if weight.dim() == 2 else list(weight)
+    return LeftFactor(
+        [make_linear(matrix, None, library) for matrix in matrices], tuple(weight.shape[:-2])
+    )
