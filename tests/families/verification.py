@@ -32,7 +32,7 @@ from worker_proc.loading.text_model import auto_class
 NUM_KILLED_PROMPTS = 3
 NUM_KILLED_TOKENS = 500
 """In each answer: half a second of steps at least, so that both deaths come before the end."""
-DECIDED_BY_FORWARD = {"nemotron_h"}
+DECIDED_BY_FORWARD = {"nemotron_h", "zamba2"}
 """Types whose decoding with a cache by transformers differs from its forward in long texts."""
 COLUMNS = ("whole prompts", "chunks of 16", "preempted", "cached prefix", "killed")
 """The ways in which a model is served, in fp32."""

@@ -58,6 +58,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **_BARE,
         **{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     },
+    "minimax": _HYBRID | {"block_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "nemotron_h": {
         **SHAPE,
         **{"num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 16},

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    MiniMaxConfig,
     PretrainedConfig,
+    RwkvConfig,
     T5Config,
     modeling_utils,
 )
@@ -127,7 +127,7 @@ Refusal = tuple[Callable[[], PretrainedConfig], str]
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED: dict[str, Refusal] = {
     "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
-    "linear_attention": (lambda: MiniMaxConfig(**SMALL), "2 layers call the attention interface"),
+    "linear_attention": (lambda: RwkvConfig(**SMALL), "2 layers call the attention interface"),
 }
 
 

@@ -21,7 +21,7 @@ from worker_proc.calibration.self_check import check_texts, compute_whole, have_
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PACKED_DTYPES, PackedLinear
-from worker_proc.recurrent.functions import RecurrentLayer
+from worker_proc.recurrent.layers import PackedLayer
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
@@ -78,7 +78,7 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
             continue
-        layer: RecurrentLayer | None = module.__dict__.get("recurrent_layer")
+        layer: PackedLayer | None = module.__dict__.get("recurrent_layer")
         if any(
             _is_matrix(parameter) and not parameter.is_meta
             for own_name, parameter in module.named_parameters(recurse=False)

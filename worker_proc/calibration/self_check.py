@@ -20,7 +20,7 @@ from worker_proc.inputs import pack_step, to_device
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
-from worker_proc.recurrent.functions import own_forwards
+from worker_proc.recurrent.layers import own_forwards
 
 TEXT_LENGTHS = (5, 3)
 NUM_DECODED = 2  # tokens at the end of each text that are computed in a step each

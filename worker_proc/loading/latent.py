@@ -31,7 +31,7 @@ from worker_proc.loading.coded_weights import dequantize_weights, dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.native.kernels import NativeLibrary, Rotation
-from worker_proc.recurrent.functions import own_forwards
+from worker_proc.recurrent.layers import own_forwards
 
 NUM_TOKENS = 7
 TRIAL_SCALES = (0.1, 1.0, 30.0)

@@ -10,7 +10,7 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import can_pack
 from worker_proc.loading.recurrent_proof import MAX_ERROR, Observed, find_error, observe
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
-from worker_proc.recurrent.functions import RecurrentLayer, install
+from worker_proc.recurrent.layers import install, make_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def install_recurrent(
         elif library is not None:
             fuse_gated_norms(module, library, before.gated_norms)
         proven[spec.module_name] = before
-        layer = RecurrentLayer(module, spec, library)
-        layer.is_rowwise = before.observed.uses_functions
+        layer = make_layer(module, spec, library)
+        layer.is_rowwise |= before.observed.uses_functions
         layer.plain_products = before.observed.plain_products
         if can_pack(loaded.dtype, loaded.device, library):
             pack_left_factors(module, before.observed.left_factors, library)

@@ -6,6 +6,7 @@ are moved between blocks.
 """
 
 import copy
+import inspect
 import math
 from array import array
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.left_factors import ObservedProducts
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.recurrent.functions import RecurrentLayer, install
+from worker_proc.recurrent.layers import install, make_layer
+from worker_proc.recurrent.lightning import is_lightning, widen_decays
 from worker_proc.recurrent.rowwise import RowwiseFunctions
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
@@ -53,12 +55,14 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
     """Return the greatest error of a row over packed rows, relative to its length."""
     with dequantized(module):
         module = copy.deepcopy(module).float()
+    if is_lightning(module):
+        widen_decays(module)
     num_tokens = sum(STEPS)
     scales = torch.tensor(TRIAL_SCALES).view(-1, 1, 1)
     shape = len(TRIAL_SCALES), num_tokens, spec.input_size
     rows = torch.randn(shape, generator=make_generator(1)) * scales
     with _own_functions():
-        expected = _first(module(rows))
+        expected = _computed(module, rows)
     found = _computed_in_steps(module, spec, library, rows)
     if expected.shape != found.shape:
         return math.inf
@@ -79,7 +83,7 @@ def observe(module: nn.Module, spec: RecurrentSpec) -> Observed:
             RowwiseFunctions() as functions,
             ObservedProducts(module) as products,
         ):
-            module(rows)
+            _computed(module, rows)
         seen.append(functions.sizes)
     return Observed(seen[0] != seen[1], sorted(products.left), sorted(products.others))
 
@@ -101,7 +105,7 @@ def _computed_in_steps(
     num_texts, num_tokens, _ = rows.shape
     per_text = -(-num_tokens // _BLOCK_SIZE)
     pool = StatePool([spec], 1 + num_texts * per_text, _BLOCK_SIZE, torch.float32)
-    layer = RecurrentLayer(module, spec, library)
+    layer = make_layer(module, spec, library)
     layer.attach(pool)
     install(module, layer)
     requests = [_request(number, num_tokens, per_text) for number in range(num_texts)]
@@ -110,7 +114,7 @@ def _computed_in_steps(
         parts = [ScheduledRequest(request, start, count, True) for request in requests]
         pool.begin_step(pack_step(parts, _CPU))
         packed = rows[:, start : start + count].reshape(1, -1, rows.shape[2])
-        found.append(_first(module(packed)).view(num_texts, count, -1))
+        found.append(_computed(module, packed).view(num_texts, count, -1))
         start += count
     return torch.cat(found, dim=1)
 
@@ -122,6 +126,11 @@ def _request(number: int, num_tokens: int, num_blocks: int) -> MirroredRequest:
     return MirroredRequest(number, [0] * num_tokens, num_tokens, SamplingParams(), [table], 0, 0)
 
 
-def _first(result: Any) -> torch.Tensor:
+def _computed(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows that a module makes of others; it gets None for what else it requires."""
+    _, *others = inspect.signature(type(module).forward).parameters.values()
+    required = {one.name: None for one in others[1:] if one.default is one.empty}
+    required = {name: None for name in required if name not in {"args", "kwargs"}}
+    result: Any = module(rows, **required)
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out

@@ -6,8 +6,7 @@ with our functions under their names; its projections, norms and everything else
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -113,30 +112,3 @@ class RecurrentLayer:
             return self._operations[number](*args, **kwargs)
 
         return call
-
-
-def install(module: nn.Module, layer: RecurrentLayer) -> None:
-    """Let a module compute packed rows; it keeps its parts and parameters."""
-    module.__dict__["recurrent_layer"] = layer
-    module.__dict__["forward"] = layer.forward
-
-
-def recurrent_layers(model: nn.Module) -> list[RecurrentLayer]:
-    """Return the layers that have been installed."""
-    found = (module.__dict__.get("recurrent_layer") for module in model.modules())
-    return [layer for layer in found if layer is not None]
-
-
-@contextmanager
-def own_forwards(model: nn.Module) -> Iterator[None]:
-    """Let recurrent modules compute rows of one text, as transformers does, for a while."""
-    taken = {
-        module: module.__dict__.pop("forward")
-        for module in model.modules()
-        if "recurrent_layer" in module.__dict__
-    }
-    try:
-        yield
-    finally:
-        for module, forward in taken.items():
-            module.__dict__["forward"] = forward

@@ -9,6 +9,7 @@ from torch import nn
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent
+from worker_proc.recurrent.lightning import is_lightning, lightning_spec
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 
@@ -21,13 +22,15 @@ class _Recorder:
         self._states: list[StateSpec] = []
         functions = {function: partial(self._call, function) for function in OPERATIONS}
         self._forward = forward_with(module, functions)
+        self._known = lightning_spec(module, name) if is_lightning(module) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and add what it used."""
         self._states = []
         rows = args[0] if args else kwargs["hidden_states"]
         result = self._forward(*args, **kwargs)
-        self._found.append(RecurrentSpec(self._name, rows.shape[-1], tuple(self._states)))
+        own = RecurrentSpec(self._name, rows.shape[-1], tuple(self._states))
+        self._found.append(self._known or own)
         return result
 
     def _call(self, function: str, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +51,11 @@ def recorded_states(
     Calls `on_used` with the parameters of each, some of which only the functions use.
     """
     found: list[RecurrentSpec] = []
-    modules = {name: module for name, module in model.named_modules() if is_recurrent(module)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if is_recurrent(module) or is_lightning(module)
+    }
     for name, module in modules.items():
         module.__dict__["forward"] = _Recorder(module, name, found).forward
         on_used(module.parameters())

@@ -1,0 +1,64 @@
+"""The forwards of recurrent modules over packed rows, and where they are installed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.functions import RecurrentLayer
+from worker_proc.recurrent.lightning import LightningLayer, is_lightning
+from worker_proc.recurrent.state_pool import StatePool
+from worker_proc.recurrent.state_spec import RecurrentSpec
+
+
+class PackedLayer(Protocol):
+    """The forward of one recurrent module over packed rows."""
+
+    spec: RecurrentSpec
+    is_rowwise: bool
+    """Whether elementwise functions of the forward are computed by `rowwise`."""
+    plain_products: Sequence[str]
+    """The module's own weights that torch multiplies rows by."""
+
+    def attach(self, pool: StatePool) -> None:
+        """Compute with the states of a pool from now on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward returns, for packed rows."""
+
+
+def make_layer(
+    module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None
+) -> PackedLayer:
+    """Return the forward of a module, by what it calls or by its parts."""
+    kind = LightningLayer if is_lightning(module) else RecurrentLayer
+    return kind(module, spec, library)
+
+
+def install(module: nn.Module, layer: PackedLayer) -> None:
+    """Let a module compute packed rows; it keeps its parts and parameters."""
+    module.__dict__["recurrent_layer"] = layer
+    module.__dict__["forward"] = layer.forward
+
+
+def recurrent_layers(model: nn.Module) -> list[PackedLayer]:
+    """Return the layers that have been installed."""
+    found = (module.__dict__.get("recurrent_layer") for module in model.modules())
+    return [layer for layer in found if layer is not None]
+
+
+@contextmanager
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """Let recurrent modules compute rows of one text, as transformers does, for a while."""
+    taken = {
+        module: module.__dict__.pop("forward")
+        for module in model.modules()
+        if "recurrent_layer" in module.__dict__
+    }
+    try:
+        yield
+    finally:
+        for module, forward in taken.items():
+            module.__dict__["forward"] = forward
