@@ -472,13 +472,20 @@ class Row {
     return count;
   }
 
+  // The least best score of a group that has a token with a finite score.
+  float least_group() const {
+    Part least = splat_part(best_);
+    for (int i = 0; i < num_groups(); i += kPartLanes) {
+      const Part groups = part_at(&scratch_.best_of_groups[i]);
+      const Lanes is_less = above(least, groups) & above(groups, splat_part(kNegInf));
+      least = select(is_less, groups, least);
+    }
+    return -max_of(-least);
+  }
+
   // Returns a score that more than `least` groups exceed and not many more, or -inf.
   float score_of_groups(int least, int most) const {
-    float high = best_, least_group = best_;
-    for (const float group : scratch_.best_of_groups) {
-      least_group = group < least_group && group > kNegInf ? group : least_group;
-    }
-    float low = std::nextafter(least_group, kNegInf);
+    float high = best_, low = std::nextafter(least_group(), kNegInf);
     if (groups_above(low) <= least) return kNegInf;
     for (int i = 0; i < kMaxHalvings; i++) {
       const float middle = low + (high - low) * 0.5f;
@@ -518,11 +525,15 @@ class Row {
     }
     if (sample.empty()) return {kNegInf, kInfinity};
     const float each = static_cast<float>(size_) / sample.size();
+    while (sample.size() % kBlock != 0) {
+      append_part(splat_part(kNegInf), sample);
+      append_part(Part{}, weights);
+    }
     const float heavy = sum_of(heavy_sums), total = heavy + each * sum_of(light_sums);
     const float target = static_cast<float>(top_p) * total;
     const float rest = static_cast<float>(1.0 - top_p);
     const float error = rest * 3.0f * each * std::sqrt(sum_of(squares)) +
-                        std::min(0.1f * rest, 0.01f) * total;
+                        std::min(0.02f * rest, 0.002f) * total;
     if (target + error < heavy) return {limit, kInfinity};
     Bracket bracket{kNegInf, kInfinity};
     if (target - error > heavy) bracket.high = score_at((target - error - heavy) / each, limit);
@@ -535,17 +546,26 @@ class Row {
     save_part(v, &to[to.size() - kPartLanes]);
   }
 
+  // The sum of the weights of the sample's tokens with a better score.
+  float sample_above(float score) const {
+    constexpr int kSums = kBlockParts;  // side by side, since each addition waits for the one before
+    Part sums[kSums] = {};
+    for (size_t k = 0; k < scratch_.sample.size(); k += kSums * kPartLanes) {
+      for (int i = 0; i < kSums; i++) {
+        const size_t place = k + i * kPartLanes;
+        const Lanes is_above = above(part_at(&scratch_.sample[place]), splat_part(score));
+        sums[i] += select(is_above, part_at(&scratch_.weights_of_sample[place]), Part{});
+      }
+    }
+    return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+
   // The score, below `high`, above which the weights of the sample have a sum.
   float score_at(float sum, float high) const {
     float low = std::max(best_ - no_weight_ / per_nat_, -std::numeric_limits<float>::max());
     for (int i = 0; i < kMaxHalvings; i++) {
       const float middle = low + (high - low) * 0.5f;
-      Part sums = {};
-      for (size_t k = 0; k < scratch_.sample.size(); k += kPartLanes) {
-        const Lanes is_above = above(part_at(&scratch_.sample[k]), splat_part(middle));
-        sums += select(is_above, part_at(&scratch_.weights_of_sample[k]), Part{});
-      }
-      (sum_of(sums) > sum ? low : high) = middle;
+      (sample_above(middle) > sum ? low : high) = middle;
     }
     return low + (high - low) * 0.5f;
   }
