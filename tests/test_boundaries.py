@@ -34,10 +34,10 @@ SUBPACKAGES = {
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
         *("native", "kv", "recurrent", "attention", "grammar", "sampling", "quantization"),
-        *("adapters",),
+        *("gguf", "adapters"),
         *("loading", "drafting", "calibration", "decoder", "cuda", "startup"),
     ],
-    "scripts": ["hub", "supervisor", "bench", "batch"],
+    "scripts": ["gguf", "hub", "supervisor", "bench", "batch"],
 }
 """Lowest first: a subpackage imports only those before it."""
 MAX_ROOT_FILES = 12

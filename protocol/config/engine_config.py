@@ -95,8 +95,8 @@ class ModelConfig(Section):
 
     model: Annotated[str, Meta(min_length=1)] = "demo"
     """Model of the Hugging Face hub, such as Qwen/Qwen3-0.6B; checkpoint directory in its format;
-    'demo' or 'demo-chat' for the models that come with the engine; or 'null' for a worker that
-    computes nothing."""
+    GGUF file; 'demo' or 'demo-chat' for the models that come with the engine; or 'null' for a
+    worker that computes nothing."""
     revision: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Branch, tag or commit of a model of the hub. Default: main."""
     served_model_name: Annotated[tuple[ModelName, ...], Meta(max_length=16)] = ()

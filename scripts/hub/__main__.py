@@ -1,4 +1,7 @@
-"""The process that fetches models: `python -m scripts.hub`, started by a supervisor."""
+"""The process that makes models ready: `python -m scripts.hub`, started by a supervisor.
+
+It fetches models of the hub, and makes a checkpoint directory for each GGUF file.
+"""
 
 import argparse
 import os
@@ -6,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +19,7 @@ from protocol.process.child_runtime import watch_parent
 from protocol.process.prctl import die_with_parent
 from scripts.hub.check import Checker
 from scripts.hub.folders import snapshots_folder
+from scripts.hub.gguf import directory_of
 from scripts.hub.messages import (
     SHOWN_BYTES,
     Fetched,
@@ -22,6 +27,7 @@ from scripts.hub.messages import (
     Line,
     Refusal,
     encode,
+    gguf_files,
     hub_names,
 )
 
@@ -81,8 +87,11 @@ def main() -> None:
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     is_text = config.run.log_format is LogFormat.TEXT
     reporter = Reporter(arguments.listen_fd, has_bar=is_terminal and is_text)
+    has_api = not arguments.no_api
     try:
-        directories = fetch(config.model, reporter, has_api=not arguments.no_api)
+        directories = convert(config.model, has_api=has_api)
+        if hub_names(config.model):
+            directories |= fetch(config.model, reporter, has_api=has_api)
         last: Line = Fetched(directories)
     except Refusal as refusal:
         if config.run.log_level is LogLevel.DEBUG:
@@ -92,6 +101,19 @@ def main() -> None:
     reporter.report(last)
     sys.stderr.flush()
     os._exit(0)  # threads may still wait for the hub
+
+
+def convert(model: ModelConfig, *, has_api: bool) -> dict[str, str]:
+    """Return the directories of GGUF files; Refusal: one of them cannot be served."""
+    return {
+        setting: str(
+            directory_of(
+                Path(name),
+                needs_tokenizer=setting == "model" and has_api and model.tokenizer is None,
+            )
+        )
+        for setting, name in gguf_files(model).items()
+    }
 
 
 def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str, str]:

@@ -91,3 +91,18 @@ def hub_names(model: ModelConfig) -> dict[str, str]:
         for setting, name in given.items()
         if name not in (None, "null") and not Path(name).is_absolute()
     }
+
+
+def gguf_files(model: ModelConfig) -> dict[str, str]:
+    """The settings that name a GGUF file, which becomes a directory."""
+    given = {setting: getattr(model, setting) for setting in SETTINGS}
+    return {
+        setting: name
+        for setting, name in given.items()
+        if name is not None and Path(name).is_absolute() and is_gguf(name)
+    }
+
+
+def is_gguf(name: str | Path) -> bool:
+    """Return whether a name is that of a GGUF file."""
+    return str(name).lower().endswith(".gguf")

@@ -14,7 +14,7 @@ from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, LogFormat
 from protocol.process.child_runtime import configure_logging
 from protocol.process.prctl import set_subreaper
-from scripts.hub.messages import hub_names
+from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor.console import Console
 from scripts.supervisor.fetching import Interrupted, ModelFetch
 from scripts.supervisor.loop import Supervisor
@@ -83,7 +83,7 @@ def _serve(
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
         has_api = not arguments.no_api
-        if hub_names(config.model):
+        if hub_names(config.model) or gguf_files(config.model):
             if has_api:  # a wrong address is reported before hours of waiting
                 close_listener(open_listener(config.api))
             fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)

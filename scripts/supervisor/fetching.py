@@ -1,4 +1,7 @@
-"""Waits for the process that fetches models of the hub, before any other process is started."""
+"""Waits for the process that fetches models of the hub and makes directories of GGUF files.
+
+No other process is started before it has ended.
+"""
 
 import logging
 import os
@@ -20,6 +23,7 @@ from scripts.hub.messages import (
     Note,
     Refused,
     decode,
+    gguf_files,
     hub_names,
 )
 from scripts.supervisor.console import Console, PhaseClock, render_row
@@ -80,7 +84,8 @@ class ModelFetch:
 
     @property
     def _names(self) -> str:
-        return " and ".join(hub_names(self._config.model).values())
+        model = self._config.model
+        return " and ".join([*hub_names(model).values(), *gguf_files(model).values()])
 
     def _run_once(self, signal_fd: int, parent_fds: Sequence[int]) -> int | None:
         """Run one process to its end; returns its exit status."""
@@ -152,7 +157,10 @@ class ModelFetch:
         if isinstance(end, Refused):
             is_mistake = end.is_absent and "model" in hub_names(model)
             raise ConfigError(end.text + (local_hint(model.model) if is_mistake else ""))
-        detail = ", ".join(f"{name} at {commit[:12]}" for name, commit in self._commits.items())
-        row = render_row("hub", PhaseClock(self._begun_at), detail, time.monotonic())
-        self._console.line(row)
+        commits = [f"{name} at {commit[:12]}" for name, commit in self._commits.items()]
+        for kind, details in (("hub", commits), ("gguf", list(gguf_files(model).values()))):
+            if details:
+                clock = PhaseClock(self._begun_at)
+                row = render_row(kind, clock, ", ".join(details), time.monotonic())
+                self._console.line(row)
         return msgspec.structs.replace(self._config, model=with_directories(model, end.directories))

@@ -54,7 +54,7 @@ def _overview(program: str, groups: dict[str, str], known: list[Setting]) -> str
         *_row(
             "MODEL",
             "Model of the Hugging Face hub (Qwen/Qwen3-0.6B), checkpoint directory in its format, "
-            "'demo' (default), 'demo-chat' or 'null'.",
+            "GGUF file, 'demo' (default), 'demo-chat' or 'null'.",
         ),
         *(line for flag, text in ARGUMENTS.items() for line in _row(flag, text)),
         "",

@@ -1,4 +1,4 @@
-"""What a model's name stands for: one that comes with the engine, a directory, or the hub's."""
+"""What a model's name stands for: one of the engine's own, a directory, a file, or the hub's."""
 
 import difflib
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.config import ConfigError, ModelConfig
+from scripts.hub.messages import is_gguf
 
 _SCRIPTS_DIR = Path(__file__).resolve().parent.parent
 BUNDLED_MODELS = {
@@ -21,6 +22,8 @@ _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 
 def resolve(model: ModelConfig) -> ModelConfig:
     """Make local names of models absolute paths; models of the hub keep their names.
+
+    A GGUF file becomes a directory later (`scripts.hub.messages.gguf_files`).
 
     ConfigError: a name is neither, or a path is not a model's.
     """
@@ -53,9 +56,11 @@ def local_hint(name: str) -> str:
 
 
 def _place(setting: str, given: str) -> tuple[Path | None, str]:
-    """Return a model's directory, None for one of the hub, and its name in the API."""
+    """Return a model's directory or GGUF file, None for one of the hub, and its name in the API."""
     bundled = BUNDLED_MODELS.get(given)
     directory = bundled or Path(given).absolute()
+    if is_gguf(directory) and directory.is_file():
+        return directory, directory.stem
     if not directory.exists() and _HUB_NAME.fullmatch(given):
         return None, given
     if not (directory / "config.json").is_file():
@@ -68,15 +73,13 @@ def _why_not_a_model(setting: str, directory: Path) -> str:
     what = f"{setting} {directory}"
     if directory.is_dir():
         return f"{what} has no config.json; give a directory in Hugging Face format"
-    if directory.suffix == ".gguf" and directory.exists():
-        return f"{what} is a GGUF file, which is not read; give a directory with safetensors"
     if directory.exists():
-        return f"{what} is a file; give the directory that holds config.json"
+        return f"{what} is a file; give a directory that holds config.json, or a .gguf file"
     hint = local_hint(str(directory))
     return f"{what} does not exist" + (
         hint
         or "; give a checkpoint directory, a model of the Hugging Face hub as ORGANIZATION/NAME, "
-        "'demo', 'demo-chat' or 'null'"
+        "a GGUF file, 'demo', 'demo-chat' or 'null'"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import ConfigError
 from protocol.config.settings import configure
-from scripts.hub.messages import hub_names
+from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor import startup
 from scripts.supervisor.model_names import with_directories
 from tests.certificates import make_certificate
@@ -37,8 +37,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nothing", "model {}/nothing does not exist; give a checkpoint directory, a model "),
         ("Qwen3-0.6b", "model {0}/Qwen3-0.6b does not exist; did you mean {0}/Qwen3-0.6B?"),
         ("empty", "model {}/empty has no config.json; give a directory in Hugging Face format"),
-        ("weights.bin", "model {}/weights.bin is a file; give the directory that holds config"),
-        ("x.gguf", "model {}/x.gguf is a GGUF file, which is not read; give a directory with"),
+        ("weights.bin", "model {}/weights.bin is a file; give a directory that holds config.json"),
     ],
 )
 def test_wrong_model(models: Path, model: str, sentence: str) -> None:
@@ -75,6 +74,9 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     model = startup.complete(configure(model="Qwen/Qwen3-8B")).model
     assert (model.model, hub_names(model)) == (str(models / "Qwen" / "Qwen3-8B"), {})
     assert not hub_names(startup.complete(configure(model="null")).model)
+    file = startup.complete(configure(model="x.gguf")).model
+    assert (hub_names(file), gguf_files(file)) == ({}, {"model": str(models / "x.gguf")})
+    assert file.served_model_name == ("x",)
     with pytest.raises(ConfigError) as caught:
         startup.complete(configure(model="Qwen/Qwen3-8B", revision="v1"))
     assert str(caught.value).startswith("revision v1 belongs to a model of the hub")
@@ -136,7 +138,7 @@ def test_program_ends_with_the_sentence_and_no_traceback() -> None:
     assert done.returncode == 1
     assert done.stderr == (
         "troika: model /nothing/here does not exist; give a checkpoint directory, a model of the "
-        "Hugging Face hub as ORGANIZATION/NAME, 'demo', 'demo-chat' or 'null'\n"
+        "Hugging Face hub as ORGANIZATION/NAME, a GGUF file, 'demo', 'demo-chat' or 'null'\n"
     )
 
 

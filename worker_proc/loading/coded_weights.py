@@ -67,7 +67,7 @@ def takes_row_codes(weight: torch.Tensor) -> bool:
     return (
         isinstance(weight, CodedTensor)
         and weight.dtype == torch.bfloat16
-        and all(part.scheme.codes_rows for parts in weight.experts for part in parts)
+        and all(part.codes_rows for parts in weight.experts for part in parts)
     )
 
 
@@ -144,4 +144,4 @@ def _pack_coded_experts(
 def _note(experts: tuple[Parts, ...], reason: str) -> None:
     for parts in experts:
         for part in parts:
-            part.report.add(part.name, part.scheme.kind.value, reason)
+            part.report.add(part.name, part.kind.value, reason)

@@ -32,6 +32,7 @@ from protocol.sampling import PoolingType
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
 from worker_proc.attention.probe import ProbedLayer, ProbedModel, is_within, probe_model
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.gguf.files import GgufFiles
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
     DTYPES,
@@ -58,7 +59,7 @@ from worker_proc.loading.proofs import proven
 from worker_proc.loading.row_positions import give_positions
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import auto_class, building_without
-from worker_proc.quantization.files import QuantizedFiles
+from worker_proc.quantization.files import QuantizedFiles, WeightFiles
 from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.quantization.model import load_quantized
@@ -156,9 +157,7 @@ def load_model(
     )
     probed, torch_dtype = inspected.probed, inspected.dtype
     stored = read_headers(directory)
-    files = None
-    if inspected.format is not None:
-        files = QuantizedFiles(directory, stored, inspected.format)
+    files = None if inspected.format is None else _open(directory, stored, inspected.format)
     check_stored_dtypes(directory, stored if files is None else files.plain)
     if files is not None:
         keeps_codes = device.type == "cpu"
@@ -188,6 +187,13 @@ def load_model(
         recurrent=probed.recurrent,
     )
     return _with_head(loaded, model, directory, inspected)
+
+
+def _open(directory: str, stored: dict[str, StoredTensor], format: CheckpointFormat) -> WeightFiles:
+    """Check the headers of the files of a quantized checkpoint, and return its weights."""
+    if format.source is not None:
+        return GgufFiles(format.source)
+    return QuantizedFiles(directory, stored, format)
 
 
 def _pooling(inspected: InspectedModel) -> PoolingType:
@@ -257,7 +263,8 @@ def inspect_config(
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
     if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
         raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
-    torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=format is not None)
+    has_codes = format is not None and format.source is None  # those of GGUF state bfloat16
+    torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
     if format is None:
         check_room(probed.num_weights * torch_dtype.itemsize, device)
     elif kind is ModelKind.CLASSIFIES:
@@ -381,7 +388,7 @@ def _load_weights(
     progress: ReportProgress,
     device: torch.device,
     *,
-    files: QuantizedFiles | None = None,
+    files: WeightFiles | None = None,
 ) -> PreTrainedModel:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     unused_modules: tuple[str, ...] = inspected.probed.unused_modules
@@ -419,7 +426,7 @@ def _load_weights(
 
 
 def _reader(
-    directory: str, inspected: InspectedModel, files: QuantizedFiles | None, device: torch.device
+    directory: str, inspected: InspectedModel, files: WeightFiles | None, device: torch.device
 ) -> Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]:
     """Return what loads a model with options of transformers.
 

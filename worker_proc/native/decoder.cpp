@@ -75,10 +75,12 @@ struct Instruction {
   // sigmoid(alpha * gate) is multiplied by the factor plus 1.
   float limit, alpha;
   int32_t format;  // of a packed weight
-  int32_t scale_type, zero, group_tiles;  // of grouped codes
+  int32_t scale_type, zero, group_inputs, section_inputs;  // of grouped codes
   int64_t num_units, num_pairs;
   const void *weight, *scales;
   const uint8_t* zeros;
+  const void* minimums;
+  const uint16_t *scale_units, *minimum_units;
   const float *bias, *query_norm, *key_norm;
   const Layer* layer;
 };
@@ -203,7 +205,8 @@ class Executor {
 
   static GroupedPanels<T> grouped(const Instruction& i) {
     const auto* codes = static_cast<const uint8_t*>(i.weight);
-    return {{codes, i.scales, i.zeros, i.format, i.scale_type, i.zero, i.group_tiles},
+    return {{codes, i.scales, i.zeros, i.minimums, i.scale_units, i.minimum_units, i.format,
+             i.scale_type, i.zero, i.group_inputs, i.section_inputs},
             i.num_units,
             i.num_pairs};
   }

@@ -9,7 +9,7 @@ import enum
 import logging
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -201,9 +201,10 @@ class Instruction(ctypes.Structure):
             _INT,
         ),
         *_fields("factor epsilon scale softcap limit alpha", _FLOAT),
-        *_fields("format scale_type zero group_tiles", _INT),
+        *_fields("format scale_type zero group_inputs section_inputs", _INT),
         *_fields("num_units num_pairs", _LONG),
-        *_fields("weight scales zeros bias query_norm key_norm layer", _POINTER),
+        *_fields("weight scales zeros minimums scale_units minimum_units", _POINTER),
+        *_fields("bias query_norm key_norm layer", _POINTER),
     )
 
 
@@ -296,18 +297,35 @@ class ChoiceState(enum.IntEnum):
 
 
 class Grouping(NamedTuple):
-    """What the groups of inputs of a weight in grouped codes have in common."""
+    """What the groups of inputs of a weight in grouped codes have in common, in their order."""
 
     zeros: torch.Tensor | None
     """uint8, in the order of the scales; None: all are `zero`."""
     zero: int
-    num_tiles: int
-    """Of 32 inputs, in a group."""
+    num_inputs: int
+    """Of a group: 16, or a multiple of 32."""
     order: torch.Tensor | None = None
     """int32, `[num_inputs]`: the input that stands at each place of the packed weight."""
+    minimums: torch.Tensor | None = None
+    """What is added to products, instead of zero points; of the type of the scales."""
+    scale_units: torch.Tensor | None = None
+    """float16, by sections: scales in int8 are multiples of these."""
+    minimum_units: torch.Tensor | None = None
+    section_inputs: int = 0
+    """Of a section, a multiple of those of a group."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors in the order of the panels, by their names."""
+        names = ("zeros", "minimums", "scale_units", "minimum_units")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> "Grouping":
+        """Return the same with other tensors, by their names."""
+        return self._replace(**tensors)
 
 
-SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Types of the scales of grouped codes, by their numbers in grouped_codes.h."""
 
 
@@ -343,8 +361,9 @@ class PackedWeight(NamedTuple):
             return pairs[first_pair : first_pair + num_pairs].view(-1)
 
         grouping = self.grouping
-        if grouping is not None and grouping.zeros is not None:
-            grouping = grouping._replace(zeros=part(grouping.zeros))
+        if grouping is not None:
+            parts = {name: part(whole) for name, whole in grouping.tensors.items()}
+            grouping = grouping.with_tensors(parts)
         return self._replace(
             grouping=grouping,
             panels=part(self.panels),
@@ -674,11 +693,12 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
         **{"target": 1, "factor": 1.0, **fields},
     )
     if weight.grouping is not None and weight.scales is not None:
-        zeros = weight.grouping.zeros
+        for name, tensor in weight.grouping.tensors.items():
+            setattr(instruction, name, tensor.data_ptr())
         instruction.scale_type = SCALE_TYPES[weight.scales.dtype]
-        instruction.zeros = None if zeros is None else zeros.data_ptr()
         instruction.zero = weight.grouping.zero
-        instruction.group_tiles = weight.grouping.num_tiles
+        instruction.group_inputs = weight.grouping.num_inputs
+        instruction.section_inputs = weight.grouping.section_inputs
     return instruction
 
 

@@ -22,6 +22,7 @@ typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
 typedef uint8_t VecCodes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t VecSignedCodes __attribute__((vector_size(16), aligned(1), may_alias));
 
 // What a register holds of a Vec. The compiler keeps larger vectors in memory where a loop changes
 // them, so sums are kept in parts.

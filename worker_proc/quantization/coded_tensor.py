@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import torch
 
-from worker_proc.quantization.files import StoredWeight
+from worker_proc.quantization.files import CodedWeight
 from worker_proc.quantization.weight import QuantizedWeight, can_join, join_outputs
 
 _aten = torch.ops.aten
-Parts = tuple[StoredWeight, ...]
+Parts = tuple[CodedWeight, ...]
 """Weights whose outputs lie one after another."""
 
 
@@ -93,7 +93,7 @@ def _flat(nested: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
 class CodedSlice:
     """A weight that the loader takes without reading it, by the slice of all of it."""
 
-    def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+    def __init__(self, stored: CodedWeight, dtype: torch.dtype) -> None:
         self._stored, self._dtype = stored, dtype
 
     def __getitem__(self, _: object) -> torch.Tensor:

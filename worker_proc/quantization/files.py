@@ -7,7 +7,7 @@ asks for it, or never, where its codes stay in memory.
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -22,7 +22,43 @@ from worker_proc.quantization.scheme import (
     Scheme,
     StackedScheme,
 )
-from worker_proc.quantization.weight import QuantizedWeight
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+
+
+class CodedWeight(Protocol):
+    """The weight of one layer in codes, which are in a file."""
+
+    name: str
+    shape: torch.Size
+    report: CodesReport
+
+    @property
+    def kind(self) -> CodeKind: ...
+
+    @property
+    def codes_rows(self) -> bool:
+        """Whether the layer's inputs are rounded to 8 bits, too."""
+
+    def read(self) -> QuantizedWeight:
+        """Read the codes and their scales; raises CheckpointError."""
+
+
+class WeightFiles(Protocol):
+    """The files of a checkpoint: weights of layers in codes, those of experts, other tensors."""
+
+    report: CodesReport
+    experts: "dict[str, StoredExperts]"
+    plain: dict[str, StoredTensor]
+
+    @property
+    def weights(self) -> Mapping[str, CodedWeight]:
+        """By the names that plain weights would have."""
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return what all tensors need if their codes stay; others are of `dtype`."""
+
+    def plain_slices(self) -> dict[str, Any]:
+        """Return slices of the tensors that are not quantized."""
 
 
 class StoredWeight:
@@ -43,6 +79,14 @@ class StoredWeight:
         self.shape = torch.Size(shape)
         self._tensors = tensors
 
+    @property
+    def kind(self) -> CodeKind:
+        return self.scheme.kind
+
+    @property
+    def codes_rows(self) -> bool:
+        return self.scheme.codes_rows
+
     def read(self) -> QuantizedWeight:
         """Read the codes and their scales."""
         try:
@@ -54,7 +98,7 @@ class StoredWeight:
 class DenseWeight:
     """A weight that is dequantized when it is read, by the slice of all of it."""
 
-    def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+    def __init__(self, stored: CodedWeight, dtype: torch.dtype) -> None:
         self._stored, self._dtype = stored, dtype
 
     def __getitem__(self, _: object) -> torch.Tensor:
@@ -144,7 +188,7 @@ class QuantizedFiles:
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
         plain += sum(experts.shape.numel() for experts in self.experts.values())
         codes = sum(
-            weight.shape.numel() * weight.scheme.kind.bits // 8 for weight in self.weights.values()
+            weight.shape.numel() * weight.kind.bits // 8 for weight in self.weights.values()
         )
         return plain * dtype.itemsize + codes
 

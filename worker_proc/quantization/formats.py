@@ -10,15 +10,17 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.quantization.awq import read_awq
 from worker_proc.quantization.compressed_tensors import read_compressed_tensors
 from worker_proc.quantization.fp8 import read_fp8
+from worker_proc.quantization.gguf import METHOD as GGUF
+from worker_proc.quantization.gguf import read_gguf
 from worker_proc.quantization.gptq import read_gptq
 from worker_proc.quantization.mxfp4 import read_mxfp4
-from worker_proc.quantization.scheme import CheckpointFormat, Settings
+from worker_proc.quantization.scheme import KEY, CheckpointFormat, Settings
 
-KEY = "quantization_config"
 _READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    GGUF: read_gguf,
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }

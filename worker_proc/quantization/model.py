@@ -7,13 +7,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from worker_proc.quantization.coded_tensor import CodedSlice
-from worker_proc.quantization.files import DenseExperts, DenseWeight, QuantizedFiles
+from worker_proc.quantization.files import DenseExperts, DenseWeight, WeightFiles
 
 
 def load_quantized(
     skeleton: PreTrainedModel,
     directory: str,
-    files: QuantizedFiles,
+    files: WeightFiles,
     dtype: torch.dtype,
     options: dict[str, Any],
     *,

@@ -1,7 +1,7 @@
 """Packs the codes of a checkpoint's weight for the kernels, as they are: nothing is rounded again.
 
-The kernels (native/grouped_codes.h) make (code - zero point) · scale of them in float32, as
-`QuantizedWeight.dequantize` does.
+The kernels (native/grouped_codes.h) make (code - zero point) · scale of them in float32, or
+code · scale + minimum, as `QuantizedWeight.dequantize` does.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from worker_proc.native.kernels import (
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 TILE_INPUTS = 32
-"""Of a tile of codes; a group is a whole number of them."""
+"""Of a tile of codes; a group is a whole number of them, or half of one."""
+_LEAST_GROUP = TILE_INPUTS // 2
 _FORMATS = {
     CodeKind.INT4: Format.GROUPED_INT4,
     CodeKind.INT8: Format.GROUPED_INT8,
@@ -38,7 +39,8 @@ _CODED_STEP_INPUTS = 64
 def obstacle(weight: QuantizedWeight) -> str:
     """Return why the kernels cannot read a weight's codes, or an empty text."""
     num_inputs = weight.codes.shape[1]
-    if weight.group_size < num_inputs and weight.group_size % TILE_INPUTS:
+    is_half = weight.group_size == _LEAST_GROUP
+    if weight.group_size < num_inputs and weight.group_size % TILE_INPUTS and not is_half:
         return f"groups of {weight.group_size} inputs"
     if weight.order is not None and _order(weight) is None:
         return "groups of different sizes"
@@ -65,13 +67,7 @@ def pack_codes(
     # [pairs, 2, 16, words] becomes [pairs, tiles, 2, words of a tile, 16].
     words = by_panels(_words(codes, weight.kind, width), gates=gates)
     words = words.unflatten(3, (width // TILE_INPUTS, -1)).permute(0, 3, 1, 4, 2)
-    scales = weight.scales * _E4M3_FACTOR if weight.kind is CodeKind.FP8 else weight.scales
-    scales = scales.to(_scale_type(scales))
-    zero = int(weight.zeros.flatten()[0])
-    zeros = None
-    if not bool((weight.zeros == zero).all()):
-        zeros, zero = _by_group(weight.zeros.to(torch.uint8), gates=gates), 0
-    whole_tiles = -(-min(weight.group_size, width) // TILE_INPUTS)
+    scales, grouping = _grouping(weight, gates=gates)
     return PackedWeight(
         panels=words.reshape(-1),
         scales=_by_group(scales, gates=gates),
@@ -80,8 +76,40 @@ def pack_codes(
         num_units=width * dtype.itemsize // 4,
         num_pairs=len(words),
         format=_FORMATS[weight.kind],
-        grouping=Grouping(zeros, zero, whole_tiles, None if order is None else order.int()),
+        grouping=grouping._replace(order=None if order is None else order.int()),
     )
+
+
+def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Grouping]:
+    """Return the scales in the type in which they are packed, and what else groups have."""
+    width = -(-weight.codes.shape[1] // TILE_INPUTS) * TILE_INPUTS
+    group_inputs = min(weight.group_size, width)
+    if group_inputs != _LEAST_GROUP:
+        group_inputs = -(-group_inputs // TILE_INPUTS) * TILE_INPUTS
+    zero = int(weight.zeros.flatten()[0])
+    grouping = Grouping(None, zero, group_inputs)
+    if not bool((weight.zeros == zero).all()):
+        zeros = _by_group(weight.zeros.to(torch.uint8), gates=gates)
+        grouping = grouping._replace(zeros=zeros, zero=0)
+    scales, minimums = weight.scales, weight.minimums
+    if weight.kind is CodeKind.FP8:
+        scales = scales * _E4M3_FACTOR
+    if (multiples := weight.scale_multiples) is not None:
+        per_section = multiples.codes.shape[1] // multiples.units.shape[1]
+        grouping = grouping._replace(
+            scale_units=_by_group(multiples.units, gates=gates),
+            section_inputs=per_section * group_inputs,
+        )
+        if (lows := weight.minimum_multiples) is not None:
+            grouping = grouping._replace(
+                minimums=_by_group(lows.codes, gates=gates),
+                minimum_units=_by_group(lows.units, gates=gates),
+            )
+        return multiples.codes, grouping
+    scales = scales.to(_scale_type(scales, minimums))
+    if minimums is not None:
+        minimums = _by_group(minimums.to(scales.dtype), gates=gates)
+    return scales, grouping._replace(minimums=minimums)
 
 
 def join_packed(experts: Sequence[PackedWeight]) -> PackedWeight:
@@ -91,17 +119,8 @@ def join_packed(experts: Sequence[PackedWeight]) -> PackedWeight:
     if len({part.dtype for part in scales}) > 1:
         scales = [part.float() for part in scales]
     biases = [expert.bias for expert in experts if expert.bias is not None]
-    grouping = first.grouping
     groupings = [expert.grouping for expert in experts if expert.grouping is not None]
-    if grouping is not None and len({(one.zeros is None, one.zero) for one in groupings}) > 1:
-        zeros = [
-            torch.full_like(part, one.zero, dtype=torch.uint8) if one.zeros is None else one.zeros
-            for one, part in zip(groupings, scales, strict=True)
-        ]
-        grouping = grouping._replace(zeros=torch.cat(zeros), zero=0)
-    elif grouping is not None and grouping.zeros is not None:
-        zeros = [one.zeros for one in groupings if one.zeros is not None]
-        grouping = grouping._replace(zeros=torch.cat(zeros))
+    grouping = _join_groupings(groupings, scales) if groupings else None
     return first._replace(
         panels=torch.cat([expert.panels for expert in experts]),
         scales=torch.cat(scales),
@@ -110,12 +129,31 @@ def join_packed(experts: Sequence[PackedWeight]) -> PackedWeight:
     )
 
 
+def _join_groupings(groupings: Sequence[Grouping], scales: Sequence[torch.Tensor]) -> Grouping:
+    """Return what groups of all experts have; `scales` are those of each."""
+    if len({(one.zeros is None, one.zero) for one in groupings}) > 1:
+        filled = [
+            torch.full_like(part, one.zero, dtype=torch.uint8) if one.zeros is None else one.zeros
+            for one, part in zip(groupings, scales, strict=True)
+        ]
+        groupings = [
+            one._replace(zeros=zeros, zero=0) for one, zeros in zip(groupings, filled, strict=True)
+        ]
+    joined = {
+        name: torch.cat([one.tensors[name] for one in groupings]) for name in groupings[0].tensors
+    }
+    if "minimums" in joined:
+        joined["minimums"] = joined["minimums"].to(scales[0].dtype)
+    return groupings[0].with_tensors(joined)
+
+
 def can_take_codes(weight: QuantizedWeight) -> bool:
     """Return whether the kernels for rows of codes compute with a weight."""
     return (
         weight.kind is CodeKind.INT8
         and weight.order is None
         and weight.scales.shape[1] == 1
+        and weight.minimums is None
         and bool((weight.zeros == 128).all())
         and weight.codes.shape[1] <= _MAX_CODED_INPUTS
     )
@@ -152,10 +190,14 @@ def _by_group(values: torch.Tensor, *, gates: bool) -> torch.Tensor:
     return by_panels(values, gates=gates).permute(0, 3, 1, 2).reshape(-1)
 
 
-def _scale_type(scales: torch.Tensor) -> torch.dtype:
-    """Return the smallest type that has all scales."""
+def _scale_type(scales: torch.Tensor, minimums: torch.Tensor | None) -> torch.dtype:
+    """Return the smallest type that has all scales and minimums."""
     for dtype in (torch.float16, torch.bfloat16):
-        if torch.equal(scales.to(dtype).float(), scales):
+        if all(
+            torch.equal(numbers.to(dtype).float(), numbers)
+            for numbers in (scales, minimums)
+            if numbers is not None
+        ):
             return dtype
     return torch.float32
 

@@ -15,6 +15,9 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
+KEY = "quantization_config"
+"""Of config.json."""
+
 
 class Scheme(Protocol):
     """How the weight of a linear layer is stored."""
@@ -51,6 +54,14 @@ class StackedScheme(Protocol):
         """Return a weight from slices of its tensors; raises ValueError for values out of range."""
 
 
+class SourceFile(NamedTuple):
+    """The file that a directory stands for, and its state when the directory was made."""
+
+    path: Path
+    num_bytes: int
+    mtime_ns: int
+
+
 class CheckpointFormat(NamedTuple):
     """The format of a quantized checkpoint."""
 
@@ -64,6 +75,8 @@ class CheckpointFormat(NamedTuple):
     """Returns the scheme of a layer by its name."""
     experts: StackedScheme | None = None
     """How weights of all experts are stored together."""
+    source: SourceFile | None = None
+    """A GGUF file that has all tensors; then there are no schemes."""
 
 
 CODE_DTYPES = frozenset({"F8_E4M3", "I8"})
@@ -79,6 +92,11 @@ class Settings:
         if not isinstance(section, dict):
             raise CheckpointError(f"{path}: {name} is {_shown(section)}, and must be an object")
         self._path, self._name, self._section = path, name, section
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the checkpoint."""
+        return self._path.parent
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; null counts as missing."""

@@ -23,11 +23,27 @@ class CodeKind(enum.Enum):
         return 4 if self is CodeKind.INT4 else 8
 
 
-class QuantizedWeight(NamedTuple):
-    """The weight of a linear layer: (code - zero point) · scale, or e4m3 · scale.
+class Multiples(NamedTuple):
+    """Numbers of groups as whole numbers: a number is `codes` · `units`, exact in float32."""
 
-    Consecutive inputs share scale and zero point, in groups. Products are exact in float32 for
-    scales in bfloat16 or float16, and else rounded once.
+    codes: torch.Tensor
+    """int8, `[num_outputs, num_groups]`."""
+    units: torch.Tensor
+    """float16, `[num_outputs, num_sections]`; consecutive groups make a section."""
+
+    def values(self) -> torch.Tensor:
+        """Return the numbers in float32, `[num_outputs, num_groups]`."""
+        num_rows, num_sections = self.units.shape
+        sections = self.codes.float().view(num_rows, num_sections, -1)
+        return sections.mul_(self.units.float().unsqueeze(2)).flatten(1)
+
+
+class QuantizedWeight(NamedTuple):
+    """The weight of a linear layer: (code - zero) · scale, code · scale + minimum, or e4m3 · scale.
+
+    Consecutive inputs share scale, zero point and minimum, in groups. Products are exact in float32
+    for scales in bfloat16 or float16, and for multiples of those; else they are rounded once. The
+    sum with a minimum is rounded once.
     """
 
     kind: CodeKind
@@ -41,6 +57,12 @@ class QuantizedWeight(NamedTuple):
     """Inputs of a group; the last group may have fewer."""
     order: torch.Tensor | None = None
     """int64, `[num_inputs]`: the group of each input, where they are not consecutive."""
+    minimums: torch.Tensor | None = None
+    """float32, `[num_outputs, num_groups]`; then zero points are 0."""
+    scale_multiples: Multiples | None = None
+    """The scales as they are stored, where they are multiples."""
+    minimum_multiples: Multiples | None = None
+    """Likewise the minimums, where there are any."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, `[num_outputs, num_inputs]`, rounded to `dtype`."""
@@ -48,7 +70,10 @@ class QuantizedWeight(NamedTuple):
             values = self.codes.view(torch.float8_e4m3fn).float()
         else:
             values = self.codes.float().sub_(self._by_input(self.zeros))
-        return values.mul_(self._by_input(self.scales)).to(dtype)
+        values.mul_(self._by_input(self.scales))
+        if self.minimums is not None:
+            values.add_(self._by_input(self.minimums))
+        return values.to(dtype)
 
     def _by_input(self, of_groups: torch.Tensor) -> torch.Tensor:
         """Return `[num_outputs, num_inputs]`, or one column if all inputs are one group."""
@@ -67,6 +92,8 @@ def can_join(weights: Sequence[QuantizedWeight]) -> bool:
         and weight.group_size == first.group_size
         and weight.codes.shape[1] == first.codes.shape[1]
         and _are_equal(weight.order, first.order)
+        and (weight.minimums is None) == (first.minimums is None)
+        and (weight.scale_multiples is None) == (first.scale_multiples is None)
         for weight in weights[1:]
     )
 
@@ -86,7 +113,22 @@ def join_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         codes=torch.cat([weight.codes for weight in weights]),
         scales=torch.cat([weight.scales for weight in weights]),
         zeros=torch.cat([weight.zeros for weight in weights]),
+        minimums=_join([weight.minimums for weight in weights]),
+        scale_multiples=_join_multiples([weight.scale_multiples for weight in weights]),
+        minimum_multiples=_join_multiples([weight.minimum_multiples for weight in weights]),
     )
+
+
+def _join(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
+
+
+def _join_multiples(parts: Sequence[Multiples | None]) -> Multiples | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    return Multiples(*(torch.cat(tensors) for tensors in zip(*present, strict=True)))
 
 
 def unpack_int32(packed: torch.Tensor, num_bits: int) -> torch.Tensor:

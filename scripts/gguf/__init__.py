@@ -1,0 +1,1 @@
+"""Checkpoint directories that stand for GGUF files: configuration and tokenizer."""

@@ -1,0 +1,67 @@
+"""Where the user's cache has the checkpoint directories that stand for GGUF files.
+
+A directory is used again while the file, the code that makes it and the tokenizers library are the
+same.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+from worker_proc import gguf
+from worker_proc.gguf.header import Header
+from worker_proc.native.build import cache_directory
+
+MAX_DIRECTORIES = 64
+"""The ones that were used first are removed."""
+
+
+def find_directory(header: Header, *, needs_tokenizer: bool = True) -> Path | None:
+    """Return the directory of a file, if it is there."""
+    directory = place_of(header, needs_tokenizer=needs_tokenizer)
+    if not is_complete(directory):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(directory.parent)
+    return directory
+
+
+def place_of(header: Header, *, needs_tokenizer: bool) -> Path:
+    """Return where the directory of a file is, or will be; errors show its name, the file's."""
+    key = _key(header, needs_tokenizer=needs_tokenizer)
+    return cache_directory() / "gguf" / key / header.path.stem
+
+
+def is_complete(directory: Path) -> bool:
+    """Return whether a directory is there, and this user's."""
+    config = directory / "config.json"
+    return config.is_file() and config.stat().st_uid == os.getuid()
+
+
+def make_room(directory: Path) -> Path:
+    """Return the existing directory with those of all files, with room for another one."""
+    keys = directory.parent.parent
+    for place in (keys.parent, keys):
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = sorted(keys.iterdir(), key=lambda path: path.lstat().st_mtime)
+    for path in made[: max(0, len(made) - MAX_DIRECTORIES + 1)]:
+        shutil.rmtree(path, ignore_errors=True)
+    return keys
+
+
+def _key(header: Header, *, needs_tokenizer: bool) -> str:
+    """Return a digest of what the directory depends on."""
+    state = header.path.stat()
+    place = (str(header.path.absolute()), state.st_dev, state.st_ino, state.st_size)
+    times = (state.st_mtime_ns, state.st_ctime_ns)
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(repr((place, times, needs_tokenizer, version("tokenizers"))).encode())
+    with header.path.open("rb") as file:
+        digest.update(file.read(header.num_bytes))
+    for package in (Path(__file__), Path(gguf.__file__)):
+        for source in sorted(package.parent.glob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()

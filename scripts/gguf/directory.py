@@ -1,0 +1,104 @@
+"""Makes a checkpoint directory that stands for a GGUF file.
+
+It has config.json, generation_config.json, the files of the tokenizer, and a link to the file.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scripts.gguf.cache import is_complete, make_room, place_of
+from scripts.gguf.tokenizer import TokenizerFiles
+from worker_proc.errors import CheckpointError
+from worker_proc.gguf.architectures import architecture_of, make_config
+from worker_proc.gguf.header import Header
+from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.names import named_tensors
+from worker_proc.gguf.types import TensorType
+from worker_proc.quantization.gguf import LINK, file_state
+from worker_proc.quantization.scheme import KEY
+
+_PLAIN_NAMES = {
+    TensorType.F32: "float32",
+    TensorType.F16: "float16",
+    TensorType.BF16: "bfloat16",
+}
+_SAMPLING = {
+    "temp": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+}
+"""Keys of generation_config.json and their types, by those below `general.sampling`."""
+
+
+def make_directory(path: Path, *, needs_tokenizer: bool = True) -> Path:
+    """Return the directory of a file, which is made if it is not there.
+
+    Raises CheckpointError and UnsupportedModel.
+    """
+    file = MappedFile(path)
+    file.header.check_types()
+    architecture = architecture_of(file)
+    for _ in named_tensors(file.header, architecture):
+        pass  # each has a meaning
+    directory = place_of(file.header, needs_tokenizer=needs_tokenizer)
+    if is_complete(directory):
+        return directory
+    try:
+        _write(directory, file, needs_tokenizer=needs_tokenizer)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path}: {error.filename or directory}: {reason}") from error
+    return directory
+
+
+def _write(directory: Path, file: MappedFile, *, needs_tokenizer: bool) -> None:
+    """Write the files beside their place, and move them there when all are complete."""
+    config = make_config(file)
+    keys = make_room(directory)
+    draft = Path(tempfile.mkdtemp(dir=keys, prefix="."))
+    try:
+        inner = draft / directory.name
+        inner.mkdir()
+        _dump(inner / "config.json", config | _stored_as(file.header))
+        _dump(inner / "generation_config.json", _generation_config(file.header))
+        if needs_tokenizer:
+            TokenizerFiles(file.header).write(inner)
+        (inner / LINK).symlink_to(file.header.path.absolute())
+        with contextlib.suppress(FileExistsError):
+            os.rename(draft, directory.parent)
+    except OSError:
+        if not is_complete(directory):  # another start was not faster
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _stored_as(header: Header) -> dict[str, Any]:
+    """Return what config.json states of how weights are stored."""
+    matrices = [entry for entry in header.tensors.values() if len(entry.shape) > 1]
+    types = [TensorType(entry.type) for entry in matrices]
+    has_codes = not all(type.is_plain for type in types)
+    dtype = "bfloat16" if has_codes else _PLAIN_NAMES[max(types, default=TensorType.F32)]
+    return {"dtype": dtype, KEY: file_state(header.path)}
+
+
+def _generation_config(header: Header) -> dict[str, Any]:
+    """Return the tokens that end an answer, and the parameters that the model's authors chose."""
+    metadata = header.metadata
+    stated = {
+        name: convert(metadata[f"general.sampling.{key}"])
+        for key, (name, convert) in _SAMPLING.items()
+        if isinstance(metadata.get(f"general.sampling.{key}"), int | float)
+    }
+    ends = TokenizerFiles(header).end_ids() if "tokenizer.ggml.tokens" in metadata else []
+    return stated | ({"eos_token_id": ends} if ends else {})
+
+
+def _dump(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

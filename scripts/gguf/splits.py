@@ -1,0 +1,70 @@
+"""How byte-level tokenizers split text into words, by `tokenizer.ggml.pre`.
+
+The patterns are those of the tokenizer.json of the models that the names stand for.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tokenizers import Regex, pre_tokenizers
+
+_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_WITH_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+LLAMA3 = rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+QWEN2 = rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}"
+GPT4O = (
+    rf"{_BEFORE}{_LETTERS}*{_SMALL}+{_SUFFIXES}?|{_BEFORE}{_LETTERS}+{_SMALL}*{_SUFFIXES}?"
+    rf"|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}"
+)
+TEKKEN = (
+    rf"{_BEFORE}{_LETTERS}*{_SMALL}+|{_BEFORE}{_LETTERS}+{_SMALL}*"
+    rf"|\p{{N}}|{_REST_WITH_SLASHES}"
+)
+
+
+class Split(NamedTuple):
+    """How text is normalized and split."""
+
+    pattern: str = ""
+    """Of words; empty: that of GPT-2."""
+    has_single_digits: bool = False
+    """Whether digits are split before GPT-2's pattern is used."""
+    composes: bool = False
+    """Whether characters are composed first (NFC)."""
+    takes_whole_words: bool = False
+    """Whether a word that is a token is one, whatever its merges give."""
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        if self.pattern:
+            parts = [
+                pre_tokenizers.Split(Regex(self.pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+            return pre_tokenizers.Sequence(parts)
+        bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if not self.has_single_digits:
+            return bytes_of_words
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, bytes_of_words])
+
+
+_GPT2 = Split()
+_SINGLE_DIGITS = Split(has_single_digits=True)
+_WITH_LLAMA3 = Split(LLAMA3, takes_whole_words=True)
+_WITH_QWEN2 = Split(QWEN2, composes=True)
+_WITH_GPT4O = Split(GPT4O)
+BYTE_LEVEL: Mapping[str, Split] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _WITH_LLAMA3),
+    "dbrx": Split(LLAMA3),
+    "smaug-bpe": Split(LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _WITH_QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _WITH_GPT4O),
+    "tekken": Split(TEKKEN, takes_whole_words=True),
+}
+"""By the names that llama.cpp gives to tokenizers."""

@@ -1,0 +1,236 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+
+A file has the tokens with their types, and merges or scores; how text is normalized and split
+follows from the name of the tokenizer's model, from `tokenizer.ggml.pre` and from the architecture.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+
+from scripts.gguf.splits import BYTE_LEVEL, Split
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.gguf.header import Header
+
+TOKENS = "tokenizer.ggml.tokens"
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+"""Types of tokens; others are plain text, or bytes."""
+_SPACE = "\u2581"
+"""How sentencepiece writes a space."""
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens of tokenizer_config.json, by their names in the file."""
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+    | {"<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>"}
+)
+"""Control tokens that end an answer, which files need not state."""
+_KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
+"""Of Phi-3's added tokens; the others take the spaces behind them."""
+
+
+class TokenizerFiles:
+    """Writes the files of a tokenizer into a directory."""
+
+    def __init__(self, header: Header) -> None:
+        """Check the tokens; raises CheckpointError, or UnsupportedModel for another tokenizer."""
+        self._header = header
+        self._tokens: list[str] = self._texts(TOKENS)
+        types = self._get("token_type", [])
+        if not isinstance(types, list) or len(types) not in (0, len(self._tokens)):
+            raise self._error(
+                "token_type", f"must have a type for each of {len(self._tokens)} tokens"
+            )
+        self._types: list[int] = types or [1] * len(self._tokens)
+        self._model = self._get("model", "")
+        if self._model not in ("gpt2", "llama"):
+            raise UnsupportedModel(
+                f"{header.path}: tokenizer.ggml.model is {str(self._model)[:100]!r}; supported:"
+                " gpt2 and llama; --tokenizer names a directory with a tokenizer.json"
+            )
+
+    def write(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json."""
+        tokenizer = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
+        self._add_tokens(tokenizer)
+        self._add_template(tokenizer)
+        tokenizer.save(str(directory / "tokenizer.json"))
+        text = json.dumps(self._config(), indent=2, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(f"{text}\n")
+
+    def end_ids(self) -> list[int]:
+        """Return the ids of tokens that end an answer."""
+        stated = [self._id(name) for name in ("eos", "eot", "eom")]
+        known = [
+            number
+            for number, (token, type) in enumerate(zip(self._tokens, self._types, strict=True))
+            if type == _CONTROL and token in _ENDS
+        ]
+        return list(dict.fromkeys(number for number in (*stated, *known) if number is not None))
+
+    def _byte_level(self) -> Tokenizer:
+        name = self._get("pre", "default")
+        split: Split | None = BYTE_LEVEL.get(name)
+        if split is None:
+            raise UnsupportedModel(
+                f"{self._header.path}: tokenizer.ggml.pre is {str(name)[:100]!r}, which is not"
+                " known; --tokenizer names a directory with a tokenizer.json"
+            )
+        merges = []
+        for merge in self._texts("tokenizer.ggml.merges"):
+            left, _, right = merge.partition(" ")
+            merges.append((left, right))
+        tokenizer = self._tokenizer(merges, ignore_merges=split.takes_whole_words)
+        if split.composes:
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = split.pre_tokenizer()
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        return tokenizer
+
+    def _sentencepiece(self) -> Tokenizer:
+        is_gemma = self._header.architecture.startswith("gemma")
+        if is_gemma:  # which has runs of spaces as text
+            self._tokens = [
+                _SPACE * len(token) if token and not token.strip(" ") else token
+                for token in self._tokens
+            ]
+        unknown = self._id("unknown")
+        tokenizer = self._tokenizer(
+            self._merges_by_score(is_gemma=is_gemma),
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else self._tokens[unknown],
+        )
+        has_prefix = bool(self._get("add_space_prefix", not is_gemma))
+        spaces = normalizers.Replace(" ", _SPACE)
+        prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*prefix, spaces]) if prefix else spaces
+        last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+        )
+        return tokenizer
+
+    def _tokenizer(self, merges: Sequence[tuple[str, str]], **options: Any) -> Tokenizer:
+        vocabulary = {
+            token: number
+            for number, (token, type) in enumerate(zip(self._tokens, self._types, strict=True))
+            if type != _UNUSED
+        }
+        try:
+            return Tokenizer(BPE(vocabulary, merges, **options))
+        except Exception as error:  # the library raises plain Exception
+            raise self._error("merges", f"are not those of its tokens: {error}") from error
+
+    def _merges_by_score(self, *, is_gemma: bool) -> list[tuple[str, str]]:
+        """Return the merges that scores stand for, the best first.
+
+        Gemma's tokens are in the order of their merges, and their scores are not.
+        """
+        ranks = self._get("scores", [])
+        if not is_gemma and (not isinstance(ranks, list) or len(ranks) != len(self._tokens)):
+            raise self._error("scores", f"must have a score for each of {len(self._tokens)} tokens")
+        ids = {token: number for number, token in enumerate(self._tokens)}
+        found: list[tuple[float, int, int, tuple[str, str]]] = []
+        for number, (token, type) in enumerate(zip(self._tokens, self._types, strict=True)):
+            if type in (_UNKNOWN, _CONTROL, _UNUSED):
+                continue
+            rank = number if is_gemma else -ranks[number]
+            for place in range(1, len(token)):
+                left, right = ids.get(token[:place]), ids.get(token[place:])
+                if left is not None and right is not None:
+                    found.append((rank, left, right, (token[:place], token[place:])))
+        return [pair for *_, pair in sorted(found)]
+
+    def _add_tokens(self, tokenizer: Tokenizer) -> None:
+        """Add the tokens that are found in text before it is split."""
+        strips = self._header.architecture == "phi3"
+        for type, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
+            added = [
+                AddedToken(
+                    token,
+                    special=is_special,
+                    normalized=False,
+                    rstrip=strips and token not in _KEEP_SPACE_AFTER,
+                )
+                for token, own in zip(self._tokens, self._types, strict=True)
+                if own == type and token and token.strip(_SPACE)
+            ]
+            (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
+
+    def _add_template(self, tokenizer: Tokenizer) -> None:
+        """Let the tokenizer add the tokens that begin and end texts."""
+        begin = self._named("bos") if self._adds("bos") else None
+        end = self._named("eos") if self._adds("eos") else None
+        if begin is None and end is None:
+            return
+        before = [f"{begin[0]}:0"] if begin else []
+        after = [f"{end[0]}:0"] if end else []
+        second = [text.replace(":0", ":1") for text in (*before, "$B:0", *after)]
+        template = processors.TemplateProcessing(
+            single=[*before, "$A:0", *after],
+            pair=[*before, "$A:0", *after, *second],
+            special_tokens=[named for named in (begin, end) if named is not None],
+        )
+        earlier = tokenizer.post_processor
+        tokenizer.post_processor = (
+            template if earlier is None else processors.Sequence([earlier, template])
+        )
+
+    def _adds(self, name: str) -> bool:
+        """Return whether a text gets a special token; sentencepiece's have a begin by default."""
+        is_default = name == "bos" and (
+            self._model == "llama" or self._get("pre", "") in ("llama3", "llama-v3", "llama-bpe")
+        )
+        return bool(self._get(f"add_{name}_token", is_default))
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {f"add_{name}_token": self._adds(name) for name in ("bos", "eos")}
+        for name, stored in _NAMES.items():
+            if (named := self._named(stored)) is not None:
+                config[f"{name}_token"] = named[0]
+        metadata = self._header.metadata
+        templates = {
+            key.removeprefix("tokenizer.chat_template").lstrip(".") or "default": value
+            for key, value in metadata.items()
+            if key.startswith("tokenizer.chat_template") and isinstance(value, str)
+        }
+        if list(templates) == ["default"]:
+            config["chat_template"] = templates["default"]
+        elif templates:
+            config["chat_template"] = [
+                {"name": name, "template": template} for name, template in templates.items()
+            ]
+        return config
+
+    def _named(self, name: str) -> tuple[str, int] | None:
+        number = self._id(name)
+        return None if number is None else (self._tokens[number], number)
+
+    def _id(self, name: str) -> int | None:
+        """Return the id of a special token, within the vocabulary."""
+        key = f"{name}_token_id"
+        number = self._get(key, None)
+        if number is None:
+            return None
+        if not isinstance(number, int) or not 0 <= number < len(self._tokens):
+            raise self._error(key, f"is {number!r}, and must be a token of {len(self._tokens)}")
+        return number
+
+    def _get(self, name: str, default: Any) -> Any:
+        metadata: Mapping[str, Any] = self._header.metadata
+        return metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def _texts(self, key: str) -> list[str]:
+        value = self._header.metadata.get(key)
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self._error(key.rpartition(".")[2], "must be a list of texts")
+        return value
+
+    def _error(self, name: str, text: str) -> CheckpointError:
+        return CheckpointError(f"{self._header.path}: tokenizer.ggml.{name} {text}")

@@ -1,0 +1,25 @@
+"""Makes the checkpoint directory of a GGUF file, or finds the one of an earlier start."""
+
+from pathlib import Path
+
+from scripts.gguf.cache import find_directory
+from scripts.hub.messages import Refusal
+from worker_proc.gguf.header import read_header
+
+
+def directory_of(path: Path, *, needs_tokenizer: bool) -> Path:
+    """Return the directory; Refusal: the file is damaged, or its model cannot be served.
+
+    What the header shows is refused before torch is imported.
+    """
+    try:
+        header = read_header(path)
+        header.check_types()
+        found = find_directory(header, needs_tokenizer=needs_tokenizer)
+        if found is not None:
+            return found
+        from scripts.gguf.directory import make_directory
+
+        return make_directory(path, needs_tokenizer=needs_tokenizer)
+    except ValueError as error:
+        raise Refusal(f"model {error}") from error

@@ -1,0 +1,58 @@
+"""GGUF files in real processes: refusals before any other process starts, and kills."""
+
+import resource
+import struct
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+from transformers import LlamaConfig
+
+from protocol.config.settings import configure
+from protocol.process.launch import EngineProcesses, EngineStartError
+from scripts.testing import EngineFactory
+from tests.system.kills import check_tokens_after_kills
+from tests.timing import within
+from tests.worker.gguf_files import WIDE, write_gguf
+from tests.worker.test_gguf import mixed
+from worker_proc.native.build import build, compiler
+
+REFUSED_WITHIN_S = 3.0
+"""Of processor time, of which other load takes none."""
+
+
+def processor_s() -> float:
+    """Return the processor time of the processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+def test_streams_go_on_after_kill_9(tmp_path: Path, start_engine: EngineFactory) -> None:
+    """Each request alone gets the tokens that it gets beside others, and after either death."""
+    build()
+    config = LlamaConfig(**WIDE | {"max_position_embeddings": 2048})
+    path, _ = write_gguf(tmp_path, config, Type.Q4_K, types=mixed)
+    engine = start_engine("--no-api", "--num-threads", "1", model=str(path))
+    facts = check_tokens_after_kills(engine)
+    assert facts.decoder == "native"
+    assert facts.quantization == "gguf int4 int8"
+
+
+@pytest.mark.parametrize("place", [0, 8, 60])
+def test_a_damaged_file_is_refused_before_any_process_starts(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 1, 1)
+    key = b"general.architecture"
+    header += struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, 1 << 40) + b"llama"
+    path.write_bytes(header[:place] + b"\xff" * 8 + header[place + 8 :])
+
+    def refuse() -> dict[str, float]:
+        start = processor_s()
+        with pytest.raises(EngineStartError, match=rf"^model {path}: .+$"):
+            EngineProcesses.start(configure(model=str(path)), timeout_s=60)
+        return {"seconds": processor_s() - start}
+
+    within(3, refuse, seconds=REFUSED_WITHIN_S)

@@ -1,0 +1,239 @@
+"""Writes small GGUF files with the `gguf` package, and plain checkpoints with the same weights.
+
+Names of tensors are those of the package's own table. Its quantizers make the blocks of 32 values;
+for the K types, which it only dequantizes, blocks are random, and their values are the weights.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
+
+from tests.worker.checkpoints import SHAPE, build_checkpoint
+
+WIDE: dict[str, Any] = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Every matrix has whole blocks of 256 inputs."""
+_WRITER_ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+"""`general.architecture` by `model_type`, where they differ."""
+PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "smollm3"})
+"""Types whose queries and keys llama.cpp stores in pairs of rows."""
+_OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
+_EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a file, and the keys that describe them."""
+
+    tokens: list[str]
+    types: list[int]
+    keys: Mapping[str, Any]
+    """`tokenizer.ggml.KEY`: merges, scores, ids and flags."""
+
+
+def byte_vocabulary(size: int) -> Vocabulary:
+    """Return the 256 bytes behind three control tokens, and unused tokens up to a size."""
+    alphabet = [chr(code) for code in range(256, 512)]
+    for code in (*range(33, 127), *range(161, 173), *range(174, 256)):
+        alphabet[code] = chr(code)
+    places = [code for code in range(256) if ord(alphabet[code]) >= 256]
+    for place, code in enumerate(places):
+        alphabet[code] = chr(256 + place)
+    tokens = ["<pad>", "<s>", "</s>", *alphabet, "th"]
+    types = [3, 3, 3, *[1] * 257]
+    unused = range(len(tokens), size)
+    keys = {
+        **{"model": "gpt2", "pre": "llama-bpe", "merges": ["t h"]},
+        **{"bos_token_id": 1, "eos_token_id": 2, "padding_token_id": 0, "add_bos_token": True},
+    }
+    names = [*tokens, *(f"[PAD{number}]" for number in unused)]
+    return Vocabulary(names[:size], [*types, *[5] * len(unused)][:size], keys)
+
+
+def write_gguf(
+    directory: Path,
+    config: PretrainedConfig,
+    type: Type,
+    *,
+    types: Callable[[str], Type | None] = lambda name: None,
+    vocabulary: Vocabulary | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> tuple[Path, Path]:
+    """Return a file, and a plain checkpoint in float32 with the values of its blocks.
+
+    `types` returns that of a tensor, by its name in the file, where it is not `type`; norms are
+    plain. `keys` are further ones of the architecture.
+    """
+    reference = directory / "reference"
+    build_checkpoint(reference, config)
+    weights = {
+        name: tensor.float() for name, tensor in load_file(reference / "model.safetensors").items()
+    }
+    architecture = _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
+    path = directory / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_keys(writer, config, keys or {})
+    _add_vocabulary(writer, vocabulary or byte_vocabulary(config.vocab_size))
+    for name, sources in _stored_names(weights, architecture, config).items():
+        stored = np.stack([_to_file(source, weights[source], config) for source in sources])
+        stored = stored[0] if len(sources) == 1 and "_exps" not in name else stored
+        is_plain = stored.ndim == 1
+        own = Type.F32 if is_plain else types(name) or type
+        blocks, values = _encode(stored, own)
+        writer.add_tensor(name, blocks, raw_dtype=own)
+        for source, value in zip(sources, values if "_exps" in name else [values], strict=True):
+            weights[source] = _from_file(source, torch.from_numpy(value), config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        reference / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    settings = json.loads((reference / "config.json").read_text()) | {"dtype": "float32"}
+    (reference / "config.json").write_text(json.dumps(settings))
+    return path, reference
+
+
+def _add_keys(
+    writer: gguf.GGUFWriter, config: PretrainedConfig, further: Mapping[str, Any]
+) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(size)
+    for key, add in {
+        "num_experts": writer.add_expert_count,
+        "num_local_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "attention_multiplier": writer.add_attention_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }.items():
+        if getattr(config, key, None) is not None:
+            add(getattr(config, key))
+    if getattr(config, "sliding_window", None) and config.model_type != "mistral":
+        writer.add_sliding_window(config.sliding_window)
+    for key, value in further.items():
+        name = f"{writer.arch}.{key}"
+        {
+            str: writer.add_string,
+            float: writer.add_float32,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }[type(value)](name, value)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+    writer.add_array("tokenizer.ggml.tokens", vocabulary.tokens)
+    writer.add_array("tokenizer.ggml.token_type", vocabulary.types)
+    for key, value in vocabulary.keys.items():
+        name = f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}"
+        {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }[type(value)](name, value)
+
+
+def _stored_names(
+    weights: Mapping[str, torch.Tensor], architecture: str, config: PretrainedConfig
+) -> dict[str, list[str]]:
+    """Return the names of the file, with those of the checkpoint's tensors that each one holds."""
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found: dict[str, list[str]] = {}
+    for name in weights:
+        base, _, leaf = name.rpartition(".")
+        before, is_expert, rest = base.partition(".experts.")
+        if is_expert:
+            base = f"{before.replace('block_sparse_moe', 'mlp')}.experts"
+            part = rest.partition(".")[2]
+            base = f"{base}.{_EXPERT_NAMES.get(part, part)}"
+        stored = "output" if base == "lm_head" else table.get_name(base)  # Gemma's files tie it
+        assert stored is not None, name
+        found.setdefault(f"{stored}.{leaf}", []).append(name)
+    for sources in found.values():
+        sources.sort(key=lambda name: [int(x) if x.isdigit() else x for x in name.split(".")])
+    return found
+
+
+def _to_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> np.ndarray:
+    if name.endswith("norm.weight") and config.model_type in _OFFSET_NORMS:
+        tensor = tensor + 1
+    if (num_heads := _permuted_heads(name, config)) is not None:
+        halves = tensor.view(num_heads, 2, -1, *tensor.shape[1:])
+        tensor = halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor.numpy()
+
+
+def _from_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    if (num_heads := _permuted_heads(name, config)) is not None:
+        pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
+        tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+    if name.endswith("norm.weight") and config.model_type in _OFFSET_NORMS:
+        tensor = tensor - 1
+    return tensor
+
+
+def _permuted_heads(name: str, config: PretrainedConfig) -> int | None:
+    if config.model_type not in PERMUTED:
+        return None
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(name.split(".")[-2])
+
+
+def _encode(values: np.ndarray, type: Type) -> tuple[np.ndarray, np.ndarray]:
+    """Return what is stored of a tensor, and the values that it stands for."""
+    if type in (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q3_K):
+        stored = random_blocks(values.shape, type)
+    else:
+        stored = gguf.quants.quantize(values, type)
+    return stored, gguf.quants.dequantize(stored, type).reshape(values.shape)
+
+
+def random_blocks(shape: tuple[int, ...], type: Type, scale: float = 3e-4) -> np.ndarray:
+    """Return random blocks whose scales in fp16 are finite and of some size."""
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[type]
+    generator = np.random.default_rng(sum(shape))
+    count = (*shape[:-1], shape[-1] // num_values)
+    blocks = generator.integers(0, 256, (*count, num_bytes), dtype=np.uint8)
+    for place in halves_of(type):
+        numbers = (generator.standard_normal(count) * scale).astype(np.float16)
+        blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def halves_of(type: Type) -> tuple[int, ...]:
+    """Return where a block has numbers in fp16."""
+    if type in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K):
+        return (0, 2)
+    return ({Type.Q6_K: 208, Type.Q3_K: 108}.get(type, 0),)

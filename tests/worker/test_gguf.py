@@ -1,0 +1,361 @@
+"""GGUF files: what blocks stand for, the tokens of models, and what is refused.
+
+The reference of a file is a plain checkpoint with the weights that the `gguf` package makes of its
+blocks.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from scripts.gguf.cache import MAX_DIRECTORIES, find_directory
+from scripts.gguf.directory import make_directory
+from tests.worker.checkpoints import WINDOW
+from tests.worker.driving import drive
+from tests.worker.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
+from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
+from tests.worker.test_parity import (
+    GREEDY,
+    MAX_TOKENS,
+    MODES,
+    ROOMY,
+    TIGHT,
+    generate,
+    make_prompts,
+    make_runner,
+)
+from tests.worker.test_quantization import product
+from worker_proc.errors import CheckpointError
+from worker_proc.gguf.blocks import read_blocks
+from worker_proc.gguf.files import GgufFiles
+from worker_proc.gguf.header import read_header
+from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.types import TensorType
+from worker_proc.loading.loader import inspect_config
+from worker_proc.native.build import compiler
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.quantization.packing import obstacle, pack_codes
+from worker_proc.startup.load_runner import load_model_runner
+
+CODED = [type for type in TensorType if not type.is_plain]
+MOST_BYTES = {"Q4_0": 0.57, "Q4_1": 0.63, "Q4_K": 0.58}
+"""Of a weight in memory; those of other types are codes of 8 bits."""
+needs_kernels = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep directories of files in a cache of the test's own."""
+    place = tmp_path / "cache"
+    monkeypatch.setattr("scripts.gguf.cache.cache_directory", lambda: place)
+    return place
+
+
+def blocks_of(type: TensorType, num_rows: int, num_inputs: int) -> torch.Tensor:
+    stored = random_blocks((num_rows, num_inputs), Type(int(type)))
+    return torch.from_numpy(stored).view(num_rows, -1, type.block.num_bytes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("type", CODED, ids=lambda type: type.name)
+def test_blocks_are_multiplied_as_what_they_stand_for(
+    type: TensorType, gates: bool, kernels: NativeLibrary
+) -> None:
+    """The values are the package's, bit for bit, and so are products with them in float32."""
+    blocks = blocks_of(type, 70, 768)
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.flatten(1).numpy(), Type(int(type))))
+    weight = read_blocks(type, blocks)
+    assert torch.equal(weight.dequantize(torch.float32), expected)
+    assert obstacle(weight) == ""
+    bias = torch.randn(70)
+    packed = pack_codes(weight, bias, torch.float32, gates=gates)
+    units = kernels.pack(expected, bias, gates=gates)
+    for num_rows in (1, 2, 7, 40, 130):
+        rows = torch.randn(num_rows, 768)
+        found = product(kernels, packed, rows, gates=gates)
+        assert torch.equal(found, product(kernels, units, rows, gates=gates)), num_rows
+    assert packed.scales is not None
+    assert packed.grouping is not None
+    parts = (packed.panels, packed.scales, *packed.grouping.tensors.values())
+    num_bytes = sum(part.nbytes for part in parts) / (packed.num_outputs * 768)
+    assert num_bytes < MOST_BYTES.get(type.name, 1.13)
+
+
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+GEMMA: dict[str, Any] = {
+    **{"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}
+}
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**WIDE),
+    "llama_tied": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**WIDE, sliding_window=None),
+    "mixtral": lambda: MixtralConfig(
+        **WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "qwen2": lambda: Qwen2Config(**WIDE),
+    "qwen2moe": lambda: Qwen2MoeConfig(
+        **WIDE, **MOE, num_experts=4, shared_expert_intermediate_size=256
+    ),
+    "qwen3": lambda: Qwen3Config(**WIDE),
+    "qwen3moe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
+    "gemma": lambda: GemmaConfig(**WIDE),
+    "gemma2": lambda: Gemma2Config(**WIDE, **GEMMA),
+    "gemma3": lambda: Gemma3TextConfig(**WIDE, **GEMMA),
+    "phi3": lambda: Phi3Config(**WIDE, original_max_position_embeddings=256),
+    "granite": lambda: GraniteConfig(
+        **WIDE,
+        embedding_multiplier=1.5,
+        residual_multiplier=0.5,
+        attention_multiplier=0.1,
+        logits_scaling=2.0,
+    ),
+    "smollm3": lambda: SmolLM3Config(**WIDE | {"num_hidden_layers": 5}),
+}
+FILES = {
+    **dict.fromkeys(CONFIGS, Type.Q4_0),
+    **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
+    **{"gemma2": Type.F16, "gemma3": Type.BF16, "phi3": Type.Q4_1, "granite": Type.F32},
+    **{"mixtral": Type.Q5_1, "smollm3": Type.Q5_0},
+}
+"""The type of the matrices of each file."""
+
+USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
+"""One of each kind of tensors; the others take a minute more."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    path, reference = write_gguf(tmp_path, CONFIGS[name](), FILES[name])
+    expected = load_file(reference / "model.safetensors")
+    format = inspect_config(str(make_directory(path)), "auto", torch.device("cpu")).format
+    assert format is not None
+    assert format.source is not None
+    files = GgufFiles(format.source)
+    found = {key: one.read().dequantize(torch.float32) for key, one in files.weights.items()}
+    found |= {key: part[...].float() for key, part in files.plain_slices().items()}
+    assert found.keys() == expected.keys()
+    for key, values in found.items():
+        assert torch.equal(values, expected[key]), key
+
+
+def mixed(name: str) -> Type | None:
+    """Return the types of a file of Q4_K_M: some matrices have more bits."""
+    return Type.Q6_K if "attn_v" in name or "ffn_down" in name or name == "output.weight" else None
+
+
+def expect(reference: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Return transformers' tokens over the dequantized weights."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(
+        reference, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return [generate(model, prompt, max_tokens) for prompt in prompts]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
+)
+def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
+    path, reference = write_gguf(tmp_path, CONFIGS[name](), FILES[name])
+    prompts = make_prompts()[:5]
+    expected = expect(reference, prompts, MAX_TOKENS)
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    runner = make_runner(make_directory(path), ROOMY)
+    assert drive(runner, prompts, GREEDY).output_token_ids == expected
+    assert runner.facts.exact_resume
+    is_plain = FILES[name] in (Type.F32, Type.F16, Type.BF16)
+    assert runner.facts.quantization.startswith("" if is_plain else "gguf int")
+
+
+@needs_kernels
+def test_a_file_of_several_types_is_served_in_every_mode(tmp_path: Path) -> None:
+    """Queries, keys and values that differ are packed one by one."""
+    path, reference = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q4_K, types=mixed)
+    prompts = make_prompts()
+    expected = expect(reference, prompts, MAX_TOKENS)
+    directory = make_directory(path)
+    runners = {blocks: make_runner(directory, blocks) for blocks in (ROOMY, TIGHT)}
+    assert runners[ROOMY].facts.quantization == "gguf int4 int8"
+    assert runners[ROOMY].facts.decoder == "native"
+    for num_blocks, options in MODES.values():
+        run = drive(runners[num_blocks], prompts, GREEDY, **({"max_num_seqs": 16} | options))
+        assert run.output_token_ids == expected, options
+
+
+@needs_kernels
+def test_logits_are_the_same_bits_in_every_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(**WIDE | {"max_position_embeddings": 512})
+    path, _ = write_gguf(tmp_path, config, Type.Q4_K, types=mixed)
+    directory = make_directory(path)
+    runners = [
+        load_model_runner(engine_config(directory, "bfloat16", threads), lambda *_: None)
+        for threads in NUM_THREADS[::2]
+    ]
+    compare(runners, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("keys", "own", "expected"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {}, {"factor": 4.0}),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+            },
+            {},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_scaled_frequencies_are_read(
+    keys: dict[str, Any], own: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    path, _ = write_gguf(tmp_path, Qwen3Config(**WIDE | own), Type.F16, keys=keys)
+    config = json.loads((make_directory(path) / "config.json").read_text())
+    assert config["rope_parameters"].items() >= expected.items()
+
+
+def test_a_directory_is_made_once_for_each_file(tmp_path: Path, cache: Path) -> None:
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q8_0)
+    directory = make_directory(path)
+    state = (directory / "config.json").stat()
+    assert make_directory(path) == directory == find_directory(read_header(path))
+    assert (directory / "config.json").stat() == state
+    path.write_bytes(path.read_bytes())
+    assert find_directory(read_header(path)) is None
+    for number in range(MAX_DIRECTORIES):
+        (cache / "gguf" / f"other{number}").mkdir()
+    assert make_directory(path) != directory
+    assert len(list((cache / "gguf").iterdir())) <= MAX_DIRECTORIES
+
+
+def test_a_file_that_changes_is_not_loaded(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q8_0)
+    directory = make_directory(path)
+    with path.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="has changed since the engine was started"):
+        make_runner(directory, ROOMY)
+
+
+def changed(place: int, value: bytes, content: bytes) -> bytes:
+    return content[:place] + value + content[place + len(value) :]
+
+
+def renamed(old: bytes, new: bytes, content: bytes) -> bytes:
+    assert len(old) == len(new)
+    assert old in content
+    return content.replace(old, new)
+
+
+def longer(key: bytes, by: int, content: bytes) -> bytes:
+    """Let the text that a key has state another length."""
+    place = content.index(key) + len(key) + 4
+    (length,) = struct.unpack_from("<Q", content, place)
+    return changed(place, struct.pack("<Q", length + by), content)
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "magic": (partial(changed, 0, b"GGML"), "does not begin with GGUF"),
+    "empty": (lambda content: b"", "does not begin with GGUF"),
+    "version": (partial(changed, 4, b"\x09\0\0\0"), "of version 9"),
+    "order": (partial(changed, 4, b"\0\0\0\x03"), "big-endian"),
+    "tensors": (partial(changed, 8, b"\xff" * 8), "18446744073709551615 tensors"),
+    "keys": (partial(changed, 16, b"\xff" * 8), "18446744073709551615 keys"),
+    "header": (lambda content: content[:200], "truncated"),
+    "data": (lambda content: content[:-100], "it is truncated"),
+    "text": (partial(longer, b"general.architecture", 1 << 62), "general.architecture"),
+    "key": (partial(renamed, b"general.architecture", b"general.architecturE"), "has no general."),
+    "architecture": (partial(renamed, b"llama", b"lamma"), "general.architecture is 'lamma'"),
+    "name": (partial(renamed, b"blk.1.attn_q.w", b"blk.1.attn_q_w"), "does not use"),
+    "length": (
+        partial(renamed, b"block_count", b"block_cOunt"),
+        "misses the key llama.block_count",
+    ),
+    "tokenizer": (partial(renamed, b"llama-bpe", b"llama-b9e"), "tokenizer.ggml.pre is"),
+    "model": (partial(renamed, b"gpt2", b"rwkv"), "tokenizer.ggml.model is 'rwkv'"),
+}
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path, _ = write_gguf(tmp_path_factory.mktemp("whole"), LlamaConfig(**WIDE), Type.Q8_0)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_with_the_reason(damage: str, content: bytes, tmp_path: Path) -> None:
+    change, reason = DAMAGE[damage]
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(change(content))
+    with pytest.raises(ValueError, match=reason) as caught:
+        make_directory(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_cut_at_any_byte_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(content)
+    end = read_header(path).num_bytes
+    for size in range(0, end, 97):
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError):
+            read_header(path)
+
+
+def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q3_K)
+    with pytest.raises(ValueError, match="is stored as Q3_K; supported: F32, F16, "):
+        make_directory(path)
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q8_0)
+    name = "blk.0.attn_v.weight"
+    place = read_header(path).tensors[name].offset
+    path.write_bytes(changed(place, struct.pack("<e", float("inf")), path.read_bytes()))
+    with pytest.raises(CheckpointError, match=f"{name} has scales that are not finite"):
+        MappedFile(path).read_codes(name)
+
+
+def test_control_tokens_end_answers(tmp_path: Path) -> None:
+    """Also those that the file names by their text alone."""
+    vocabulary = byte_vocabulary(512)
+    vocabulary.tokens[300], vocabulary.types[300] = "<|im_end|>", 3
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.F16, vocabulary=vocabulary)
+    generation = json.loads((make_directory(path) / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 300]}

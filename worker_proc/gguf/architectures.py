@@ -1,0 +1,261 @@
+"""The architectures that are read from GGUF files, as configurations of transformers.
+
+Files state sizes under llama.cpp's keys; what its code has fixed for an architecture, such as an
+activation, is not in them and is stated here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.rotary import rope_parameters
+
+Config = dict[str, Any]
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+"""Of the models whose queries are scaled by the width of a head that the model does not have."""
+_GEMMA3_LOCAL_BASE = 10_000.0
+_SMOLLM3_ROTATED = 4
+"""Every fourth layer has no rotary embedding."""
+
+
+class Architecture(NamedTuple):
+    """How files of an architecture become a checkpoint of transformers."""
+
+    model_type: str
+    model_class: str
+    own_config: Callable[[Metadata, MappedFile], Config]
+    """Returns what its configuration has beside what all have in common."""
+    names: Mapping[str, str] = {}
+    """Parts of names of tensors beside, or instead of, those that all have in common."""
+    permutes: bool = False
+    """Whether rows of queries and keys lie in pairs that are rotated together."""
+    norm_offset: float = 0.0
+    """What has been added to the weights of norms."""
+
+
+def make_config(file: MappedFile) -> Config:
+    """Return the content of config.json; UnsupportedModel: a file of another architecture."""
+    header = file.header
+    architecture = architecture_of(file)
+    metadata = Metadata(header)
+    own = architecture.own_config(metadata, file)
+    ids = {
+        f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    embedding = header.tensors.get("token_embd.weight")
+    common: Config = {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.model_class],
+        "hidden_size": metadata.integer("embedding_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "vocab_size": 0 if embedding is None else embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_parameters": rope_parameters(metadata, file),
+        **ids,
+    }
+    heads = metadata.integer("attention.head_count")
+    common["num_key_value_heads"] = metadata.integer("attention.head_count_kv", heads)
+    if metadata.get("feed_forward_length") is not None:
+        common["intermediate_size"] = metadata.integer("feed_forward_length")
+    if metadata.get("attention.layer_norm_rms_epsilon") is not None:
+        common["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    return common | own
+
+
+def architecture_of(file: MappedFile) -> Architecture:
+    """Return the architecture of a file; UnsupportedModel: it is not read."""
+    header = file.header
+    name = header.architecture
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return MIXTRAL
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(
+            f"{header.path}: general.architecture is {name[:100]!r}; supported: {known}"
+        )
+    return ARCHITECTURES[name]
+
+
+def head_size(metadata: Metadata) -> int:
+    """Return the values of a head, of which keys and values must have as many."""
+    heads = max(metadata.integer("attention.head_count"), 1)
+    default = metadata.integer("embedding_length") // heads
+    size = metadata.integer("attention.key_length", default)
+    if metadata.integer("attention.value_length", size) != size:
+        raise metadata.unsupported("attention.value_length", f"{size}, as key_length")
+    return size
+
+
+def _rotated_heads(metadata: Metadata) -> Config:
+    """Return the size of heads of which every value is rotated."""
+    size = head_size(metadata)
+    if metadata.integer("rope.dimension_count", size) != size:
+        raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
+    return {"head_dim": size}
+
+
+def _has_bias(file: MappedFile, part: str) -> bool:
+    return f"blk.0.{part}.bias" in file.header.tensors
+
+
+def _llama(metadata: Metadata, file: MappedFile) -> Config:
+    biases = {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_up")}
+    return _rotated_heads(metadata) | biases
+
+
+def _experts(metadata: Metadata) -> Config:
+    return {"num_experts_per_tok": metadata.integer("expert_used_count")}
+
+
+def _mixtral(metadata: Metadata, file: MappedFile) -> Config:
+    own = {"num_local_experts": metadata.integer("expert_count"), "sliding_window": None}
+    return _rotated_heads(metadata) | _experts(metadata) | own
+
+
+def _granite(metadata: Metadata, file: MappedFile) -> Config:
+    return _llama(metadata, file) | {
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "attention_multiplier": metadata.number("attention.scale"),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+    }
+
+
+def _smollm3(metadata: Metadata, file: MappedFile) -> Config:
+    return _rotated_heads(metadata) | {"no_rope_layer_interval": _SMOLLM3_ROTATED}
+
+
+def _qwen2(metadata: Metadata, file: MappedFile) -> Config:
+    size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
+    if _rotated_heads(metadata)["head_dim"] != size:
+        raise metadata.unsupported("attention.key_length", str(size))
+    return {"use_sliding_window": False}
+
+
+def _qwen3(metadata: Metadata, file: MappedFile) -> Config:
+    own = {"attention_bias": _has_bias(file, "attn_q"), "use_sliding_window": False}
+    return _rotated_heads(metadata) | own
+
+
+def _qwen_experts(metadata: Metadata) -> Config:
+    return _experts(metadata) | {
+        "num_experts": metadata.integer("expert_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2moe(metadata: Metadata, file: MappedFile) -> Config:
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    own = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return _qwen2(metadata, file) | _qwen_experts(metadata) | own
+
+
+def _qwen3moe(metadata: Metadata, file: MappedFile) -> Config:
+    return _qwen3(metadata, file) | _qwen_experts(metadata) | {"norm_topk_prob": True}
+
+
+def _gemma(metadata: Metadata, file: MappedFile) -> Config:
+    return _rotated_heads(metadata) | {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _scaled_queries(metadata: Metadata, num_layers: int) -> Config:
+    """Return by what queries are scaled, which one size of model has of its own."""
+    scalar = head_size(metadata)
+    if metadata.integer("block_count") == num_layers:
+        heads = metadata.integer("attention.head_count")
+        scalar = metadata.integer("embedding_length") // heads
+    return {"query_pre_attn_scalar": scalar}
+
+
+def _gemma2(metadata: Metadata, file: MappedFile) -> Config:
+    return {
+        **_gemma(metadata, file),
+        **_scaled_queries(metadata, _GEMMA2_27B_LAYERS),
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata, file: MappedFile) -> Config:
+    local = metadata.number("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)
+    return {
+        **_gemma(metadata, file),
+        **_scaled_queries(metadata, _GEMMA3_27B_LAYERS),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "final_logit_softcapping": _soft_cap(metadata, "final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": rope_parameters(metadata, file),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def _soft_cap(metadata: Metadata, key: str) -> float | None:
+    return None if metadata.get(key) is None else metadata.number(key)
+
+
+def _phi3(metadata: Metadata, file: MappedFile) -> Config:
+    size = head_size(metadata)
+    rope = rope_parameters(metadata, file)
+    rotated = metadata.integer("rope.dimension_count", size)
+    rope["partial_rotary_factor"] = rotated / max(size, 1)
+    length = metadata.integer("context_length")
+    window = metadata.integer("attention.sliding_window", 0)
+    return {
+        "rope_parameters": rope,
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings", length),
+        "sliding_window": window or None,
+    }
+
+
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL, permutes=True)
+"""Files state llama, and a number of experts."""
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norm_offset=1.0),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norm_offset=1.0),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", _gemma3, _FOUR_NORMS, norm_offset=1.0
+    ),
+    "granite": Architecture("granite", "GraniteForCausalLM", _granite, permutes=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", _llama, permutes=True),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _FUSED),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe, _EXPERTS | _SHARED),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe, _EXPERTS),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, permutes=True),
+}
+"""By `general.architecture`. Mistral's files state llama."""

@@ -1,0 +1,105 @@
+"""The tensors of a GGUF file as the weights that they stand for.
+
+It takes the place of `QuantizedFiles` for a directory that stands for a GGUF file. Nothing is read
+before it is needed.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from worker_proc.errors import CheckpointError
+from worker_proc.gguf.architectures import architecture_of
+from worker_proc.gguf.blocks import code_kind
+from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.names import NamedTensor, named_tensors
+from worker_proc.gguf.types import TensorType
+from worker_proc.quantization.files import StoredExperts
+from worker_proc.quantization.gguf import METHOD, check_unchanged
+from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.report import CodesReport
+from worker_proc.quantization.scheme import SourceFile
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+
+_DTYPE_NAMES = {TensorType.F32: "F32", TensorType.F16: "F16", TensorType.BF16: "BF16"}
+
+
+class BlocksWeight:
+    """The weight of one layer: blocks of one type, of a tensor or of one of its matrices."""
+
+    codes_rows = False
+
+    def __init__(
+        self, file: MappedFile, tensor: NamedTensor, kind: CodeKind, report: CodesReport
+    ) -> None:
+        self.name = tensor.name.removesuffix(".weight")
+        self.shape = torch.Size(tensor.shape)
+        self.kind = kind
+        self.report = report
+        self._file, self._tensor = file, tensor
+
+    def read(self) -> QuantizedWeight:
+        """Read the codes and their scales."""
+        tensor = self._tensor
+        return self._file.read_codes(tensor.entry.name, tensor.matrix or 0, tensor.order)
+
+
+class _PlainSlice:
+    """A plain tensor that is read by the slice of all of it."""
+
+    def __init__(self, file: MappedFile, tensor: NamedTensor) -> None:
+        self._file, self._tensor = file, tensor
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        tensor = self._tensor
+        values = self._file.read_plain(tensor.entry.name)
+        if tensor.matrix is not None:
+            values = values[tensor.matrix]
+        if tensor.order is not None:
+            values = values[tensor.order]
+        return values - tensor.offset if tensor.offset else values
+
+
+class GgufFiles:
+    """Weights of layers by their names, and other tensors."""
+
+    def __init__(self, source: SourceFile) -> None:
+        """Check all tensors by the header; raises CheckpointError and UnsupportedModel."""
+        check_unchanged(source)
+        self._file = MappedFile(source.path)
+        self._file.header.check_types()
+        self.report = CodesReport(METHOD)
+        self.weights: dict[str, BlocksWeight] = {}
+        """Those in codes, by the names that plain weights would have."""
+        self.experts: dict[str, StoredExperts] = {}
+        self.plain: dict[str, StoredTensor] = {}
+        self._named: dict[str, NamedTensor] = {}
+        for tensor in named_tensors(self._file.header, architecture_of(self._file)):
+            self._add(tensor)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return what all tensors need if their codes stay; others are of `dtype`."""
+        plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
+        codes = sum(
+            weight.shape.numel() * weight.kind.bits // 8 for weight in self.weights.values()
+        )
+        return plain * dtype.itemsize + codes
+
+    def plain_slices(self) -> dict[str, Any]:
+        """Return slices of the tensors that are not in codes."""
+        return {name: _PlainSlice(self._file, self._named[name]) for name in self.plain}
+
+    def _add(self, tensor: NamedTensor) -> None:
+        name, path = tensor.name, self._file.header.path
+        type = TensorType(tensor.entry.type)
+        if type.is_plain:
+            self.plain[name] = StoredTensor(path.name, _DTYPE_NAMES[type], tensor.shape)
+            self._named[name] = tensor
+            return
+        if len(tensor.shape) != 2 or not name.endswith(".weight"):
+            raise CheckpointError(
+                f"{path}: {tensor.entry.name} is stored as {type.name}, and only matrices of"
+                " weights can be"
+            )
+        self.weights[name] = BlocksWeight(self._file, tensor, code_kind(type), self.report)

@@ -1,0 +1,209 @@
+"""The header of a GGUF file: what the model is, and where its tensors lie.
+
+A file begins with magic, version, number of tensors and number of keys; keys with their values and
+the table of tensors follow, then, aligned, the data. All numbers are little-endian. A file is not
+trusted: every length, count and offset is checked before it is used.
+"""
+
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.gguf.types import READ, TensorType, type_name
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_HEADER_BYTES = 256 << 20
+"""Before the data: vocabularies have a few MB."""
+_MAX_KEYS, _MAX_TENSORS = 65_536, 1 << 20
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 20
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"},
+    **{10: "Q", 11: "q", 12: "d"},
+}
+"""Types of values, by their numbers in files, as `struct` names them."""
+
+
+class TensorEntry(NamedTuple):
+    """A tensor in the table of a file."""
+
+    name: str
+    type: int
+    """Its number in files; that of a `TensorType`, or of a type that is not read."""
+    shape: tuple[int, ...]
+    """The last dimension varies fastest, unlike in the file."""
+    offset: int
+    """Of its data, from the begin of the file."""
+
+
+class Header(NamedTuple):
+    """The header of a file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """Values by their keys: integers, floats, booleans, strings, or lists of those."""
+    tensors: dict[str, TensorEntry]
+    num_bytes: int
+    """From the begin of the file to its data."""
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def check_types(self) -> None:
+        """Raise UnsupportedModel for a tensor of a type that is not read."""
+        for entry in self.tensors.values():
+            if entry.type not in READ:
+                known = ", ".join(one.name for one in TensorType)
+                raise UnsupportedModel(
+                    f"{self.path}: {entry.name} is stored as {type_name(entry.type)};"
+                    f" supported: {known}"
+                )
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a file; raises CheckpointError with what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(path, file).header()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+class _Reader:
+    """Reads values one after another, within the bounds of the file."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._size = path.stat().st_size
+        self._data = file.read(min(self._size, _MAX_HEADER_BYTES))
+        self._at = 0
+
+    def header(self) -> Header:
+        if self._data[:4] != MAGIC:
+            raise self._error("it does not begin with GGUF")
+        self._at = 4
+        (version,) = self._unpack("I", "the version")
+        if version not in _VERSIONS:
+            is_swapped = int.from_bytes(version.to_bytes(4, "big"), "little") in _VERSIONS
+            kind = "big-endian" if is_swapped else f"of version {version}"
+            raise self._error(f"it is {kind}; little-endian files of versions 2 and 3 are read")
+        num_tensors, num_keys = self._unpack("QQ", "the number of tensors")
+        self._bound("tensors", num_tensors, _MAX_TENSORS)
+        self._bound("keys", num_keys, _MAX_KEYS)
+        metadata = dict(self._pairs(num_keys))
+        if not isinstance(metadata.get("general.architecture"), str):
+            raise self._error("it has no general.architecture")
+        if (num_parts := metadata.get("split.count", 0)) not in (0, 1):
+            raise self._error(
+                f"it is one of {num_parts} parts of a model; merge them with"
+                " `llama-gguf-split --merge`"
+            )
+        table = [self._entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
+        if not is_power or alignment > _MAX_ALIGNMENT:
+            raise self._error(
+                f"general.alignment is {alignment!r}, and must be a power of two up to"
+                f" {_MAX_ALIGNMENT}"
+            )
+        start = -(-self._at // alignment) * alignment
+        tensors = {entry.name: entry._replace(offset=start + entry.offset) for entry in table}
+        if len(tensors) < len(table):
+            raise self._error("two of its tensors have the same name")
+        for entry in tensors.values():
+            self._check_place(entry)
+        return Header(self._path, metadata, tensors, start)
+
+    def _pairs(self, num_keys: int) -> Iterator[tuple[str, Any]]:
+        seen: set[str] = set()
+        for _ in range(num_keys):
+            key = self._string("a key")
+            if key in seen:
+                raise self._error(f"it has the key {key[:100]!r} twice")
+            seen.add(key)
+            (kind,) = self._unpack("I", key)
+            yield key, self._value(kind, key)
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string(key)
+        if kind == _ARRAY:
+            inner, count = self._unpack("IQ", key)
+            if inner == _STRING:
+                self._fits(8 * count, key)
+                return [self._string(key) for _ in range(count)]
+            code = self._scalar(inner, key)
+            self._fits(struct.calcsize(f"<{code}") * count, key)
+            return list(self._unpack(f"{count}{code}", key))
+        return self._unpack(self._scalar(kind, key), key)[0]
+
+    def _scalar(self, kind: int, key: str) -> str:
+        if kind not in _SCALARS:
+            raise self._error(f"{key[:100]} has values of type {kind}, which is not known")
+        return _SCALARS[kind]
+
+    def _entry(self) -> TensorEntry:
+        name = self._string("the name of a tensor")
+        (num_dimensions,) = self._unpack("I", name)
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise self._error(
+                f"{name[:100]} has {num_dimensions} dimensions, and 1 to {_MAX_DIMENSIONS} are read"
+            )
+        shape = self._unpack(f"{num_dimensions}Q", name)
+        kind, offset = self._unpack("IQ", name)
+        return TensorEntry(name, kind, tuple(reversed(shape)), offset)
+
+    def _check_place(self, entry: TensorEntry) -> None:
+        """Check that a tensor of a type that is known lies within the file."""
+        if entry.type not in READ:
+            return
+        block = TensorType(entry.type).block
+        name, shape = entry.name[:100], list(entry.shape)
+        if 0 in shape or shape[-1] % block.num_values:
+            raise self._error(
+                f"{name} has the shape {shape}, and rows of {type_name(entry.type)} have multiples"
+                f" of {block.num_values} values"
+            )
+        end = entry.offset + prod(entry.shape) // block.num_values * block.num_bytes
+        if end > self._size:
+            raise self._error(
+                f"it has {self._size} bytes, and {name} ends at byte {end}: it is truncated"
+            )
+
+    def _string(self, what: str) -> str:
+        (length,) = self._unpack("Q", what)
+        self._fits(length, what)
+        raw = self._data[self._at : self._at + length]
+        self._at += length
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self._error(f"{what[:100]} is not UTF-8") from error
+
+    def _unpack(self, codes: str, what: str) -> tuple[Any, ...]:
+        size = struct.calcsize(f"<{codes}")
+        self._fits(size, what)
+        self._at += size
+        return struct.unpack_from(f"<{codes}", self._data, self._at - size)
+
+    def _fits(self, size: int, what: str) -> None:
+        if size <= len(self._data) - self._at:
+            return
+        what = what[:100]
+        if self._at + size > self._size:
+            raise self._error(f"it ends within its header, at {what}: it is truncated")
+        raise self._error(f"its header has more than {_MAX_HEADER_BYTES} bytes, at {what}")
+
+    def _bound(self, what: str, count: int, most: int) -> None:
+        if count > most:
+            raise self._error(f"it states {count} {what}, and at most {most} are read")
+
+    def _error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {text}")

@@ -1,0 +1,80 @@
+"""The data of a GGUF file, mapped: a tensor is read when it is needed, and its pages released."""
+
+import mmap
+from math import prod
+from pathlib import Path
+
+import torch
+
+from worker_proc.errors import CheckpointError
+from worker_proc.gguf.blocks import read_blocks
+from worker_proc.gguf.header import Header, TensorEntry, read_header
+from worker_proc.gguf.types import TensorType, type_name
+from worker_proc.quantization.weight import QuantizedWeight
+
+_PLAIN = {
+    TensorType.F32: torch.float32,
+    TensorType.F16: torch.float16,
+    TensorType.BF16: torch.bfloat16,
+}
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's number: swap space need not be there for pages that are never written."""
+
+
+class MappedFile:
+    """A file whose tensors are read by their names."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header; raises CheckpointError."""
+        self.header: Header = read_header(path)
+        with path.open("rb") as file:
+            # Torch wants memory that can be written. It is private, and never is.
+            self._data = mmap.mmap(
+                file.fileno(),
+                0,
+                flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+
+    def read_plain(self, name: str) -> torch.Tensor:
+        """Return a tensor of numbers, which shares the mapped memory."""
+        entry = self._entry(name)
+        if entry.type not in _PLAIN:
+            raise CheckpointError(
+                f"{self.header.path}: {name} is stored as {type_name(entry.type)}, not plain"
+            )
+        dtype = _PLAIN[TensorType(entry.type)]
+        count = prod(entry.shape)
+        found = torch.frombuffer(self._data, dtype=dtype, count=count, offset=entry.offset)
+        return found.view(entry.shape)
+
+    def read_codes(
+        self, name: str, matrix: int = 0, order: torch.Tensor | None = None
+    ) -> QuantizedWeight:
+        """Return a matrix in codes, of those that the tensor has, with its rows in an order."""
+        entry = self._entry(name)
+        type = TensorType(entry.type)
+        num_rows, num_inputs = entry.shape[-2:]
+        num_blocks = num_inputs // type.block.num_values
+        num_bytes = num_rows * num_blocks * type.block.num_bytes
+        first = entry.offset + matrix * num_bytes
+        stored = torch.frombuffer(self._data, dtype=torch.uint8, count=num_bytes, offset=first)
+        blocks = stored.view(num_rows, num_blocks, type.block.num_bytes)
+        weight = read_blocks(type, blocks if order is None else blocks[order])
+        self._release(first, num_bytes)
+        if not bool(weight.scales.isfinite().all()):
+            raise CheckpointError(f"{self.header.path}: {name} has scales that are not finite")
+        return weight
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.header.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.header.path} misses {name}")
+        return entry
+
+    def _release(self, first: int, num_bytes: int) -> None:
+        """Give pages back; what is read again comes from the file."""
+        start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (first + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._data.madvise(mmap.MADV_DONTNEED, start, end - start)

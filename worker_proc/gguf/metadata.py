@@ -1,0 +1,73 @@
+"""The keys of a GGUF file as typed values, with errors that name file and key."""
+
+import json
+import math
+from typing import Any
+
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.gguf.header import Header
+
+_MAX_SIZE = 2**31 - 1
+
+
+class Metadata:
+    """The keys of an architecture; `ARCHITECTURE.` need not be given."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key of the architecture; None: it is missing."""
+        return self.header.metadata.get(f"{self.header.architecture}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a size; one that is stated for each layer must be the same for all of them."""
+        value = self.get(key)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            raise self.unsupported(key, "one value for all layers")
+        return self._checked(key, value, default)
+
+    def integers(self, key: str) -> list[int]:
+        """Return a size of each layer."""
+        value = self.get(key)
+        if not isinstance(value, list):
+            value = [value] * self.integer("block_count")
+        return [self._checked(key, one, None) for one in value]
+
+    def _checked(self, key: str, value: Any, default: int | None) -> int:
+        value = default if value is None else value
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        if not is_size or not 0 <= value <= _MAX_SIZE:
+            raise self._error(key, value, "a whole number from 0 on")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(key, value, "a number")
+        if not math.isfinite(value):
+            raise self._error(key, str(value), "finite")
+        return float(value)
+
+    def unsupported(self, key: str, supported: str) -> UnsupportedModel:
+        """Return the error for a value that is not supported."""
+        name = f"{self.header.architecture}.{key}"
+        return UnsupportedModel(
+            f"{self.header.path}: {name} is {_shown(self.get(key))}; supported: {supported}"
+        )
+
+    def _error(self, key: str, value: Any, expected: str) -> CheckpointError:
+        name = f"{self.header.architecture}.{key}"
+        if value is None:
+            return CheckpointError(f"{self.header.path} misses the key {name}")
+        return CheckpointError(
+            f"{self.header.path}: {name} is {_shown(value)}, and must be {expected}"
+        )
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:100]

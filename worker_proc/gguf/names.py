@@ -1,0 +1,91 @@
+"""The tensors of a GGUF file under the names that the same weights have in safetensors."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.errors import CheckpointError
+from worker_proc.gguf.architectures import Architecture
+from worker_proc.gguf.header import Header, TensorEntry
+from worker_proc.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_CONFIG = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
+"""Tensors whose values are in config.json."""
+_NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
+_PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+
+
+class NamedTensor(NamedTuple):
+    """A tensor, or one of its matrices, as a checkpoint of transformers has it."""
+
+    name: str
+    entry: TensorEntry
+    matrix: int | None = None
+    """Of a tensor with those of all experts."""
+    order: torch.Tensor | None = None
+    """int64: the row of the file that stands at each place."""
+    offset: float = 0.0
+    """What has been added to the values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if self.matrix is None else self.entry.shape[1:]
+
+
+def named_tensors(header: Header, architecture: Architecture) -> Iterator[NamedTensor]:
+    """Yield what a checkpoint has; raises CheckpointError for a tensor without a meaning."""
+    names = _LAYER | dict(architecture.names)
+    for entry in header.tensors.values():
+        if entry.name in _IN_CONFIG:
+            continue
+        found = _NAME.fullmatch(entry.name)
+        layer, part, leaf = found.groups() if found is not None else (None, "", "")
+        target = _TOP.get(part) if layer is None else names.get(part)
+        if target is None:
+            raise CheckpointError(
+                f"{header.path} has {entry.name[:100]}, which {header.architecture} does not use"
+            )
+        full = f"{target}.{leaf}" if layer is None else f"model.layers.{layer}.{target}.{leaf}"
+        if "{}" in target:
+            if len(entry.shape) != 3:
+                raise CheckpointError(
+                    f"{header.path}: {entry.name} has {len(entry.shape)} dimensions instead of 3"
+                )
+            for number in range(entry.shape[0]):
+                yield NamedTensor(full.format(number), entry, number)
+            continue
+        order = _row_order(header, entry, part) if architecture.permutes else None
+        offset = architecture.norm_offset if part.endswith("norm") else 0.0
+        yield NamedTensor(full, entry, None, order, offset)
+
+
+def _row_order(header: Header, entry: TensorEntry, part: str) -> torch.Tensor | None:
+    """Return the order of rows of queries and keys: halves of heads, of interleaved pairs."""
+    if part not in _PERMUTED:
+        return None
+    default = header.metadata.get(f"{header.architecture}.attention.head_count")
+    stated = header.metadata.get(f"{header.architecture}.{_PERMUTED[part]}", default)
+    num_heads = max(stated) if isinstance(stated, list) else stated
+    num_rows = entry.shape[0]
+    if not num_heads or num_rows % (2 * num_heads):
+        raise CheckpointError(
+            f"{header.path}: {entry.name} has {num_rows} rows, which are not pairs of"
+            f" {num_heads} heads"
+        )
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()

@@ -1,0 +1,85 @@
+"""The rotary embedding of a GGUF file as transformers' `rope_parameters`."""
+
+import math
+from typing import Any
+
+import torch
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.metadata import Metadata
+
+FREQUENCY_FACTORS = "rope_freqs.weight"
+"""By what Llama-3.1 and its successors divide the frequencies of positions."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""Those of Phi-3, of long and of other texts."""
+_DEFAULT_BASE = 10_000.0
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
+"""What all models of the Llama-3 series have in common; files state the resulting factors."""
+_SCALING = "rope.scaling"
+
+
+def rope_parameters(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
+    """Return the parameters; raises UnsupportedModel for those that transformers cannot have."""
+    base = metadata.number("rope.freq_base", _DEFAULT_BASE)
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+    if FREQUENCY_FACTORS in file.header.tensors:
+        return parameters | _llama3(metadata, file, base)
+    if LONG_FACTORS in file.header.tensors:
+        return parameters | _longrope(metadata, file)
+    kind = metadata.get(f"{_SCALING}.type") or "none"
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise metadata.unsupported(f"{_SCALING}.type", '"none", "linear" or "yarn"')
+    parameters |= {"rope_type": kind, "factor": metadata.number(f"{_SCALING}.factor")}
+    if kind == "yarn":
+        original = metadata.integer(
+            f"{_SCALING}.original_context_length", metadata.integer("context_length")
+        )
+        parameters["original_max_position_embeddings"] = original
+        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if metadata.get(f"{_SCALING}.{key}") is not None:
+                parameters[name] = metadata.number(f"{_SCALING}.{key}")
+        if metadata.get(f"{_SCALING}.attn_factor") is not None:
+            factor = 0.1 * math.log(parameters["factor"]) + 1.0
+            own = metadata.number(f"{_SCALING}.attn_factor")
+            parameters["attention_factor"] = own * factor
+    return parameters
+
+
+def _llama3(metadata: Metadata, file: MappedFile, base: float) -> dict[str, Any]:
+    """Return the parameters whose factors of frequencies are those of the file."""
+    stored = file.read_plain(FREQUENCY_FACTORS).float()
+    factor = float(stored.max())
+    head_dim = 2 * stored.numel()
+    periods = 2 * math.pi * base ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    turns = _LLAMA3_LENGTH / periods
+    share = ((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0.0, 1.0)
+    expected = 1.0 / ((1.0 - share) / factor + share)
+    if not torch.allclose(stored, expected, rtol=1e-3):
+        raise UnsupportedModel(
+            f"{file.header.path}: {FREQUENCY_FACTORS} has other factors than those of the Llama-3"
+            " series"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_LENGTH,
+    }
+
+
+def _longrope(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
+    original = metadata.integer(f"{_SCALING}.original_context_length")
+    factors = {
+        name: file.read_plain(tensor).float().tolist()
+        for name, tensor in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS))
+    }
+    parameters: dict[str, Any] = {"rope_type": "longrope", **factors}
+    parameters["original_max_position_embeddings"] = original
+    parameters["factor"] = metadata.integer("context_length") / original
+    if metadata.get(f"{_SCALING}.attn_factor") is not None:
+        parameters["attention_factor"] = metadata.number(f"{_SCALING}.attn_factor")
+    return parameters
