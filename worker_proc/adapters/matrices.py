@@ -12,8 +12,9 @@ from worker_proc.adapters.sites import Sites
 from worker_proc.native.kernels import LowRankArgs, NativeLibrary, StoredType
 
 INNER_BLOCK = 4
-"""Lines of a block, of low_rank.h."""
-_LANES = 16
+"""Lines of a block of `down`, of low_rank.h."""
+_CHUNK = 32
+"""Values of a line that lie together."""
 _ITEM_BYTES = {StoredType.F32: 4, StoredType.F16: 2, StoredType.BF16: 2}
 
 
@@ -63,6 +64,7 @@ class LoadedAdapter:
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)[: sum(sizes)]
         self._parts = iter(self._memory.split(sizes))
         self._dtype = dtype
+        self._sites = sites
         self.max_rank = max((product.down.num_rows for product in products.values()), default=0)
         self._args = (LowRankArgs * len(sites))()
         for name, product in products.items():
@@ -78,43 +80,48 @@ class LoadedAdapter:
         return self._memory.numel()
 
     def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Return the packed lines of a site, and the scale; None: it adds nothing there."""
-        args = self._args[number]
+        """Return the lines of `down` and `up` at a site, and the scale; None: it adds nothing.
+
+        They are copies, of `[rank, num_inputs]` and `[rank, num_outputs]`.
+        """
+        args, site = self._args[number], self._sites.all[number]
         if args.rank == 0:
             return None
-        first = self._memory.data_ptr()
+        rank = int(args.rank)
+        down = self._lines_at(args.down, INNER_BLOCK, rank, site.num_inputs)
+        return down, self._lines_at(args.up, rank, rank, site.num_outputs), float(args.scale)
 
-        def lines(address: int, stride: int) -> torch.Tensor:
-            start = address - first
-            count = args.rank * stride * self._dtype.itemsize
-            part = self._memory[start : start + count].view(self._dtype)
-            return part.view(int(args.rank), stride)
-
-        down, up = lines(args.down, args.down_stride), lines(args.up, args.up_stride)
-        return down, up, float(args.scale)
+    def _lines_at(
+        self, address: int, block_lines: int, num_lines: int, num_values: int
+    ) -> torch.Tensor:
+        """Return lines that lie in blocks, without what fills them up."""
+        num_chunks, num_blocks = -(-num_values // _CHUNK), -(-num_lines // block_lines)
+        count = num_blocks * num_chunks * block_lines * _CHUNK
+        start = address - self._memory.data_ptr()
+        part = self._memory[start : start + count * self._dtype.itemsize].view(self._dtype)
+        blocks = part.view(num_blocks, num_chunks, block_lines, _CHUNK)
+        lines = blocks.transpose(1, 2).reshape(-1, num_chunks * _CHUNK)
+        return lines[:num_lines, :num_values]
 
     def _pack(self, sites: Sites, numbers: list[int], product: Product) -> None:
         rank = product.down.num_rows
-        down = self._lines(product.down, _round_up(rank, INNER_BLOCK), transposes=False)
+        down = self._copy(product.down, transposes=False)
         for number in numbers:
             site = sites.all[number]
             part = product.up.rows(site.first_output, site.num_outputs)
-            up = self._lines(part, rank, transposes=True)
-            self._args[number] = LowRankArgs(
-                down.data_ptr(), up.data_ptr(), down.stride(0), up.stride(0), rank, product.scale
-            )
+            up = self._copy(part, transposes=True)
+            self._args[number] = LowRankArgs(down, up, rank, product.scale)
 
-    def _lines(self, matrix: Matrix, num_lines: int, *, transposes: bool) -> torch.Tensor:
+    def _copy(self, matrix: Matrix, *, transposes: bool) -> int:
+        """Copy a matrix to the next part of the memory; returns the address of its lines."""
+        part: torch.Tensor = next(self._parts).view(self._dtype)
         shape = matrix.num_rows, matrix.num_columns
-        width = _round_up(shape[0] if transposes else shape[1], _LANES)
-        part: torch.Tensor = next(self._parts).view(self._dtype)[: num_lines * width]
-        lines: torch.Tensor = part.view(num_lines, width)
         if not self._library.copy_low_rank(
-            matrix.address, matrix.type, shape, lines, transposes=transposes
+            matrix.address, matrix.type, shape, part, transposes=transposes
         ):
             dtype = str(self._dtype).removeprefix("torch.")
             raise AdapterError(f"{matrix.name} has values that are not finite in {dtype}")
-        return lines
+        return part.data_ptr()
 
 
 def _sizes(sites: Sites, products: Mapping[str, Product]) -> list[int]:
@@ -122,9 +129,9 @@ def _sizes(sites: Sites, products: Mapping[str, Product]) -> list[int]:
     sizes = []
     for name, product in products.items():
         rank, num_inputs = product.down.num_rows, product.down.num_columns
-        sizes.append(_round_up(rank, INNER_BLOCK) * _round_up(num_inputs, _LANES))
+        sizes.append(_round_up(rank, INNER_BLOCK) * _round_up(num_inputs, _CHUNK))
         widths = (sites.all[number].num_outputs for number in sites.find(name))
-        sizes += [rank * _round_up(width, _LANES) for width in widths]
+        sizes += [rank * _round_up(width, _CHUNK) for width in widths]
     return sizes
 
 

@@ -11,11 +11,12 @@ from worker_proc.adapters.sites import Site
 from worker_proc.native.kernels import (
     AdaptationArgs,
     AdaptedRowsArgs,
-    Instruction,
-    Kind,
+    AdaptedSiteArgs,
     NativeLibrary,
 )
 
+MAX_SITES = 3
+"""Most sites of one instruction: those of queries, keys and values."""
 _LANES = 16
 Part = tuple[LoadedAdapter, Sequence[int]]
 """An adapter, and its rows."""
@@ -45,8 +46,8 @@ class StepRows:
     def begin(self, parts: Sequence[Part], num_rows: int) -> None:
         """Begin a step of some rows; each adapter has its own ones."""
         stride = -(-max(adapter.max_rank for adapter, _ in parts) // _LANES) * _LANES
-        if self._inner.numel() < num_rows * stride:
-            self._inner = torch.empty(num_rows * stride)
+        if self._inner.numel() < MAX_SITES * num_rows * stride:
+            self._inner = torch.empty(MAX_SITES * num_rows * stride)
         columns = [(ctypes.c_int32 * len(rows))(*rows) for _, rows in parts]
         table = (AdaptedRowsArgs * len(parts))(
             *(
@@ -57,7 +58,11 @@ class StepRows:
         self._kept = [columns, table]
         self.parts, self.num_rows = parts, num_rows
         self.args = AdaptationArgs(
-            ctypes.addressof(table), self._inner.data_ptr(), len(parts), stride
+            ctypes.addressof(table),
+            self._inner.data_ptr(),
+            len(parts),
+            stride,
+            num_rows * stride,
         )
 
     def add_products(
@@ -67,15 +72,5 @@ class StepRows:
         assert self.args is not None
         if len(rows) != self.num_rows:
             raise ValueError(f"{site.module} got {len(rows)} rows of a step of {self.num_rows}")
-        self._library.adapt(adaptation(number, site), rows, outputs, self.args)
-
-
-def adaptation(number: int, site: Site, **fields: Any) -> Instruction:
-    """Return the instruction that adds the products of a site, from buffer 0 to buffer 1."""
-    return Instruction(
-        kind=Kind.ADAPT,
-        site=number,
-        size=site.num_inputs,
-        num_outputs=site.num_outputs,
-        **{"target": 1, **fields},
-    )
+        args = AdaptedSiteArgs(number, site.num_outputs, 0)
+        self._library.adapt(args, rows, outputs, self.args)

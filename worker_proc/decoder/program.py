@@ -8,11 +8,11 @@ hook that changes nothing changes no bit.
 import ctypes
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from worker_proc.adapters.rows import adaptation
+from worker_proc.adapters.rows import MAX_SITES
 from worker_proc.adapters.sites import Site
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
@@ -23,6 +23,7 @@ from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
+    AdaptedSiteArgs,
     Epilogue,
     Format,
     Instruction,
@@ -45,6 +46,9 @@ PERMUTED = 13
 OUTPUT = 14
 """Logits, of a program that ends with them."""
 GATES = (Projection.GATE, Projection.UP)
+_MAKE_ROWS = (Kind.EMBED, Kind.ADD)
+"""In these, as in a norm, each thread computes an equal share of the rows, and nothing else."""
+_ADAPTING = (Kind.SHRINK, Kind.EXPAND)
 _NOWHERE = Columns(HIDDEN, 0, 0)
 """Of outputs that are fused with what follows, and no hook asks for."""
 
@@ -71,6 +75,7 @@ class Program:
         self.first_layers = first_layers
         """For each kind of angles, the first layer that has it."""
         self._paged = paged  # alive, so that the key stays unique
+        self._adapted = writer.adapted
         self._array = (Instruction * len(writer.instructions))(*writer.instructions)
         self._is_bf16 = is_bf16
         self._boundaries = [*writer.boundaries, len(writer.instructions)]
@@ -146,6 +151,8 @@ class ProgramWriter:
         self.instructions: list[Instruction] = []
         self.boundaries: list[int] = []
         """The first instruction of each layer."""
+        self.adapted: list[Any] = []
+        """Arrays of sites that instructions point to."""
         self.cuts: list[Cut] = []
         self._points = points
         self._sites = sites or {}
@@ -217,6 +224,9 @@ class ProgramWriter:
         """Write a norm of the residual, if there is one; returns the buffer of the result."""
         if norm is None:
             return HIDDEN
+        before = self.instructions[-1] if self.instructions else None
+        if before is not None and before.kind in _MAKE_ROWS and before.target == HIDDEN:
+            before.joins_next = True
         self.instructions.append(_norm(norm, HIDDEN, NORMED))
         return NORMED
 
@@ -304,7 +314,9 @@ class ProgramWriter:
     def _add_projected(self, layer: DecoderLayer, norm: FusedRMSNorm | None) -> None:
         """Add what is projected to the residual, with a norm before or without."""
         if norm is not None:
-            self.instructions.append(_norm(norm, PROJECTED, PROJECTED))
+            normalize = _norm(norm, PROJECTED, PROJECTED)
+            normalize.joins_next = True
+            self.instructions.append(normalize)
         adding = {"size": layer.hidden_size, "factor": layer.residual_factor}
         self.instructions.append(
             Instruction(kind=Kind.ADD, source=PROJECTED, target=HIDDEN, **adding)
@@ -325,12 +337,43 @@ class ProgramWriter:
         if instruction.format == Format.INT8_FOR_CODES:
             self._code(inputs.buffer, instruction.size)
             instruction.source = CODES
-        self.instructions.append(instruction)
+        self.instructions += self._adapting(instruction, inputs, outputs)
         self._cut(When.AFTER, inputs, outputs)
+
+    def _adapting(
+        self, instruction: Instruction, inputs: Columns, outputs: Mapping[Projection, Columns]
+    ) -> list[Instruction]:
+        """Return an instruction with those for the projections of it that take adapters.
+
+        Inner values are computed in the phase of the projection, which takes the same rows.
+        """
+        layer = len(self.boundaries) - 1
+        found = [
+            (*self._sites[layer, n], c) for n, c in outputs.items() if (layer, n) in self._sites
+        ]
+        if not found:
+            return [instruction]
+        assert len(found) <= MAX_SITES
+        array = (AdaptedSiteArgs * len(found))(
+            *(
+                AdaptedSiteArgs(number, site.num_outputs, columns.first)
+                for number, site, columns in found
+            )
+        )
+        self.adapted.append(array)
+        sites = {"weight": ctypes.addressof(array), "num_units": len(found)}
+        size = found[0][1].num_inputs
+        shrink = Instruction(kind=Kind.SHRINK, source=inputs.buffer, size=size, **sites)
+        shrink.joins_next = True
+        return [
+            shrink,
+            instruction,
+            Instruction(kind=Kind.EXPAND, target=instruction.target, **sites),
+        ]
 
     def _permute(self, source: int, order: torch.Tensor) -> None:
         """Write rows in an order, unless the projection before has taken the same ones."""
-        before = self.instructions[-1] if self.instructions else None
+        before = self._projected_before()
         is_cut = bool(self.cuts) and self.cuts[-1].position == len(self.instructions)
         is_there = before is not None and before.source == PERMUTED and not is_cut
         if is_there and self._permuted is not None:
@@ -350,7 +393,7 @@ class ProgramWriter:
 
     def _code(self, source: int, size: int) -> None:
         """Write codes of rows, unless the projection before has taken the same rows."""
-        before = self.instructions[-1] if self.instructions else None
+        before = self._projected_before()
         is_cut = bool(self.cuts) and self.cuts[-1].position == len(self.instructions)
         has_codes = before is not None and before.kind == Kind.PROJECT and before.source == CODES
         if is_cut or not has_codes or self._coded != source:
@@ -358,13 +401,13 @@ class ProgramWriter:
             self.instructions.append(code)
             self._coded = source
 
+    def _projected_before(self) -> Instruction | None:
+        """Return the last instruction; what adds the products of adapters does not count."""
+        others = (one for one in reversed(self.instructions) if one.kind not in _ADAPTING)
+        return next(others, None)
+
     def _cut(self, when: When, inputs: Columns, outputs: dict[Projection, Columns]) -> None:
         layer = len(self.boundaries) - 1
-        for name, columns in outputs.items():
-            if when is When.AFTER and (layer, name) in self._sites:
-                number, site = self._sites[layer, name]
-                places = {"source": inputs.buffer, "target": columns.buffer}
-                self.instructions.append(adaptation(number, site, column=columns.first, **places))
         for name, columns in outputs.items():
             point = HookPoint(layer, name, when)
             if point in self._points:

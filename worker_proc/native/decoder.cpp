@@ -2,7 +2,7 @@
 //
 // worker_proc/decoder/ writes the program once, when a model is loaded. An instruction reads and
 // writes buffers with one row for each token of the step; all threads work on it together, and a
-// barrier ends it. Values are rounded to the model's dtype where transformers' modules round.
+// barrier ends it unless it joins the next one. Values are rounded to the model's dtype where transformers' modules round.
 
 #include "attention_pairs.h"
 #include "coded_rows.h"
@@ -32,7 +32,8 @@ enum Kind : int32_t {
   kNormalizeKept,
   kProjectHeads,
   kPermute,
-  kAdapt,
+  kShrink,
+  kExpand,
 };
 
 enum Epilogue : int32_t {
@@ -69,7 +70,7 @@ struct Instruction {
   int32_t normalizes, rounds_weights;
   int32_t of_kept;                  // a projection is one of the rows that are kept
   int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
-  int32_t site;                     // of a projection, among those that adapters change
+  int32_t joins_next;  // the next one reads of its results what the same thread has written, or none
   float factor, epsilon, scale, softcap;
   // Of kActivate, 0 without: gates are at most the limit and factors within it; the gate times
   // sigmoid(alpha * gate) is multiplied by the factor plus 1.
@@ -128,7 +129,8 @@ class Executor {
       case kNormalizeKept: return normalize_kept(i);
       case kProjectHeads: return project_heads(i);
       case kPermute: return permute(i);
-      case kAdapt: return adapt(i);
+      case kShrink: return shrink(i);
+      case kExpand: return expand(i);
     }
   }
 
@@ -269,12 +271,16 @@ class Executor {
                       });
   }
 
-  // target += the products of each row's adapter with source, from a column on
-  void adapt(const Instruction& i) {
-    adapt_rows<T>(
-        team_, *run_.adaptation, i.site, i.size, i.num_outputs,
-        [&](int64_t r) -> const T* { return row(i.source, r); },
-        [&](int64_t r) { return row(i.target, r) + i.column; });
+  // The inner values of each row's adapter with source, for the num_units AdaptedSites in `weight`.
+  void shrink(const Instruction& i) {
+    shrink_all<T>(team_, *run_.adaptation, static_cast<const AdaptedSite*>(i.weight), i.num_units,
+                  i.size, [&](int64_t r) -> const T* { return row(i.source, r); });
+  }
+
+  // target += the products with these inner values, for the same sites
+  void expand(const Instruction& i) {
+    expand_all<T>(team_, *run_.adaptation, static_cast<const AdaptedSite*>(i.weight), i.num_units,
+                  [&](int64_t r) { return row(i.target, r); });
   }
 
   // target = the products of a row and a pair of panels. `place` is the place of the pair among those
@@ -548,7 +554,7 @@ void execute_all(const Program& program, const Run& run) {
     Executor<T> executor(run, team);
     for (int32_t i = 0; i < program.num_instructions; i++) {
       executor.execute(program.instructions[i]);
-      team.barrier();
+      if (!program.instructions[i].joins_next) team.barrier();
     }
   }
 }
@@ -580,13 +586,23 @@ extern "C" void troika_project(const Instruction* instruction, const Buffer* row
 }
 
 // What adapters add to one projection outside of a program: from `rows` to `out`.
-extern "C" void troika_adapt(const Instruction* instruction, const Buffer* rows, const Buffer* out,
-                             const Adaptation* adaptation, int32_t num_rows, int32_t is_bf16) {
+extern "C" void troika_adapt(const AdaptedSite* site, int32_t num_inputs, const Buffer* rows,
+                             const Buffer* out, const Adaptation* adaptation, int32_t num_rows,
+                             int32_t is_bf16) {
   const Buffer buffers[] = {*rows, *out};
   Run run{};
   run.buffers = buffers;
   run.adaptation = adaptation;
   run.num_rows = num_rows;
-  const Program program{instruction, 1, is_bf16};
+  Instruction instructions[2] = {};
+  instructions[0].kind = kShrink;
+  instructions[1].kind = kExpand;
+  instructions[1].target = 1;
+  for (Instruction& i : instructions) {
+    i.weight = site;
+    i.num_units = 1;
+    i.size = num_inputs;
+  }
+  const Program program{instructions, 2, is_bf16};
   troika_execute(&program, &run);
 }

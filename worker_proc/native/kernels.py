@@ -54,8 +54,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
     "troika_round": (_POINTER, *[_INT] * 3),
     "troika_project": (*[_POINTER] * 4, _INT, _INT),
-    "troika_adapt": (*[_POINTER] * 4, _INT, _INT),
-    "troika_copy_low_rank": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _LONG, _INT, _POINTER),
+    "troika_adapt": (_POINTER, _INT, *[_POINTER] * 3, _INT, _INT),
+    "troika_copy_low_rank": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _INT, _POINTER),
     "troika_execute": (_POINTER, _POINTER),
     "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
@@ -123,7 +123,8 @@ class Kind(enum.IntEnum):
     NORMALIZE_KEPT = 12
     PROJECT_HEADS = 13
     PERMUTE = 14
-    ADAPT = 15
+    SHRINK = 15
+    EXPAND = 16
 
 
 class Rotation(enum.IntEnum):
@@ -197,7 +198,7 @@ class Instruction(ctypes.Structure):
         *_fields(
             "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
             " num_experts num_chosen choices normalizes rounds_weights of_kept num_outputs"
-            " target_dim site",
+            " target_dim joins_next",
             _INT,
         ),
         *_fields("factor epsilon scale softcap limit alpha", _FLOAT),
@@ -228,7 +229,6 @@ class LowRankArgs(ctypes.Structure):
 
     _fields_ = (
         *_fields("down up", _POINTER),
-        *_fields("down_stride up_stride", _LONG),
         ("rank", _INT),
         ("scale", _FLOAT),
     )
@@ -243,7 +243,16 @@ class AdaptedRowsArgs(ctypes.Structure):
 class AdaptationArgs(ctypes.Structure):
     """`Adaptation` of low_rank.h."""
 
-    _fields_ = (*_fields("parts inner", _POINTER), *_fields("num_parts inner_stride", _LONG))
+    _fields_ = (
+        *_fields("parts inner", _POINTER),
+        *_fields("num_parts row_stride site_stride", _LONG),
+    )
+
+
+class AdaptedSiteArgs(ctypes.Structure):
+    """`AdaptedSite` of low_rank.h."""
+
+    _fields_ = (*_fields("site num_outputs column", _INT),)
 
 
 class StoredType(enum.IntEnum):
@@ -600,17 +609,18 @@ class NativeLibrary:
 
     def adapt(
         self,
-        instruction: Instruction,
+        site: AdaptedSiteArgs,
         rows: torch.Tensor,
         out: torch.Tensor,
         adaptation: AdaptationArgs,
     ) -> None:
-        """Add to `out`, `[rows, num_outputs]`, what one instruction makes of rows, in place."""
+        """Add to `out`, `[num_rows, num_outputs]`, the products of rows at a site, in place."""
         assert rows.stride(1) == out.stride(1) == 1
         buffers = (BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in (rows, out))
         is_bf16 = rows.dtype == torch.bfloat16
         self._library.troika_adapt(
-            ctypes.byref(instruction),
+            ctypes.byref(site),
+            rows.shape[1],
             *map(ctypes.byref, buffers),
             ctypes.byref(adaptation),
             len(rows),
@@ -628,8 +638,8 @@ class NativeLibrary:
     ) -> bool:
         """Copy a matrix at an address to lines; returns whether all of its values are finite.
 
-        `target`, `[lines, stride]`, has the rows of the matrix, or its columns. It is copied in
-        one thread, without the interpreter's lock.
+        `target` is the memory of `LowRank.down`, or of `LowRank.up` with `transposes`, and has
+        zeros. It is written in one thread, without the interpreter's lock.
         """
         is_finite = _INT()
         is_bf16 = target.dtype == torch.bfloat16
@@ -639,7 +649,6 @@ class NativeLibrary:
             *shape,
             transposes,
             target.data_ptr(),
-            target.stride(0),
             is_bf16,
             ctypes.byref(is_finite),
         )

@@ -32,13 +32,29 @@ float value_at(const char* from, int32_t type, int64_t index) {
   return type == kFloat16 ? widen_half(bits) : widen(Bf16{bits});
 }
 
+// Where a value of a line lies, in blocks of lines; see LowRank.
+class Places {
+ public:
+  Places(int64_t num_values, int64_t block_lines)
+      : block_lines_(block_lines), num_chunks_((num_values + kChunk - 1) / kChunk) {}
+
+  int64_t at(int64_t line, int64_t value) const {
+    const int64_t chunk = line / block_lines_ * num_chunks_ + value / kChunk;
+    return (chunk * block_lines_ + line % block_lines_) * kChunk + value % kChunk;
+  }
+
+ private:
+  const int64_t block_lines_, num_chunks_;
+};
+
 template <typename T>
 bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns, bool transposes,
-          T* to, int64_t stride) {
+          T* to) {
+  const Places places = transposes ? Places(num_rows, num_columns) : Places(num_columns, kInnerBlock);
   bool is_finite = true;
   for (int64_t row = 0; row < num_rows; row++)
     for (int64_t column = 0; column < num_columns; column++) {
-      T& target = to[transposes ? column * stride + row : row * stride + column];
+      T& target = to[transposes ? places.at(column, row) : places.at(row, column)];
       narrow(value_at(from, type, row * num_columns + column), target);
       is_finite &= std::isfinite(widen(target));
     }
@@ -47,14 +63,15 @@ bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns,
 
 }  // namespace
 
-// Copies a matrix, [num_rows, num_columns], to lines of `stride` values, which are its rows or, if
-// `transposes`, its columns. Sets `is_finite` to whether all values are, in the type of the lines.
+// Copies a matrix, [num_rows, num_columns], to blocks of lines, which are zeros: `down`, whose lines
+// are the rows, or, if `transposes`, `up`, whose lines are the columns. Sets `is_finite` to whether
+// all values are, in the type of the lines.
 extern "C" void troika_copy_low_rank(const void* from, int32_t type, int64_t num_rows,
                                      int64_t num_columns, int32_t transposes, void* to,
-                                     int64_t stride, int32_t is_bf16, int32_t* is_finite) {
+                                     int32_t is_bf16, int32_t* is_finite) {
   const char* source = static_cast<const char*>(from);
-  *is_finite = is_bf16 ? copy(source, type, num_rows, num_columns, transposes != 0,
-                              static_cast<Bf16*>(to), stride)
-                       : copy(source, type, num_rows, num_columns, transposes != 0,
-                              static_cast<float*>(to), stride);
+  *is_finite =
+      is_bf16
+          ? copy(source, type, num_rows, num_columns, transposes != 0, static_cast<Bf16*>(to))
+          : copy(source, type, num_rows, num_columns, transposes != 0, static_cast<float*>(to));
 }
