@@ -97,10 +97,10 @@ class EngineCore:
             self.running.lose_workers()
         self._has_workers = False
 
-    def attribute_crash(self) -> None:
-        """The workers lost last died of what they computed, and not of a signal from outside."""
+    def attribute_crash(self, *, in_step: bool = True) -> None:
+        """The workers lost last died of what they did, and not of a signal from outside."""
         if self.running is not None:
-            self.running.attribute_crash(self.now)
+            self.running.attribute_crash(self.now, in_step=in_step)
 
     def inherit_marks(self, marks: Sequence[int]) -> None:
         """Take over the marks of a core that died of what it was doing (see `take_marks`)."""
@@ -141,7 +141,7 @@ class EngineCore:
             done = ControlDone(control.number, ok=False, pause_mode=PauseMode.RUNNING)
             self._owners.post(client, done)
         else:
-            self.running.control(client, control)
+            self.running.control(client, control, self.now)
 
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
         """Return all messages for clients except outputs; called once in every turn."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from core_proc.invariants import check_invariants
-from core_proc.links.adapters import ADAPTER_PARAM, Adapters
+from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, Adapters
 from core_proc.links.grammars import MAX_COMPILING, Grammars
 from core_proc.links.output_check import check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
@@ -95,8 +95,15 @@ class RunningEngine:
         self.progress.workers_lost()
         self.pausing.workers_lost()
 
-    def attribute_crash(self, now: float) -> None:
-        """Search for the request that made the workers die; reject it if it is found."""
+    def attribute_crash(self, now: float, *, in_step: bool) -> None:
+        """Search for the adapter or the request that made the workers die; reject what is found.
+
+        `in_step`: whether they were computing.
+        """
+        self.adapters.attribute_crash(now)
+        self._refuse_failures()
+        if not in_step:
+            return
         culprit = self.quarantine.attribute_crash(now)
         if culprit is not None:
             for request in self.quarantine.reject(culprit, now):
@@ -155,6 +162,9 @@ class RunningEngine:
         if add.adapter is not None and not self._takes_adapters:
             text = "the engine was started without enable_lora"
             return RequestError(ErrorCode.INVALID, text, ADAPTER_PARAM)
+        if add.adapter is not None and self.adapters.refuses(add.adapter, now):
+            text = f"adapter {add.adapter.name!r}: {KILLS_WORKERS}"
+            return RequestError(ErrorCode.QUARANTINED, text, ADAPTER_PARAM)
         return validate_request(add, self.facts)
 
     def _overload(self, num_prompt_tokens: int) -> RequestError | None:
@@ -180,20 +190,22 @@ class RunningEngine:
         self.pausing.forget(client)
         self.adapters.forget(client)
 
-    def control(self, client: Client, control: Control) -> None:
+    def control(self, client: Client, control: Control, now: float) -> None:
         """Handle a request about the whole engine, or about an adapter."""
         if control.action not in (ControlAction.LOAD_ADAPTER, ControlAction.UNLOAD_ADAPTER):
             self.pausing.handle(client, control)
         elif control.adapter is None or not self._takes_adapters:
             self._answer_load(client, control.number, "the engine was started without enable_lora")
         elif control.action is ControlAction.LOAD_ADAPTER:
-            self.adapters.load(client, control.number, control.adapter)
+            self.adapters.load(client, control.number, control.adapter, now)
         else:
             self.adapters.unload(control.adapter)
             self._answer_load(client, control.number, "")
 
-    def _answer_load(self, client: Client, number: int, error: str) -> None:
-        done = ControlDone(number, not error, self.pausing.mode, error[:MAX_TEXT])
+    def _answer_load(
+        self, client: Client, number: int, error: str, code: ErrorCode = ErrorCode.INVALID
+    ) -> None:
+        done = ControlDone(number, not error, self.pausing.mode, error[:MAX_TEXT], code)
         self._owners.post(client, done)
 
     def take_grammars(self) -> list[CompileGrammar]:
@@ -208,7 +220,8 @@ class RunningEngine:
 
     def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
         """Return what the workers are to do about adapters before the next step."""
-        messages, unblocked = self.adapters.take_messages()
+        is_searching = self.quarantine.is_searching
+        messages, unblocked = self.adapters.take_messages(is_searching=is_searching)
         self._unblocked(unblocked)
         return messages
 
@@ -226,7 +239,7 @@ class RunningEngine:
 
     def schedule(self) -> SchedulerOutput | None:
         self.quarantine.advance()
-        step = self.scheduler.schedule()
+        step = None if self.adapters.holds_steps else self.scheduler.schedule()
         if step is not None:
             self._num_steps += 1
             self.quarantine.dispatched(step)

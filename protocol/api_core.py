@@ -197,6 +197,8 @@ class ControlDone(Message):
     pause_mode: PauseMode
     error: Text = ""
     """Why an adapter cannot be used."""
+    code: ErrorCode = ErrorCode.INVALID
+    """Of this error."""
 
 
 class KVEventsTaken(Message):

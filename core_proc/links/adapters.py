@@ -6,23 +6,29 @@ loaded yet, is queued as WAITING_FOR_ADAPTER and keeps its place; all others are
 
 * A turn begins, in the order in which adapters asked for one, as soon as there is room. It ends
   when another adapter waits and the last request of the turn has ended.
-* While another adapter waits, a turn takes at most as many further requests as fit in a step. Those
-  behind them wait for the adapter's next turn. So every adapter gets its turn, however many
-  requests come for the others.
+* While another adapter waits, a turn takes at most as many further requests as fit in a step, in
+  the order of the scheduling policy. All others wait for the adapter's next turn, also those that
+  came before another adapter waited. So every adapter gets its turn, however many requests there
+  are for the others.
 * Workers hold at most `max_cpu_loras` adapters. The one that was not used for the longest time
   makes room; one with a turn never does.
 
-A lost worker takes its adapters along: their requests wait until its successor has loaded them.
+A lost worker takes its adapters along: their requests wait until its successor has loaded them. An
+adapter that it was loading when it died may be the cause: recovery/adapter_trials.py. While such a
+suspect is loaded, nothing else is computed (`holds_steps`).
 Clients may ask for a load without a request (`load`), to learn whether the adapter can be used. If
 all places are taken by turns, it is only checked.
 """
 
 import enum
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from core_proc.links.owners import Client
+from core_proc.policy import Key
+from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.adapters import Adapter
@@ -36,8 +42,12 @@ MAX_SENT = 4
 MAX_ASKED = 64
 """Loads without a request that are not answered yet; further ones are refused."""
 
-Done = Callable[[Client, int, str], None]
-"""Takes a client, the number of its control, and what is wrong, or nothing."""
+KILLS_WORKERS = "its load has killed workers; it is refused for ten minutes"
+
+Done = Callable[[Client, int, str, ErrorCode], None]
+"""Takes a client, the number of its control, and what is wrong, or nothing, with its code."""
+_Row = tuple[Key, int, Request]
+"""A request behind its place in the order of the policy, and its id."""
 
 
 class Place(enum.Enum):
@@ -62,8 +72,10 @@ class _Entry:
     """Requests that its turn still takes while another adapter waits."""
     taken: set[Request] = field(default_factory=set)
     """Requests of its turn. Some of them may have ended."""
-    waiting: deque[Request] = field(default_factory=deque)
-    """Requests for its next turn. Some of them may have ended."""
+    waiting: list[_Row] = field(default_factory=list)
+    """Requests for its next turn: a heap. Some of them may have ended."""
+    is_cut: bool = False
+    """Another adapter waits, and what its turn may not take any more waits for the next one."""
     askers: list[tuple[Client, int]] = field(default_factory=list)
     used_at: int = 0
     is_unwanted: bool = False
@@ -71,11 +83,17 @@ class _Entry:
 
     def forget_ended(self) -> None:
         self.taken = {request for request in self.taken if not request.is_finished}
-        self.waiting = deque(request for request in self.waiting if not request.is_finished)
+        if any(request.is_finished for _, _, request in self.waiting):
+            self.waiting = [row for row in self.waiting if not row[2].is_finished]
+            heapq.heapify(self.waiting)
 
     @property
     def is_idle(self) -> bool:
         return not (self.taken or self.waiting or self.askers)
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.taken or self.askers)
 
 
 class Adapters:
@@ -90,6 +108,7 @@ class Adapters:
         self._num_kept = num_kept
         self._num_taken = num_taken
         self._done = done
+        self._trials = AdapterTrials()
         self._entries: dict[int, _Entry] = {}
         self._with_turn: list[_Entry] = []
         self._queue: deque[_Entry] = deque()
@@ -98,6 +117,8 @@ class Adapters:
         self._num_ended = 0
         self._has_news = False
         """Something has changed since the last `take_messages`."""
+        self._awaits_quiet = False
+        """A suspect is loaded once the workers do nothing else."""
 
     def add(self, request: Request, adapter: Adapter) -> None:
         """Take a queued request with an adapter; it waits until that is loaded and has a turn."""
@@ -107,7 +128,7 @@ class Adapters:
             entry.num_left -= bool(self._queue)
             entry.taken.add(request)
         else:
-            entry.waiting.append(request)
+            self._put_waiting(entry, request)
             self._ask_for_turn(entry)
         self.holds(request)
         self._has_news = True
@@ -122,9 +143,15 @@ class Adapters:
         entry.used_at = self._uses
         return entry
 
+    def _put_waiting(self, entry: _Entry, request: Request) -> None:
+        row = self._scheduler.policy.order(request), request.req_id, request
+        heapq.heappush(entry.waiting, row)
+
     def _ask_for_turn(self, entry: _Entry) -> None:
         if not entry.has_turn and entry not in self._queue:
             self._queue.append(entry)
+            for other in self._with_turn:
+                self._cut(other)
 
     def holds(self, request: Request) -> bool:
         """Keep a request from being admitted if its adapter is not ready; returns whether it is."""
@@ -139,20 +166,28 @@ class Adapters:
     def waits_for_others(self, request: Request) -> bool:
         """Return whether a request gets its turn only after requests of other adapters end."""
         entry = self._entries.get(request.adapter_id)
-        if entry is None or request not in entry.waiting:
+        if entry is None or request in entry.taken or request.is_finished:
             return False
         busy = [e for e in self._with_turn if any(not r.is_finished for r in e.taken)]
         return entry.has_turn or len(busy) >= self._max_loras
 
-    def load(self, client: Client, number: int, adapter: Adapter) -> None:
+    def refuses(self, adapter: Adapter, now: float) -> bool:
+        """Return whether the load of an adapter has killed workers recently."""
+        return self._trials.refuses(adapter.adapter_id, now)
+
+    def load(self, client: Client, number: int, adapter: Adapter, now: float) -> None:
         """Load or check an adapter without a request; the answer is passed to `done`."""
+        if self.refuses(adapter, now):
+            self._done(client, number, KILLS_WORKERS, ErrorCode.QUARANTINED)
+            return
         if sum(len(entry.askers) for entry in self._entries.values()) >= MAX_ASKED:
-            self._done(client, number, f"{MAX_ASKED} adapters are being loaded already")
+            text = f"{MAX_ASKED} adapters are being loaded already"
+            self._done(client, number, text, ErrorCode.OVERLOADED)
             return
         entry = self._entry(adapter)
         entry.is_unwanted = False
         if entry.place is Place.READY:
-            self._done(client, number, "")
+            self._done(client, number, "", ErrorCode.INVALID)
             return
         entry.askers.append((client, number))
         self._has_news = True
@@ -169,18 +204,29 @@ class Adapters:
         for entry in self._entries.values():
             entry.askers = [asker for asker in entry.askers if asker[0] != client]
 
-    def take_messages(self) -> tuple[list[LoadAdapter | UnloadAdapter], list[Request]]:
-        """Return what the workers are to be sent now, and requests that may be admitted now."""
+    @property
+    def holds_steps(self) -> bool:
+        """Whether nothing may be computed now, as a suspect is or will be loaded."""
+        return self._awaits_quiet or bool(self._trials.on_trial)
+
+    def take_messages(
+        self, *, is_searching: bool = False
+    ) -> tuple[list[LoadAdapter | UnloadAdapter], list[Request]]:
+        """Return what the workers are to be sent now, and requests that may be admitted now.
+
+        `is_searching`: a request that kills workers is searched for. Meanwhile all adapters are
+        loaded like suspects, so that only one of the two can be the cause of a death.
+        """
         num_ended = self._scheduler.num_ended
         has_ended, self._num_ended = num_ended != self._num_ended, num_ended
         is_awaited = bool(self._queue) or any(e.is_unwanted for e in self._entries.values())
-        if not self._has_news and not (has_ended and is_awaited):
+        if not self._has_news and not (has_ended and is_awaited) and not self._awaits_quiet:
             return [], []
         self._has_news = False
         for entry in self._entries.values():
             entry.forget_ended()
         unblocked = self._pass_turns()
-        messages = [*self._unload_unwanted(), *self._load_needed()]
+        messages = [*self._unload_unwanted(), *self._load_needed(is_searching=is_searching)]
         self._entries = {
             adapter_id: entry
             for adapter_id, entry in self._entries.items()
@@ -200,14 +246,31 @@ class Adapters:
         while self._queue and len(self._with_turn) < self._max_loras:
             entry = self._queue.popleft()
             entry.has_turn, entry.num_left = True, self._num_taken
+            entry.is_cut = True  # it has taken nothing yet
             self._with_turn.append(entry)
         return [request for entry in self._with_turn for request in self._take_waiting(entry)]
 
+    def _cut(self, entry: _Entry) -> None:
+        """Let a turn end after some further requests, once another adapter waits."""
+        if entry.is_cut:
+            return
+        entry.is_cut = True
+        order = self._scheduler.policy.order
+        others = [request for request in entry.taken if not _has_begun(request)]
+        others.sort(key=lambda request: (order(request), request.req_id))
+        for request in others[entry.num_left :]:
+            entry.taken.remove(request)
+            self._put_waiting(entry, request)
+            self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
+        entry.num_left -= len(others[: entry.num_left])
+
     def _take_waiting(self, entry: _Entry) -> Iterable[Request]:
         """Let requests join the turn of their adapter; yields those that may be admitted now."""
+        if not self._queue:
+            entry.is_cut, entry.num_left = False, self._num_taken
         while entry.waiting and (not self._queue or entry.num_left > 0):
             entry.num_left -= bool(self._queue)
-            request = entry.waiting.popleft()
+            _, _, request = heapq.heappop(entry.waiting)
             entry.taken.add(request)
             if entry.place is Place.READY and self._release(request):
                 yield request
@@ -231,29 +294,49 @@ class Adapters:
             self._with_turn.remove(entry)
         return UnloadAdapter(entry.adapter.adapter_id)
 
-    def _load_needed(self) -> Iterable[LoadAdapter | UnloadAdapter]:
+    def _load_needed(self, *, is_searching: bool) -> Iterable[LoadAdapter | UnloadAdapter]:
         """Yield loads of adapters that have a turn, or are asked for, as far as there is room."""
-        for entry in self._entries.values():
-            is_needed = bool(entry.taken) or bool(entry.askers)
-            if entry.place is not Place.NOWHERE or not is_needed:
-                continue
+        needed = [e for e in self._entries.values() if e.place is Place.NOWHERE and e.is_needed]
+        suspects = [e for e in needed if self._trials.is_suspect(e.adapter.adapter_id)]
+        is_alone = bool(suspects) or (is_searching and bool(needed))
+        self._awaits_quiet = is_alone and self._is_busy
+        if self._trials.on_trial or self._awaits_quiet:
+            return
+        for entry in suspects or needed:
             places = [e.place for e in self._entries.values()]
-            if places.count(Place.LOADED) + places.count(Place.CHECKED) >= MAX_SENT:
+            num_sent = places.count(Place.LOADED) + places.count(Place.CHECKED)
+            if num_sent >= (1 if is_alone else MAX_SENT):
                 return
-            held = [e for e in self._entries.values() if e.place in (Place.LOADED, Place.READY)]
-            if len(held) >= self._num_kept:
-                # One whose requests wait for its next turn makes room, too, if no other can.
-                unused = [e for e in held if e.place is Place.READY and not e.taken]
-                if unused:
-                    yield self._drop(min(unused, key=lambda e: (bool(e.waiting), e.used_at)))
-                elif entry.taken:
-                    continue  # what is being loaded for an asker will be idle
-                else:
-                    entry.place = Place.CHECKED
-                    yield LoadAdapter(entry.adapter, keeps=False)
-                    continue
-            entry.place = Place.LOADED
-            yield LoadAdapter(entry.adapter)
+            messages = self._load(entry)
+            if is_alone and messages:
+                self._trials.begin(entry.adapter.adapter_id)
+            yield from messages
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the workers compute or load something."""
+        places = (entry.place for entry in self._entries.values())
+        return bool(self._scheduler.in_flight) or any(
+            place in (Place.LOADED, Place.CHECKED) for place in places
+        )
+
+    def _load(self, entry: _Entry) -> list[LoadAdapter | UnloadAdapter]:
+        """Return what loads or checks an adapter, if it can be done now."""
+        messages: list[LoadAdapter | UnloadAdapter] = []
+        held = [e for e in self._entries.values() if e.place in (Place.LOADED, Place.READY)]
+        if len(held) >= self._num_kept:
+            # One whose requests wait for its next turn makes room, too, if no other can.
+            unused = [e for e in held if e.place is Place.READY and not e.taken]
+            if unused:
+                unused_first = min(unused, key=lambda e: (bool(e.waiting), e.used_at))
+                messages.append(self._drop(unused_first))
+            elif entry.taken:
+                return []  # what is being loaded for an asker will be idle
+            else:
+                entry.place = Place.CHECKED
+                return [LoadAdapter(entry.adapter, keeps=False)]
+        entry.place = Place.LOADED
+        return [*messages, LoadAdapter(entry.adapter)]
 
     def loaded(self, message: AdapterLoaded) -> list[Request]:
         """Take the workers' answer; returns requests that may be admitted now."""
@@ -261,24 +344,47 @@ class Adapters:
         if entry is None or entry.place not in (Place.CHECKED, Place.LOADED):
             return []
         self._has_news = True
+        self._trials.answered(message.adapter_id)
         is_kept = entry.place is Place.LOADED and not message.error
         entry.place = Place.READY if is_kept else Place.NOWHERE
-        askers, entry.askers = entry.askers, []
-        for client, number in askers:
-            self._done(client, number, message.error)
-        if message.error:
-            text = f"adapter {entry.adapter.name!r}: {message.error}"
-            for request in (*entry.taken, *entry.waiting):
-                self._scheduler.fail_request(request.req_id, text, ErrorCode.INVALID, ADAPTER_PARAM)
+        self._answer(entry, message.error)
         if not is_kept:
             return []
         return [request for request in entry.taken if self._release(request)]
 
+    def _answer(self, entry: _Entry, error: str, code: ErrorCode = ErrorCode.INVALID) -> None:
+        """Answer the clients that have asked for a load; with an error its requests fail, too."""
+        askers, entry.askers = entry.askers, []
+        for client, number in askers:
+            self._done(client, number, error, code)
+        if error:
+            text = f"adapter {entry.adapter.name!r}: {error}"
+            for request in (*entry.taken, *(row[2] for row in entry.waiting)):
+                self._scheduler.fail_request(request.req_id, text, code, ADAPTER_PARAM)
+
+    def attribute_crash(self, now: float) -> None:
+        """Take note that the workers lost last died of a fault, perhaps that of a load."""
+        entry = self._entries.get(self._trials.attribute_crash(now))
+        if entry is not None:
+            self._answer(entry, KILLS_WORKERS, ErrorCode.QUARANTINED)
+        self._has_news = True
+
     def workers_lost(self) -> None:
         """Let all requests with an adapter wait until the next workers have loaded it."""
         self._has_news = True
+        self._awaits_quiet = False
+        self._trials.workers_lost(
+            entry.adapter.adapter_id
+            for entry in self._entries.values()
+            if entry.place in (Place.CHECKED, Place.LOADED)
+        )
         for entry in self._entries.values():
             entry.forget_ended()
             entry.place = Place.NOWHERE
             for request in entry.taken:
                 self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
+
+
+def _has_begun(request: Request) -> bool:
+    is_over = request.is_finished
+    return is_over or request.status is RequestStatus.RUNNING or request.has_begun()

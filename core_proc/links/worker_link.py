@@ -196,13 +196,13 @@ class WorkerLink:
         if peer is not None:
             self.reap([peer])
         if death.epoch in self._unexplained:
-            self._explain_loss(is_fault=death.cause in FAULTS and death.step_id is not None)
+            self._explain_loss(is_fault=death.cause in FAULTS, in_step=death.step_id is not None)
 
-    def _explain_loss(self, *, is_fault: bool) -> None:
+    def _explain_loss(self, *, is_fault: bool, in_step: bool = True) -> None:
         """The cause of the last loss is known; of several causes the first counts."""
         is_first, self._unexplained = bool(self._unexplained), set()
         if is_first and is_fault:
-            self._engine.attribute_crash()
+            self._engine.attribute_crash(in_step=in_step)
 
     def on_core_death(self, death: Death, marks: CoreMarks | None) -> None:
         """Take over the marks of the last core; those of a core before it do not count."""

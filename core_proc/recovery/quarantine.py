@@ -117,6 +117,10 @@ class Quarantine:
         """Whether this is the quarantine's own request, which has no client."""
         return request.req_id == self._canary_id
 
+    @property
+    def is_searching(self) -> bool:
+        return self._stage is not Stage.QUIET
+
     def workers_lost(self) -> None:
         """Note the running requests; they are about to be taken back."""
         self._ran = list(self._scheduler.running) if self._scheduler.in_flight else []

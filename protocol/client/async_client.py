@@ -282,9 +282,12 @@ class AsyncEngineClient:
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
         """Have the workers load an adapter, or check it where they have no room; errors as `pause`.
 
-        Returns what is wrong with it; empty: requests can use it.
+        Returns what is wrong with it; empty: requests can use it. RequestFailed: it was not tried,
+        as too many are being loaded, or its load has killed workers.
         """
         done = await self._ask(timeout_s, ControlAction.LOAD_ADAPTER, adapter=adapter)
+        if done.error and done.code is not ErrorCode.INVALID:
+            raise failure_of(RequestError(done.code, done.error))
         return done.error or ("" if done.ok else "the engine is starting")
 
     async def unload_adapter(

@@ -1,9 +1,11 @@
 """Requests with an adapter wait until it is loaded and has its turn, and keep their places."""
 
+import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
 from core_proc.links.adapters import MAX_ASKED
+from core_proc.recovery.adapter_trials import REFUSED_FOR_S
 from core_proc.recovery.quarantine import Stage, fingerprint
 from protocol.adapters import Adapter
 from protocol.api_core import (
@@ -19,6 +21,7 @@ from protocol.core_worker import (
     AdapterLoaded,
     GrammarCompiled,
     LoadAdapter,
+    ModelRunnerOutput,
     SchedulerOutput,
     UnloadAdapter,
 )
@@ -128,8 +131,30 @@ def test_an_adapter_gets_its_turn_however_many_requests_come_for_another() -> No
         if (step := engine.schedule()) is not None:
             begun += [new.adapter_id for new in step.scheduled_new_reqs]
             engine.update(answer(engine, step))
-    assert begun.index(B.adapter_id) == 5, "four more requests of A are taken"
+    assert begun.index(B.adapter_id) == 4, "four requests of A are taken"
     assert A.adapter_id in begun[6:], "it gets another turn"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_turn_leaves_its_backlog_to_the_next_one_once_another_adapter_waits(policy: str) -> None:
+    """Also requests that came before; what the policy puts first is in the turn."""
+    engine = make_engine(max_num_seqs=4, scheduling_policy=policy)
+    for request_id in range(1, 21):
+        request = adapted(request_id, A, max_tokens=4)
+        engine.add(CLIENT, msgspec.structs.replace(request, priority=-request_id))
+    load_all(engine)
+    step: SchedulerOutput | None = scheduled(engine)
+    first = list(range(1, 21)) if policy == "fcfs" else list(range(20, 0, -1))
+    assert names(step) == first[:4]
+    engine.add(CLIENT, adapted(21, B, max_tokens=4))
+    begun: list[int] = []
+    while step is not None:
+        engine.update(answer(engine, step))
+        load_all(engine)
+        step = engine.schedule()
+        begun += names(step)
+    assert not engine.has_unfinished
+    assert begun == [*first[4:8], 21, *first[8:]], "it gets its turn after four more requests"
 
 
 def test_adapters_that_are_not_used_make_room_and_the_oldest_first() -> None:
@@ -220,6 +245,100 @@ def test_a_suspect_that_waits_for_its_turn_holds_nothing_back(max_loras: int) ->
     raise AssertionError("requests wait for each other")
 
 
+def die(engine: EngineCore, *, in_step: bool = False) -> None:
+    """Let the workers die of a fault; others take their place."""
+    engine.lose_workers()
+    engine.attribute_crash(in_step=in_step)
+    engine.adopt_workers(FACTS)
+
+
+def refusals(engine: EngineCore) -> dict[int, ErrorCode]:
+    mail = [message for _, message in engine.take_mail() if isinstance(message, Refused)]
+    return {message.request_id: message.error.code for message in mail}
+
+
+def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> None:
+    """The first death leaves two suspects, each of which is loaded alone then."""
+    engine = make_engine(max_loras=2)
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, adapted(2, B))
+    engine.add(CLIENT, add(3))
+    engine.control(CLIENT, control(4, B))
+    assert engine.take_adapters() == [LoadAdapter(A), LoadAdapter(B)]
+    scheduled(engine)
+    die(engine)
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    assert engine.schedule() is None, "a death is that of the load"
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    assert names(scheduled(engine)) == [1, 3]
+    assert engine.take_adapters() == [], "a step is in flight"
+    assert engine.schedule() is None
+    engine.update(answer_oldest(engine))
+    assert engine.take_adapters() == [LoadAdapter(B)]
+    assert engine.schedule() is None
+    assert refusals(engine) == {}
+    die(engine)
+    mail = engine.take_mail()
+    [refused] = [message for _, message in mail if isinstance(message, Refused)]
+    assert (refused.request_id, refused.error.code) == (2, ErrorCode.QUARANTINED)
+    assert "adapter 'b': its load has killed workers" in refused.error.message
+    [answered] = [message for _, message in mail if isinstance(message, ControlDone)]
+    assert (answered.number, answered.code) == (4, ErrorCode.QUARANTINED)
+    assert engine.take_adapters() == [LoadAdapter(A)], "as always: it is not a suspect"
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    assert names(scheduled(engine)) == [1, 3]
+    refused_now = engine.add(CLIENT, adapted(5, B))
+    assert refused_now is not None
+    assert refused_now.error.code is ErrorCode.QUARANTINED
+    engine.now += REFUSED_FOR_S
+    assert engine.add(CLIENT, adapted(6, B)) is None
+    assert engine.take_adapters() == [LoadAdapter(B)]
+
+
+def answer_oldest(engine: EngineCore) -> ModelRunnerOutput:
+    assert engine.running is not None
+    step_id, sampling = engine.running.scheduler.in_flight[0]
+    return ModelRunnerOutput(step_id, [7] * len(sampling))
+
+
+def test_a_signal_from_outside_during_a_load_makes_no_suspect() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, add(2))
+    for _ in range(5):
+        assert engine.take_adapters() == [LoadAdapter(A)]
+        assert names(scheduled(engine)) == [2]
+        engine.lose_workers()
+        engine.adopt_workers(FACTS)
+    load_all(engine)
+    assert names(scheduled(engine)) == [1, 2]
+
+
+def test_a_request_and_not_the_adapter_that_was_loaded_meanwhile_is_found() -> None:
+    """While the request is searched for, nothing is computed during a load."""
+    engine = make_engine()
+    engine.add(CLIENT, add(1, prompt=[6, 6, 6]))
+    engine.add(CLIENT, adapted(2, A))
+    deaths = 0
+    for _ in range(200):
+        messages = engine.take_adapters()
+        step = engine.schedule()
+        if step is not None and 1 in names(step):
+            deaths += 1
+            die(engine, in_step=True)
+            continue
+        for message in messages:
+            if isinstance(message, LoadAdapter):
+                engine.adapter_loaded(AdapterLoaded(message.adapter.adapter_id))
+        if step is not None:
+            engine.update(answer(engine, step))
+        if not engine.has_unfinished:
+            break
+    assert refusals(engine) == {1: ErrorCode.QUARANTINED}
+    assert deaths <= 4
+    assert not engine.has_unfinished
+
+
 def done(engine: EngineCore) -> list[tuple[int, bool, str]]:
     mail = [message for _, message in engine.take_mail() if isinstance(message, ControlDone)]
     return [(message.number, message.ok, message.error) for message in mail]
@@ -291,8 +410,8 @@ def test_loads_without_requests_are_bounded_and_forgotten_with_their_client() ->
     for number in range(MAX_ASKED + 1):
         digest = number.to_bytes(2, "little") * 16
         engine.control(CLIENT, control(number, Adapter("x", "/x", digest)))
-    [(number, ok, _)] = done(engine)
-    assert (number, ok) == (MAX_ASKED, False)
+    [refused] = [message for _, message in engine.take_mail() if isinstance(message, ControlDone)]
+    assert (refused.number, refused.ok, refused.code) == (MAX_ASKED, False, ErrorCode.OVERLOADED)
     engine.drop_client(CLIENT)
     engine.control(CLIENT, control(99, D))
     for _ in range(3):

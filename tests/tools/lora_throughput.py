@@ -2,7 +2,7 @@
 
 A batch of 32 requests decodes in one process, in turn without adapters and with 8, each of which
 has 4 of the requests. The adapters are random, and change all projections. Beside other programs,
-the share of processor time says more than that of wall time.
+compare the share of processor time, not that of wall time.
 """
 
 import argparse
