@@ -21,7 +21,7 @@ ALLOWED = {
     "core_proc": {"core_proc", "protocol", "msgspec", "zmq"},
     "worker_proc": {
         *{"worker_proc", "protocol", "msgspec", "zmq", "torch", "transformers"},
-        *{"safetensors", "numpy", "llguidance", "triton"},
+        *{"safetensors", "numpy", "llguidance", "triton", "gguf"},
     },
 }
 PRODUCT = [*ALLOWED, "scripts"]

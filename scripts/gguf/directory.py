@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gguf.cache import is_complete, make_room, place_of
-from scripts.gguf.tokenizer import TokenizerFiles
+from scripts.gguf.tokenizer import TOKENS, TokenizerFiles
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of, make_config
 from worker_proc.gguf.header import Header
@@ -22,7 +22,7 @@ from worker_proc.gguf.types import TensorType
 from worker_proc.quantization.gguf import LINK, file_state
 from worker_proc.quantization.scheme import KEY
 
-_PLAIN_NAMES = {
+_PLAIN_NAMES: dict[int, str] = {
     TensorType.F32: "float32",
     TensorType.F16: "float16",
     TensorType.BF16: "bfloat16",
@@ -66,7 +66,9 @@ def _write(directory: Path, file: MappedFile, *, needs_tokenizer: bool) -> None:
         inner = draft / directory.name
         inner.mkdir()
         _dump(inner / "config.json", config | _stored_as(file.header))
-        _dump(inner / "generation_config.json", _generation_config(file.header))
+        _dump(
+            inner / "generation_config.json", _generation_config(file.header, config["vocab_size"])
+        )
         if needs_tokenizer:
             TokenizerFiles(file.header).write(inner)
         (inner / LINK).symlink_to(file.header.path.absolute())
@@ -82,21 +84,27 @@ def _write(directory: Path, file: MappedFile, *, needs_tokenizer: bool) -> None:
 def _stored_as(header: Header) -> dict[str, Any]:
     """Return what config.json states of how weights are stored."""
     matrices = [entry for entry in header.tensors.values() if len(entry.shape) > 1]
-    types = [TensorType(entry.type) for entry in matrices]
-    has_codes = not all(type.is_plain for type in types)
+    types = {entry.type for entry in matrices}
+    has_codes = not types <= set(_PLAIN_NAMES)
     dtype = "bfloat16" if has_codes else _PLAIN_NAMES[max(types, default=TensorType.F32)]
     return {"dtype": dtype, KEY: file_state(header.path)}
 
 
-def _generation_config(header: Header) -> dict[str, Any]:
+def _generation_config(header: Header, num_embeddings: int) -> dict[str, Any]:
     """Return the tokens that end an answer, and the parameters that the model's authors chose."""
     metadata = header.metadata
+    num_tokens = len(metadata.get(TOKENS, ()))
+    if num_tokens > num_embeddings:
+        raise CheckpointError(
+            f"{header.path}: {TOKENS} has {num_tokens} tokens, and token_embd.weight has only"
+            f" {num_embeddings} rows"
+        )
     stated = {
         name: convert(metadata[f"general.sampling.{key}"])
         for key, (name, convert) in _SAMPLING.items()
         if isinstance(metadata.get(f"general.sampling.{key}"), int | float)
     }
-    ends = TokenizerFiles(header).end_ids() if "tokenizer.ggml.tokens" in metadata else []
+    ends = TokenizerFiles(header).end_ids() if num_tokens else []
     return stated | ({"eos_token_id": ends} if ends else {})
 
 

@@ -70,11 +70,12 @@ def write_gguf(
     types: Callable[[str], Type | None] = lambda name: None,
     vocabulary: Vocabulary | None = None,
     keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[Path, Path]:
     """Return a file, and a plain checkpoint in float32 with the values of its blocks.
 
     `types` returns that of a tensor, by its name in the file, where it is not `type`; norms are
-    plain. `keys` are further ones of the architecture.
+    plain. `keys` and `tensors` are further ones, which the checkpoint has in config.json.
     """
     reference = directory / "reference"
     build_checkpoint(reference, config)
@@ -95,6 +96,8 @@ def write_gguf(
         writer.add_tensor(name, blocks, raw_dtype=own)
         for source, value in zip(sources, values if "_exps" in name else [values], strict=True):
             weights[source] = _from_file(source, torch.from_numpy(value), config)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -213,7 +216,7 @@ def _permuted_heads(name: str, config: PretrainedConfig) -> int | None:
 
 def _encode(values: np.ndarray, type: Type) -> tuple[np.ndarray, np.ndarray]:
     """Return what is stored of a tensor, and the values that it stands for."""
-    if type in (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q3_K):
+    if type in (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q3_K, Type.IQ4_XS):
         stored = random_blocks(values.shape, type)
     else:
         stored = gguf.quants.quantize(values, type)

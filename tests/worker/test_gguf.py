@@ -4,14 +4,18 @@ The reference of a file is a plain checkpoint with the weights that the `gguf` p
 blocks.
 """
 
+import contextlib
 import json
+import random
 import struct
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -32,6 +36,7 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from scripts.gguf.cache import MAX_DIRECTORIES, find_directory
@@ -51,7 +56,7 @@ from tests.worker.test_parity import (
     make_runner,
 )
 from tests.worker.test_quantization import product
-from worker_proc.errors import CheckpointError
+from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.files import GgufFiles
 from worker_proc.gguf.header import read_header
@@ -248,6 +253,50 @@ def test_scaled_frequencies_are_read(
     assert config["rope_parameters"].items() >= expected.items()
 
 
+LLAMA3_ROPE = {
+    **{"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+}
+
+
+def test_frequencies_of_llama_3_are_those_of_the_file(tmp_path: Path) -> None:
+    """A file has by what each frequency is divided; the parameters follow from these numbers."""
+    config = LlamaConfig(**WIDE | {"head_dim": 128}, rope_parameters=LLAMA3_ROPE)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 128, 2).float() / 128)
+    factors = {"rope_freqs.weight": (plain / scaled).numpy()}
+    path, _ = write_gguf(tmp_path, config, Type.F16, tensors=factors)
+    made = json.loads((make_directory(path) / "config.json").read_text())
+    assert made["rope_parameters"] == pytest.approx(LLAMA3_ROPE)
+    other = tmp_path / "other"
+    factors["rope_freqs.weight"][40] *= 2
+    path, _ = write_gguf(other, config, Type.F16, tensors=factors)
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs.weight has other factors"):
+        make_directory(path)
+
+
+def test_factors_of_phi_3_are_those_of_the_file(tmp_path: Path) -> None:
+    size = WIDE["head_dim"] // 2
+    rope = {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+        **{"long_factor": [1.0 + n for n in range(size)], "short_factor": [1.5] * size},
+    }
+    config = Phi3Config(**WIDE, original_max_position_embeddings=64, rope_parameters=rope)
+    path, _ = write_gguf(
+        tmp_path,
+        config,
+        Type.F16,
+        keys={"rope.scaling.original_context_length": 64},
+        tensors={
+            f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], dtype=np.float32)
+            for name in ("long", "short")
+        },
+    )
+    made = json.loads((make_directory(path) / "config.json").read_text())
+    assert made["rope_parameters"].items() >= rope.items()
+    assert made["original_max_position_embeddings"] == 64
+
+
 def test_a_directory_is_made_once_for_each_file(tmp_path: Path, cache: Path) -> None:
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q8_0)
     directory = make_directory(path)
@@ -337,9 +386,52 @@ def test_a_header_cut_at_any_byte_is_refused(content: bytes, tmp_path: Path) -> 
             read_header(path)
 
 
-def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
+@needs_kernels
+@pytest.mark.parametrize("type", [Type.Q3_K, Type.IQ4_XS])
+def test_other_types_are_dequantized(
+    type: Type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, reference = write_gguf(
+        tmp_path, LlamaConfig(**WIDE), Type.Q8_0, types=lambda name: type if "ffn" in name else None
+    )
+    prompts = make_prompts()[:3]
+    with caplog.at_level("INFO"):
+        runner = make_runner(make_directory(path), ROOMY)
+    text = "6 weights are dequantized to float32: no kernel reads its codes"
+    assert f"gguf {type.name}: {text}" in caplog.text
+    assert drive(runner, prompts, GREEDY).output_token_ids == expect(reference, prompts, MAX_TOKENS)
+
+
+def test_other_types_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q3_K)
-    with pytest.raises(ValueError, match="is stored as Q3_K; supported: F32, F16, "):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"is stored as Q3_K; .*pip install 'troika\[gguf\]'$"):
+        make_directory(path)
+
+
+def test_unknown_types_are_refused(tmp_path: Path, content: bytes) -> None:
+    name = b"blk.0.attn_v.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8
+    path = tmp_path / "unknown.gguf"
+    path.write_bytes(changed(place, struct.pack("<I", 99), content))
+    with pytest.raises(ValueError, match=r"attn_v.weight is stored as type 99; supported: F32, "):
+        make_directory(path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_header_with_random_bytes_is_read_or_refused(
+    seed: int, content: bytes, tmp_path: Path
+) -> None:
+    """Nothing but a sentence ends the reading."""
+    path = tmp_path / "random.gguf"
+    path.write_bytes(content)
+    end = read_header(path).num_bytes
+    generator = random.Random(seed)
+    damaged = bytearray(content)
+    for _ in range(3):
+        damaged[generator.randrange(24, end)] = generator.choice((0, 1, 4, 127, 128, 255))
+    path.write_bytes(damaged)
+    with contextlib.suppress(CheckpointError, UnsupportedModel):
         make_directory(path)
 
 

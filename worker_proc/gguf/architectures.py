@@ -83,9 +83,9 @@ def architecture_of(file: MappedFile) -> Architecture:
 
 def head_size(metadata: Metadata) -> int:
     """Return the values of a head, of which keys and values must have as many."""
-    heads = max(metadata.integer("attention.head_count"), 1)
+    heads = metadata.integer("attention.head_count")
     default = metadata.integer("embedding_length") // heads
-    size = metadata.integer("attention.key_length", default)
+    size = metadata.integer("attention.key_length", max(default, 1))
     if metadata.integer("attention.value_length", size) != size:
         raise metadata.unsupported("attention.value_length", f"{size}, as key_length")
     return size
@@ -206,9 +206,9 @@ def _phi3(metadata: Metadata, file: MappedFile) -> Config:
     size = head_size(metadata)
     rope = rope_parameters(metadata, file)
     rotated = metadata.integer("rope.dimension_count", size)
-    rope["partial_rotary_factor"] = rotated / max(size, 1)
+    rope["partial_rotary_factor"] = rotated / size
     length = metadata.integer("context_length")
-    window = metadata.integer("attention.sliding_window", 0)
+    window = metadata.integer("attention.sliding_window", 0, least=0)
     return {
         "rope_parameters": rope,
         "original_max_position_embeddings": rope.get("original_max_position_embeddings", length),

@@ -14,7 +14,7 @@ from worker_proc.gguf.architectures import architecture_of
 from worker_proc.gguf.blocks import code_kind
 from worker_proc.gguf.mapped import MappedFile
 from worker_proc.gguf.names import NamedTensor, named_tensors
-from worker_proc.gguf.types import TensorType
+from worker_proc.gguf.types import READ, TensorType, type_name
 from worker_proc.quantization.files import StoredExperts
 from worker_proc.quantization.gguf import METHOD, check_unchanged
 from worker_proc.quantization.headers import StoredTensor
@@ -53,9 +53,12 @@ class _PlainSlice:
 
     def __getitem__(self, _: object) -> torch.Tensor:
         tensor = self._tensor
-        values = self._file.read_plain(tensor.entry.name)
-        if tensor.matrix is not None:
-            values = values[tensor.matrix]
+        name, matrix = tensor.entry.name, tensor.matrix
+        if tensor.entry.type not in READ:
+            values = self._file.dequantize(name, matrix or 0)
+        else:
+            values = self._file.read_plain(name)
+            values = values if matrix is None else values[matrix]
         if tensor.order is not None:
             values = values[tensor.order]
         return values - tensor.offset if tensor.offset else values
@@ -92,14 +95,22 @@ class GgufFiles:
 
     def _add(self, tensor: NamedTensor) -> None:
         name, path = tensor.name, self._file.header.path
-        type = TensorType(tensor.entry.type)
-        if type.is_plain:
+        number = tensor.entry.type
+        is_matrix = len(tensor.shape) == 2 and name.endswith(".weight")
+        if number not in READ and is_matrix:
+            layer, kind = name.removesuffix(".weight"), type_name(number)
+            self.report.add(layer, kind, "no kernel reads its codes")
+            self.plain[name] = StoredTensor(path.name, "F32", tensor.shape)
+            self._named[name] = tensor
+            return
+        type = TensorType(number) if number in READ else None
+        if type is not None and type.is_plain:
             self.plain[name] = StoredTensor(path.name, _DTYPE_NAMES[type], tensor.shape)
             self._named[name] = tensor
             return
-        if len(tensor.shape) != 2 or not name.endswith(".weight"):
+        if type is None or not is_matrix:
             raise CheckpointError(
-                f"{path}: {tensor.entry.name} is stored as {type.name}, and only matrices of"
-                " weights can be"
+                f"{path}: {tensor.entry.name} is stored as {type_name(number)}, and only matrices"
+                " of weights can be"
             )
         self.weights[name] = BlocksWeight(self._file, tensor, code_kind(type), self.report)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.types import READ, TensorType, type_name
+from worker_proc.gguf.further_types import further_block, why_not_dequantized
+from worker_proc.gguf.types import READ, Block, TensorType, type_name
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -20,7 +21,7 @@ _MAX_HEADER_BYTES = 256 << 20
 """Before the data: vocabularies have a few MB."""
 _MAX_KEYS, _MAX_TENSORS = 65_536, 1 << 20
 _MAX_DIMENSIONS = 4
-_MAX_ALIGNMENT = 1 << 20
+_ALIGNMENTS = [1 << bits for bits in range(3, 21)]
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -59,12 +60,12 @@ class Header(NamedTuple):
     def check_types(self) -> None:
         """Raise UnsupportedModel for a tensor of a type that is not read."""
         for entry in self.tensors.values():
-            if entry.type not in READ:
-                known = ", ".join(one.name for one in TensorType)
-                raise UnsupportedModel(
-                    f"{self.path}: {entry.name} is stored as {type_name(entry.type)};"
-                    f" supported: {known}"
-                )
+            if entry.type in READ:
+                continue
+            reason = why_not_dequantized(entry.type)
+            if reason:
+                raise UnsupportedModel(f"{self.path}: {entry.name[:100]} {reason}")
+            check_place(self.path, entry, further_block(entry.type))
 
 
 def read_header(path: Path) -> Header:
@@ -74,6 +75,22 @@ def read_header(path: Path) -> Header:
             return _Reader(path, file).header()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def check_place(path: Path, entry: TensorEntry, block: Block) -> None:
+    """Raise CheckpointError unless a tensor of these blocks lies within a file."""
+    name, shape = entry.name[:100], list(entry.shape)
+    if 0 in shape or shape[-1] % block.num_values:
+        raise CheckpointError(
+            f"{path}: {name} has the shape {shape}, and rows of {type_name(entry.type)} have"
+            f" multiples of {block.num_values} values"
+        )
+    end = entry.offset + prod(shape) // block.num_values * block.num_bytes
+    size = path.stat().st_size
+    if end > size:
+        raise CheckpointError(
+            f"{path}: it has {size} bytes, and {name} ends at byte {end}: it is truncated"
+        )
 
 
 class _Reader:
@@ -107,18 +124,18 @@ class _Reader:
             )
         table = [self._entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
-        if not is_power or alignment > _MAX_ALIGNMENT:
-            raise self._error(
-                f"general.alignment is {alignment!r}, and must be a power of two up to"
-                f" {_MAX_ALIGNMENT}"
-            )
+        if alignment not in _ALIGNMENTS:
+            known = f"a power of two from {_ALIGNMENTS[0]} to {_ALIGNMENTS[-1]}"
+            raise self._error(f"general.alignment is {alignment!r}, and must be {known}")
         start = -(-self._at // alignment) * alignment
         tensors = {entry.name: entry._replace(offset=start + entry.offset) for entry in table}
         if len(tensors) < len(table):
             raise self._error("two of its tensors have the same name")
         for entry in tensors.values():
-            self._check_place(entry)
+            if entry.offset % alignment:
+                raise self._error(f"{entry.name[:100]} begins at byte {entry.offset}")
+            if entry.type in READ:
+                check_place(self._path, entry, TensorType(entry.type).block)
         return Header(self._path, metadata, tensors, start)
 
     def _pairs(self, num_keys: int) -> Iterator[tuple[str, Any]]:
@@ -159,23 +176,6 @@ class _Reader:
         shape = self._unpack(f"{num_dimensions}Q", name)
         kind, offset = self._unpack("IQ", name)
         return TensorEntry(name, kind, tuple(reversed(shape)), offset)
-
-    def _check_place(self, entry: TensorEntry) -> None:
-        """Check that a tensor of a type that is known lies within the file."""
-        if entry.type not in READ:
-            return
-        block = TensorType(entry.type).block
-        name, shape = entry.name[:100], list(entry.shape)
-        if 0 in shape or shape[-1] % block.num_values:
-            raise self._error(
-                f"{name} has the shape {shape}, and rows of {type_name(entry.type)} have multiples"
-                f" of {block.num_values} values"
-            )
-        end = entry.offset + prod(entry.shape) // block.num_values * block.num_bytes
-        if end > self._size:
-            raise self._error(
-                f"it has {self._size} bytes, and {name} ends at byte {end}: it is truncated"
-            )
 
     def _string(self, what: str) -> str:
         (length,) = self._unpack("Q", what)

@@ -8,6 +8,7 @@ import torch
 
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.blocks import read_blocks
+from worker_proc.gguf.further_types import dequantize, further_block
 from worker_proc.gguf.header import Header, TensorEntry, read_header
 from worker_proc.gguf.types import TensorType, type_name
 from worker_proc.quantization.weight import QuantizedWeight
@@ -62,9 +63,23 @@ class MappedFile:
         blocks = stored.view(num_rows, num_blocks, type.block.num_bytes)
         weight = read_blocks(type, blocks if order is None else blocks[order])
         self._release(first, num_bytes)
-        if not bool(weight.scales.isfinite().all()):
+        factors = (weight.scales, weight.minimums)
+        if not all(part is None or bool(part.isfinite().all()) for part in factors):
             raise CheckpointError(f"{self.header.path}: {name} has scales that are not finite")
         return weight
+
+    def dequantize(self, name: str, matrix: int = 0) -> torch.Tensor:
+        """Return the values of a matrix of a type without kernels, in float32."""
+        entry = self._entry(name)
+        block = further_block(entry.type)
+        num_rows, num_inputs = entry.shape[-2:]
+        row_bytes = num_inputs // block.num_values * block.num_bytes
+        num_bytes = num_rows * row_bytes
+        first = entry.offset + matrix * num_bytes
+        stored = torch.frombuffer(self._data, dtype=torch.uint8, count=num_bytes, offset=first)
+        values = torch.from_numpy(dequantize(stored.view(num_rows, row_bytes).numpy(), entry.type))
+        self._release(first, num_bytes)
+        return values.view(num_rows, num_inputs)
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self.header.tensors.get(name)

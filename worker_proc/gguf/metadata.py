@@ -20,37 +20,26 @@ class Metadata:
         """Return the value of a key of the architecture; None: it is missing."""
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a size; one that is stated for each layer must be the same for all of them."""
         value = self.get(key)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]
         if isinstance(value, list):
             raise self.unsupported(key, "one value for all layers")
-        return self._checked(key, value, default)
-
-    def integers(self, key: str) -> list[int]:
-        """Return a size of each layer."""
-        value = self.get(key)
-        if not isinstance(value, list):
-            value = [value] * self.integer("block_count")
-        return [self._checked(key, one, None) for one in value]
-
-    def _checked(self, key: str, value: Any, default: int | None) -> int:
         value = default if value is None else value
-        is_size = isinstance(value, int) and not isinstance(value, bool)
-        if not is_size or not 0 <= value <= _MAX_SIZE:
-            raise self._error(key, value, "a whole number from 0 on")
-        return int(value)
+        if isinstance(value, int) and value is not True and least <= value <= _MAX_SIZE:
+            return value
+        raise self._error(key, value, f"a whole number from {least} on")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number."""
+        """Return a number greater than 0."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(key, value, "a number")
-        if not math.isfinite(value):
-            raise self._error(key, str(value), "finite")
+        if not 0.0 < value < math.inf:
+            raise self._error(key, str(value), "greater than 0 and finite")
         return float(value)
 
     def unsupported(self, key: str, supported: str) -> UnsupportedModel:

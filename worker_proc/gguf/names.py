@@ -9,6 +9,7 @@ import torch
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import Architecture
 from worker_proc.gguf.header import Header, TensorEntry
+from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -79,11 +80,10 @@ def _row_order(header: Header, entry: TensorEntry, part: str) -> torch.Tensor | 
     """Return the order of rows of queries and keys: halves of heads, of interleaved pairs."""
     if part not in _PERMUTED:
         return None
-    default = header.metadata.get(f"{header.architecture}.attention.head_count")
-    stated = header.metadata.get(f"{header.architecture}.{_PERMUTED[part]}", default)
-    num_heads = max(stated) if isinstance(stated, list) else stated
+    metadata = Metadata(header)
+    num_heads = metadata.integer(_PERMUTED[part], metadata.integer("attention.head_count"))
     num_rows = entry.shape[0]
-    if not num_heads or num_rows % (2 * num_heads):
+    if num_rows % (2 * num_heads):
         raise CheckpointError(
             f"{header.path}: {entry.name} has {num_rows} rows, which are not pairs of"
             f" {num_heads} heads"
