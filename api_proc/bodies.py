@@ -32,6 +32,7 @@ PromptItems = Annotated[
     list[PromptText | TokenId | PromptIds], Meta(min_length=1, max_length=MAX_TOKENS_PER_PROMPT)
 ]
 TruncateTokens = Annotated[int, Meta(ge=-1, lt=2**31)]
+"""Checked by `check_truncation`, too."""
 Timeout = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 StreamInterval = Annotated[int, Meta(ge=1, le=2**16)]
 ThinkingTokenBudget = Annotated[int, Meta(ge=-1, lt=2**31)]
@@ -193,8 +194,7 @@ class SamplingBody(CommonBody, kw_only=True):
             raise invalid("stream_options", "is allowed only with stream")
         if self.stream and self.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "cannot be streamed")
-        if self.truncate_prompt_tokens == 0:
-            raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
+        check_truncation(self.truncate_prompt_tokens)
         if self.return_progress and not self.stream:
             raise invalid("return_progress", "is allowed only with stream")
         if self.logprob_token_ids and self.num_top_logprobs is None:
@@ -411,6 +411,12 @@ _RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
 )
 _NO_EFFECT = frozenset({b"null", b"[]", b'""', b"false", b'"none"', b'"auto"'})
+
+
+def check_truncation(num_tokens: int | None) -> None:
+    """Raise a 400 for a `truncate_prompt_tokens` that would keep nothing."""
+    if num_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
 def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:

@@ -6,12 +6,12 @@ from functools import partial
 import msgspec
 
 from api_proc.bodies import PromptText, TruncateTokens
-from api_proc.errors import ApiError, from_request_error, invalid
+from api_proc.errors import ApiError, from_request_error
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.embeddings import EmbeddingUsage
 from api_proc.openai.objects import encode
-from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission
+from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission, kept_length
 from api_proc.openai.scores import Texts
 from api_proc.state import ApiState
 from api_proc.text.label_config import label_config
@@ -110,10 +110,7 @@ def _result(state: ApiState, body: ClassifyBody, index: int, packed: bytes) -> C
 async def _tokenize(
     state: ApiState, body: ClassifyBody, texts: list[str], facts: ModelFacts
 ) -> list[PooledPrompt]:
-    keep = body.truncate_prompt_tokens
-    if keep == 0:
-        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
-    keep = facts.max_model_len if keep == -1 else keep
+    keep = kept_length(body.truncate_prompt_tokens, facts)
     options = EncodeOptions(body.add_special_tokens is not False, facts.max_model_len, keep, 0)
     lists = await state.text.encode(texts, options, param="input")
     return [PooledPrompt(ids) for ids in lists]

@@ -19,6 +19,7 @@ from api_proc.openai.pooled import (
     PooledPrompt,
     PooledRequests,
     Submission,
+    kept_length,
     require_vectors,
 )
 from api_proc.state import ApiState
@@ -165,11 +166,8 @@ async def _tokenize(
     state: ApiState, body: EmbeddingBody, items: list[Any], facts: ModelFacts
 ) -> list[list[int]]:
     """Return the ids of each input."""
-    max_tokens, keep_last = facts.max_model_len, body.truncate_prompt_tokens
-    if keep_last == 0:
-        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
-    if keep_last == -1:
-        keep_last = max_tokens
+    max_tokens = facts.max_model_len
+    keep_last = kept_length(body.truncate_prompt_tokens, facts)
     prompts: list[list[int]]
     if isinstance(items[0], str):
         options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last, 0)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from api_proc.bodies import check_truncation
 from api_proc.errors import ApiError
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
@@ -53,6 +54,12 @@ def require_vectors(facts: ModelFacts) -> None:
     if facts.num_labels:
         message = "the model returns scores of labels, and no embeddings: use /score or /classify"
         raise ApiError(400, message, code="unsupported_model")
+
+
+def kept_length(truncate_prompt_tokens: int | None, facts: ModelFacts) -> int | None:
+    """Return the length to which a prompt is cut, if at all; -1 stands for the model's context."""
+    check_truncation(truncate_prompt_tokens)
+    return facts.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
 
 class PooledRequests:

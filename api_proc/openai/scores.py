@@ -17,7 +17,7 @@ from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.embeddings import EmbeddingUsage
 from api_proc.openai.objects import encode
-from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission
+from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission, kept_length
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.label_config import label_config
@@ -262,10 +262,7 @@ async def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
 
 async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[PooledPrompt]:
     """Return a prompt for each pair; of an embedding model one for each text."""
-    keep = pairs.body.truncate_prompt_tokens
-    if keep == 0:
-        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
-    keep = facts.max_model_len if keep == -1 else keep
+    keep = kept_length(pairs.body.truncate_prompt_tokens, facts)
     options = EncodeOptions(True, facts.max_model_len, keep, 0)
     param = pairs.fields[1]
     if facts.num_labels == 0:

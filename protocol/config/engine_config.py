@@ -7,13 +7,10 @@ of KV blocks, context length of the checkpoint) are never written back here: the
 """
 
 import enum
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, field
-
-from protocol.adapters import parse_lora_module
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -117,7 +114,8 @@ class ModelConfig(Section):
     quantization: Quantization | None = None
     """Round the weights of linear layers and experts when they are loaded, to codes of 8 bits
     (w8a16), or of 4 bits with a scale for each 128 inputs (w4a16), or to 8 bits with activations of
-    8 bits, a scale for each token (w8a8); on the CPU, in bfloat16. Default: not at all."""
+    8 bits, a scale for each token (w8a8); on the CPU, in bfloat16. Of a quantized checkpoint only
+    the output layer is rounded, to 8 bits. Default: not at all."""
     device: Device = Device.AUTO
     """Where to compute; auto: CUDA if there is any."""
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
@@ -397,158 +395,3 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class ConfigError(Exception):
     """A setting that cannot be used; the text names it and its bound."""
-
-
-def validate(config: EngineConfig) -> EngineConfig:
-    """Raise ConfigError for settings that contradict each other, or that have no effect."""
-    for is_broken, message in _rules(config):
-        if is_broken:
-            raise ConfigError(message)
-    return config
-
-
-def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """Each rule between several settings: whether it is broken, and its text."""
-    scheduler, standby_workers = config.scheduler, config.recovery.standby_workers
-    batched = scheduler.max_num_batched_tokens
-    yield (
-        batched < scheduler.max_num_seqs,
-        f"max_num_batched_tokens {batched} must be at least max_num_seqs {scheduler.max_num_seqs}",
-    )
-    yield (
-        config.cache.enable_kv_events and not config.cache.enable_prefix_caching,
-        "enable_kv_events needs enable_prefix_caching: events report what is cached",
-    )
-    spacing, block_size = config.cache.mamba_block_size, config.cache.block_size
-    yield (
-        spacing is not None and spacing % block_size != 0,
-        f"mamba_block_size {spacing} must be a multiple of block_size {block_size}",
-    )
-    yield (
-        spacing is not None and not config.cache.enable_prefix_caching,
-        "mamba_block_size needs enable_prefix_caching: it places what is kept for that",
-    )
-    scheduled = scheduler.max_num_scheduled_tokens
-    yield (
-        scheduled is not None and scheduled > batched,
-        f"max_num_scheduled_tokens {scheduled} must be at most max_num_batched_tokens {batched}",
-    )
-    threshold = scheduler.long_prefill_token_threshold
-    prefills, long_prefills = (
-        scheduler.max_num_partial_prefills,
-        scheduler.max_long_partial_prefills,
-    )
-    yield (
-        long_prefills > 0 and threshold == 0,
-        "max_long_partial_prefills needs a long_prefill_token_threshold of at least 1",
-    )
-    yield (
-        0 < prefills < long_prefills,
-        f"max_long_partial_prefills {long_prefills} must be at most max_num_partial_prefills "
-        f"{prefills}",
-    )
-    yield (
-        scheduler.preempt_for_priority and scheduler.scheduling_policy != "priority",
-        "preempt_for_priority needs scheduling_policy priority",
-    )
-    yield (
-        bool(scheduler.tenant_weights) and scheduler.scheduling_policy != "fair",
-        "tenant_weights needs scheduling_policy fair",
-    )
-    yield from _lora_rules(config)
-    api = config.api
-    for name, path in (("ssl_keyfile", api.ssl_keyfile), ("ssl_ca_certs", api.ssl_ca_certs)):
-        yield path is not None and api.ssl_certfile is None, f"{name} needs ssl_certfile"
-    is_parallel = config.parallel.tensor_parallel_size > 1
-    yield (
-        is_parallel and config.model.model != "null",
-        "tensor_parallel_size above 1 works with the null model only",
-    )
-    yield (
-        bool(standby_workers) and is_parallel,
-        "standby_workers above 0 needs tensor_parallel_size 1",
-    )
-    yield (
-        bool(standby_workers) and config.model.device is Device.CUDA,
-        "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
-    )
-    yield (
-        scheduler.target_itl_ms > 0 and not scheduler.enable_chunked_prefill,
-        "target_itl_ms needs enable_chunked_prefill: it cuts prompts",
-    )
-    yield (
-        scheduler.target_itl_ms > 0 and scheduler.elastic_token_budget,
-        "target_itl_ms works without elastic_token_budget only: it would lift the limit",
-    )
-    has_draft_model = config.model.speculative_model is not None
-    yield (
-        has_draft_model and scheduler.num_speculative_tokens == 0,
-        "speculative_model needs num_speculative_tokens of at least 1",
-    )
-    yield (
-        has_draft_model and config.model.model == "null",
-        "speculative_model works with a model only, not with the null model",
-    )
-    is_quantized = config.model.quantization is not None
-    yield (
-        is_quantized and config.model.model == "null",
-        "quantization needs a model: the null model has no weights",
-    )
-    yield (
-        is_quantized and config.model.device is Device.CUDA,
-        "quantization needs device cpu: there are no kernels for codes on the GPU",
-    )
-    yield (
-        is_quantized and config.model.dtype not in (Dtype.AUTO, Dtype.BFLOAT16),
-        "quantization needs dtype bfloat16: codes stand for weights in bfloat16",
-    )
-    has_codes = config.cache.kv_cache_dtype is not KVCacheDtype.AUTO
-    yield (
-        has_codes and config.model.model == "null",
-        "kv_cache_dtype needs a model: the null model has no KV cache",
-    )
-    yield (
-        has_codes and config.model.device is Device.CUDA,
-        "kv_cache_dtype needs device cpu: there are no kernels for codes on the GPU",
-    )
-    yield (
-        has_codes and config.model.dtype is Dtype.FLOAT16,
-        "kv_cache_dtype needs dtype float32 or bfloat16: there are no kernels for float16",
-    )
-    has_states = config.worker.null_state_blocks > 0
-    yield (
-        has_states and scheduler.num_speculative_tokens > 0,
-        "null_state_blocks works without num_speculative_tokens only",
-    )
-    yield (
-        has_states and config.cache.swap_space_bytes > 0,
-        "null_state_blocks works without swap_space_bytes only",
-    )
-    max_model_len = config.model.max_model_len
-    if max_model_len is not None:
-        yield (
-            not scheduler.enable_chunked_prefill and batched < max_model_len,
-            f"max_num_batched_tokens {batched} must be at least max_model_len {max_model_len} "
-            "without enable_chunked_prefill",
-        )
-        yield (
-            threshold > max_model_len,
-            f"long_prefill_token_threshold {threshold} must be at most max_model_len "
-            f"{max_model_len}",
-        )
-
-
-def _lora_rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
-    lora, names = config.lora, set(config.model.served_model_name)
-    kept = lora.num_kept
-    yield kept < lora.max_loras, f"max_cpu_loras {kept} must be at least max_loras {lora.max_loras}"
-    is_on = lora.enable_lora
-    yield bool(lora.lora_modules) and not is_on, "lora_modules needs enable_lora"
-    for text in lora.lora_modules:
-        try:
-            name = parse_lora_module(text).name
-        except ValueError as error:
-            yield True, f"lora_modules: {error}"
-            return
-        yield name in names, f"lora_modules: the name {name!r} is taken"
-        names.add(name)

@@ -78,6 +78,7 @@ def main() -> None:
     with lean_imports():
         from worker_proc.cuda.device import resolve_device
         from worker_proc.loading.loader import inspect_config
+        from worker_proc.loading.quantization import check_rounded_dtype
     dtype, device, rounding = sys.argv[1:]
     quantization = Quantization(rounding) if rounding else None
     for line in sys.stdin:
@@ -85,7 +86,9 @@ def main() -> None:
         try:
             directory = line.rstrip("\n")
             found = resolve_device(device)
-            inspect_config(directory, dtype, found, None, quantization)
+            inspected = inspect_config(directory, dtype, found)
+            if quantization is not None:
+                check_rounded_dtype(inspected.dtype, quantization)
         except ValueError as error:
             reason = str(error)
         print(json.dumps(reason), file=answers, flush=True)

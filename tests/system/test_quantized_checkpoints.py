@@ -7,7 +7,14 @@ from transformers import LlamaConfig
 
 from scripts.testing import EngineFactory
 from tests.system.kills import check_tokens_after_kills
-from tests.worker.quantized_checkpoints import WIDE, Layout, gptq, int_quantized, write_quantized
+from tests.worker.quantized_checkpoints import (
+    WIDE,
+    Layout,
+    bitsandbytes_int8,
+    gptq,
+    int_quantized,
+    write_quantized,
+)
 from worker_proc.native.build import build, compiler
 
 
@@ -16,7 +23,11 @@ from worker_proc.native.build import build, compiler
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "layout",
-    [gptq(4, 64, is_symmetric=False, has_order=True), int_quantized(codes_rows=True)],
+    [
+        gptq(4, 64, is_symmetric=False, has_order=True),
+        int_quantized(codes_rows=True),
+        bitsandbytes_int8(),
+    ],
     ids=lambda layout: layout.name,
 )
 def test_streams_go_on_after_kill_9(

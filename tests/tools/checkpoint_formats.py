@@ -54,10 +54,14 @@ def layout_named(name: str) -> Layout:
     return found
 
 
-def quantize(source: Path, target: Path, name: str) -> None:
-    """Write a checkpoint with the weights of another one in a layout."""
+def quantize(source: Path, target: Path, name: str, *, repeats_shapes: bool = False) -> None:
+    """Write a checkpoint with the weights of another one in a layout.
+
+    With `repeats_shapes` all weights of a shape are the first one: for figures of speed and memory.
+    """
     shutil.copytree(source, target)
     layout, stored = layout_named(name), {}
+    encoded: dict[torch.Size, dict[str, torch.Tensor]] = {}
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     if name.endswith(HEAD):
@@ -65,9 +69,11 @@ def quantize(source: Path, target: Path, name: str) -> None:
         config["tie_word_embeddings"] = False
     for key, tensor in tensors.items():
         if is_quantized(key, tensor) or key == "lm_head.weight":
-            parts, _ = layout.encode(tensor.float())
+            parts = encoded.get(tensor.shape) or layout.encode(tensor.float())[0]
+            if repeats_shapes:
+                encoded[tensor.shape] = parts
             layer = key.removesuffix("weight")
-            stored |= {layer + part: value.contiguous() for part, value in parts.items()}
+            stored |= {layer + part: value.contiguous().clone() for part, value in parts.items()}
         else:
             stored[key] = tensor
     save_file(stored, target / "model.safetensors", {"format": "pt"})
@@ -143,7 +149,7 @@ def print_speeds(directory: Path, names: list[str]) -> None:
     rows += [(f"`{each}` at load", plain, str(each)) for each in Quantization]
     for name in names:
         if not (directory / name).exists():
-            quantize(plain, directory / name, name)
+            quantize(plain, directory / name, name, repeats_shapes=True)
         rows.append((name, directory / name, ""))
     print("| weights | MB before | MB after the load | MB at its peak | token | 512 tokens |")
     print("|---|---|---|---|---|---|")

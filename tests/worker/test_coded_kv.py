@@ -199,26 +199,22 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_heads_without_a_kernel_are_refused(tmp_path: Path) -> None:
-    shape = SHAPE | {
-        "hidden_size": 132,
-        "num_attention_heads": 33,
-        "num_key_value_heads": 1,
-        "head_dim": 4,
-    }
-    build_checkpoint(tmp_path, LlamaConfig(**shape))
+    build_checkpoint(tmp_path, LlamaConfig(**SHAPE | {"head_dim": 516}))
     with pytest.raises(UnsupportedModel, match=r"int8 needs the native attention .* in bfloat16"):
         load(tmp_path, "int8")
 
 
-def test_a_machine_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the checkpoint is read."""
+def test_a_machine_without_kernels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_checkpoint(tmp_path, LlamaConfig(**SHAPE))
 
     def no_compiler() -> Path:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
 
     monkeypatch.setattr(quantization, "build", no_compiler)
     monkeypatch.setattr(quantization, "load_library", lambda: None)
-    config = coded(engine_config(Path("/nowhere"), "bfloat16"), "fp8")
+    config = coded(engine_config(tmp_path, "bfloat16"), "fp8")
     with pytest.raises(
         UnsupportedModel, match=r"kv_cache_dtype fp8 needs the native kernels: no C"
     ):

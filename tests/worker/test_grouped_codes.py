@@ -145,7 +145,9 @@ def test_experts_with_other_types_of_scales_and_zero_points_are_joined(num_even:
     weights = [make_weight(case, seed) for seed, case in enumerate(cases)]
     for weight in weights[:num_even]:
         weight.zeros.fill_(7)
-    joined = join_packed([pack_codes(weight, None, torch.float32) for weight in weights])
+    joined = join_packed(
+        (pack_codes(weight, None, torch.float32) for weight in weights), len(weights)
+    )
     assert joined.scales is not None
     assert joined.grouping is not None
     assert joined.scales.dtype == torch.float32

@@ -26,7 +26,6 @@ from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loading import loader
 from worker_proc.loading.loader import LoadedModel, load_model
-from worker_proc.quantization.headers import read_headers
 from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
@@ -44,10 +43,8 @@ def load(directory: Path, dtype: str = "auto") -> LoadedModel:
 def test_weights_are_read_straight_to_a_device(llama: Path) -> None:
     """The meta device stands for one that is not the host."""
     check = modeling_utils.check_and_set_device_map
-    stored = read_headers(str(llama))
-    meta = torch.device("meta")
-    inspected = loader.inspect_config(str(llama), "auto", meta)
-    model = loader._load_weights(str(llama), inspected, stored, silent, meta)
+    checked = loader.check_model(str(llama), "auto", torch.device("meta"), silent)
+    model = loader._load_weights(checked, loader._reader(checked), silent)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert modeling_utils.check_and_set_device_map is check
 

@@ -468,13 +468,6 @@ def test_a_checkpoint_in_float16_is_refused(tmp_path: Path) -> None:
         load(tmp_path, Quantization.W8A16, "auto")
 
 
-def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, MODELS["llama"])
-    change_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedModel, match=r"w8a16: \S+ is quantized already \(gptq\)"):
-        load(tmp_path, Quantization.W8A16)
-
-
 def test_experts_without_kernels_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,6 +522,7 @@ def test_a_machine_without_kernels_is_refused(
     def no_compiler() -> Path:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
 
+    build_checkpoint(tmp_path, MODELS["llama"])
     monkeypatch.setattr(quantization_settings, "build", no_compiler)
     monkeypatch.setattr(quantization_settings, "load_library", lambda: None)
     with pytest.raises(UnsupportedModel, match=r"w8a16 needs the native kernels: no C\+\+ comp"):

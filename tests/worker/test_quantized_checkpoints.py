@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from protocol.config import Quantization
+from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE
 from tests.worker.driving import drive
@@ -22,6 +25,8 @@ from tests.worker.quantized_checkpoints import (
     WIDE,
     Layout,
     awq,
+    bitsandbytes_int8,
+    bitsandbytes_table,
     float_quantized,
     fp8_blocks,
     fp8_tensor,
@@ -47,6 +52,7 @@ from worker_proc.quantization.headers import read_headers
 from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 MAX_TOKENS = 12
 UNEVEN = LlamaConfig(**WIDE | {"hidden_size": 96, "intermediate_size": 160})
 """No block of 128 divides its sizes."""
@@ -106,6 +112,7 @@ SERVED = (
     (fp8_tensor(), None),
     (float_quantized("channel"), OTHER_ROUTER),
     (float_quantized("channel"), RECURRENT),
+    (bitsandbytes_int8(), MOE),
 )
 
 
@@ -199,6 +206,34 @@ def test_weights_that_no_kernel_reads_are_dequantized_and_a_line_states_it(
     assert coded_formats(runner) == {Format.UNITS}
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_codes_that_are_places_in_a_table_are_dequantized(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens are those of the plain checkpoint, and a line states what becomes of the weights."""
+    layout = bitsandbytes_table(name, is_nested=name == "nf4")
+    dense = write_quantized(tmp_path / "coded", layout)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    with caplog.at_level(logging.INFO):
+        runner = make_runner(tmp_path / "coded", 200)
+    line = f"bitsandbytes {name}: 14 weights are dequantized to float32: no kernel computes"
+    assert line in caplog.text
+    prompt = make_prompts()[0]
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    run = drive(runner, [prompt], params, max_num_seqs=1)
+    assert run.output_token_ids == [generate(model, prompt, MAX_TOKENS)]
+
+
+def test_blocks_of_a_table_may_cross_the_ends_of_rows(tmp_path: Path) -> None:
+    layout = bitsandbytes_table("nf4", is_nested=True)
+    sizes = {"hidden_size": 80, "intermediate_size": 96, "head_dim": 20}
+    dense = write_quantized(tmp_path / "coded", layout, LlamaConfig(**SHAPE | sizes))
+    expected = load_file(dense / "model.safetensors")
+    for name, stored in open_files(tmp_path / "coded").weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+
+
 def compressed(**changes: Any) -> dict[str, Any]:
     """Settings of compressed-tensors with changes of the only group's weights."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | changes
@@ -211,6 +246,38 @@ def compressed(**changes: Any) -> dict[str, Any]:
 
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("quantization", [Quantization.W8A16, Quantization.W8A8])
+def test_the_output_layer_can_be_rounded_beside_codes(
+    quantization: Quantization, tmp_path: Path
+) -> None:
+    """The codes of all other layers stay as they are stored."""
+    write_quantized(tmp_path, gptq(4, 128, is_symmetric=True), LlamaConfig(**WIDE | TIED))
+    config = engine_config(tmp_path, "bfloat16", 1)
+    model = msgspec.structs.replace(config.model, quantization=quantization)
+    runner = load_model_runner(msgspec.structs.replace(config, model=model), lambda *_: None)
+    assert runner._model.lm_head.packed.format is Format.INT8
+    assert coded_formats(runner) == {Format.GROUPED_INT4}
+    assert runner.facts.quantization == "gptq int4, output layer int8"
+    assert runner.facts.exact_resume
+
+
+def test_an_output_layer_that_is_codes_is_not_rounded_again(tmp_path: Path) -> None:
+    layout = awq(64)
+    write_quantized(tmp_path, layout)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    parts, _ = layout.encode(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = configure(model=str(tmp_path), device="cpu", dtype="bfloat16", quantization="w8a16")
+    with pytest.raises(UnsupportedModel, match=r"already \(awq\), its output layer included"):
+        load_model_runner(config, lambda *_: None)
+
+
+BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 GROUP = r"config_groups\.a"
@@ -220,7 +287,7 @@ GROUP = r"config_groups\.a"
     ("settings", "reason"),
     [
         ("gptq", 'quantization_config is "gptq", and must be an object'),
-        ({"quant_method": "hqq"}, r"quant_method is 'hqq'; supported: awq, compressed-tensors, "),
+        ({"quant_method": "hqq"}, r"quant_method is 'hqq'; supported: awq, bitsandbytes, "),
         ({}, "quant_method is None"),
         (GPTQ | {"bits": 3}, "quantization_config.bits is 3; supported: 4 or 8"),
         (GPTQ | {"bits": True}, "bits is true"),
@@ -230,6 +297,9 @@ GROUP = r"config_groups\.a"
         (AWQ | {"bits": 8}, "bits is 8; supported: 4"),
         (AWQ | {"version": "gemv"}, 'version is "gemv"; supported: "gemm"'),
         (AWQ | {"zero_point": False}, "zero_point is false"),
+        (BNB | {"load_in_4bit": False}, "load_in_4bit is false; supported: true"),
+        (BNB | {"bnb_4bit_quant_type": "int4"}, 'quant_type is "int4"; supported: "nf4" or "fp4"'),
+        (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, 'storage is "bfloat16"; supported: "uint8"'),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; supported: two"),
         (FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2"'),
         (compressed() | {"format": "marlin-24"}, 'format is "marlin-24"; supported: "pack-q'),
@@ -285,6 +355,26 @@ LAYER = "model.layers.1.mlp.up_proj"
         (fp8_blocks(), "weight", torch.zeros(256, 64).to(torch.float8_e4m3fn), "another shape"),
         (fp8_blocks(), "weight", torch.zeros(256, 130).to(torch.float8_e4m3fn), "weight_scale_inv"),
         (awq(64), "qweight", torch.zeros(128, 16, dtype=torch.int32), "scales of shape"),
+        (bitsandbytes_int8(), "SCB", None, f"{LAYER} misses SCB"),
+        (bitsandbytes_int8(), "weight_format", torch.tensor(1), "a weight_format other than rows"),
+        (
+            bitsandbytes_table("nf4", is_nested=True),
+            "weight.quant_state.bitsandbytes__nf4",
+            torch.tensor([1], dtype=torch.uint8),
+            "that cannot be read",
+        ),
+        (
+            bitsandbytes_table("nf4", is_nested=True),
+            "weight.nested_absmax",
+            None,
+            f"{LAYER} misses weight.nested_absmax",
+        ),
+        (
+            bitsandbytes_table("fp4", is_nested=False),
+            "weight.absmax",
+            torch.full((512,), torch.nan),
+            "scales that are not finite",
+        ),
         (awq(64), "extra", torch.zeros(3), f"has {LAYER}.extra, which llama does not use"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -348,3 +438,41 @@ def test_the_library_reads_the_same_weights(layout: Layout) -> None:
     compressor = BaseCompressor.get_value_from_registry(layout.settings["format"])
     found = compressor.decompress(dict(parts), scheme)["weight"]
     assert torch.equal(found.bfloat16(), values.bfloat16())
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_bitsandbytes_reads_the_same_numbers_of_4_bits(
+    name: str, is_nested: bool, tmp_path: Path
+) -> None:
+    """The library writes the tensors, and dequantizes them to float32, as the reader does."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
+    codes, state = functional.quantize_4bit(
+        weight, blocksize=64, quant_type=name, compress_statistics=is_nested
+    )
+    parts = {f"weight.{part}": value for part, value in state.as_dict(packed=True).items()}
+    layout = bitsandbytes_table(name, is_nested=is_nested)
+    write_library_tensors(tmp_path, layout, parts | {"weight": codes})
+    found = open_files(tmp_path).weights[f"{LAYER}.weight"].read().dequantize(torch.float32)
+    torch.testing.assert_close(found, functional.dequantize_4bit(codes, state), atol=1e-6, rtol=0)
+
+
+def test_bitsandbytes_reads_the_same_numbers_of_8_bits(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)).half()
+    codes, scales, _ = functional.int8_vectorwise_quant(weight)
+    write_library_tensors(tmp_path, bitsandbytes_int8(), {"weight": codes, "SCB": scales})
+    found = open_files(tmp_path).weights[f"{LAYER}.weight"].read().dequantize(torch.float32)
+    expected = functional.int8_vectorwise_dequant(codes, scales)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def write_library_tensors(directory: Path, layout: Layout, parts: dict[str, torch.Tensor]) -> None:
+    """Write a checkpoint one of whose layers has the tensors of a library."""
+    write_quantized(directory, layout)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors = {name: tensors[name] for name in tensors if not name.startswith(f"{LAYER}.")}
+    tensors |= {f"{LAYER}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, path, {"format": "pt"})

@@ -37,10 +37,8 @@ def available_cache_bytes(
     On the CPU: 4 GiB, at most half of the memory that is available to this process. On CUDA: the
     configured share of the device less what the largest steps need; these are computed here.
     """
-    if config.cache.kv_cache_memory_bytes is not None:
-        return config.cache.kv_cache_memory_bytes
-    if loaded.device.type == "cpu":
-        return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
+    if config.cache.kv_cache_memory_bytes is not None or loaded.device.type == "cpu":
+        return most_cache_bytes(loaded.device, config)
     device, utilization = loaded.device, config.cache.gpu_memory_utilization
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -50,6 +48,16 @@ def available_cache_bytes(
     used_by_others = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
     return max(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES, 0)
+
+
+def most_cache_bytes(device: torch.device, config: EngineConfig) -> int:
+    """Return the bytes that the KV cache can have at most, before the weights are there."""
+    if config.cache.kv_cache_memory_bytes is not None:
+        return config.cache.kv_cache_memory_bytes
+    if device.type == "cpu":
+        return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
+    _, total = torch.cuda.mem_get_info(device)
+    return int(total * config.cache.gpu_memory_utilization)
 
 
 def profile_run(

@@ -14,6 +14,7 @@ from torch import nn
 from worker_proc.native.kernels import Format, Matrices, NativeLibrary, PackedWeight
 from worker_proc.quantization.coded_tensor import CodedTensor, Parts
 from worker_proc.quantization.packing import (
+    CannotJoin,
     can_take_codes,
     join_packed,
     obstacle,
@@ -130,15 +131,20 @@ def _pack_coded_experts(
     weights: CodedTensor, biases: torch.Tensor | None, *, gates: bool
 ) -> PackedWeight | None:
     """Pack the codes of experts; None: no kernel reads those of all of them."""
-    packed: list[PackedWeight] = []
-    for number in range(len(weights)):
-        bias = None if biases is None else biases[number]
-        one = pack_coded(weights.of_expert(number), bias, gates=gates)
-        if one is None or one.format is not (packed or [one])[0].format or one.order is not None:
-            _note(weights.experts, "experts whose inputs are in an order of their own, or differ")
-            return None
-        packed.append(one)
-    return join_packed(packed)
+
+    def pack() -> Iterator[PackedWeight]:
+        for number in range(len(weights)):
+            bias = None if biases is None else biases[number]
+            one = pack_coded(weights.of_expert(number), bias, gates=gates)
+            if one is None:
+                raise CannotJoin("an expert whose codes no kernel reads")
+            yield one
+
+    try:
+        return join_packed(pack(), len(weights))
+    except CannotJoin as error:
+        _note(weights.experts, str(error))
+        return None
 
 
 def _note(experts: tuple[Parts, ...], reason: str) -> None:

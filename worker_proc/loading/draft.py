@@ -8,7 +8,7 @@ from typing import Any
 from protocol.config import EngineConfig, ModelConfig
 from protocol.core_worker import KVGroup
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading.loader import CheckedModel, check_model
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.runner import ReportProgress
 
@@ -16,27 +16,28 @@ MAX_PADDING = 1024
 """Most ids by which vocabularies of one tokenizer differ, since checkpoints pad them."""
 
 
-def load_draft(
-    model: ModelConfig, loaded: LoadedModel, progress: ReportProgress
-) -> LoadedModel | None:
-    """Load the configured draft model for `loaded`; None: there is none."""
+def check_draft(
+    model: ModelConfig, checked: CheckedModel, progress: ReportProgress
+) -> CheckedModel | None:
+    """Check the configured draft model for another model; None: there is none."""
     if model.speculative_model is None:
         return None
     check_same_tokens(model.speculative_model, model.tokenizer or model.model)
-    draft = load_model(
+    draft = check_model(
         model.speculative_model,
         model.dtype,
-        loaded.device,
+        checked.device,
         progress,
         max_model_len=model.max_model_len,
         settings_without_states=[f"speculative_model {model.speculative_model}"],
     )
-    if draft.kind is not ModelKind.GENERATES:
+    if draft.inspected.kind is not ModelKind.GENERATES:
         raise UnsupportedModel(f"speculative_model {model.speculative_model} generates no text")
-    if abs(draft.vocab_size - loaded.vocab_size) > MAX_PADDING:
+    own, other = (one.inspected.text_config.vocab_size for one in (draft, checked))
+    if abs(own - other) > MAX_PADDING:
         raise CheckpointError(
-            f"speculative_model {model.speculative_model} has {draft.vocab_size} tokens, and"
-            f" {model.model} has {loaded.vocab_size}: both must have the same tokenizer"
+            f"speculative_model {model.speculative_model} has {own} tokens, and"
+            f" {model.model} has {other}: both must have the same tokenizer"
         )
     return draft
 

@@ -31,6 +31,7 @@ from worker_proc.loading.grouped_experts import GroupedExperts, fused_grouped_ex
 from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
 from worker_proc.loading.router import install_router
 from worker_proc.loading.scaled_experts import scaled_experts
+from worker_proc.loading.trial_errors import greatest
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
     Activation,
@@ -358,7 +359,8 @@ def _fused_experts(
         weights = expert_weights(module)
         assert weights is not None
     make = partial(FusedExperts, library, activation, routing, weights, format)
-    codes_rows = format is Format.INT8_FOR_CODES or takes_row_codes(weights.gate_up)
+    both = (weights.gate_up, weights.down)
+    codes_rows = format is Format.INT8_FOR_CODES or all(map(takes_row_codes, both))
     has_codes = codes_rows and known is None
     with ExitStack() as stack:
         if has_codes:
@@ -478,7 +480,7 @@ def _agreeing(
             (candidate(trial).float() - want).abs().amax(dim=-1) / want.abs().max()
             for trial, want in zip(trials, expected, strict=True)
         ]
-        error = max(float(row.quantile(quantile, interpolation="higher")) for row in errors)
+        error = greatest(float(row.quantile(quantile, interpolation="higher")) for row in errors)
         if error <= least:
             best, least = (number, candidate), error
     return best

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.trial_errors import greatest, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.recurrence import GatedNormArgs
 
@@ -129,12 +130,9 @@ def _kind_of(norm: nn.Module, library: NativeLibrary) -> int | None:
     for number, gating in enumerate(KINDS):
         fused = FusedGatedNorm(library, norm, gating)
         found = [fused(*pair).float() for pair in zip(trials, gates, strict=True)]
-        errors = [
-            float((one - want).abs().max() / want.abs().max())
-            for one, want in zip(found, expected, strict=True)
-        ]
-        if max(errors) <= least:
-            best, least = number, max(errors)
+        error = greatest(greatest_error(*pair) for pair in zip(found, expected, strict=True))
+        if error <= least:
+            best, least = number, error
     return best
 
 

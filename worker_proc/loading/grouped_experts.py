@@ -25,6 +25,7 @@ from worker_proc.loading.expert_products import (
     as_program,
 )
 from worker_proc.loading.experts import computing_expert_codes, is_transposed, round_experts
+from worker_proc.loading.trial_errors import greatest, greatest_error
 from worker_proc.native.kernels import Activation, Format, Matrices, NativeLibrary
 from worker_proc.quantization.coded_tensor import CodedTensor
 
@@ -83,15 +84,21 @@ class ExpertModule(NamedTuple):
     is_gated: bool
 
     @property
+    def takes_row_codes(self) -> bool:
+        """Whether a checkpoint asks for rows of codes, and kernels take them."""
+        return all(takes_row_codes(part.weights) for part in (self.up, self.down))
+
+    @property
     def sizes(self) -> ExpertSizes:
         num_experts, hidden_size, size = self.down.weights.shape
         return ExpertSizes(num_experts, hidden_size, size)
 
 
-def read_experts(module: nn.Module) -> ExpertModule | None:
+def read_experts(module: nn.Module, *, has_values: bool = True) -> ExpertModule | None:
     """Return the parts of a module with the parameters of experts; None: it is something else.
 
-    `is_transposed` and `is_concatenated` are names of transformers' interface.
+    With `has_values`, experts on the meta device are something else, too. `is_transposed` and
+    `is_concatenated` are names of transformers' interface.
     """
     parameters = dict(module.named_parameters())
     name = next((name for name in _UP if name in parameters), "")
@@ -100,7 +107,9 @@ def read_experts(module: nn.Module) -> ExpertModule | None:
     if set(parameters) not in (weights, weights | biases) or "down_proj" not in parameters:
         return None
     up, down = parameters[name], parameters["down_proj"]
-    if next(module.buffers(), None) is not None or up.is_meta or down.is_meta:
+    if next(module.buffers(), None) is not None:
+        return None
+    if has_values and (up.is_meta or down.is_meta):
         return None
     if up.dim() != 3 or down.dim() != 3 or len({p.dtype for p in parameters.values()}) > 1:
         return None
@@ -123,6 +132,14 @@ def read_experts(module: nn.Module) -> ExpertModule | None:
     num_experts, hidden_size, size = found.sizes
     fits = found.up.weights.shape == (num_experts, (1 + is_gated) * size, hidden_size)
     return found if fits else None
+
+
+class Trials(NamedTuple):
+    """Rows `[num_rows, hidden_size]`, and the experts of each with their weights."""
+
+    rows: torch.Tensor
+    chosen: torch.Tensor
+    weights: torch.Tensor
 
 
 class GroupedExperts(nn.Module):
@@ -204,25 +221,37 @@ def fused_grouped_experts(
         round_experts(module, library, format)
         experts = read_experts(module)
         assert experts is not None
-    trials = list(_trials(experts))
-    rows, index, weights = (torch.cat(parts) for parts in zip(*trials, strict=True))
-    has_codes = format is Format.INT8_FOR_CODES or takes_row_codes(experts.up.weights)
+    tried = trials(experts)
+    has_codes = format is Format.INT8_FOR_CODES or experts.takes_row_codes
+    expected = own_results(module, tried, has_codes=has_codes)
+    if expected is None:
+        return None
+    candidate = GroupedExperts(library, gating, experts, format)
+    found = candidate(*tried).float()
+    count = len(found) // len(TRIAL_SCALES)
+    error = greatest(
+        greatest_error(*pair)
+        for pair in zip(found.split(count), expected.split(count), strict=True)
+    )
+    return candidate if error <= MAX_ERROR[tried.rows.dtype] else None
+
+
+def own_results(
+    module: nn.Module, tried: Trials, *, has_codes: bool = False
+) -> torch.Tensor | None:
+    """Return what a module computes of rows, in float32; None: it has another interface.
+
+    With `has_codes`, it computes with codes of the rows.
+    """
     try:
         with (
             computing_expert_codes(module) if has_codes else _own_definition(module),
             dequantized(module),
         ):
-            expected = module(rows, index, weights).float()
+            found: torch.Tensor = module(*tried).float()
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        return None  # a module of another interface
-    candidate = GroupedExperts(library, gating, experts, format)
-    difference = (candidate(rows, index, weights).float() - expected).abs()
-    count = len(rows) // len(TRIAL_SCALES)
-    errors = [
-        float(wrong.max() / want.abs().max())
-        for wrong, want in zip(difference.split(count), expected.split(count), strict=True)
-    ]
-    return candidate if max(errors) <= MAX_ERROR[rows.dtype] else None
+        return None
+    return found
 
 
 @contextmanager
@@ -238,16 +267,17 @@ def _own_definition(module: nn.Module) -> Iterator[None]:
         del module.__dict__["forward"]
 
 
-def _trials(
-    experts: ExpertModule,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield rows of every scale, which go to all experts, with their experts and weights."""
+def trials(experts: ExpertModule) -> Trials:
+    """Return rows of every scale, which go to all experts."""
     num_experts, hidden_size, _ = experts.sizes
     generator = make_generator(1)
     num_chosen = min(TRIAL_CHOSEN, num_experts)
     num_rows = max(-(-num_experts // num_chosen), MIN_TRIAL_ROWS)
     index = torch.arange(num_rows * num_chosen).view(num_rows, num_chosen) % num_experts
+    rows, weights = [], []
     for scale in TRIAL_SCALES:
-        rows = torch.randn(num_rows, hidden_size, generator=generator) * scale
-        weights = torch.rand(num_rows, num_chosen, generator=generator) + 0.1
-        yield rows.to(experts.down.weights.dtype), index, weights
+        rows.append(torch.randn(num_rows, hidden_size, generator=generator) * scale)
+        weights.append(torch.rand(num_rows, num_chosen, generator=generator) + 0.1)
+    dtype = experts.down.weights.dtype
+    index = index.repeat(len(TRIAL_SCALES), 1)
+    return Trials(torch.cat(rows).to(dtype), index, torch.cat(weights))

@@ -8,14 +8,13 @@ are computed in float32, so that only the order of sums differs.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from protocol.config import KVCacheDtype
 from worker_proc.attention.interface import transformers_attention
 from worker_proc.attention.latent_attention import LatentAttention, angles_of
 from worker_proc.attention.latent_products import (
@@ -25,11 +24,12 @@ from worker_proc.attention.latent_products import (
     TorchProducts,
 )
 from worker_proc.attention.native import can_attend
-from worker_proc.errors import UnsupportedModel
+from worker_proc.attention.probe import ProbedLayer
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.coded_weights import dequantize_weights, dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.trial_errors import greatest
 from worker_proc.native.kernels import NativeLibrary, Rotation
 from worker_proc.recurrent.layers import own_forwards
 
@@ -95,14 +95,18 @@ def install_latent(
     return replace(loaded, layers=probed), {name: int(number) for name, number in proven.items()}
 
 
-def check_latent_format(loaded: LoadedModel, kv_cache_dtype: KVCacheDtype) -> None:
-    """Raise UnsupportedModel for latent rows that would be codes."""
-    is_latent = any(layer.spec.is_latent for layer in loaded.layers)
-    if is_latent and kv_cache_dtype is not KVCacheDtype.AUTO:
-        raise UnsupportedModel(
-            f"kv_cache_dtype {kv_cache_dtype}: {loaded.model.config.model_type} has multi-head"
-            " latent attention, whose cache holds one row for all heads, in the model's type only"
-        )
+def latent_specs(model: nn.Module, layers: Sequence[ProbedLayer]) -> list[LayerSpec]:
+    """Return how the layers attend if all modules are replaced; empty: one lacks the parts.
+
+    `model` may be on the meta device.
+    """
+    found = []
+    for layer in layers:
+        shape = find_shape(model.get_submodule(layer.module_name), layer.spec)
+        if shape is None:
+            return []
+        found.append(_spec(shape, layer.spec))
+    return found
 
 
 def _find_layers(loaded: LoadedModel) -> list[_Layer]:
@@ -111,7 +115,7 @@ def _find_layers(loaded: LoadedModel) -> list[_Layer]:
     for layer in loaded.layers:
         module = loaded.model.get_submodule(layer.module_name)
         shape = find_shape(module, layer.spec)
-        if shape is None:
+        if shape is None or any(parameter.is_meta for parameter in module.parameters()):
             return []
         found.append(_Layer(layer.module_name, module, shape))
     return found
@@ -125,7 +129,7 @@ def find_shape(module: nn.Module, spec: LayerSpec) -> LatentShape | None:
     down, up, out = parts["kv_a_proj_with_mqa"], parts["kv_b_proj"], parts["o_proj"]
     last = parts.get("q_proj", parts.get("q_b_proj"))
     linears = (down, up, out, last, parts.get("q_a_proj", out))
-    if not all(type(part) is nn.Linear and not part.weight.is_meta for part in linears):
+    if not all(type(part) is nn.Linear for part in linears):
         return None
     assert isinstance(down, nn.Linear)
     assert isinstance(up, nn.Linear)
@@ -242,4 +246,4 @@ def _error(module: nn.Module, candidate: nn.Module, call: _Call) -> float:
             return math.inf
         difference = (found[0] - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1)
         errors.append(float(difference.max()))
-    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+    return greatest(errors)

@@ -1,7 +1,8 @@
 """Loads a checkpoint directory, or raises the reason why it cannot be served.
 
-Everything that is known without weights is checked before they are read: the configuration, and, by
-running the model's own code on the meta device, its attention and the parameters that it uses.
+Everything that is known without weights is checked before they are read: the configuration; by
+running the model's own code on the meta device, its attention and the parameters that it uses; and,
+by loading it there, the names and shapes of its tensors.
 """
 
 import copy
@@ -26,7 +27,6 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from protocol.config import Quantization
 from protocol.config.sentence_modules import SentenceModules
 from protocol.sampling import PoolingType
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
@@ -59,10 +59,11 @@ from worker_proc.loading.proofs import proven
 from worker_proc.loading.row_positions import give_positions
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import auto_class, building_without
+from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.quantization.files import QuantizedFiles, WeightFiles
 from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.headers import StoredTensor, read_headers
-from worker_proc.quantization.model import load_quantized
+from worker_proc.quantization.model import load_quantized, load_state
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.recurrent.state_spec import RecurrentSpec
@@ -81,6 +82,8 @@ _OPTIONS: dict[str, Any] = {
     "output_loading_info": True,
 }
 """With which transformers loads a model, however its weights are read."""
+_Read = Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]
+"""Loads a model with options of transformers, and returns which weights have not been loaded."""
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +115,7 @@ class LoadedModel:
     @property
     def is_causal(self) -> bool:
         """Whether a token attends to those before it only; else a text is computed at once."""
-        return not self.layers or self.layers[0].spec.is_causal
+        return _is_causal(self.layers)
 
 
 class InspectedModel(NamedTuple):
@@ -129,21 +132,38 @@ class InspectedModel(NamedTuple):
     modules: SentenceModules
 
 
-def load_model(
+class CheckedModel(NamedTuple):
+    """A model before its weights are read; nothing of its files but headers was."""
+
+    directory: str
+    device: torch.device
+    inspected: InspectedModel
+    stored: dict[str, StoredTensor]
+    files: WeightFiles | None
+    """Of a quantized checkpoint."""
+    dense: DenseHead | None
+    """Dense layers behind the pooling; their few weights are there."""
+
+    @property
+    def is_causal(self) -> bool:
+        """As `LoadedModel.is_causal`."""
+        return _is_causal(self.inspected.probed.layers)
+
+
+def check_model(
     directory: str,
     dtype: str,
     device: torch.device,
     progress: ReportProgress,
     proofs: StartCache | None = None,
     *,
-    quantization: Quantization | None = None,
     settings_without_states: Sequence[str] = (),
     max_model_len: int | None = None,
-) -> LoadedModel:
-    """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
+) -> CheckedModel:
+    """Check the configuration and the headers of a checkpoint, for weights of `dtype`.
 
-    `quantization` is how its weights will be rounded, which must not be codes already. For
-    `settings_without_states` and `max_model_len` see `inspect_config`.
+    "auto" stands for the stored type. For `settings_without_states` and `max_model_len` see
+    `inspect_config`. What the headers lack is found by `rehearse`.
     """
     progress("inspect", 0, 1)
     inspected = inspect_config(
@@ -151,20 +171,64 @@ def load_model(
         dtype,
         device,
         proofs,
-        quantization,
         settings_without_states=settings_without_states,
         max_model_len=max_model_len,
     )
     probed, torch_dtype = inspected.probed, inspected.dtype
     stored = read_headers(directory)
+    if not stored and (inspected.format is None or inspected.format.source is None):
+        raise CheckpointError(f"{directory} holds no model.safetensors, or nothing is in it")
     files = None if inspected.format is None else _open(directory, stored, inspected.format)
     check_stored_dtypes(directory, stored if files is None else files.plain)
     if files is not None:
-        keeps_codes = device.type == "cpu"
+        keeps_codes = device.type == "cpu" and torch_dtype in NATIVE_DTYPES
         num_bytes = probed.num_weights * torch_dtype.itemsize
         check_room(files.num_bytes(torch_dtype) if keeps_codes else num_bytes, device)
+    layers = inspected.modules.dense
+    dense = DenseHead(directory, layers, device) if layers else None
     progress("inspect", 1, 1)
-    model = _load_weights(directory, inspected, stored, progress, device, files=files).to(device)
+    return CheckedModel(directory, device, inspected, stored, files, dense)
+
+
+def rehearse(checked: CheckedModel) -> PreTrainedModel:
+    """Load a model on the meta device: with the names and shapes of its weights, but no values.
+
+    Raises CheckpointError for tensors that are missing, misshapen or not used.
+    """
+    directory, _, inspected, stored, files, _ = checked
+    meta, dtype = torch.device("meta"), inspected.dtype
+    shapes: dict[str, Sequence[int]] = {}
+    plain = stored if files is None else files.plain
+    shapes |= {name: tensor.shape for name, tensor in plain.items()}
+    if files is not None:
+        shapes |= {name: weight.shape for name, weight in files.weights.items()}
+        shapes |= {name: experts.shape for name, experts in files.experts.items()}
+    tensors = {
+        name: torch.empty(*shape, dtype=dtype, device=meta) for name, shape in shapes.items()
+    }
+    skeleton = _build_skeleton(directory, inspected.config)
+    read = partial(load_state, skeleton, tensors, dtype)
+    return _load_weights(checked._replace(device=meta), read, _report_nothing)
+
+
+def load_model(
+    directory: str,
+    dtype: str,
+    device: torch.device,
+    progress: ReportProgress,
+    proofs: StartCache | None = None,
+) -> LoadedModel:
+    """Check and load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored)."""
+    checked = check_model(directory, dtype, device, progress, proofs)
+    rehearse(checked)
+    return load_checked(checked, progress)
+
+
+def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel:
+    """Read the weights of a model that was rehearsed, now or at an earlier start."""
+    device, inspected, files = checked.device, checked.inspected, checked.files
+    probed = inspected.probed
+    model = _load_weights(checked, _reader(checked), progress).to(device)
     _release_unused(model, probed.parameters)
     _ignore_padding(model)
     make_linears_plain(model)
@@ -174,7 +238,7 @@ def load_model(
     loaded = LoadedModel(
         model=model,
         layers=probed.layers,
-        dtype=torch_dtype,
+        dtype=inspected.dtype,
         device=device,
         vocab_size=inspected.text_config.vocab_size,
         model_len=inspected.model_len,
@@ -186,7 +250,15 @@ def load_model(
         has_token_types=_has_token_types(inspected),
         recurrent=probed.recurrent,
     )
-    return _with_head(loaded, model, directory, inspected)
+    return _with_head(loaded, model, checked)
+
+
+def _is_causal(layers: Sequence[ProbedLayer]) -> bool:
+    return not layers or layers[0].spec.is_causal
+
+
+def _report_nothing(phase: str, done: int, total: int) -> None:
+    """Take a report of progress."""
 
 
 def _open(directory: str, stored: dict[str, StoredTensor], format: CheckpointFormat) -> WeightFiles:
@@ -198,8 +270,7 @@ def _open(directory: str, stored: dict[str, StoredTensor], format: CheckpointFor
 
 def _pooling(inspected: InspectedModel) -> PoolingType:
     """Return the pooling of requests that choose none."""
-    layers = inspected.probed.layers
-    is_causal = not layers or layers[0].spec.is_causal
+    is_causal = _is_causal(inspected.probed.layers)
     return inspected.modules.pooling or (PoolingType.LAST if is_causal else PoolingType.CLS)
 
 
@@ -208,16 +279,14 @@ def _has_token_types(inspected: InspectedModel) -> bool:
     return is_pooling and (getattr(inspected.config, "type_vocab_size", None) or 0) > 1
 
 
-def _with_head(
-    loaded: LoadedModel, model: PreTrainedModel, directory: str, inspected: InspectedModel
-) -> LoadedModel:
+def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedModel) -> LoadedModel:
     """Add what follows the pooling, and let a model without output layer return hidden states."""
+    inspected = checked.inspected
     if inspected.kind is ModelKind.CLASSIFIES:
         head = SequenceHead(model)
         loaded = replace(loaded, head=head, pooling=head.pooling)
-    elif inspected.modules.dense:
-        dense = DenseHead(directory, inspected.modules.dense, loaded.device)
-        loaded = replace(loaded, head=dense)
+    elif checked.dense is not None:
+        loaded = replace(loaded, head=checked.dense)
     if inspected.kind is ModelKind.GENERATES:
         return loaded
     if not loaded.is_causal:  # those of decoders are fused
@@ -233,7 +302,6 @@ def inspect_config(
     dtype: str,
     device: torch.device,
     proofs: StartCache | None = None,
-    quantization: Quantization | None = None,
     *,
     settings_without_states: Sequence[str] = (),
     max_model_len: int | None = None,
@@ -251,11 +319,6 @@ def inspect_config(
         )
     text_config = config.get_text_config(decoder=True)
     format = take_format(Path(directory) / "config.json", config)
-    if format is not None and quantization is not None:
-        raise UnsupportedModel(
-            f"quantization {quantization}: {directory} is quantized already ({format.method});"
-            " leave the setting out"
-        )
     _check_config(config, text_config)
     kind = model_kind(config)
     modules = sentence_modules(directory, kind)
@@ -381,15 +444,9 @@ def _resolve_dtype(
     return dtype
 
 
-def _load_weights(
-    directory: str,
-    inspected: InspectedModel,
-    stored: dict[str, StoredTensor],
-    progress: ReportProgress,
-    device: torch.device,
-    *,
-    files: WeightFiles | None = None,
-) -> PreTrainedModel:
+def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) -> PreTrainedModel:
+    """Return a model that `read` loads; CheckpointError: its files lack something."""
+    directory, device, inspected, stored, _, _ = checked
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     unused_modules: tuple[str, ...] = inspected.probed.unused_modules
     if inspected.kind is ModelKind.EMBEDS:
@@ -400,12 +457,14 @@ def _load_weights(
             _straight_to(device) as placement,
             building_without(unused_modules),
         ):
-            read = _reader(directory, inspected, files, device)
+            options = _OPTIONS | placement
+            if inspected.probed.has_own_attention:  # which has forms by transformers' names only
+                options |= {"attn_implementation": "eager"}
             try:
-                model, info = read(_OPTIONS | placement)
+                model, info = read(options)
             except NotImplementedError:  # a module computes something while it is built
                 load_meta_kernels()
-                model, info = read(_OPTIONS | placement)
+                model, info = read(options)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
@@ -425,13 +484,9 @@ def _load_weights(
     return model
 
 
-def _reader(
-    directory: str, inspected: InspectedModel, files: WeightFiles | None, device: torch.device
-) -> Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]:
-    """Return what loads a model with options of transformers.
-
-    It returns the names of weights that have not been loaded, too.
-    """
+def _reader(checked: CheckedModel) -> _Read:
+    """Return what reads the weights of a model."""
+    directory, device, inspected, _, files, _ = checked
     if files is None:
         return partial(_from_pretrained, directory, inspected)
     skeleton = _build_skeleton(directory, inspected.config)
@@ -442,8 +497,6 @@ def _reader(
 def _from_pretrained(
     directory: str, inspected: InspectedModel, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    if inspected.probed.has_own_attention:  # which has forms by transformers' names only
-        options = options | {"attn_implementation": "eager"}
     model, info = auto_class(inspected.config).from_pretrained(
         directory,
         dtype=inspected.dtype,

@@ -1,10 +1,11 @@
 """What `--quantization` asks of a model: formats of its weights, and the reasons to refuse it.
 
-Codes are made when weights are packed. An embedding is never rounded, also where the output layer
+Codes are made when weights are packed. Of a checkpoint whose layers are codes already, the output
+layer alone is rounded. An embedding is never rounded, also where the output layer
 shares its weight: then the output layer has codes of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from protocol.config import Quantization
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.grouped_experts import read_experts
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.packed_linear import PLAIN, Formats
+from worker_proc.loading.packed_linear import PLAIN, Formats, output_layer
 from worker_proc.loading.router import ROUTER_NAMES
 from worker_proc.native.build import build
 from worker_proc.native.kernels import (
@@ -33,15 +34,29 @@ FORMATS = {
 """With 4 bits, the output layer would make nearly half of the error (docs/quantization.md)."""
 
 
-def load_coding_library(setting: str, device: torch.device) -> NativeLibrary:
-    """Return the kernels, compiled now if they are not yet, or raise why there are none.
+def formats_of(quantization: Quantization | None, *, is_quantized: bool) -> Formats:
+    """Return how a model's plain weights are packed.
 
-    The error names `setting`, which needs the codes.
+    Of a checkpoint that `is_quantized` the output layer alone is rounded: its other plain layers
+    are those that its quantization has left as they are.
     """
+    formats = FORMATS[quantization]
+    return PLAIN._replace(head=formats.head) if is_quantized else formats
+
+
+def check_coding_device(setting: str, device: torch.device) -> None:
+    """Raise UnsupportedModel for a device without kernels for codes; it names the setting."""
     if device.type != "cpu":
         raise UnsupportedModel(
             f"{setting} needs device cpu: there are no kernels for it on {device.type}"
         )
+
+
+def load_coding_library(setting: str) -> NativeLibrary:
+    """Return the kernels, compiled now if they are not yet, or raise why there are none.
+
+    The error names `setting`, which needs the codes.
+    """
     try:
         build()
         reason = "the compiled library cannot be loaded"
@@ -53,29 +68,64 @@ def load_coding_library(setting: str, device: torch.device) -> NativeLibrary:
     return library
 
 
-def check_weights(
-    loaded: LoadedModel, quantization: Quantization, on_checked: Callable[[int, int], None]
-) -> None:
-    """Raise why a model cannot be quantized."""
-    if loaded.dtype != torch.bfloat16:
-        dtype = str(loaded.dtype).removeprefix("torch.")
+def check_rounded_dtype(dtype: torch.dtype, quantization: Quantization) -> None:
+    """Raise UnsupportedModel for a model whose weights are rounded from another type."""
+    if dtype != torch.bfloat16:
         raise UnsupportedModel(
             f"quantization {quantization} needs dtype bfloat16, and the checkpoint is loaded in"
-            f" {dtype}; add --dtype bfloat16"
+            f" {str(dtype).removeprefix('torch.')}; add --dtype bfloat16"
         )
-    _check_matrices(loaded.model, quantization)
-    found = _rounded_weights(loaded.model)
-    for done, (name, weight) in enumerate(found.items(), start=1):
-        if not _is_finite(weight):
-            raise CheckpointError(
-                f"quantization {quantization}: {name} has values that are not finite"
-            )
+
+
+def check_rounding(model: nn.Module, used: Collection[str], quantization: Quantization) -> None:
+    """Raise UnsupportedModel for modules whose weights cannot be rounded.
+
+    `model` is on the meta device; `used` are the names of the parameters that text reaches. A
+    subclass of a linear layer passes here: whether it computes one shows after the load.
+    """
+    _check_matrices(model, used, quantization, nn.Linear)
+    for name, weight in _rounded_weights(model, used).items():
         num_inputs = weight.shape[-1]
         if quantization is Quantization.W8A8 and num_inputs > MAX_CODED_INPUTS:
             raise UnsupportedModel(
                 f"quantization {quantization}: {name.removesuffix('.weight')} has {num_inputs}"
                 f" inputs, and its sums of products of codes are exact for at most"
                 f" {MAX_CODED_INPUTS}"
+            )
+
+
+def check_plain_head(
+    model: nn.Module, coded: Collection[str], method: str, quantization: Quantization
+) -> None:
+    """Raise UnsupportedModel if nothing is left to round in a quantized checkpoint.
+
+    `coded` are the names of the weights that its format `method` stores as codes.
+    """
+    head = output_layer(model)
+    names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    if head is None or any(name in coded for name in names):
+        raise UnsupportedModel(
+            f"quantization {quantization}: the checkpoint is quantized already ({method}), its"
+            " output layer included; leave the setting out"
+        )
+
+
+def check_values(
+    loaded: LoadedModel, quantization: Quantization, on_checked: Callable[[int, int], None]
+) -> None:
+    """Raise CheckpointError for weights, and UnsupportedModel for modules, as they are loaded."""
+    names = dict(loaded.model.named_parameters(remove_duplicate=False))
+    used = [name for name, parameter in names.items() if not parameter.is_meta]
+    found = _rounded_weights(loaded.model, used)
+    if loaded.codes is None:
+        _check_matrices(loaded.model, used, quantization)
+    else:
+        head = getattr(output_layer(loaded.model), "weight", None)
+        found = {name: weight for name, weight in found.items() if names[name] is head}
+    for done, (name, weight) in enumerate(found.items(), start=1):
+        if not _is_finite(weight):
+            raise CheckpointError(
+                f"quantization {quantization}: {name} has values that are not finite"
             )
         on_checked(done, len(found))
 
@@ -84,22 +134,30 @@ def check_experts(loaded: LoadedModel, quantization: Quantization) -> None:
     """Raise UnsupportedModel if experts are left that no kernel computes."""
     for name, module in loaded.model.named_modules():
         if read_experts(module) is not None:
-            raise UnsupportedModel(
-                f"quantization {quantization}: {name} ({type(module).__name__}) does not compute"
-                " what the kernels for experts do"
-            )
+            raise unsupported_experts(quantization, name, module)
 
 
-def _rounded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def unsupported_experts(
+    quantization: Quantization, name: str, module: nn.Module
+) -> UnsupportedModel:
+    """Return the error for experts that no kernel computes."""
+    return UnsupportedModel(
+        f"quantization {quantization}: {name} ({type(module).__name__}) does not compute what the"
+        " kernels for experts do"
+    )
+
+
+def _rounded_weights(model: nn.Module, used: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the weights that become codes, `[..., num_outputs, num_inputs]`, by their names."""
+    reached = frozenset(used)
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        experts = read_experts(module)
-        if experts is not None:
+        experts = read_experts(module, has_values=False)
+        if experts is not None and f"{name}.down_proj" in reached:
             up_name = "gate_up_proj" if experts.is_gated else "up_proj"
             found[f"{name}.{up_name}"] = experts.up.weights
             found[f"{name}.down_proj"] = experts.down.weights
-        elif type(module) in (nn.Linear, Conv1D) and not module.weight.is_meta:
+        elif type(module) in (nn.Linear, Conv1D) and f"{name}.weight" in reached:
             transposed = type(module) is Conv1D
             found[f"{name}.weight"] = module.weight.t() if transposed else module.weight
     return found
@@ -110,21 +168,33 @@ def _is_finite(weight: torch.Tensor) -> bool:
     return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 
 
-def _check_matrices(model: nn.Module, quantization: Quantization) -> None:
-    """Raise UnsupportedModel for matrices of other modules than those that are expected."""
+def _check_matrices(
+    model: nn.Module,
+    used: Collection[str],
+    quantization: Quantization,
+    passing: type[nn.Module] | None = None,
+) -> None:
+    """Raise UnsupportedModel for matrices of other modules than those that are expected.
+
+    Subclasses of `passing` are expected, too.
+    """
+    experts = {m for m in model.modules() if read_experts(m, has_values=False) is not None}
     known = {
         part
         for parent in model.modules()
-        if any(read_experts(child) is not None for child in parent.children())
+        if any(child in experts for child in parent.children())
         for name, child in parent.named_children()
-        if name in ROUTER_NAMES or read_experts(child) is not None
+        if name in ROUTER_NAMES or child in experts
         for part in child.modules()
     }
+    reached = frozenset(used)
     for name, module in model.named_modules():
         is_linear = type(module) in (nn.Linear, Conv1D)
+        is_linear = is_linear or (passing is not None and isinstance(module, passing))
         if is_linear or isinstance(module, nn.Embedding) or module in known:
             continue
-        if any(p.dim() > 1 and not p.is_meta for p in module.parameters(recurse=False)):
+        own = module.named_parameters(name, recurse=False)
+        if any(parameter.dim() > 1 and full in reached for full, parameter in own):
             raise UnsupportedModel(
                 f"quantization {quantization}: {name} ({type(module).__name__}) has weights that"
                 " are not those of a linear layer, nor of experts for which there are kernels"

@@ -12,6 +12,7 @@ import torch
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.scheme import (
     CheckpointFormat,
+    ReadTensor,
     Settings,
     checked,
     num_groups,
@@ -35,7 +36,7 @@ class AwqScheme:
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
 
-    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         num_inputs, num_words = require_matrix(stored, "qweight", "I32")
         groups = num_groups(num_inputs, self._group_size)
         require(stored, "scales", (groups, num_words * _PER_WORD))

@@ -23,6 +23,7 @@ from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.scheme import (
     UNUSED_PARTS,
     CheckpointFormat,
+    ReadTensor,
     Scheme,
     Settings,
     checked,
@@ -56,7 +57,7 @@ class IntScheme:
         self._is_packed = is_packed
         self._is_symmetric = is_symmetric
 
-    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         if self._is_packed:
             per_word = 32 // self._num_bits
             num_outputs, num_words = require_matrix(stored, "weight_packed", "I32")

@@ -6,6 +6,7 @@ asks for it, or never, where its codes stay in memory.
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,11 +154,11 @@ class QuantizedFiles:
         for layer, names in layers.items():
             own = {name: stored[f"{layer}.{name}"] for name in names}
             scheme = format.scheme_of(layer)
+            tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
             try:
-                shape = scheme.shape(own)
+                shape = scheme.shape(own, partial(_read_one, tensors))
             except ValueError as error:
                 raise CheckpointError(f"{directory}: {layer} {error}") from error
-            tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
             weight = StoredWeight(layer, scheme, shape, tensors, self.report)
             self.weights[f"{layer}.weight"] = weight
         used = {f"{layer}.{name}" for layer, names in layers.items() for name in names}
@@ -187,9 +188,11 @@ class QuantizedFiles:
         """Return what all tensors need if their codes stay; others are of `dtype`."""
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
         plain += sum(experts.shape.numel() for experts in self.experts.values())
-        codes = sum(
-            weight.shape.numel() * weight.kind.bits // 8 for weight in self.weights.values()
-        )
+        codes = 0
+        for weight in self.weights.values():
+            kind = weight.kind
+            bits = kind.bits if kind.has_kernels else 8 * dtype.itemsize
+            codes += weight.shape.numel() * bits // 8
         return plain * dtype.itemsize + codes
 
     def plain_slices(self) -> dict[str, Any]:
@@ -200,6 +203,11 @@ class QuantizedFiles:
         if tensor.file not in self._open:
             self._open[tensor.file] = safe_open(self._directory / tensor.file, framework="pt")
         return self._open[tensor.file].get_slice(name)
+
+
+def _read_one(tensors: Mapping[str, Any], name: str) -> torch.Tensor:
+    found: torch.Tensor = tensors[name][...]
+    return found
 
 
 def _layers(stored: Mapping[str, StoredTensor], format: CheckpointFormat) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.quantization.awq import read_awq
+from worker_proc.quantization.bitsandbytes import read_bitsandbytes
 from worker_proc.quantization.compressed_tensors import read_compressed_tensors
 from worker_proc.quantization.fp8 import read_fp8
 from worker_proc.quantization.gguf import METHOD as GGUF
@@ -18,6 +19,7 @@ from worker_proc.quantization.scheme import KEY, CheckpointFormat, Settings
 
 _READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     GGUF: read_gguf,

@@ -13,6 +13,7 @@ from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.scheme import (
     UNUSED_PARTS,
     CheckpointFormat,
+    ReadTensor,
     Settings,
     checked,
     require,
@@ -31,7 +32,7 @@ class Fp8Scheme:
         self._scale = scale
         self._block = block
 
-    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         num_outputs, num_inputs = require_matrix(stored, "weight", "F8_E4M3")
         if self._block is not None:
             rows, columns = self._block

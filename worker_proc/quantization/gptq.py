@@ -13,6 +13,7 @@ import torch
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.scheme import (
     CheckpointFormat,
+    ReadTensor,
     Settings,
     checked,
     num_groups,
@@ -35,7 +36,7 @@ class GptqScheme:
         self._group_size = group_size
         self._zero_offset = zero_offset
 
-    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         num_words, num_outputs = require_matrix(stored, "qweight", "I32")
         per_word = 32 // self._num_bits
         num_inputs = num_words * per_word

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint as the headers of its safetensors files describe them."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +49,15 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
+            num_bytes = file.seek(0, os.SEEK_END)
         header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + 8 + size
+        if num_bytes < end:
+            raise ValueError(f"it has {num_bytes} bytes, and its tensors end at {end}")
         for name, entry in header.items():
             shape = tuple(int(size) for size in entry["shape"])
             yield name, StoredTensor(path.name, str(entry["dtype"]), shape)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
 

@@ -30,9 +30,20 @@ def load_quantized(
         weights[name] = as_slice(stored, dtype)
     for name, experts in files.experts.items():
         weights[name] = DenseExperts(experts, dtype)
+    model, info = load_state(skeleton, weights, dtype, options)
+    if (Path(directory) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info
+
+
+def load_state(
+    skeleton: PreTrainedModel,
+    weights: dict[str, Any],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model like the skeleton with tensors, or slices of files, as its weights."""
     model, info = type(skeleton).from_pretrained(
         None, config=skeleton.config, state_dict=weights, dtype=dtype, **options
     )
-    if (Path(directory) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info

@@ -4,7 +4,7 @@ The kernels (native/grouped_codes.h) make (code - zero point) · scale of them i
 code · scale + minimum, as `QuantizedWeight.dequantize` does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -39,6 +39,8 @@ _CODED_STEP_INPUTS = 64
 def obstacle(weight: QuantizedWeight) -> str:
     """Return why the kernels cannot read a weight's codes, or an empty text."""
     num_inputs = weight.codes.shape[1]
+    if not weight.kind.has_kernels:
+        return f"no kernel computes with {weight.kind.value}"
     is_half = weight.group_size == _LEAST_GROUP
     if weight.group_size < num_inputs and weight.group_size % TILE_INPUTS and not is_half:
         return f"groups of {weight.group_size} inputs"
@@ -112,20 +114,37 @@ def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Gr
     return scales, grouping._replace(minimums=minimums)
 
 
-def join_packed(experts: Sequence[PackedWeight]) -> PackedWeight:
-    """Return one weight with those of all experts, one after the other; its sizes are of one."""
-    first = experts[0]
-    scales = [expert.scales for expert in experts if expert.scales is not None]
+class CannotJoin(Exception):
+    """The codes of several experts make no weight; the text is the reason."""
+
+
+def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
+    """Return one weight with those of `count` experts, one after the other; its sizes are of one.
+
+    Each is copied and released before the next is made, so that codes are not in memory twice.
+    """
+    panels: torch.Tensor | None = None
+    rest: list[PackedWeight] = []
+    for number, one in enumerate(experts):
+        if panels is None:
+            panels = one.panels.new_empty(count, len(one.panels))
+        elif one.format is not rest[0].format:
+            raise CannotJoin("experts in different formats")
+        if one.order is not None:
+            raise CannotJoin("an expert with inputs in an order of their own")
+        panels[number] = one.panels
+        rest.append(one._replace(panels=one.panels[:0].clone()))
+    assert panels is not None
+    scales = [one.scales for one in rest if one.scales is not None]
     if len({part.dtype for part in scales}) > 1:
         scales = [part.float() for part in scales]
-    biases = [expert.bias for expert in experts if expert.bias is not None]
-    groupings = [expert.grouping for expert in experts if expert.grouping is not None]
-    grouping = _join_groupings(groupings, scales) if groupings else None
-    return first._replace(
-        panels=torch.cat([expert.panels for expert in experts]),
+    biases = [one.bias for one in rest if one.bias is not None]
+    groupings = [one.grouping for one in rest if one.grouping is not None]
+    return rest[0]._replace(
+        panels=panels.view(-1),
         scales=torch.cat(scales),
         bias=torch.cat(biases) if biases else None,
-        grouping=grouping,
+        grouping=_join_groupings(groupings, scales) if groupings else None,
     )
 
 

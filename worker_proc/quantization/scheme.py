@@ -17,6 +17,8 @@ from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 KEY = "quantization_config"
 """Of config.json."""
+ReadTensor = Callable[[str], torch.Tensor]
+"""Reads a tensor of a layer, by its name within the layer."""
 
 
 class Scheme(Protocol):
@@ -26,9 +28,10 @@ class Scheme(Protocol):
     codes_rows: bool
     """Whether the layer's inputs are rounded to 8 bits, too, each row by a scale of its own."""
 
-    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         """Return the outputs and inputs of a layer, from the headers of its tensors.
 
+        `read` is for small tensors that describe others.
         Raises ValueError if a tensor is missing, or has another shape or type than the scheme's.
         """
 
@@ -79,7 +82,7 @@ class CheckpointFormat(NamedTuple):
     """A GGUF file that has all tensors; then there are no schemes."""
 
 
-CODE_DTYPES = frozenset({"F8_E4M3", "I8"})
+CODE_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
 """Types of tensors that hold codes under the name of plain weights, as in safetensors."""
 UNUSED_PARTS = frozenset({"input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale"})
 """Scales of activations and of the KV cache, which are not rounded as the checkpoint suggests."""

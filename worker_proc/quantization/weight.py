@@ -16,11 +16,20 @@ class CodeKind(enum.Enum):
     """A whole number from 0 to 255, less the zero point."""
     FP8 = "fp8"
     """The bits of a number in e4m3."""
+    NF4 = "nf4"
+    """A place in a table of 16 values, the quantiles of a normal distribution."""
+    FP4 = "fp4"
+    """A place in a table of 16 values, numbers of 4 bits."""
 
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self is CodeKind.INT4 else 8
+        return 8 if self in (CodeKind.INT8, CodeKind.FP8) else 4
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels compute with the codes; else weights are dequantized."""
+        return self not in (CodeKind.NF4, CodeKind.FP4)
 
 
 class Multiples(NamedTuple):
@@ -63,11 +72,15 @@ class QuantizedWeight(NamedTuple):
     """The scales as they are stored, where they are multiples."""
     minimum_multiples: Multiples | None = None
     """Likewise the minimums, where there are any."""
+    table: torch.Tensor | None = None
+    """float32, `[16]`: what codes that are places stand for."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, `[num_outputs, num_inputs]`, rounded to `dtype`."""
         if self.kind is CodeKind.FP8:
             values = self.codes.view(torch.float8_e4m3fn).float()
+        elif self.table is not None:
+            values = self.table[self.codes.int()]
         else:
             values = self.codes.float().sub_(self._by_input(self.zeros))
         values.mul_(self._by_input(self.scales))
@@ -94,6 +107,7 @@ def can_join(weights: Sequence[QuantizedWeight]) -> bool:
         and _are_equal(weight.order, first.order)
         and (weight.minimums is None) == (first.minimums is None)
         and (weight.scale_multiples is None) == (first.scale_multiples is None)
+        and _are_equal(weight.table, first.table)
         for weight in weights[1:]
     )
 

@@ -3,6 +3,7 @@
 They take one pooled row at a time, in float32, and so do not depend on the batch.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,22 @@ class SequenceHead:
                 " states than the first one, the last one or their mean"
             )
         return found.pop()
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for a classification head that `SequenceHead` does not compute.
+
+    `model` is on the meta device. Its head gets random weights, and its base is lost.
+    """
+    stub = nn.Module()
+    stub.register_module("pooler", getattr(model.base_model, "pooler", None))
+    setattr(model, model.base_model_prefix, stub)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).normal_(generator=generator)
+    with torch.inference_mode(), contextlib.suppress(AttributeError):  # a part of its base
+        SequenceHead(model.eval())
 
 
 def _other_than(token_id: int | None) -> int:

@@ -197,7 +197,7 @@ def _facts_of(
         embedding_size=calibration.embedding_size if head is None else head.num_outputs,
         decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
         speculation=describe_speculation(config),
-        quantization=config.model.quantization or describe_codes(loaded),
+        quantization=describe_codes(loaded, config.model.quantization),
         kv_cache_dtype=layout.format.config_name,
         generates=loaded.kind is ModelKind.GENERATES,
         computes_whole_prompts=not loaded.is_causal,

@@ -59,13 +59,18 @@ def block_bytes_of(loaded: LoadedModel, layout: KVLayout) -> int:
     return kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype, layout.format)
 
 
+def check_swap_space(num_bytes: int) -> None:
+    """Raise InsufficientMemory for more swap space than there is free memory."""
+    free = available_memory()
+    if num_bytes > free:
+        raise InsufficientMemory(
+            f"swap_space_bytes {num_bytes} is more than the {free} bytes of free memory"
+        )
+
+
 def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
     """Return the number of blocks that the swap space holds; it must fit in free memory."""
-    free = available_memory()
-    if swap_space_bytes > free:
-        raise InsufficientMemory(
-            f"swap_space_bytes {swap_space_bytes} is more than the {free} bytes of free memory"
-        )
+    check_swap_space(swap_space_bytes)
     return swap_space_bytes // block_bytes
 
 

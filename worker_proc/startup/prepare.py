@@ -4,39 +4,49 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
+
 from protocol.config import EngineConfig, KVCacheDtype, Quantization
 from worker_proc.adapters.sites import Sites
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.errors import UnsupportedModel
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
 from worker_proc.loading.adapted_modules import adapt_modules, find_sites
 from worker_proc.loading.coded_weights import dequantize_weights, without_kernels
-from worker_proc.loading.draft import load_draft
+from worker_proc.loading.draft import check_draft
 from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.heap import return_freed_memory
-from worker_proc.loading.latent import check_latent_format, install_latent
+from worker_proc.loading.latent import install_latent
 from worker_proc.loading.layer_executor import LayerExecutor
-from worker_proc.loading.loader import LoadedModel, load_model
-from worker_proc.loading.model_kind import ModelKind
+from worker_proc.loading.loader import CheckedModel, LoadedModel, check_model, load_checked
 from worker_proc.loading.own_attention import OwnLayer, install_own_attention
-from worker_proc.loading.packed_linear import can_pack, pack_linears
+from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.loading.proofs import find_proofs
+from worker_proc.loading.proofs import Proofs, find_proofs
 from worker_proc.loading.quantization import (
     FORMATS,
+    check_coding_device,
     check_experts,
-    check_weights,
+    check_values,
+    formats_of,
     load_coding_library,
 )
 from worker_proc.loading.recurrent import ProvenModule, install_recurrent
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import start_building
-from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
+from worker_proc.native.kernels import NATIVE_DTYPES, Format, NativeLibrary, load_library
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
+from worker_proc.startup.refusals import (
+    check_cache,
+    check_settings,
+    rehearse_draft,
+    rehearse_experts,
+    rehearse_model,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -46,40 +56,17 @@ def prepare_model(
 ) -> PreparedModel:
     """Load the configured checkpoints, and round, fuse and pack their modules as configured."""
     device = resolve_device(config.model.device)
-    quantization, library = config.model.quantization, None
+    quantization = config.model.quantization
     kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device)
-    if (setting := _setting_of_codes(config)) is not None:
-        progress("compile_kernels", 0, 0)
-        library = load_coding_library(setting, device)
-    elif device.type == "cpu" and not is_quantized(config.model.model):
-        start_building()
-    proofs = None if kept is None else kept.without_kernels()
-    model = config.model
-    loaded = load_model(
-        model.model,
-        model.dtype,
-        device,
-        progress,
-        proofs,
-        quantization=quantization,
-        settings_without_states=_settings_without_states(config),
-        max_model_len=model.max_model_len,
-    )
-    wanted_len = config.model.max_model_len
-    if wanted_len is not None and wanted_len > loaded.model_len:
-        raise CheckpointError(
-            f"max_model_len {wanted_len} is greater than the {loaded.model_len} tokens"
-            f" that {config.model.model} can compute"
-        )
-    _check_settings(loaded, config)
-    draft = load_draft(config.model, loaded, progress)
+    checked, checked_draft, library = _check(config, device, kept, progress)
+    loaded = load_checked(checked, progress)
+    draft = None if checked_draft is None else load_checked(checked_draft, progress)
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
     _compute_states(loaded, library, proofs, progress)
     loaded = _replace_attention(loaded, library, proofs)
-    check_latent_format(loaded, config.cache.kv_cache_dtype)
     if draft is not None:
         draft = _replace_attention(draft, library, proofs, "_draft")
     if device.type == "cpu":
@@ -88,18 +75,20 @@ def prepare_model(
     _pack_head(loaded, library)
     sites = find_sites(loaded) if config.lora.enable_lora else None
     if quantization is not None and library is not None:
-        check_weights(loaded, quantization, partial(progress, "check_weights"))
-    roles: list[tuple[str, LoadedModel, Quantization | None]]
-    roles = [("fused", loaded, quantization)]
+        check_values(loaded, quantization, partial(progress, "check_weights"))
+    formats = formats_of(quantization, is_quantized=loaded.codes is not None)
+    roles = [("fused", loaded, formats)]
     if draft is not None:
-        roles.append(("fused_draft", draft, None))  # it is never rounded
+        roles.append(("fused_draft", draft, PLAIN))  # it is never rounded
     for role, one, own in roles:
         if can_pack(one.dtype, device, library):
             progress("pack_weights", 0, 1)
             if library is not None:
                 on_tried = partial(progress, "fuse_modules")
-                _fuse(one, library, proofs, role, own, on_tried=on_tried)
-            pack_linears(one.model, library, partial(progress, "pack_weights"), FORMATS[own])
+                _fuse(one, library, proofs, role, own.layers, on_tried=on_tried)
+                if quantization is not None and own.layers is not PLAIN.layers:
+                    check_experts(one, quantization)
+            pack_linears(one.model, library, partial(progress, "pack_weights"), own)
         _finish_codes(one)
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
@@ -109,18 +98,48 @@ def prepare_model(
     return PreparedModel(loaded, library, grammars, executor, proofs, draft, adapters)
 
 
+def _check(
+    config: EngineConfig, device: torch.device, kept: Proofs | None, progress: ReportProgress
+) -> tuple[CheckedModel, CheckedModel | None, NativeLibrary | None]:
+    """Check the configured models and settings before weights are read.
+
+    Returns the model, its draft model and, where a setting needs them, the kernels.
+    """
+    setting, quantization = _setting_of_codes(config), config.model.quantization
+    if setting is not None:
+        check_coding_device(setting, device)
+    elif device.type == "cpu" and not is_quantized(config.model.model):
+        start_building()
+    proofs = None if kept is None else kept.without_kernels()
+    checked = check_model(
+        config.model.model,
+        config.model.dtype,
+        device,
+        progress,
+        proofs,
+        settings_without_states=_settings_without_states(config),
+        max_model_len=config.model.max_model_len,
+    )
+    check_settings(checked, config)
+    draft = check_draft(config.model, checked, progress)
+    check_cache(checked, rehearse_model(checked, quantization, proofs), config)
+    if draft is not None:
+        rehearse_draft(draft, proofs)
+    library = None
+    if setting is not None:
+        progress("compile_kernels", 0, 0)
+        library = load_coding_library(setting)
+    if quantization is not None and library is not None and checked.files is None:
+        proofs = None if kept is None else kept.with_kernels(library)
+        rehearse_experts(checked, quantization, library, proofs)
+    return checked, draft, library
+
+
 def _make_store(
     loaded: LoadedModel, library: NativeLibrary | None, sites: Sites, config: EngineConfig
 ) -> AdapterStore:
     """Let the modules at the sites add the products of adapters."""
-    if not loaded.is_causal:
-        kind = loaded.model.config.model_type
-        raise UnsupportedModel(f"enable_lora: {kind} is an encoder, which takes no adapters yet")
-    if library is None or loaded.dtype not in NATIVE_DTYPES:
-        dtype = str(loaded.dtype).removeprefix("torch.")
-        raise UnsupportedModel(
-            f"enable_lora needs dtype float32 or bfloat16, and the checkpoint is loaded in {dtype}"
-        )
+    assert library is not None  # enable_lora needs it
     lora = config.lora
     store = AdapterStore(
         library, loaded.dtype, sites, max_rank=lora.max_lora_rank, num_kept=lora.num_kept
@@ -144,7 +163,8 @@ def _library_for(
         if library is None:
             progress("compile_kernels", 0, 0)
             try:
-                library = load_coding_library("the checkpoint's format", one.device)
+                check_coding_device("the checkpoint's format", one.device)
+                library = load_coding_library("the checkpoint's format")
             except UnsupportedModel as error:
                 reason = str(error)
         if one.dtype not in NATIVE_DTYPES:
@@ -156,9 +176,14 @@ def _library_for(
     return library
 
 
-def describe_codes(loaded: LoadedModel) -> str:
-    """Return the codes that a quantized checkpoint's weights have in memory, for people."""
-    return "" if loaded.codes is None else loaded.codes.description
+def describe_codes(loaded: LoadedModel, quantization: Quantization | None) -> str:
+    """Return the codes that weights have in memory, for people; empty: there are none."""
+    if loaded.codes is None:
+        return quantization or ""
+    if quantization is None:
+        return loaded.codes.description
+    head = f"output layer {FORMATS[quantization].head.name.lower()}"
+    return ", ".join(filter(None, (loaded.codes.description, head)))
 
 
 def _finish_codes(loaded: LoadedModel) -> None:
@@ -175,31 +200,6 @@ def _pack_head(loaded: LoadedModel, library: NativeLibrary | None) -> None:
     if loaded.head is not None and loaded.device.type == "cpu":
         for module in loaded.head.modules:
             pack_linears(module, library, lambda done, total: None)
-
-
-def _check_settings(loaded: LoadedModel, config: EngineConfig) -> None:
-    """Raise UnsupportedModel for settings that a model without output layer or cache has not."""
-    if loaded.kind is not ModelKind.GENERATES and config.scheduler.num_speculative_tokens:
-        number = config.scheduler.num_speculative_tokens
-        raise UnsupportedModel(
-            f"num_speculative_tokens is {number}, and {config.model.model} generates no tokens"
-        )
-    if loaded.kind is not ModelKind.GENERATES and config.lora.enable_lora:
-        raise UnsupportedModel(
-            f"enable_lora is set, and {config.model.model} has no output layer: adapters of such"
-            " models are not supported"
-        )
-    quantization = config.model.quantization
-    if loaded.kind is ModelKind.CLASSIFIES and quantization is not None:
-        raise UnsupportedModel(
-            f"quantization is {quantization}, and {config.model.model} has a classification head"
-        )
-    kv_cache_dtype = config.cache.kv_cache_dtype
-    if not loaded.is_causal and kv_cache_dtype is not KVCacheDtype.AUTO:
-        raise UnsupportedModel(
-            f"kv_cache_dtype is {kv_cache_dtype}, and {config.model.model} has no KV cache, since"
-            " its attention is not causal"
-        )
 
 
 def _setting_of_codes(config: EngineConfig) -> str | None:
@@ -286,18 +286,15 @@ def _fuse(
     library: NativeLibrary,
     proofs: StartCache | None,
     name: str,
-    quantization: Quantization | None,
+    format: Format,
     *,
     on_tried: Callable[[int, int], None],
 ) -> None:
-    """Fuse modules, and keep which ones under a name; raises why they cannot be rounded."""
+    """Fuse modules, with weights in a format, and keep which ones under a name."""
     known = None if proofs is None else proofs.get(name, dict[str, int])
-    format = FORMATS[quantization].layers
     fused = fuse_modules(
         loaded.model, library, loaded.dtype, known, format=format, on_tried=on_tried
     )
-    if quantization is not None:
-        check_experts(loaded, quantization)
     if proofs is not None and known is None:
         proofs.put(name, fused)
 

@@ -1,0 +1,214 @@
+"""The rules between several settings: those that contradict each other, or have no effect."""
+
+from collections.abc import Callable, Iterator
+
+from protocol.adapters import parse_lora_module
+from protocol.config.engine_config import (
+    ConfigError,
+    Device,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+)
+
+_NULL = "null"
+Rule = tuple[bool, str]
+"""Whether a rule is broken, and its text."""
+
+
+def validate(config: EngineConfig) -> EngineConfig:
+    """Raise ConfigError for settings that contradict each other, or that have no effect."""
+    for rules in _CONCEPTS:
+        for is_broken, message in rules(config):
+            if is_broken:
+                raise ConfigError(message)
+    return config
+
+
+def _step_rules(config: EngineConfig) -> Iterator[Rule]:
+    """What a step computes, and how it is limited."""
+    scheduler = config.scheduler
+    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    yield (
+        batched < scheduler.max_num_seqs,
+        f"max_num_batched_tokens {batched} must be at least max_num_seqs {scheduler.max_num_seqs}",
+    )
+    yield (
+        scheduled is not None and scheduled > batched,
+        f"max_num_scheduled_tokens {scheduled} must be at most max_num_batched_tokens {batched}",
+    )
+    yield (
+        scheduler.target_itl_ms > 0 and not scheduler.enable_chunked_prefill,
+        "target_itl_ms needs enable_chunked_prefill: it cuts prompts",
+    )
+    yield (
+        scheduler.target_itl_ms > 0 and scheduler.elastic_token_budget,
+        "target_itl_ms works without elastic_token_budget only: it would lift the limit",
+    )
+
+
+def _prefill_rules(config: EngineConfig) -> Iterator[Rule]:
+    """How prompts are cut into chunks."""
+    scheduler, max_model_len = config.scheduler, config.model.max_model_len
+    batched, threshold = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold
+    prefills = scheduler.max_num_partial_prefills
+    long_prefills = scheduler.max_long_partial_prefills
+    yield (
+        long_prefills > 0 and threshold == 0,
+        "max_long_partial_prefills needs a long_prefill_token_threshold of at least 1",
+    )
+    yield (
+        0 < prefills < long_prefills,
+        f"max_long_partial_prefills {long_prefills} must be at most max_num_partial_prefills "
+        f"{prefills}",
+    )
+    if max_model_len is None:
+        return
+    yield (
+        not scheduler.enable_chunked_prefill and batched < max_model_len,
+        f"max_num_batched_tokens {batched} must be at least max_model_len {max_model_len} "
+        "without enable_chunked_prefill",
+    )
+    yield (
+        threshold > max_model_len,
+        f"long_prefill_token_threshold {threshold} must be at most max_model_len {max_model_len}",
+    )
+
+
+def _policy_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Which request is admitted first."""
+    scheduler = config.scheduler
+    yield (
+        scheduler.preempt_for_priority and scheduler.scheduling_policy != "priority",
+        "preempt_for_priority needs scheduling_policy priority",
+    )
+    yield (
+        bool(scheduler.tenant_weights) and scheduler.scheduling_policy != "fair",
+        "tenant_weights needs scheduling_policy fair",
+    )
+
+
+def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
+    """The prefix cache, and the states that it keeps."""
+    cache = config.cache
+    yield (
+        cache.enable_kv_events and not cache.enable_prefix_caching,
+        "enable_kv_events needs enable_prefix_caching: events report what is cached",
+    )
+    spacing = cache.mamba_block_size
+    yield (
+        spacing is not None and spacing % cache.block_size != 0,
+        f"mamba_block_size {spacing} must be a multiple of block_size {cache.block_size}",
+    )
+    yield (
+        spacing is not None and not cache.enable_prefix_caching,
+        "mamba_block_size needs enable_prefix_caching: it places what is kept for that",
+    )
+    has_states = config.worker.null_state_blocks > 0
+    yield (
+        has_states and config.scheduler.num_speculative_tokens > 0,
+        "null_state_blocks works without num_speculative_tokens only",
+    )
+    yield (
+        has_states and cache.swap_space_bytes > 0,
+        "null_state_blocks works without swap_space_bytes only",
+    )
+
+
+def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Adapters."""
+    lora, names = config.lora, set(config.model.served_model_name)
+    kept = lora.num_kept
+    yield kept < lora.max_loras, f"max_cpu_loras {kept} must be at least max_loras {lora.max_loras}"
+    is_on = lora.enable_lora
+    yield bool(lora.lora_modules) and not is_on, "lora_modules needs enable_lora"
+    for text in lora.lora_modules:
+        try:
+            name = parse_lora_module(text).name
+        except ValueError as error:
+            yield True, f"lora_modules: {error}"
+            return
+        yield name in names, f"lora_modules: the name {name!r} is taken"
+        names.add(name)
+
+
+def _tls_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Certificates."""
+    api = config.api
+    for name, path in (("ssl_keyfile", api.ssl_keyfile), ("ssl_ca_certs", api.ssl_ca_certs)):
+        yield path is not None and api.ssl_certfile is None, f"{name} needs ssl_certfile"
+
+
+def _process_rules(config: EngineConfig) -> Iterator[Rule]:
+    """How many workers there are."""
+    standby_workers = config.recovery.standby_workers
+    is_parallel = config.parallel.tensor_parallel_size > 1
+    yield (
+        is_parallel and config.model.model != _NULL,
+        "tensor_parallel_size above 1 works with the null model only",
+    )
+    yield (
+        bool(standby_workers) and is_parallel,
+        "standby_workers above 0 needs tensor_parallel_size 1",
+    )
+    yield (
+        bool(standby_workers) and config.model.device is Device.CUDA,
+        "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
+    )
+
+
+def _draft_rules(config: EngineConfig) -> Iterator[Rule]:
+    """The draft model."""
+    has_draft_model = config.model.speculative_model is not None
+    yield (
+        has_draft_model and config.scheduler.num_speculative_tokens == 0,
+        "speculative_model needs num_speculative_tokens of at least 1",
+    )
+    yield (
+        has_draft_model and config.model.model == _NULL,
+        "speculative_model works with a model only, not with the null model",
+    )
+
+
+def _code_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Weights, keys and values in codes."""
+    model, on_gpu = config.model, config.model.device is Device.CUDA
+    is_quantized = model.quantization is not None
+    yield (
+        is_quantized and model.model == _NULL,
+        "quantization needs a model: the null model has no weights",
+    )
+    yield (
+        is_quantized and on_gpu,
+        "quantization needs device cpu: there are no kernels for codes on the GPU",
+    )
+    yield (
+        is_quantized and model.dtype not in (Dtype.AUTO, Dtype.BFLOAT16),
+        "quantization needs dtype bfloat16: codes stand for weights in bfloat16",
+    )
+    has_codes = config.cache.kv_cache_dtype is not KVCacheDtype.AUTO
+    yield (
+        has_codes and model.model == _NULL,
+        "kv_cache_dtype needs a model: the null model has no KV cache",
+    )
+    yield (
+        has_codes and on_gpu,
+        "kv_cache_dtype needs device cpu: there are no kernels for codes on the GPU",
+    )
+    yield (
+        has_codes and model.dtype is Dtype.FLOAT16,
+        "kv_cache_dtype needs dtype float32 or bfloat16: there are no kernels for float16",
+    )
+
+
+_CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
+    _step_rules,
+    _prefill_rules,
+    _policy_rules,
+    _cache_rules,
+    _lora_rules,
+    _tls_rules,
+    _process_rules,
+    _draft_rules,
+    _code_rules,
+)

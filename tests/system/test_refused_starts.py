@@ -1,0 +1,47 @@
+"""A start that is refused: how long a person waits for the reason."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from scripts.testing import EngineFactory
+from tests.system.conftest import ROOT
+from tests.timing import within
+from tests.worker.checkpoints import SHAPE
+from tests.worker.hollow_checkpoints import write_hollow
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 20},
+    "vocab_size": 4096,
+}
+"""Of weights of 4 GB, which take seconds to read."""
+REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("--enable-lora", "--dtype", "float16"), "enable_lora needs dtype float32 or bfloat16"),
+    (("--max-model-len", "257"), "max_model_len 257 is greater than the 256 tokens"),
+    (("--max-model-len", "250", "--num-gpu-blocks-override", "3"), "max_model_len 250 needs"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "reason"), REFUSED, ids=lambda value: value[0])
+def test_the_reason_comes_within_three_seconds(
+    flags: tuple[str, ...], reason: str, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """From the command's start, on two free cores; the weights would take longer alone."""
+    num_bytes = write_hollow(tmp_path / "model", Qwen3Config(**SHAPE | SIZES))
+    assert num_bytes > 4_000_000_000
+    for file in (ROOT / "scripts" / "demo_model").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+
+    def measure() -> dict[str, float]:
+        started = time.monotonic()
+        engine = start_engine(*flags, "--device", "cpu", model=str(tmp_path / "model"))
+        assert engine.process.wait(90) == 1
+        assert reason in engine.log
+        return {"seconds": time.monotonic() - started}
+
+    within(10, measure, seconds=3.0)

@@ -1,0 +1,280 @@
+"""Models and settings that are refused: each with its reason, before any weight is read."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BertConfig,
+    DeepseekV3Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from protocol.config.settings import configure
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE
+from tests.worker.hollow_checkpoints import write_hollow
+from tests.worker.recurrent_models import KINDS
+from worker_proc.loading import quantization
+from worker_proc.native.build import compiler
+from worker_proc.startup.load_runner import load_model_runner
+
+Change = Callable[[Path], None]
+
+
+def llama() -> PretrainedConfig:
+    return LlamaConfig(**SHAPE)
+
+
+def deepseek() -> PretrainedConfig:
+    [found] = [one for one in ARCHITECTURES if one.name == "deepseek_v3"]
+    config = found.config()
+    assert isinstance(config, DeepseekV3Config)
+    return config
+
+
+def named(name: str, config: Callable[[], PretrainedConfig]) -> Callable[[], PretrainedConfig]:
+    """Return what makes a configuration whose checkpoint has another class of model."""
+
+    def make() -> PretrainedConfig:
+        made = config()
+        made.architectures = [name]
+        return made
+
+    return make
+
+
+def bert_with_head() -> PretrainedConfig:
+    sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    return BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+
+
+def without_tensor(name: str) -> Change:
+    """Return what renames a tensor in the header of the weights, to a name of the same length."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        content = path.read_bytes()
+        assert name.encode() in content
+        path.write_bytes(content.replace(name.encode(), ("x" + name[1:]).encode()))
+
+    return change
+
+
+def with_shape(name: str, shape: list[int]) -> Change:
+    """Return what changes the shape of a tensor in the header of the weights."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        header[name]["shape"] = shape
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+    return change
+
+
+def cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def with_settings(**settings: Any) -> Change:
+    """Return what adds keys to config.json."""
+
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+    return change
+
+
+def nothing(directory: Path) -> None:
+    """Leave a checkpoint as it is."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A checkpoint, the settings of a start, and the reason why they are refused."""
+
+    reason: str
+    config: Callable[[], PretrainedConfig] = llama
+    settings: dict[str, Any] = field(default_factory=dict)
+    change: Change = nothing
+    needs_kernels: bool = False
+
+
+WINDOWED = SHAPE | {"sliding_window": 13}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+SEQUENCE = named("LlamaForSequenceClassification", llama)
+ENCODER = named("BertModel", bert_with_head)
+REFUSED = {
+    "not_causal": Refusal("is not causal", change=with_settings(is_causal=False)),
+    "unknown_format": Refusal(
+        "quant_method is 'hqq'", change=with_settings(quantization_config={"quant_method": "hqq"})
+    ),
+    "missing_tensor": Refusal(
+        r"misses model\.layers\.1\.mlp\.up_proj\.weight",
+        change=without_tensor("model.layers.1.mlp.up_proj.weight"),
+    ),
+    "misshapen_tensor": Refusal(
+        r"another shape of .*layers\.1\.mlp\.up_proj\.weight",
+        change=with_shape("model.layers.1.mlp.up_proj.weight", [64, 96]),
+    ),
+    "cut_file": Refusal("bytes, and its tensors end at", change=cut),
+    "no_weights": Refusal(
+        r"holds no model\.safetensors", change=lambda path: (path / "model.safetensors").unlink()
+    ),
+    "context": Refusal("257 is greater than the 256", settings={"max_model_len": 257}),
+    "cache": Refusal(
+        "max_model_len 200 needs .* of KV cache",
+        settings={"max_model_len": 200, "kv_cache_memory_bytes": 10_000},
+    ),
+    "blocks": Refusal(
+        "max_model_len 200 needs .* of KV cache",
+        settings={"max_model_len": 200, "num_gpu_blocks_override": 3},
+    ),
+    "swap_space": Refusal("swap_space_bytes 2.* free memory", settings={"swap_space_bytes": 9**14}),
+    "speculation_of_vectors": Refusal(
+        "num_speculative_tokens is 3, and .* generates no tokens",
+        ENCODER,
+        {"num_speculative_tokens": 3},
+    ),
+    "adapters_of_encoders": Refusal("enable_lora is set", ENCODER, {"enable_lora": True}),
+    "adapters_of_classifiers": Refusal("enable_lora is set", SEQUENCE, {"enable_lora": True}),
+    "rounded_classifier": Refusal(
+        "quantization is w8a16, and .* classification head",
+        SEQUENCE,
+        {"quantization": "w8a16", "dtype": "bfloat16"},
+    ),
+    "cache_of_encoders": Refusal("has no KV cache", ENCODER, {"kv_cache_dtype": "int8"}),
+    "adapters_in_float16": Refusal(
+        "enable_lora needs dtype float32 or bfloat16, and .* in float16",
+        settings={"enable_lora": True, "dtype": "float16"},
+    ),
+    "rounded_float16": Refusal(
+        "w8a16 needs dtype bfloat16, and .* in float32; add --dtype bfloat16",
+        settings={"quantization": "w8a16"},
+        change=with_settings(dtype="float16"),
+    ),
+    "rounded_convolution": Refusal(
+        r"w8a16: model\.layers\.0\.conv\.conv \(Conv1d\) has weights that are not those of a",
+        lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+        {"quantization": "w8a16"},
+    ),
+    "rounded_experts": Refusal(
+        r"w4a16: model\.layers\.0\.mlp\.experts \(MixtralExperts\) does not compute what",
+        lambda: MixtralConfig(**SHAPE, **EXPERTS, hidden_act="relu6"),
+        {"quantization": "w4a16"},
+        needs_kernels=True,
+    ),
+    "coded_heads": Refusal(
+        "int8 needs the native attention kernel, which .* in bfloat16",
+        lambda: LlamaConfig(**SHAPE | {"head_dim": 516}),
+        {"kv_cache_dtype": "int8"},
+    ),
+    "coded_latent_rows": Refusal(
+        "fp8: deepseek_v3 has multi-head latent attention", deepseek, {"kv_cache_dtype": "fp8"}
+    ),
+    "states_and_swap": Refusal(
+        "recurrent state exclude swap_space_bytes 1048576",
+        KINDS[0].config,
+        {"swap_space_bytes": 1 << 20},
+    ),
+    "states_without_memory": Refusal(
+        "recurrent states need", KINDS[0].config, {"kv_cache_memory_bytes": 10_000}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_comes_before_the_weights(name: str, tmp_path: Path) -> None:
+    refusal = REFUSED[name]
+    if refusal.needs_kernels and compiler() is None:
+        pytest.skip("no C++ compiler")
+    write_hollow(tmp_path, refusal.config())
+    refusal.change(tmp_path)
+    phases = []
+    config = configure(model=str(tmp_path), device="cpu", num_threads=1, **refusal.settings)
+    with pytest.raises(ValueError, match=refusal.reason):
+        load_model_runner(config, lambda phase, done, total: phases.append(phase))
+    assert "load_weights" not in phases
+    assert refusal.needs_kernels or "compile_kernels" not in phases
+
+
+def draft_of(directory: Path, **settings: Any) -> dict[str, Any]:
+    """Return the settings that draft by a model in `directory`."""
+    own = {"speculative_model": str(directory), "num_speculative_tokens": 2}
+    return own | settings
+
+
+@pytest.mark.parametrize(
+    ("config", "draft", "change", "reason"),
+    [
+        (llama, lambda: LlamaConfig(**SHAPE | {"vocab_size": 4096}), nothing, "has 4096 tokens"),
+        (llama, SEQUENCE, nothing, "generates no text"),
+        (llama, llama, without_tensor("model.layers.0.mlp.up_proj.weight"), "misses model"),
+        (lambda: MistralConfig(**WINDOWED), llama, nothing, "no-enable-hybrid-kv-cache"),
+    ],
+)
+def test_a_draft_model_is_refused_before_any_weights(
+    config: Callable[[], PretrainedConfig],
+    draft: Callable[[], PretrainedConfig],
+    change: Change,
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    write_hollow(tmp_path / "model", config())
+    write_hollow(tmp_path / "draft", draft())
+    change(tmp_path / "draft")
+    phases = []
+    settings = draft_of(tmp_path / "draft", model=str(tmp_path / "model"), device="cpu")
+    with pytest.raises(ValueError, match=reason):
+        load_model_runner(configure(**settings), lambda phase, done, total: phases.append(phase))
+    assert "load_weights" not in phases
+
+
+def test_a_machine_without_kernels_is_refused_before_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler() -> Path:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(quantization, "build", no_compiler)
+    monkeypatch.setattr(quantization, "load_library", lambda: None)
+    write_hollow(tmp_path, llama())
+    config = configure(model=str(tmp_path), device="cpu", enable_lora=True)
+    phases = []
+    with pytest.raises(ValueError, match=r"enable_lora needs the native kernels: no C\+\+ comp"):
+        load_model_runner(config, lambda phase, done, total: phases.append(phase))
+    assert "load_weights" not in phases
+
+
+def test_a_refused_model_of_any_size_is_not_read(tmp_path: Path) -> None:
+    """Four gigabytes of weights would be seen in the greatest memory of the process."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 20}
+    num_bytes = write_hollow(tmp_path, Qwen3Config(**SHAPE | sizes))
+    assert num_bytes > 4_000_000_000
+    with_settings(intermediate_size=16383)(tmp_path)
+    before = _most_resident_kib()
+    with pytest.raises(ValueError, match=r"another shape of .*layers\.0\.mlp"):
+        load_model_runner(configure(model=str(tmp_path), device="cpu"), lambda *_: None)
+    assert _most_resident_kib() - before < 1 << 18
+
+
+def _most_resident_kib() -> int:
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
+    return int(line.split()[1])

@@ -1,0 +1,194 @@
+"""Refuses models and settings that do not fit together, before any weight is read.
+
+What depends on facts alone is checked at each start. What needs the model's modules is checked on a
+model of the meta device, once for a checkpoint and its settings.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from protocol.config import EngineConfig, KVCacheDtype, Quantization
+from worker_proc.attention.native import can_attend
+from worker_proc.calibration.memory import most_cache_bytes
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.kv.kv_format import FORMATS
+from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
+from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
+from worker_proc.loading.draft import group_without_window
+from worker_proc.loading.experts_in_small import check_experts_in_small
+from worker_proc.loading.latent import latent_specs
+from worker_proc.loading.loader import CheckedModel, rehearse
+from worker_proc.loading.model_kind import ModelKind
+from worker_proc.loading.proofs import proven
+from worker_proc.loading.quantization import FORMATS as WEIGHT_FORMATS
+from worker_proc.loading.quantization import (
+    check_plain_head,
+    check_rounded_dtype,
+    check_rounding,
+)
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.recurrent.sizing import choose_num_state_blocks
+from worker_proc.recurrent.state_spec import state_bytes
+from worker_proc.sampling.heads import check_head
+from worker_proc.sampling.inverse_cdf import MAX_VOCAB_SIZE
+from worker_proc.startup.parts import check_swap_space
+
+
+class Rehearsal(NamedTuple):
+    """What loading a model without values has shown."""
+
+    specs: list[LayerSpec]
+    """Of the attention layers, with latent rows where its modules have their parts."""
+
+
+def rehearse_model(
+    checked: CheckedModel, quantization: Quantization | None, proofs: StartCache | None
+) -> Rehearsal:
+    """Check the tensors and modules of a model whose weights may be rounded."""
+    return proven(proofs, "rehearsal", Rehearsal, lambda: _rehearse(checked, quantization))
+
+
+def rehearse_draft(draft: CheckedModel, proofs: StartCache | None) -> None:
+    """Check the tensors of the draft model."""
+    proven(proofs, "rehearsal_draft", bool, lambda: rehearse(draft) is not None)
+
+
+def rehearse_experts(
+    checked: CheckedModel,
+    quantization: Quantization,
+    library: NativeLibrary,
+    proofs: StartCache | None,
+) -> None:
+    """Try the experts whose weights will be rounded."""
+    format = WEIGHT_FORMATS[quantization].layers
+
+    def prove() -> bool:
+        check_experts_in_small(rehearse(checked), library, format, quantization)
+        return True
+
+    proven(proofs, "experts_in_small", bool, prove)
+
+
+def _rehearse(checked: CheckedModel, quantization: Quantization | None) -> Rehearsal:
+    model, inspected = rehearse(checked), checked.inspected
+    if quantization is not None and checked.files is not None:
+        coded, method = checked.files.weights, checked.files.report.method
+        check_plain_head(model, coded, method, quantization)
+    elif quantization is not None:
+        check_rounding(model, inspected.probed.parameters, quantization)
+    layers = inspected.probed.layers
+    specs = [layer.spec for layer in layers]
+    latent = latent_specs(model, layers) if checked.device.type == "cpu" else []
+    if latent and can_attend(latent, inspected.dtype, checked.device):
+        specs = latent
+    if inspected.kind is ModelKind.CLASSIFIES:
+        check_head(model)
+    return Rehearsal(specs)
+
+
+def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
+    """Raise why settings cannot be used with a model, by its facts; see worker_proc/errors.py."""
+    inspected, model = checked.inspected, config.model
+    if model.max_model_len is not None and model.max_model_len > inspected.model_len:
+        raise CheckpointError(
+            f"max_model_len {model.max_model_len} is greater than the {inspected.model_len} tokens"
+            f" that {model.model} can compute"
+        )
+    if model.quantization is not None:
+        check_rounded_dtype(inspected.dtype, model.quantization)
+    vocab_size = inspected.text_config.vocab_size
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise UnsupportedModel(
+            f"{model.model}: vocab_size is {vocab_size}, and at most {MAX_VOCAB_SIZE} are supported"
+        )
+    if inspected.kind is not ModelKind.GENERATES:
+        _check_pooling(checked, config)
+    elif config.lora.enable_lora and inspected.dtype not in NATIVE_DTYPES:
+        raise UnsupportedModel(
+            "enable_lora needs dtype float32 or bfloat16, and the checkpoint is loaded in"
+            f" {_dtype_name(checked)}"
+        )
+    check_swap_space(config.cache.swap_space_bytes)
+
+
+def _check_pooling(checked: CheckedModel, config: EngineConfig) -> None:
+    """Refuse settings that a model without output layer or cache has not."""
+    name, kv_cache_dtype = config.model.model, config.cache.kv_cache_dtype
+    if number := config.scheduler.num_speculative_tokens:
+        raise UnsupportedModel(
+            f"num_speculative_tokens is {number}, and {name} generates no tokens"
+        )
+    if config.lora.enable_lora:
+        raise UnsupportedModel(
+            f"enable_lora is set, and {name} has no output layer: adapters of such models are not"
+            " supported"
+        )
+    quantization = config.model.quantization
+    if checked.inspected.kind is ModelKind.CLASSIFIES and quantization is not None:
+        raise UnsupportedModel(
+            f"quantization is {quantization}, and {name} has a classification head"
+        )
+    if not checked.is_causal and kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise UnsupportedModel(
+            f"kv_cache_dtype is {kv_cache_dtype}, and {name} has no KV cache, since its attention"
+            " is not causal"
+        )
+
+
+def check_cache(checked: CheckedModel, rehearsal: Rehearsal, config: EngineConfig) -> None:
+    """Raise why there can be no KV cache as it is configured; see worker_proc/errors.py."""
+    inspected, specs = checked.inspected, rehearsal.specs
+    kv_cache_dtype = config.cache.kv_cache_dtype
+    if not checked.is_causal or inspected.probed.has_own_attention:
+        return  # it has no cache, or its modules show after the load which heads are stored
+    if kv_cache_dtype is not KVCacheDtype.AUTO:
+        if any(spec.is_latent for spec in specs):
+            raise UnsupportedModel(
+                f"kv_cache_dtype {kv_cache_dtype}: {inspected.config.model_type} has multi-head"
+                " latent attention, whose cache holds one row for all heads, in the model's type"
+                " only"
+            )
+        if specs and not can_attend(specs, inspected.dtype, checked.device):
+            raise UnsupportedModel(
+                f"kv_cache_dtype {kv_cache_dtype} needs the native attention kernel, which does not"
+                f" cover this model's heads in {_dtype_name(checked)}"
+            )
+    layout = _layout(checked, specs, config)
+    if config.model.speculative_model is not None:
+        group_without_window(layout.kv_groups())
+    available_bytes = most_cache_bytes(checked.device, config)
+    if states := inspected.probed.recurrent:
+        choose_num_state_blocks(
+            available_bytes,
+            state_bytes(states, inspected.dtype),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            has_attention=bool(specs),
+            num_speculative_tokens=config.scheduler.num_speculative_tokens,
+            override=config.cache.num_state_blocks_override,
+        )
+    stored = [specs[index] for index in layout.tensor_layers]
+    size_cache(
+        available_bytes=available_bytes,
+        block_bytes=bytes_per_block(stored, layout.block_size, inspected.dtype, layout.format),
+        layout=layout,
+        model_len=inspected.model_len,
+        max_model_len=config.model.max_model_len,
+        num_blocks_override=config.cache.num_gpu_blocks_override,
+    )
+
+
+def _layout(checked: CheckedModel, specs: Sequence[LayerSpec], config: EngineConfig) -> KVLayout:
+    return lay_out(
+        specs,
+        config.cache.block_size,
+        config.scheduler.max_num_batched_tokens,
+        config.model.max_model_len or checked.inspected.model_len,
+        config.cache.enable_hybrid_kv_cache,
+        format=FORMATS[config.cache.kv_cache_dtype],
+        has_states=bool(checked.inspected.probed.recurrent),
+    )
+
+
+def _dtype_name(checked: CheckedModel) -> str:
+    return str(checked.inspected.dtype).removeprefix("torch.")
