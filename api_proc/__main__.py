@@ -186,7 +186,7 @@ def _background(
 ) -> Iterator[Coroutine[None, None, None]]:
     """Yield what runs beside the server: the report of readiness, and reloading of files."""
     api = child.config.api
-    yield _report_ready(child, client, named)
+    yield _report_ready(child, client, state, named)
     if api.ssl_certfile is not None:
         yield watch_files(tls_files(api), lambda: make_context(api), server.renew_tls)
     if api.api_key_file is not None:
@@ -212,11 +212,12 @@ def _engine_client(child: ChildProcess) -> AsyncEngineClient:
 
 
 async def _report_ready(
-    child: ChildProcess, client: AsyncEngineClient, named: list[NamedAdapter]
+    child: ChildProcess, client: AsyncEngineClient, state: ApiState, named: list[NamedAdapter]
 ) -> None:
     """Report ready once requests are served, and progress before: loading a model may take long.
 
-    The adapters that were named at the engine's start are loaded, or checked, before.
+    The adapters of the settings are loaded, or checked, before; then they are named. If this
+    process dies in between, its successor checks them.
     """
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     for number in itertools.count():
@@ -232,6 +233,7 @@ async def _report_ready(
             if error := await client.load_adapter(one.adapter):
                 text = f"{one.adapter.name} ({one.adapter.path}): {error}"
                 child.fatal("lora_modules", AdapterError(text), retry=False)
+    await asyncio.to_thread(state.adapters.settle, named)
     child.ready()
 
 

@@ -95,6 +95,8 @@ class Request:
     cache_salt: str = ""
     adapter_id: int = 0
     """LoRA adapter that its KV depends on; 0: none."""
+    adapter_digest: bytes = b""
+    """Of all that the adapter contains, of which the id has 53 bits."""
     tenant: str = ""
     owner: object = None
     """What the engine attaches to it; opaque to the scheduler."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from core_proc.invariants import check_invariants
-from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, Adapters
+from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
 from core_proc.links.grammars import MAX_COMPILING, Grammars
 from core_proc.links.output_check import check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
@@ -127,6 +127,7 @@ class RunningEngine:
             arrival_time=now - add.age_s,
             cache_salt=add.cache_salt,
             adapter_id=0 if add.adapter is None else add.adapter.adapter_id,
+            adapter_digest=b"" if add.adapter is None else add.adapter.digest,
             tenant=add.tenant,
             owner=Owner(client, add.request_id),
         )
@@ -165,6 +166,9 @@ class RunningEngine:
         if add.adapter is not None and self.adapters.refuses(add.adapter, now):
             text = f"adapter {add.adapter.name!r}: {KILLS_WORKERS}"
             return RequestError(ErrorCode.QUARANTINED, text, ADAPTER_PARAM)
+        if add.adapter is not None and self.adapters.confuses(add.adapter):
+            text = f"adapter {add.adapter.name!r}: {SAME_ID}"
+            return RequestError(ErrorCode.INVALID, text, ADAPTER_PARAM)
         return validate_request(add, self.facts)
 
     def _overload(self, num_prompt_tokens: int) -> RequestError | None:

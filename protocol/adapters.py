@@ -6,6 +6,8 @@ so a request continues on a new worker with the weights that it began with, or n
 
 import hashlib
 import io
+import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +23,8 @@ BIN_FILE = "adapter_model.bin"
 ADAPTERS_FILE = "lora_adapters"
 """In the run directory: the names of adapters, which API processes share."""
 MAX_CONFIG_BYTES = 2**20
+MAX_WEIGHTS_BYTES = 2**35
+"""Of the file of any adapter; a worker knows the bound for its model."""
 _CHUNK_BYTES = 2**20
 
 AdapterId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -92,7 +96,10 @@ def read_adapter(name: str, path: str) -> tuple[Adapter, bytes]:
     config = read_config_bytes(path)
     try:
         with open_weights(path) as file:
-            chunks = iter(lambda: file.read(_CHUNK_BYTES), b"")
+            size = os.fstat(file.fileno()).st_size  # what is appended meanwhile is not read
+            chunks = (
+                file.read(min(_CHUNK_BYTES, size - first)) for first in range(0, size, _CHUNK_BYTES)
+            )
             return Adapter(name, path, digest_of(config, chunks)), config
     except OSError as error:
         raise AdapterError(f"{path}/{WEIGHTS_FILE}: {error.strerror or error}") from error
@@ -105,7 +112,7 @@ def read_config_bytes(path: str) -> bytes:
         what = "is not a directory" if directory.exists() else "does not exist"
         raise AdapterError(f"{path} {what}")
     try:
-        with (directory / CONFIG_FILE).open("rb") as file:
+        with _open_regular(directory / CONFIG_FILE, MAX_CONFIG_BYTES) as file:
             config = file.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError as error:
         raise AdapterError(f"{path} has no {CONFIG_FILE}, which a PEFT adapter has") from error
@@ -119,9 +126,27 @@ def read_config_bytes(path: str) -> bytes:
 def open_weights(path: str) -> io.BufferedReader:
     """Open adapter_model.safetensors; AdapterError without one, OSError if it cannot be opened."""
     try:
-        return (Path(path) / WEIGHTS_FILE).open("rb")
+        return _open_regular(Path(path) / WEIGHTS_FILE, MAX_WEIGHTS_BYTES)
     except FileNotFoundError as error:
         text = f"{path} has no {WEIGHTS_FILE}"
         if (Path(path) / BIN_FILE).exists():
             text += f": {BIN_FILE} is not read, as it could run code; save it as safetensors"
         raise AdapterError(text) from error
+
+
+def _open_regular(path: Path, most_bytes: int) -> io.BufferedReader:
+    """Open a file; AdapterError: it is not a regular one, or too large.
+
+    A FIFO without a writer would block its reader for ever, so it is opened without waiting.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise AdapterError(f"{path} is not a regular file")
+        if status.st_size > most_bytes:
+            raise AdapterError(f"{path} has {status.st_size} bytes, more than {most_bytes}")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise

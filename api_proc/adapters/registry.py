@@ -9,9 +9,11 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -27,10 +29,17 @@ from protocol.config import LoraConfig
 from protocol.peft_config import read_config
 
 MAX_NAMES = 65_536
+LOCK_TIMEOUT_S = 5.0
+"""How long another process may have the names; it has them for milliseconds."""
+_LOCK_POLL_S = 0.005
 
 
 class NameTaken(Exception):
     """There is an adapter of this name already."""
+
+
+class NamesLocked(Exception):
+    """Another process does not release the names."""
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
@@ -53,25 +62,29 @@ class AdapterRegistry:
         """Without a run directory, the names are those of this process alone."""
         self.config = config
         self._path = None if run_dir is None else Path(run_dir) / ADAPTERS_FILE
+        self._lock = threading.Lock()
         self._names: _Names = {}
         self._state: tuple[int, int, int] | None = None
         """What changes with the file that was read."""
 
     def begin(self) -> list[NamedAdapter]:
-        """Name the adapters of the settings, unless an earlier process of the engine has.
+        """Read the adapters of the settings, unless an earlier process has named them.
 
-        Returns those that were named now. It reads their files: call it in a thread. AdapterError:
-        one of them cannot be used.
+        Returns those that are to be loaded and then passed to `settle`. It reads their files: call
+        it in a thread. AdapterError: one of them cannot be used.
         """
         if not self.config.enable_lora or (self._path is not None and self._path.exists()):
             return []
         modules = [parse_lora_module(text) for text in self.config.lora_modules]
-        named = [self.read(module) for module in modules]
+        return [self.read(module) for module in modules]
+
+    def settle(self, named: list[NamedAdapter]) -> None:
+        """Name the adapters of the settings, unless another process has. NamesLocked as `add`."""
+        if not self.config.enable_lora:
+            return
         with self._locked():
-            if self._path is not None and self._path.exists():
-                return []
-            self._write({one.adapter.name: one for one in named})
-        return named
+            if self._path is None or not self._path.exists():
+                self._write({one.adapter.name: one for one in named})
 
     def read(self, module: LoraModule) -> NamedAdapter:
         """Read an adapter's files; AdapterError: they are not there, or not supported."""
@@ -85,53 +98,65 @@ class AdapterRegistry:
 
     def all(self) -> list[NamedAdapter]:
         """Return all adapters, in the order in which they were named."""
-        self._refresh()
-        return list(self._names.values())
+        return list(self._refresh().values())
 
     def find(self, name: str) -> NamedAdapter | None:
-        self._refresh()
-        return self._names.get(name)
+        return self._refresh().get(name)
 
     def add(self, named: NamedAdapter, *, replaces: bool = False) -> None:
-        """Name an adapter; NameTaken: the name is taken, and it does not replace."""
-        with self._locked():
+        """Name an adapter; NameTaken: the name is taken, and it does not replace.
+
+        NamesLocked: another process does not release the names. Call it in a thread.
+        """
+        with self._locked() as names:
             name = named.adapter.name
-            if name in self._names and not replaces:
+            if name in names and not replaces:
                 raise NameTaken(name)
-            self._write({**self._names, name: named})
+            self._write({**names, name: named})
 
     def remove(self, name: str) -> NamedAdapter | None:
-        """Forget a name; returns its adapter, or None if there is none."""
-        with self._locked():
-            names = dict(self._names)
-            removed = names.pop(name, None)
+        """Forget a name; returns its adapter, or None if there is none. NamesLocked as `add`."""
+        with self._locked() as names:
+            removed = names.get(name)
             if removed is not None:
-                self._write(names)
+                self._write({key: one for key, one in names.items() if key != name})
         return removed
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> _Names:
+        """Return the names, which are read again if the file has changed."""
         if self._path is None:
-            return
+            return self._names
         try:
             stat = self._path.stat()
             state = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if state == self._state:
-                return
-            self._names = msgspec.msgpack.decode(self._path.read_bytes(), type=_Names)
-            self._state = state
+                return self._names
+            names = msgspec.msgpack.decode(self._path.read_bytes(), type=_Names)
         except FileNotFoundError:
-            return
+            return self._names
+        # A thread that writes may be overtaken here by one that reads; the next reader notices it.
+        self._names, self._state = names, state
+        return names
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Let no other process change the names meanwhile, and know the latest ones."""
-        if self._path is None:
-            yield
-            return
-        with self._path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._refresh()
-            yield
+    def _locked(self) -> Iterator[_Names]:
+        """Let no other thread or process change the names meanwhile; yields the latest ones."""
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise NamesLocked("the names of adapters are being changed")
+        try:
+            if self._path is None:
+                yield self._names
+                return
+            with self._path.with_suffix(".lock").open("w") as lock:
+                while not _try_lock(lock):
+                    if time.monotonic() > deadline:
+                        text = f"{lock.name} is locked for more than {LOCK_TIMEOUT_S:g} s"
+                        raise NamesLocked(text)
+                    time.sleep(_LOCK_POLL_S)
+                yield self._refresh()
+        finally:
+            self._lock.release()
 
     def _write(self, names: _Names) -> None:
         if self._path is not None:
@@ -142,3 +167,11 @@ class AdapterRegistry:
             os.replace(scratch, self._path)
             self._state = None
         self._names = names
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from api_proc.adapters.registry import MAX_NAMES, NameTaken
+from api_proc.adapters.registry import MAX_NAMES, NamesLocked, NameTaken
 from api_proc.errors import ApiError, from_decoding, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
 from api_proc.state import ApiState
@@ -62,9 +62,11 @@ async def load_adapter(state: ApiState, connection: Connection) -> None:
         raise invalid("lora_path", str(error), "invalid_adapter") from error
     await _load(state, named.adapter)
     try:
-        state.adapters.add(named, replaces=body.load_inplace)
+        await asyncio.to_thread(state.adapters.add, named, replaces=body.load_inplace)
     except NameTaken as error:
         raise _taken(name) from error
+    except NamesLocked as error:
+        raise unavailable(str(error), "names_locked") from error
     text = f"Success: LoRA adapter '{name}' added successfully."
     await connection.send(200, text.encode(), content_type=_TEXT)
 
@@ -78,7 +80,10 @@ async def unload_adapter(state: ApiState, connection: Connection) -> None:
         body = _decode_unload.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise from_decoding(error) from error
-    removed = state.adapters.remove(body.lora_name)
+    try:
+        removed = await asyncio.to_thread(state.adapters.remove, body.lora_name)
+    except NamesLocked as error:
+        raise unavailable(str(error), "names_locked") from error
     if removed is None:
         message = f"the LoRA adapter {body.lora_name!r} does not exist"
         raise ApiError(404, message, param="lora_name", code="not_found")

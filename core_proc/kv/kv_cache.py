@@ -403,4 +403,5 @@ def live_blocks(table: list[int]) -> list[int]:
 def prefix_root(request: Request) -> bytes:
     """What a prefix depends on besides its tokens; no root is a prefix of another."""
     salt = request.cache_salt.encode()
-    return request.adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt
+    adapter_id = request.adapter_id.to_bytes(8, "little")
+    return adapter_id + len(salt).to_bytes(4, "little") + salt + request.adapter_digest

@@ -42,6 +42,7 @@ MAX_SENT = 4
 MAX_ASKED = 64
 """Loads without a request that are not answered yet; further ones are refused."""
 
+SAME_ID = "its id is that of an adapter with other contents; change one of them"
 KILLS_WORKERS = "its load has killed workers; it is refused for ten minutes"
 
 Done = Callable[[Client, int, str, ErrorCode], None]
@@ -175,8 +176,16 @@ class Adapters:
         """Return whether the load of an adapter has killed workers recently."""
         return self._trials.refuses(adapter.adapter_id, now)
 
+    def confuses(self, adapter: Adapter) -> bool:
+        """Return whether another adapter, which is in use or loaded, has the same id."""
+        entry = self._entries.get(adapter.adapter_id)
+        return entry is not None and entry.adapter.digest != adapter.digest
+
     def load(self, client: Client, number: int, adapter: Adapter, now: float) -> None:
         """Load or check an adapter without a request; the answer is passed to `done`."""
+        if self.confuses(adapter):
+            self._done(client, number, SAME_ID, ErrorCode.INVALID)
+            return
         if self.refuses(adapter, now):
             self._done(client, number, KILLS_WORKERS, ErrorCode.QUARANTINED)
             return

@@ -1,14 +1,28 @@
 """Adapters over HTTP: which requests get which, their names, and the admin routes."""
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from api_proc.adapters.registry import AdapterRegistry, NameTaken
-from protocol.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterError, LoraModule
+from api_proc.adapters import registry as registry_module
+from api_proc.adapters.registry import AdapterRegistry, NamesLocked, NameTaken
+from protocol import adapters as adapter_files
+from protocol.adapters import (
+    ADAPTERS_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Adapter,
+    AdapterError,
+    LoraModule,
+    read_adapter,
+)
+from protocol.api_core import ErrorCode, RequestError
+from protocol.client.errors import failure_of
 from protocol.config.settings import configure
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer
@@ -142,18 +156,73 @@ def test_processes_share_the_names_and_a_later_one_keeps_them(tmp_path: Path) ->
     modules = [f"x={paths[0]}", json.dumps({"name": "y", "path": str(paths[1])})]
     config = configure(enable_lora=True, lora_modules=modules).lora
     first, second = (AdapterRegistry(tmp_path, config) for _ in range(2))
-    assert [named.adapter.name for named in first.begin()] == ["x", "y"]
+    named = first.begin()
+    assert [one.adapter.name for one in named] == ["x", "y"]
+    assert second.begin() == named, "they are not checked yet, so that each process does it"
+    assert first.all() == []
+    first.settle(named)
     assert second.begin() == [], "they were named already"
     second.remove("x")
     assert first.find("x") is None
-    named = first.read(LoraModule("z", str(paths[0])))
-    first.add(named)
-    assert second.find("z") == named
+    third = first.read(LoraModule("z", str(paths[0])))
+    first.add(third)
+    assert second.find("z") == third
     with pytest.raises(NameTaken):
-        second.add(named)
+        second.add(third)
+    second.settle(named)
+    assert first.find("x") is None, "an unload is not undone"
     later = AdapterRegistry(tmp_path, config)
     assert later.begin() == []
     assert [one.adapter.name for one in later.all()] == ["y", "z"]
+
+
+def test_names_that_another_process_does_not_release_are_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "LOCK_TIMEOUT_S", 0.05)
+    registry = AdapterRegistry(tmp_path, configure(enable_lora=True).lora)
+    named = registry.read(LoraModule("a", str(write(tmp_path / "a"))))
+    with (tmp_path / ADAPTERS_FILE).with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(NamesLocked, match="is locked for more than"):
+            registry.add(named)
+    registry.add(named)
+    assert registry.find("a") == named
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_only_regular_files_of_bounded_size_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIFO would block its reader, and a device has no end."""
+    for kind in ("fifo", "device", "large"):
+        path = write(tmp_path / kind)
+        if kind == "large":
+            monkeypatch.setattr(adapter_files, "MAX_WEIGHTS_BYTES", 2**20)
+            os.truncate(path / name, 2**20 + 1)
+            reason = "1048577 bytes, more than 1048576"
+        else:
+            (path / name).unlink()
+            reason = "is not a regular file"
+        if kind == "fifo":
+            os.mkfifo(path / name)
+        elif kind == "device":
+            (path / name).symlink_to("/dev/zero")
+        with pytest.raises(AdapterError, match=reason):
+            read_adapter("x", str(path))
+
+
+def test_a_load_beyond_the_bound_may_be_tried_again(
+    live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(adapter: Adapter) -> str:
+        raise failure_of(RequestError(ErrorCode.OVERLOADED, "64 adapters are being loaded already"))
+
+    monkeypatch.setattr(live.client, "load_adapter", refuse)
+    answer = load(live, write(tmp_path / "a"))
+    assert answer.status_code == 429
+    assert "64 adapters" in answer.text
+    assert float(answer.headers["retry-after"]) > 0
 
 
 def test_a_module_in_error_names_nothing(tmp_path: Path) -> None:

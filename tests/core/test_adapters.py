@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
+from core_proc.kv.kv_cache import prefix_root
 from core_proc.links.adapters import MAX_ASKED
 from core_proc.recovery.adapter_trials import REFUSED_FOR_S
 from core_proc.recovery.quarantine import Stage, fingerprint
+from core_proc.request import Request
 from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
@@ -26,7 +28,7 @@ from protocol.core_worker import (
     UnloadAdapter,
 )
 from protocol.message import pack_token_ids
-from protocol.sampling import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from tests.core.test_engine import CLIENT, FACTS, add, answer, scheduled
 
 A, B, C, D = (Adapter(name, f"/adapters/{name}", name.encode() * 32) for name in "abcd")
@@ -378,6 +380,33 @@ def test_where_turns_take_all_places_an_adapter_is_only_checked() -> None:
     engine.abort(CLIENT, [1])
     engine.add(CLIENT, adapted(2, B))
     assert load_all(engine) == [UnloadAdapter(A.adapter_id), LoadAdapter(B)]
+
+
+def test_adapters_whose_ids_are_equal_are_not_taken_for_each_other() -> None:
+    """An id has 53 bits of the digest, of which a pair of files with equal ones can be made."""
+    engine = make_engine()
+    other = Adapter("other", "/other", A.digest[:8] + b"z" * 24)
+    assert other.adapter_id == A.adapter_id
+    engine.add(CLIENT, adapted(1, A))
+    refused = engine.add(CLIENT, adapted(2, other))
+    assert refused is not None
+    assert "its id is that of an adapter with other contents" in refused.error.message
+    engine.control(CLIENT, control(3, other))
+    [(number, ok, _)] = done(engine)
+    assert (number, ok) == (3, False)
+    roots = {
+        prefix_root(
+            Request(
+                1,
+                [5],
+                SamplingParams(),
+                adapter_id=adapter.adapter_id,
+                adapter_digest=adapter.digest,
+            )
+        )
+        for adapter in (A, other)
+    }
+    assert len(roots) == 2, "cached prefixes, which outlive the adapter, differ"
 
 
 def test_an_unloaded_adapter_stays_while_requests_have_it() -> None:

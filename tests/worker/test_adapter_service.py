@@ -64,6 +64,18 @@ def test_good_and_bad_adapters_are_answered_in_order() -> None:
     assert A.adapter_id not in kept
 
 
+def test_another_adapter_with_the_same_id_is_read() -> None:
+    reading, kept, service = make()
+    service.load(LoadAdapter(A))
+    wait(service, 1)
+    service.begin_adoption()
+    other = Adapter("other", "/other", A.digest[:8] + b"z" * 24)
+    assert service.load(LoadAdapter(other)) is None
+    wait(service, 1)
+    assert reading.read == ["a", "other"]
+    assert kept[A.adapter_id] == "other"
+
+
 def test_what_is_only_checked_is_not_kept() -> None:
     _, kept, service = make()
     service.load(LoadAdapter(A, keeps=False))

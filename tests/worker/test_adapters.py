@@ -79,7 +79,7 @@ def keep(runner: ModelRunner, directory: Path) -> int:
     """Load an adapter; returns its id."""
     assert runner.adapters is not None
     adapter, _ = read_adapter(directory.name, str(directory))
-    runner.adapters.put(adapter.adapter_id, runner.adapters.read(adapter))
+    runner.adapters.put(adapter, runner.adapters.read(adapter))
     return adapter.adapter_id
 
 

@@ -64,6 +64,11 @@ class AdapterReader:
         """The memory of an adapter of the greatest rank at all sites."""
         return self._sites.num_values(self._max_rank) * self._dtype.itemsize
 
+    @property
+    def most_bytes_of_load(self) -> int:
+        """The memory that the load of such an adapter takes besides: its file, in float32."""
+        return self._sites.num_values(self._max_rank) * 4 + _HEADER_BYTES
+
     def read(self, adapter: Adapter) -> LoadedAdapter:
         """Read and check an adapter; AdapterError also if its files are not those of its digest."""
         content = read_config_bytes(adapter.path)
@@ -82,7 +87,7 @@ class AdapterReader:
 
         They are in pages of their own: filling a `bytearray` with zeros would stop other threads.
         """
-        most = self._sites.num_values(self._max_rank) * 4 + _HEADER_BYTES
+        most = self.most_bytes_of_load
         try:
             with open_weights(path) as file:
                 size = os.fstat(file.fileno()).st_size

@@ -53,7 +53,7 @@ class AdapterService(Generic[T]):
     def load(self, message: LoadAdapter) -> AdapterLoaded | None:
         """Take an adapter; returns the answer if it is loaded already."""
         adapter_id = message.adapter.adapter_id
-        if adapter_id in self._kept:
+        if self._kept.holds(message.adapter):
             if message.keeps:
                 self._claimed.add(adapter_id)
             return AdapterLoaded(adapter_id)
@@ -81,7 +81,7 @@ class AdapterService(Generic[T]):
             if not error and job.message.keeps:
                 assert loaded is not None
                 self._kept.drop_all_but(self._claimed)
-                self._kept.put(adapter_id, loaded)
+                self._kept.put(job.message.adapter, loaded)
                 self._claimed.add(adapter_id)
             answers.append(AdapterLoaded(adapter_id, error[:MAX_TEXT]))
         return answers
@@ -121,5 +121,5 @@ def carry_out(
         return None
     loaded, error = _read(kept.read, message.adapter)
     if not error and message.keeps:
-        kept.put(message.adapter.adapter_id, loaded)
+        kept.put(message.adapter, loaded)
     return AdapterLoaded(message.adapter.adapter_id, error[:MAX_TEXT])

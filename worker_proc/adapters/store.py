@@ -33,8 +33,9 @@ class AdapterStore:
 
     @property
     def most_bytes(self) -> int:
-        """The memory that all adapters together may take."""
-        return self.kept.num_kept * self._reader.most_bytes
+        """The memory that all adapters together may take, and one more while it is loaded."""
+        num_adapters = self.kept.num_kept + 1
+        return num_adapters * self._reader.most_bytes + self._reader.most_bytes_of_load
 
     def begin_step(self, inputs: StepInputs) -> None:
         """Note which rows of a step have which adapter."""
