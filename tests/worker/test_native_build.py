@@ -1,5 +1,6 @@
 """Which compiled kernels a worker uses: of a wheel's targets, or compiled on this machine."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_an_error_of_the_compiler_is_reported_and_nothing_is_left(
     with pytest.raises(RuntimeError, match="no-such-flag"):
         build()
     assert list((tmp_path / "cache" / "troika").iterdir()) == []
+
+
+def test_what_a_killed_compilation_left_is_removed(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache" / "troika"
+    for name in ("compiling-old", "compiling-new"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "linear.cpp.o").touch()
+    os.utime(cache / "compiling-old", (0, 0))
+    assert build().is_file()
+    assert {path.name for path in cache.iterdir()} == {"compiling-new", library_path().name}
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,8 @@ NATIVE = ("-march=native",)
 # PyTorch brings OpenMP's library; a machine without a compiler may have an older one of C++.
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
 COMPILE_TIMEOUT_S = 600.0
+"""Of a whole library."""
+_SCRATCH = "compiling-"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where a wheel has the libraries of all targets."""
 
@@ -164,26 +167,29 @@ def build_all_targets(directory: Path) -> list[Path]:
 
 def _compile(flags: tuple[str, ...], path: Path) -> None:
     """Compile the sources in parallel and link a library; a RuntimeError has the reason."""
+    _remove_abandoned(path.parent)
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     # Renamed when complete, so that no process loads an incomplete library.
-    with (
-        tempfile.TemporaryDirectory(dir=path.parent) as scratch,
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
-    ):
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
         objects = [str(Path(scratch) / name) + ".o" for name in SOURCES]
         sources = [str(Path(__file__).parent / name) for name in SOURCES]
-        compiled = [
-            threads.submit(_run_compiler, *FLAGS, *flags, "-c", source, "-o", made)
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        for each in compiled:
-            each.result()
-        made = Path(scratch) / path.name
-        _run_compiler(*FLAGS, *flags, "-shared", *objects, "-o", str(made))
-        made.replace(path)
+        try:
+            compiled = [
+                threads.submit(_run, deadline, *FLAGS, *flags, "-c", source, "-o", made)
+                for source, made in zip(sources, objects, strict=True)
+            ]
+            for each in compiled:
+                each.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+        library = Path(scratch) / path.name
+        _run(deadline, *FLAGS, *flags, "-shared", *objects, "-o", str(library))
+        library.replace(path)
 
 
-def _run_compiler(*arguments: str) -> None:
-    """Run the compiler; a RuntimeError has the reason why it failed."""
+def _run(deadline: float, *arguments: str) -> None:
+    """Run the compiler until a deadline; a RuntimeError has the reason why it failed."""
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
@@ -192,13 +198,24 @@ def _run_compiler(*arguments: str) -> None:
             [command, *arguments],
             capture_output=True,
             text=True,
-            timeout=COMPILE_TIMEOUT_S,
+            timeout=deadline - time.monotonic(),
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{command} takes longer than {COMPILE_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what compilations have left that were killed."""
+    for scratch in directory.glob(f"{_SCRATCH}*"):
+        try:
+            is_abandoned = time.time() - scratch.stat().st_mtime > 2 * COMPILE_TIMEOUT_S
+        except OSError:  # it has just been removed
+            continue
+        if is_abandoned:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def main() -> None:
