@@ -70,6 +70,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _HYBRID | _DELTA | {"linear_num_value_heads": 2},
     "qwen3_5_text": _HYBRID | _DELTA,
     "qwen3_5_moe_text": _HYBRID | _DELTA | _EXPERTS,
+    "recurrent_gemma": SHAPE
+    | {
+        **{"lru_width": 64, "attention_window_size": 13, "num_hidden_layers": 3},
+        "tie_word_embeddings": False,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
     "zamba": {
         **SHAPE,
         **{"num_hidden_layers": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},

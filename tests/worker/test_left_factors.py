@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from worker_proc.loading.left_factors import LeftLayer, ObservedProducts, pack_left_factors
+from worker_proc.loading.left_factors import (
+    LeftLayer,
+    ObservedProducts,
+    pack_left_factors,
+    pack_right_factors,
+)
 from worker_proc.native.kernels import NativeLibrary
 
 NUM_TOKENS = 21
@@ -78,3 +83,36 @@ def test_a_packed_weight_refuses_all_else(
         mixer.heads[0]
     with pytest.raises(TypeError, match=r"packed weights \(2,\) and columns \(20, 3\)"):
         mixer.heads @ torch.zeros(20, 3)
+
+
+class Gates(nn.Module):
+    """Multiplies the rows of heads by matrices of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 20, 18))
+        self.bias = nn.Parameter(torch.randn(3, 18))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `[3, T, 18]` for `[3, T, 20]`."""
+        return torch.baddbmm(self.bias[:, None], rows, self.weight)
+
+
+@torch.inference_mode()
+def test_packed_weights_of_heads_give_each_row_its_bits(
+    sampling_library: NativeLibrary | None,
+) -> None:
+    torch.manual_seed(3)
+    gates = nn.Sequential(Gates()).requires_grad_(False)
+    rows = torch.randn(3, NUM_TOKENS, 20)
+    with ObservedProducts(gates) as products:
+        expected = gates(rows)
+    assert (products.right, products.added) == ({"0.weight"}, {"0.bias"})
+    pack_right_factors(gates, products.right, products.added, sampling_library)
+    assert not list(gates.parameters())
+    found = gates(rows)
+    torch.testing.assert_close(found, expected)
+    for first, count in ((0, 1), (1, 1), (2, 16), (4, 5)):
+        assert torch.equal(gates(rows[:, first : first + count]), found[:, first : first + count])
+    with pytest.raises(TypeError, match="a packed weight has no matmul"):
+        torch.matmul(rows, gates[0].weight)

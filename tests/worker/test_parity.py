@@ -64,6 +64,9 @@ def make_prompts() -> list[list[int]]:
 
 def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """Return transformers' greedy continuation."""
+    for module in model.modules():  # RecurrentGemma begins with the states of the text before
+        if "conv1d_state" in module.__dict__:
+            module.conv1d_state = None
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -1,7 +1,8 @@
-"""Weights that a module multiplies columns by itself, `weight @ columns`, without calling a layer.
+"""Weights that a module multiplies by itself, without calling a layer.
 
-Such as the steps of Mamba-1: `dt_proj.weight @ time_step.transpose(1, 2)`. Which weights these are
-is observed. They are packed, so that a token's column has the same bits beside any others.
+Such as the steps of Mamba-1, `dt_proj.weight @ time_step.transpose(1, 2)`, and the gates of
+RecurrentGemma, `torch.baddbmm(bias, rows, weight)`. Which weights these are is observed. They are
+packed, so that a token has the same bits beside any others.
 """
 
 from collections.abc import Iterable
@@ -30,6 +31,10 @@ class ObservedProducts(TorchFunctionMode):
         super().__init__()
         self.left: set[str] = set()
         """Names of weights that stand on the left."""
+        self.right: set[str] = set()
+        """Names of weights of all heads that rows are multiplied by, in `baddbmm`."""
+        self.added: set[str] = set()
+        """Names of what is added to the results of these."""
         self.others: set[str] = set()
         """Names of the module's own weights in all other products."""
         self._names = {
@@ -49,6 +54,10 @@ class ObservedProducts(TorchFunctionMode):
                 name = self._name_of(factor)
                 if name is not None and place == 0 and kind in _LEFT_PRODUCTS:
                     self.left.add(name)
+                elif name is not None and place == 2 and kind == "baddbmm":
+                    self.right.add(name)
+                elif name is not None and place == 0 and kind == "baddbmm":
+                    self.added.add(name)
                 elif name in self._own:
                     self.others.add(name)
         return func(*args, **(kwargs or {}))
@@ -95,6 +104,27 @@ class LeftFactor:
         return torch.stack(found).transpose(-1, -2)
 
 
+class RightFactor:
+    """Stands in a module for weights `[num_heads, in_features, out_features]`.
+
+    It can be the last argument of `torch.baddbmm`. Every other operation raises TypeError.
+    """
+
+    def __init__(self, layers: list[PackedLinear]) -> None:
+        self._layers = layers
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is not torch.baddbmm or kwargs or not isinstance(args[2], RightFactor):
+            raise TypeError(f"a packed weight has no {getattr(func, '__name__', func)}")
+        added, rows, factor = args
+        found = [layer(each) for layer, each in zip(factor._layers, rows, strict=True)]
+        out: torch.Tensor = added + torch.stack(found)
+        return out
+
+
 class LeftLayer(nn.Module):
     """Stands in a module for a linear layer of which it uses the weight and the bias alone."""
 
@@ -126,3 +156,31 @@ def _packed(weight: torch.Tensor, library: NativeLibrary | None) -> LeftFactor:
     return LeftFactor(
         [make_linear(matrix, None, library) for matrix in matrices], tuple(weight.shape[:-2])
     )
+
+
+def pack_right_factors(
+    module: nn.Module,
+    names: Iterable[str],
+    added: Iterable[str],
+    library: NativeLibrary | None,
+) -> None:
+    """Let a module multiply rows by packed weights of heads, given their names.
+
+    `added` are the names of what is added to the results, which then counts as no matrix.
+    """
+    for name in names:
+        holder, leaf = _place(module, name)
+        weight = holder.get_parameter(leaf)
+        layers = [make_linear(matrix.t().contiguous(), None, library) for matrix in weight]
+        del holder._parameters[leaf]
+        holder.__dict__[leaf] = RightFactor(layers)
+    for name in added:
+        holder, leaf = _place(module, name)
+        bias = holder.get_parameter(leaf).detach()
+        del holder._parameters[leaf]
+        holder.__dict__[leaf] = bias
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf

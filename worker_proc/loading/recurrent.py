@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.gated_norm import fuse_gated_norms
-from worker_proc.loading.left_factors import pack_left_factors
+from worker_proc.loading.left_factors import pack_left_factors, pack_right_factors
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import can_pack
 from worker_proc.loading.recurrent_proof import MAX_ERROR, Observed, find_error, observe
@@ -57,5 +57,7 @@ def install_recurrent(
         layer.plain_products = before.observed.plain_products
         if can_pack(loaded.dtype, loaded.device, library):
             pack_left_factors(module, before.observed.left_factors, library)
+            right, added = before.observed.right_factors, before.observed.added
+            pack_right_factors(module, right, added, library)
         install(module, layer)
     return proven

@@ -6,11 +6,11 @@ are moved between blocks.
 """
 
 import copy
-import inspect
 import math
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,10 @@ class Observed(NamedTuple):
     """Whether it calls elementwise functions of torch with its rows."""
     left_factors: list[str]
     """The weights that it multiplies columns by."""
+    right_factors: list[str]
+    """The weights of heads that it multiplies rows by."""
+    added: list[str]
+    """What it adds to the results of these."""
     plain_products: list[str]
     """The weights of its own in other products."""
 
@@ -85,7 +89,8 @@ def observe(module: nn.Module, spec: RecurrentSpec) -> Observed:
         ):
             _computed(module, rows)
         seen.append(functions.sizes)
-    return Observed(seen[0] != seen[1], sorted(products.left), sorted(products.others))
+    names = (products.left, products.right, products.added, products.others)
+    return Observed(seen[0] != seen[1], *map(sorted, names))
 
 
 @contextmanager
@@ -112,9 +117,10 @@ def _computed_in_steps(
     found, start = [], 0
     for count in STEPS:
         parts = [ScheduledRequest(request, start, count, True) for request in requests]
-        pool.begin_step(pack_step(parts, _CPU))
+        inputs = pack_step(parts, _CPU)
+        pool.begin_step(inputs)
         packed = rows[:, start : start + count].reshape(1, -1, rows.shape[2])
-        found.append(_computed(module, packed).view(num_texts, count, -1))
+        found.append(_computed(module, packed, inputs.position_ids).view(num_texts, count, -1))
         start += count
     return torch.cat(found, dim=1)
 
@@ -126,11 +132,28 @@ def _request(number: int, num_tokens: int, num_blocks: int) -> MirroredRequest:
     return MirroredRequest(number, [0] * num_tokens, num_tokens, SamplingParams(), [table], 0, 0)
 
 
-def _computed(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows that a module makes of others; it gets None for what else it requires."""
-    _, *others = inspect.signature(type(module).forward).parameters.values()
-    required = {one.name: None for one in others[1:] if one.default is one.empty}
-    required = {name: None for name in required if name not in {"args", "kwargs"}}
-    result: Any = module(rows, **required)
+def _computed(
+    module: nn.Module, rows: torch.Tensor, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the rows that a module makes of others.
+
+    It gets positions if it takes them, by default those of whole texts, no cache, and None for all
+    else that it requires.
+    """
+    _, _, *others = signature(type(module).forward).parameters.values()
+    given: dict[str, Any] = {}
+    for parameter in others:
+        if parameter.name == "position_ids":
+            given["position_ids"] = positions
+            if positions is None:
+                given["position_ids"] = torch.arange(rows.shape[1]).expand(len(rows), -1)
+        elif parameter.name == "use_cache":
+            given["use_cache"] = False
+        elif (
+            parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and parameter.default is Parameter.empty
+        ):
+            given[parameter.name] = None
+    result: Any = module(rows, **given)
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out

@@ -8,6 +8,7 @@ from torch import nn
 
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.functions import RecurrentLayer
+from worker_proc.recurrent.griffin import GriffinLayer, is_griffin
 from worker_proc.recurrent.lightning import LightningLayer, is_lightning
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
@@ -33,8 +34,11 @@ def make_layer(
     module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None
 ) -> PackedLayer:
     """Return the forward of a module, by what it calls or by its parts."""
-    kind = LightningLayer if is_lightning(module) else RecurrentLayer
-    return kind(module, spec, library)
+    if is_lightning(module):
+        return LightningLayer(module, spec, library)
+    if is_griffin(module):
+        return GriffinLayer(module, spec, library)
+    return RecurrentLayer(module, spec, library)
 
 
 def install(module: nn.Module, layer: PackedLayer) -> None:

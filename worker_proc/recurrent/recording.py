@@ -9,6 +9,7 @@ from torch import nn
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent
+from worker_proc.recurrent.griffin import griffin_spec, is_griffin
 from worker_proc.recurrent.lightning import is_lightning, lightning_spec
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
@@ -22,7 +23,7 @@ class _Recorder:
         self._states: list[StateSpec] = []
         functions = {function: partial(self._call, function) for function in OPERATIONS}
         self._forward = forward_with(module, functions)
-        self._known = lightning_spec(module, name) if is_lightning(module) else None
+        self._known = _spec_by_parts(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and add what it used."""
@@ -54,7 +55,7 @@ def recorded_states(
     modules = {
         name: module
         for name, module in model.named_modules()
-        if is_recurrent(module) or is_lightning(module)
+        if is_recurrent(module) or _spec_by_parts(module, name) is not None
     }
     for name, module in modules.items():
         module.__dict__["forward"] = _Recorder(module, name, found).forward
@@ -64,3 +65,10 @@ def recorded_states(
     finally:
         for module in modules.values():
             del module.__dict__["forward"]
+
+
+def _spec_by_parts(module: nn.Module, name: str) -> RecurrentSpec | None:
+    """Return the states of a module that is known by its parts."""
+    if is_lightning(module):
+        return lightning_spec(module, name)
+    return griffin_spec(module, name) if is_griffin(module) else None
