@@ -128,6 +128,19 @@ def _numbers(
     parser.add_argument(flag, default=list(default), help=shown, **options)
 
 
+def _add_growth(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, "null")
+    _numbers(parser, "--running", RUNNING, "requests that run")
+    _numbers(parser, "--context", CONTEXT, "context of one request")
+    _numbers(parser, "--waiting", WAITING, "requests that wait", 0)
+    text = "requests that run in front of those that wait (default: 64)"
+    parser.add_argument("--behind", type=_count(1), default=64, metavar="N", help=text)
+    text = "processor time of all threads, for a machine with other work, instead of wall clock"
+    parser.add_argument("--processor-time", action="store_true", help=text)
+    text = "steps of a repetition (default: 48)"
+    parser.add_argument("--steps", type=_count(1), default=48, metavar="N", help=text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of everything before `--`."""
     parser = OneLineParser(
@@ -172,15 +185,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_common(command("startup"), "demo")
 
-    growth_flags = command("growth")
-    _add_common(growth_flags, "null")
-    _numbers(growth_flags, "--running", RUNNING, "requests that run")
-    _numbers(growth_flags, "--context", CONTEXT, "context of one request")
-    _numbers(growth_flags, "--waiting", WAITING, "requests that wait", 0)
-    text = "requests that run in front of those that wait (default: 64)"
-    growth_flags.add_argument("--behind", type=_count(1), default=64, metavar="N", help=text)
-    text = "steps of a repetition (default: 48)"
-    growth_flags.add_argument("--steps", type=_count(1), default=48, metavar="N", help=text)
+    _add_growth(command("growth"))
 
     sampler_flags = command("sampler")
     _add_number(sampler_flags, "--repeats", 9, _count(1), "repetitions, after a warm-up")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 from collections.abc import Iterator
@@ -175,6 +176,19 @@ def test_growth_measures_each_point_and_leaves_out_what_does_not_fit(
             assert min(figures.values()) > 0
             assert sum(figures.values()) == pytest.approx(whole)
     assert "context of 200, as max_model_len is 256" in capsys.readouterr().out
+
+
+def test_growth_takes_processor_time_where_asked(
+    result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of a step add up what the processor's clock shows: here one second a look."""
+    seconds = itertools.count()
+    monkeypatch.setattr("time.process_time_ns", lambda: next(seconds) * 10**9)
+    command = f"growth --running 2 --context --waiting --steps 3 --repeats 1 --json {result}"
+    assert tool.main([*command.split(), "--processor-time"]) == 0
+    record = report.load(result)
+    assert record.notes == ["Processor time of all threads, not wall clock."]
+    assert all(run.figures["step_us"] >= 10**6 for run in record.runs)
 
 
 def test_the_scheduler_has_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:

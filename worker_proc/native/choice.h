@@ -1,10 +1,10 @@
 // Chooses one token of a row of scores, as worker_proc/sampling/inverse_cdf.py defines it.
 //
-// A first pass finds the best score, and the best of each group of tokens. In most rows a few tokens
-// have nearly all of the weight, and a bound for the weights of the others shows which token the draw
-// takes (`among_heavy`). Where it does not, one further pass computes all weights. Nothing is sorted
-// but few tokens: a sample of the row shows where top_p may end. A wrong guess or a loose bound
-// costs time and changes no token.
+// A first pass finds the best score, and the best of each group of tokens. In most rows a few
+// tokens have nearly all of the weight, and a bound for the weights of the others shows which token
+// the draw takes (`among_heavy`). Where it does not, one further pass computes all weights. Nothing
+// is sorted but few tokens: a sample of the row shows where top_p may end. A wrong guess or a loose
+// bound costs time and changes no token.
 // Sums of weights are integers, so their order is free. The last bits of a weight may differ from
 // torch's, which computes another exponential function.
 
@@ -548,7 +548,7 @@ class Row {
 
   // The sum of the weights of the sample's tokens with a better score.
   float sample_above(float score) const {
-    constexpr int kSums = kBlockParts;  // side by side, since each addition waits for the one before
+    constexpr int kSums = kBlockParts;  // side by side: an addition waits for the one before
     Part sums[kSums] = {};
     for (size_t k = 0; k < scratch_.sample.size(); k += kSums * kPartLanes) {
       for (int i = 0; i < kSums; i++) {

@@ -5,6 +5,7 @@ All measured steps decode.
 """
 
 import argparse
+import time
 from collections.abc import Sequence
 from random import Random
 
@@ -29,6 +30,8 @@ _MAX_STEPS = 100_000
 def run(arguments: argparse.Namespace, record: Record) -> None:
     """Measure each point of each section."""
     record.servers = {OURS: "in this process"}
+    if arguments.processor_time:
+        record.notes.append("Processor time of all threads, not wall clock.")
     num_tokens = arguments.repeats * arguments.steps + _MARGIN
     largest = max([1, *arguments.running])
     longest = max([PROMPT_TOKENS, *arguments.context]) + num_tokens
@@ -69,7 +72,8 @@ class Points:
         self._record = record
         self._num_tokens = num_tokens
         flags = [*flags, *arguments.engine_flags]
-        self._engine = SteppedEngine(arguments.model, flags)
+        clock = time.process_time_ns if arguments.processor_time else time.perf_counter_ns
+        self._engine = SteppedEngine(arguments.model, flags, clock)
         self._ids = token_ids(arguments.vocab_size or self._engine.facts.vocab_size)
         record.engine = describe(arguments.model, arguments.engine_flags, self._engine.facts)
 

@@ -31,14 +31,16 @@ T = TypeVar("T")
 class Parts:
     """Adds up the time of each part; an inner part's time does not count for the outer one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        """Take what returns the present time in nanoseconds."""
         self.ns: dict[str, int] = {}
+        self._clock = clock
         self._open: list[str] = []
         self._since = 0
 
     def begin(self, part: str) -> None:
         """Stop the time of the present part, and start that of another one."""
-        now = time.perf_counter_ns()
+        now = self._clock()
         if self._open:
             self.ns[self._open[-1]] += now - self._since
         self._open.append(part)
@@ -47,7 +49,7 @@ class Parts:
 
     def end(self) -> None:
         """Return to the part before."""
-        now = time.perf_counter_ns()
+        now = self._clock()
         self.ns[self._open.pop()] += now - self._since
         self._since = now
 
@@ -107,10 +109,12 @@ def runner_class(model: str) -> type[Runner]:
 class SteppedEngine:
     """One engine; `parts` has the time of the core, and of the worker as one part."""
 
-    def __init__(self, model: str, flags: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, flags: Sequence[str], clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
         """Load the model; BenchError: the settings are wrong."""
         self.model = model
-        self.parts = Parts()
+        self.parts = Parts(clock)
         try:
             _, config = parse("scripts.bench", [model, *flags])
             self._engine = InprocEngine(complete(config))
