@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +30,9 @@ from scripts.hub.messages import (
     gguf_files,
     hub_names,
 )
+
+if TYPE_CHECKING:
+    from scripts.hub.snapshot import Snapshot
 
 _REPORT_S = 0.2
 
@@ -109,7 +112,7 @@ def convert(model: ModelConfig, *, has_api: bool) -> dict[str, str]:
         setting: str(
             directory_of(
                 Path(name),
-                needs_tokenizer=setting == "model" and has_api and model.tokenizer is None,
+                needs_tokenizer=_needs_tokenizer(model, setting, has_api=has_api),
             )
         )
         for setting, name in gguf_files(model).items()
@@ -118,9 +121,9 @@ def convert(model: ModelConfig, *, has_api: bool) -> dict[str, str]:
 
 def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str, str]:
     """Complete the snapshots; Refusal: one of them cannot be fetched, or cannot run."""
-    names = hub_names(model)
+    names = {setting: name.partition(":") for setting, name in hub_names(model).items()}
     checker = Checker(model)
-    if not all(snapshots_folder(name).is_dir() for name in names.values()):
+    if not all(quant or snapshots_folder(name).is_dir() for name, _, quant in names.values()):
         checker.start()  # its libraries are loaded while this process loads those of the hub
     from huggingface_hub import logging
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
@@ -133,18 +136,33 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
     disable_progress_bars()  # the library's own, which count links
     bound_waits()
     snapshots = {}
-    for setting, name in names.items():
+    for setting, (name, _, quant) in names.items():
         is_main = setting == "model"
-        needs_tokenizer = is_main and has_api and model.tokenizer is None
+        needs_tokenizer = _needs_tokenizer(model, setting, has_api=has_api)
         revision = model.revision if is_main else None
-        request = Request(name, revision, needs_tokenizer, checker.check)
+        request = Request(name, revision, needs_tokenizer, checker.check, quant)
         snapshots[setting] = Snapshot(request, reporter.report)
     for snapshot in snapshots.values():
         snapshot.prepare()
     checker.stop()
     for snapshot in snapshots.values():
         snapshot.fetch()
-    return {setting: str(snapshot.directory) for setting, snapshot in snapshots.items()}
+    return {
+        setting: str(_directory(snapshot, model, setting, has_api=has_api))
+        for setting, snapshot in snapshots.items()
+    }
+
+
+def _directory(snapshot: "Snapshot", model: ModelConfig, setting: str, *, has_api: bool) -> Path:
+    """Return the directory of a snapshot, or that of its GGUF file."""
+    if ":" not in hub_names(model)[setting]:
+        return snapshot.directory
+    needs_tokenizer = _needs_tokenizer(model, setting, has_api=has_api)
+    return directory_of(snapshot.gguf_file(), needs_tokenizer=needs_tokenizer)
+
+
+def _needs_tokenizer(model: ModelConfig, setting: str, *, has_api: bool) -> bool:
+    return setting == "model" and has_api and model.tokenizer is None
 
 
 if __name__ == "__main__":

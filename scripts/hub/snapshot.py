@@ -41,7 +41,6 @@ _PATTERN = frozenset("*?[\\")
 _TEMPLATES = "additional_chat_templates/"
 _OTHER_WEIGHTS = {
     "adapter_model.safetensors": "an adapter without its model",
-    ".gguf": "GGUF files",
     ".bin": "PyTorch's .bin files",
     ".pt": "PyTorch's .pt files",
     ".safetensors": "safetensors under other names",
@@ -59,6 +58,8 @@ class Request(NamedTuple):
     needs_tokenizer: bool
     check: Callable[[Path], None]
     """Raises ValueError if a model with this configuration cannot run; called without weights."""
+    quantization: str = ""
+    """Of the GGUF file that is wanted, as its name ends; empty: safetensors are."""
 
 
 class Snapshot:
@@ -77,7 +78,8 @@ class Snapshot:
         """Find the commit and check the configuration, without weights."""
         with _refusals(self._request):
             self._find()
-            if self._transfer is not None and not self._is_complete():
+            is_gguf = bool(self._request.quantization)
+            if self._transfer is not None and not is_gguf and not self._is_complete():
                 self._fetch_config()
 
     def fetch(self) -> None:
@@ -86,6 +88,11 @@ class Snapshot:
             if self._transfer is not None:
                 self._take(self._needed)
                 self._keep_revision()
+
+    def gguf_file(self) -> Path:
+        """Return the GGUF file that was wanted, when it has been fetched."""
+        paths = [str(path.relative_to(self.directory)) for path in self.directory.rglob("*.gguf")]
+        return self.directory / _gguf_file(self._request, paths)
 
     def _find(self) -> None:
         """Find the commit and its files; if the hub does not answer, in the cache."""
@@ -207,6 +214,11 @@ def _cached(request: Request) -> Path | None:
 def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
     """Return those of a repository's files that the engine reads, without the index's shards."""
     name, there = request.name, set(paths)
+    if request.quantization:
+        return [_gguf_file(request, paths)]
+    has_weights = any(path.endswith(".safetensors") for path in paths)
+    if not has_weights and any(path.lower().endswith(".gguf") for path in paths):
+        raise Refusal(f"model {name} has GGUF files; name the one to serve as {name}:QUANTIZATION")
     if CONFIG[0] not in there:
         raise Refusal(f"model {name} has no {CONFIG[0]}: it is not in transformers' format")
     weights = next((path for path in (_WEIGHTS, INDEX) if path in there), None)
@@ -224,6 +236,22 @@ def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
     needed = [path for path in (*CONFIG, *_TEXT, weights) if path in there]
     needed += pooling_files(sorted(there))
     return needed + _plain(name, (path for path in there if path.startswith(_TEMPLATES)))
+
+
+def _gguf_file(request: Request, paths: Sequence[str]) -> str:
+    """Return the path of the GGUF file with a quantization, whose name ends with it."""
+    name, wanted = request.name, request.quantization.lower()
+    files = _plain(name, (path for path in paths if path.lower().endswith(".gguf")))
+    found = [
+        path
+        for path in files
+        if re.search(rf"(^|[-._]){re.escape(wanted)}\.gguf$", path.rpartition("/")[2].lower())
+    ]
+    if len(found) == 1:
+        return found[0]
+    stated = ", ".join(path.rpartition("/")[2] for path in found or files)[:500] or "none"
+    which = "several GGUF files" if found else "no GGUF file"
+    raise Refusal(f"model {name} has {which} of {request.quantization}; there are: {stated}")
 
 
 def _shards(name: str, directory: Path) -> list[str]:

@@ -17,7 +17,8 @@ BUNDLED_MODELS = {
     "demo-chat": _SCRIPTS_DIR / "demo_chat_model",
 }
 """The models that come with the engine, by name."""
-_HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(:\w[\w.-]{0,63})?")
+"""With the quantization of one of its GGUF files, where it has some."""
 
 
 def resolve(model: ModelConfig) -> ModelConfig:

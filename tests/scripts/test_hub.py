@@ -294,7 +294,7 @@ def test_what_libraries_print_is_not_taken_for_an_answer(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("kept", "sentence"),
     [
-        (["config.json", "x.Q4_K.gguf"], "has only GGUF files, and model.safetensors or"),
+        (["config.json", "x.Q4_K.gguf"], "has GGUF files; name the one to serve as tiny/"),
         (["config.json", "pytorch_model.bin"], "has only PyTorch's .bin files, and"),
         (["config.json", "adapter_model.safetensors"], "has only an adapter without its model"),
         (["config.json", "README.md"], "has no weights, and model.safetensors or"),
@@ -543,3 +543,28 @@ def test_paths_that_lead_elsewhere_are_refused(hub: Hub, source: Path, path: str
     hub.listed = [template]
     assert template in str(refusal())
     assert not hub.fetched(template)
+
+
+def test_the_gguf_file_of_a_quantization_is_fetched(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the others, and without a configuration; offline it is found in the cache."""
+    directory = tmp_path / "files"
+    (directory / "more").mkdir(parents=True)
+    for name in ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "more/m.Q5_K.gguf", "m-IQ4_K_M.gguf"):
+        (directory / name).write_bytes(name.encode() * 1000)
+    hub.add("tiny/files", directory)
+    options = {"name": "tiny/files", "check": pytest.fail}
+    for quantization, file in (("q4_k_m", "m-Q4_K_M.gguf"), ("Q5_K", "more/m.Q5_K.gguf")):
+        lines: list[Line] = []
+        request = Request("tiny/files", None, True, pytest.fail, quantization)
+        fetched = Snapshot(request, lines.append)
+        fetched.prepare()
+        fetched.fetch()
+        assert fetched.gguf_file() == fetched.directory / file
+        assert fetched.gguf_file().read_bytes() == (directory / file).read_bytes()
+    found = refusal(**options, quantization="Q9")
+    assert "has no GGUF file of Q9; there are: m-IQ4_K_M.gguf, m-Q4_K_M.gguf, " in str(found)
+    assert str(refusal(**options)).endswith("name the one to serve as tiny/files:QUANTIZATION")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(**options, quantization="Q5_K").directory == fetched.directory

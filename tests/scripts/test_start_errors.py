@@ -74,6 +74,8 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     model = startup.complete(configure(model="Qwen/Qwen3-8B")).model
     assert (model.model, hub_names(model)) == (str(models / "Qwen" / "Qwen3-8B"), {})
     assert not hub_names(startup.complete(configure(model="null")).model)
+    one = startup.complete(configure(model="Qwen/Qwen3-8B-GGUF:Q4_K_M")).model
+    assert hub_names(one) == {"model": "Qwen/Qwen3-8B-GGUF:Q4_K_M"}
     file = startup.complete(configure(model="x.gguf")).model
     assert (hub_names(file), gguf_files(file)) == ({}, {"model": str(models / "x.gguf")})
     assert file.served_model_name == ("x",)

@@ -8,9 +8,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import LlamaConfig
 
+from protocol.client import EngineClient
 from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses, EngineStartError
-from scripts.testing import EngineFactory
+from protocol.sampling import SamplingParams
+from scripts.testing import LOAD_TIMEOUT_S, EngineFactory
+from tests.hub import Hub
 from tests.system.kills import check_tokens_after_kills
 from tests.timing import within
 from tests.worker.gguf_files import WIDE, write_gguf
@@ -39,6 +42,25 @@ def test_streams_go_on_after_kill_9(tmp_path: Path, start_engine: EngineFactory)
     facts = check_tokens_after_kills(engine)
     assert facts.decoder == "native"
     assert facts.quantization == "gguf int4 int8"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_file_of_the_hub_is_served_by_its_quantization(
+    tmp_path: Path, start_engine: EngineFactory
+) -> None:
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q8_0)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    path.rename(repository / "tiny-Q8_0.gguf")
+    with Hub() as hub:
+        hub.add("tiny/files", repository)
+        start_engine.environ |= hub.environ(tmp_path / "home")
+        engine = start_engine("--no-api", model="tiny/files:Q8_0")
+        with EngineClient(engine.address) as client:
+            client.wait_ready(LOAD_TIMEOUT_S)
+            params = SamplingParams(max_tokens=4, temperature=0.0)
+            assert len(client.submit([5, 6, 7], params).result(LOAD_TIMEOUT_S).token_ids) == 4
 
 
 @pytest.mark.parametrize("place", [0, 8, 60])
