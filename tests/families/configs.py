@@ -64,7 +64,8 @@ _OTHER: Mapping[str, dict[str, Any]] = {
 TYPES = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere"),
     *("cohere2", "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "dots1", "ernie4_5", "ernie4_5_moe"),
-    *("exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3n_text", "gemma4_text", "glm"),
+    *("exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma3n_text", "gemma4_text"),
+    *("gemma4_unified_text", "glm", "gpt-sw3", "kolibri1", "minimax_m3_vl_text"),
     *("glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe"),
     *("granitemoe_swa", "granitemoeshared"),
     *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3"),

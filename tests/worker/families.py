@@ -5,25 +5,32 @@ from typing import Any
 from transformers import (
     AyaVisionConfig,
     Cohere2Config,
+    Gemma4Config,
     Glm4vConfig,
     Idefics3Config,
     InternVLConfig,
+    Lfm2Config,
+    Lfm2VlConfig,
+    Llama4Config,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
+    LlavaOnevisionConfig,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
     VoxtralConfig,
 )
 
-from tests.worker.checkpoints import SHAPE, THREE_ROWS, VISION, Architecture
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE, THREE_ROWS, VISION, Architecture
+from tests.worker.recurrent_models import RECURRENT
 
 _IMAGES: dict[str, Any] = {"image_token_id": 500, "video_token_id": 501}
 _DEEP_VISION: dict[str, Any] = {
@@ -33,12 +40,19 @@ _DEEP_VISION: dict[str, Any] = {
 _LLAMA, _MISTRAL, _QWEN2 = (
     kind(**SHAPE).to_dict() for kind in (LlamaConfig, MistralConfig, Qwen2Config)
 )
+_SIGLIP: dict[str, Any] = {"model_type": "siglip_vision_model", **VISION}
 _WITHOUT_HEAD_DIM = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 
 
 def _pixtral(text: PretrainedConfig) -> PretrainedConfig:
     vision = {"model_type": "pixtral", **VISION, "head_dim": 16}
     return Mistral3Config(text_config=text.to_dict(), vision_config=vision, image_token_index=500)
+
+
+def _text(name: str) -> dict[str, Any]:
+    """Return the configuration of a model of texts, as a part of another one."""
+    found = (one for one in (*ARCHITECTURES, *RECURRENT) if one.name == name)
+    return next(found).config().to_dict()
 
 
 def _clip(kind: type[PretrainedConfig]) -> PretrainedConfig:
@@ -110,6 +124,52 @@ VISION_LANGUAGE = (
         "aya_vision",
         lambda: AyaVisionConfig(
             text_config=Cohere2Config(**_WITHOUT_HEAD_DIM).to_dict(), vision_config=VISION
+        ),
+    ),
+    Architecture(
+        "gemma4",
+        lambda: Gemma4Config(
+            text_config=_text("gemma4_shared"), vision_config=None, audio_config=None
+        ),
+    ),
+    Architecture(
+        "lfm2_vl",
+        lambda: Lfm2VlConfig(
+            text_config=Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]).to_dict(),
+            vision_config=VISION | {"model_type": "siglip2_vision_model", "num_patches": 4},
+            image_token_id=500,
+        ),
+    ),
+    Architecture(
+        "llama4_vision",
+        lambda: Llama4Config(
+            text_config=_text("llama4"),
+            vision_config=VISION
+            | dict.fromkeys(
+                ("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64
+            ),
+            image_token_index=500,
+        ),
+    ),
+    Architecture(
+        "llava_onevision",
+        lambda: LlavaOnevisionConfig(
+            text_config=_QWEN2,
+            vision_config=_SIGLIP,
+            image_token_index=500,
+            video_token_index=501,
+        ),
+    ),
+    Architecture(
+        "qwen3_5",
+        lambda: Qwen3_5Config(
+            text_config=_text("qwen3_5_text")
+            | {"rope_parameters": THREE_ROWS | {"partial_rotary_factor": 1.0}},
+            vision_config={
+                **{"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
+                **{"out_hidden_size": 64, "num_position_embeddings": 16},
+            },
+            **_IMAGES,
         ),
     ),
     Architecture(

@@ -35,7 +35,8 @@ NUM_PROBE_TOKENS = 8
 _HARMLESS_ARGUMENTS = frozenset(
     {
         *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "position_embeddings", "position_ids"),
+        *("logits_to_keep", "output_hidden_states", "output_router_logits"),
+        *("position_embeddings", "position_ids"),
         *("return_dict", "s_aux", "scaling", "sin", "sliding_window", "softcap", "target_dtype"),
         *("use_cache", "use_top_left_mask"),
     }
@@ -48,6 +49,11 @@ class ProbedMask:
 
     visible: Visibility
     problem: str = ""  # raised only if a layer uses the mask
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModel(f"its own code computes with a mask ({name})")
 
 
 @dataclass(frozen=True, slots=True)

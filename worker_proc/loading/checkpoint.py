@@ -62,7 +62,8 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
     for key, least in _LEAST.items():
         if section.get(key) is not None:
             require(_is_int(section[key], least), key, f"an integer of at least {least}")
-    num_heads = section.get("num_attention_heads") or section.get("n_head") or 1
+    found = (section.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
+    num_heads = next(filter(None, found), None) or 1
     if num_heads % (section.get("num_key_value_heads") or 1):
         expected = f"a divisor of the {num_heads} of num_attention_heads"
         require(False, "num_key_value_heads", expected)

@@ -58,7 +58,11 @@ from worker_proc.loading.pooling_model import (
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.row_positions import give_positions
 from worker_proc.loading.start_cache import StartCache
-from worker_proc.loading.text_model import auto_class, building_without
+from worker_proc.loading.text_model import (
+    auto_class,
+    building_without,
+    building_without_libraries,
+)
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.quantization.files import QuantizedFiles, WeightFiles
 from worker_proc.quantization.formats import take_format
@@ -368,7 +372,12 @@ def _build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel
     """Build the model without memory."""
     load_meta_kernels()
     no_model = f"{config.model_type}: no causal language model"
-    with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
+    with (
+        _rejections(directory, no_model),
+        torch.device("meta"),
+        no_init_weights(),
+        building_without_libraries(),
+    ):
         own_config = copy.deepcopy(config)  # the probe changes it
         model = auto_class(config).from_config(own_config, trust_remote_code=False)
         if model_kind(config) is ModelKind.EMBEDS:
@@ -455,6 +464,7 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
         with (
             _reported(progress),
             _straight_to(device) as placement,
+            building_without_libraries(),
             building_without(unused_modules),
         ):
             options = _OPTIONS | placement

@@ -8,10 +8,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, modeling_utils
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM
 
 from worker_proc.attention.probe import is_within
+from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.model_kind import ModelKind, headless_class, model_kind
 
 _CONVERSIONS = "get_model_conversion_mapping"
@@ -28,6 +37,42 @@ def auto_class(config: PretrainedConfig) -> Any:
     is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForMultimodalLM if is_multimodal and not is_causal else AutoModelForCausalLM
+
+
+class MissingTower(nn.Module):
+    """Takes the place of a tower whose library is not installed."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__()
+        self._problem = problem
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        """It has parameters, as a tower does, which text does not reach."""
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Fail: text reaches it."""
+        raise UnsupportedModel(self._problem)
+
+
+@contextmanager
+def building_without_libraries() -> Iterator[None]:
+    """Let transformers build models whose towers need libraries that are not installed (timm).
+
+    Parts of a model are built by `AutoModel.from_config`.
+    """
+    from_config = AutoModel.from_config
+
+    def build(cls: type[Any], /, config: PretrainedConfig, **options: Any) -> Any:
+        try:
+            return from_config(config, **options)
+        except ImportError as error:
+            reason = str(error).strip().partition(chr(10))[0]
+            return MissingTower(f"{config.model_type}: {reason}")
+
+    AutoModel.from_config = classmethod(build)
+    try:
+        yield
+    finally:
+        del AutoModel.from_config  # its base class has it
 
 
 @contextmanager

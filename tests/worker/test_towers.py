@@ -1,0 +1,44 @@
+"""Towers that need a library are not built, so that the text of such checkpoints is served."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, Gemma3nConfig
+from transformers.utils import is_timm_available
+
+from tests.worker.checkpoints import ARCHITECTURES, VOCAB_SIZE, build_checkpoint
+from tests.worker.driving import drive
+from tests.worker.test_parity import GREEDY, MAX_TOKENS, generate, make_prompts, make_runner
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.text_model import MissingTower, building_without_libraries
+
+GEMMA3N = next(one for one in ARCHITECTURES if one.name == "gemma3n_shared")
+
+
+@pytest.mark.skipif(is_timm_available(), reason="the tower's library is installed")
+def test_a_checkpoint_whose_tower_lacks_its_library_is_served(tmp_path: Path) -> None:
+    text = GEMMA3N.config().to_dict()
+    audio = {"hidden_size": 32, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1}
+    sizes = {"vision_soft_tokens_per_image": 4, "audio_soft_tokens_per_image": 4}
+    config = Gemma3nConfig(
+        text_config=text,
+        audio_config=audio | {"vocab_size": 8, "vocab_offset": VOCAB_SIZE - 8},
+        vision_config={"hidden_size": 32, "vocab_size": 8, "vocab_offset": VOCAB_SIZE - 16},
+        **sizes,
+    )
+    with building_without_libraries():
+        model = build_checkpoint(tmp_path, config)
+    assert "from_config" not in AutoModel.__dict__
+    assert any(isinstance(module, MissingTower) for module in model.modules())
+    model.set_attn_implementation("eager")
+    prompts = [[token % (VOCAB_SIZE - 20) for token in prompt] for prompt in make_prompts()[:6]]
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    run = drive(make_runner(tmp_path, 200), prompts, GREEDY, max_num_seqs=4)
+    assert run.output_token_ids == expected
+
+
+def test_a_missing_part_that_text_reaches_is_refused_with_the_reason() -> None:
+    tower = MissingTower("timm_wrapper: TimmWrapperModel requires the timm library")
+    with pytest.raises(UnsupportedModel, match="requires the timm library"):
+        tower(torch.zeros(1))
