@@ -153,6 +153,30 @@ def test_a_tail_that_the_kernel_only_bounds_is_drawn_exactly(top_p: float) -> No
     assert num_others == 0 if top_p == 0.9 else 0 < num_others < 50
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("best", "temperature"), [(50.0, 1e-5), (50.0, 2e-5), (200.0, 1e-4), (3000.0, 1e-3)]
+)
+def test_min_p_keeps_tokens_that_are_a_rounding_error_below_the_best(
+    best: float, temperature: float, steps: int
+) -> None:
+    """The scores of a hundred tokens are 1 to 3 steps of float32 below the best."""
+    vocab_size = 4000
+    distance = steps * 2.0 ** (math.floor(math.log2(best)) - 23)
+    logits = torch.full((vocab_size,), best - 1000.0 * temperature)
+    logits[7], logits[1000:1100] = best, best - distance
+    min_p = math.exp(-distance / temperature - 0.005)
+    rows = [
+        Row(SamplingParams(seed=seed, temperature=temperature, min_p=min_p), [1, 2], 1)
+        for seed in range(64)
+    ]
+    native = Sampler(vocab_size, EOS, CPU, NativeLibrary(build()))
+    portable = Sampler(vocab_size, EOS, CPU)
+    scores = logits.expand(64, -1)
+    assert native.sample(scores, rows) == portable.sample(scores, rows)
+
+
 class _KnownPart(Row):
     """A row whose last outputs are not counted yet, as those of a draft are not."""
 

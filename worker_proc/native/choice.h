@@ -262,13 +262,19 @@ class Row {
 
   static constexpr int kMaxHeavyGroups = 1024;
 
+  // Returns a score that is lower than `limit` by what rounding may have added to it.
+  float below(float limit) const {
+    const float size = std::max(std::fabs(limit), std::fabs(best_));
+    return limit - (std::nextafter(size, kInfinity) - size);
+  }
+
   // Returns the highest limit that leaves little weight to the other tokens, others -1: none does.
   Heavy find_heavy() {
     weigh_groups();
     const float* scores = scratch_.best_of_groups.data();
     const float* weights = scratch_.weights_of_groups.data();
     for (const float nats : {8.0f, 12.0f, 16.0f, 20.0f, kNoWeight}) {
-      const float limit = best_ - std::min(nats, no_weight_) / per_nat_;
+      const float limit = below(best_ - std::min(nats, no_weight_) / per_nat_);
       Part heavy = {}, light = {};
       int count = 0;
       for (int i = 0; i < num_groups(); i += kPartLanes) {
