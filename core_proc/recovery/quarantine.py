@@ -339,6 +339,8 @@ class Quarantine:
         self._groups.appendleft([suspect])
         most = self._scheduler.options.max_model_len - 1
         num_tokens = min(_CANARY_TRIALS * self._num_ahead, most)
+        while not self._scheduler.kv.can_ever_fit(num_tokens):  # all but its last token
+            num_tokens -= 1
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         # With an output it counts as begun, and a pause of new requests does not keep it out.
         outputs = [0] if params.max_tokens > 1 else []

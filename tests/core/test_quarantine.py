@@ -39,6 +39,7 @@ class Patient:
         kills: Callable[[list[tuple[int, int]]], bool],
         depth: int = 2,
         num_late: int = 0,
+        facts: ModelFacts = FACTS,
         **settings: object,
     ) -> None:
         self.outputs: dict[int, list[int]] = {}
@@ -47,6 +48,7 @@ class Patient:
         self.num_deaths = 0
         self.kills_core = False
         """Whether the core dies too, with all its state."""
+        self._facts = facts
         self._settings = settings | {"max_steps_in_flight": depth}
         self._kills = kills
         self._marks: list[int] = []
@@ -75,8 +77,8 @@ class Patient:
     def begin_worker(self) -> None:
         self._pipe.clear()
         self._results.clear()
-        self._worker = FakeWorker(16, 2000, self._sample)
-        self.engine.adopt_workers(FACTS)
+        self._worker = FakeWorker(self._facts.block_size, self._facts.num_gpu_blocks, self._sample)
+        self.engine.adopt_workers(self._facts)
 
     def _client_id(self, req_id: int) -> int:
         """Map the core's ids, which restart with each core, to requests by their prompts."""
@@ -403,6 +405,15 @@ def test_no_client_receives_the_canarys_outputs() -> None:
     patient.run()
     assert CANARY_ID in seen
     assert patient.outputs == {}
+
+
+def test_the_canary_fits_in_a_cache_that_is_shorter_than_the_models_context() -> None:
+    small = msgspec.structs.replace(FACTS, num_gpu_blocks=3)
+    patient = Patient(poisoned(1), depth=8, facts=small)
+    patient.add(1)
+    patient.add(2)
+    patient.run()
+    patient.check_innocents(2, {1})
 
 
 def test_a_fingerprint_is_of_the_prompt_and_the_parameters_but_not_of_the_seed() -> None:
