@@ -35,7 +35,7 @@ SUBPACKAGES = {
     "worker_proc": [
         *("native", "kv", "recurrent", "attention", "grammar", "sampling", "quantization"),
         *("gguf", "adapters"),
-        *("loading", "drafting", "calibration", "decoder", "cuda", "startup"),
+        *("loading", "modules", "drafting", "calibration", "decoder", "cuda", "startup"),
     ],
     "scripts": ["gguf", "hub", "supervisor", "bench", "batch"],
 }

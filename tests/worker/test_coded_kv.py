@@ -25,8 +25,8 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_format import KVFormat, round_rows
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import bytes_per_block
-from worker_proc.loading import quantization
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules import quantization
 from worker_proc.native.build import build, compiler
 from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner

@@ -17,10 +17,10 @@ from tests.worker.test_bitwise import CONFIGS
 from tests.worker.test_fused import make_mlp
 from tests.worker.test_quantization import load
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading import fused
-from worker_proc.loading import quantization as quantization_settings
-from worker_proc.loading.fused import FusedMLP, fuse_modules
-from worker_proc.loading.packed_linear import coded_rows, coded_weight, computing_codes
+from worker_proc.modules import fused
+from worker_proc.modules import quantization as quantization_settings
+from worker_proc.modules.fused import FusedMLP, fuse_modules
+from worker_proc.modules.packed_linear import coded_rows, coded_weight, computing_codes
 from worker_proc.native import build as native_build
 from worker_proc.native.build import build, compiler, cpu_description
 from worker_proc.native.kernels import (

@@ -11,8 +11,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_bitwise import CONFIGS, load
 from worker_proc.calibration import exactness
-from worker_proc.loading import fused
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules import fused
 from worker_proc.native.build import build, compiler
 from worker_proc.startup import parts
 

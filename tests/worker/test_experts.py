@@ -19,15 +19,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from tests.worker.test_fused import DTYPES
-from worker_proc.loading import fused
-from worker_proc.loading.experts import (
+from worker_proc.modules import fused
+from worker_proc.modules.experts import (
     ExpertWeights,
     FusedExperts,
     Routing,
     computing_expert_codes,
     round_experts,
 )
-from worker_proc.loading.fused import FusedMLP, fuse_modules
+from worker_proc.modules.fused import FusedMLP, fuse_modules
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import Activation, Format, NativeLibrary
 

@@ -8,7 +8,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from worker_proc.loading.fused import FusedActivation, FusedMLP, FusedRMSNorm, fuse_modules
+from worker_proc.modules.fused import FusedActivation, FusedMLP, FusedRMSNorm, fuse_modules
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 

@@ -27,8 +27,8 @@ from worker_proc.decoder.hooks import Hook, HookPoint, Projection, When
 from worker_proc.decoder.install import install, layer_modules, read_layers
 from worker_proc.decoder.stack import DecoderStack, replace_forwards
 from worker_proc.loading.layer_executor import Angles
-from worker_proc.loading.packed_linear import make_linear
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules.packed_linear import make_linear
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup.calibrate import calibrate

@@ -21,9 +21,9 @@ from worker_proc.attention.latent_products import (
 )
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_tensors import bytes_per_block
-from worker_proc.loading import latent
-from worker_proc.loading.latent import install_latent
 from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.modules import latent
+from worker_proc.modules.latent import install_latent
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary, Rotation, load_library
 

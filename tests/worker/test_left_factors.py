@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from worker_proc.loading.left_factors import (
+from worker_proc.modules.left_factors import (
     LeftLayer,
     ObservedProducts,
     pack_left_factors,

@@ -13,9 +13,9 @@ from tests.worker.test_loader import load
 from tests.worker.test_parity import make_runner
 from worker_proc.attention.own_attention import OwnCache, OwnCall
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading import own_attention
-from worker_proc.loading.own_attention import install_own_attention
 from worker_proc.loading.plain_linears import make_linears_plain
+from worker_proc.modules import own_attention
+from worker_proc.modules.own_attention import install_own_attention
 
 MODELS = {architecture.name: architecture for architecture in OWN_ATTENTION}
 

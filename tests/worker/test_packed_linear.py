@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from worker_proc.loading.packed_linear import (
+from worker_proc.modules.packed_linear import (
     WIDE_OUT_FEATURES,
     can_pack,
     make_linear,

@@ -15,9 +15,10 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_bitwise import engine_config
-from worker_proc.loading import fused, loader
-from worker_proc.loading import quantization as quantization_settings
+from worker_proc.loading import loader
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules import fused
+from worker_proc.modules import quantization as quantization_settings
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
 from worker_proc.startup import calibrate, prepare

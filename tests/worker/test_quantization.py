@@ -35,13 +35,13 @@ from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engin
 from tests.worker.test_loader import change_config
 from tests.worker.test_parity import make_prompts
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.loading import fused
-from worker_proc.loading import quantization as quantization_settings
-from worker_proc.loading.experts import computing_expert_codes, round_experts
-from worker_proc.loading.grouped_experts import read_experts
-from worker_proc.loading.packed_linear import computing_codes
-from worker_proc.loading.quantization import FORMATS
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules import fused
+from worker_proc.modules import quantization as quantization_settings
+from worker_proc.modules.experts import computing_expert_codes, round_experts
+from worker_proc.modules.grouped_experts import read_experts
+from worker_proc.modules.packed_linear import computing_codes
+from worker_proc.modules.quantization import FORMATS
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import (
     Activation,

@@ -39,12 +39,12 @@ from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config, load
 from tests.worker.test_parity import generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.loading.experts import FusedExperts
-from worker_proc.loading.fused import FusedMLP
-from worker_proc.loading.grouped_experts import GroupedExperts
 from worker_proc.loading.loader import inspect_config
-from worker_proc.loading.packed_linear import NativeLinear
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.fused import FusedMLP
+from worker_proc.modules.grouped_experts import GroupedExperts
+from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import GROUPED, Format
 from worker_proc.quantization.files import QuantizedFiles

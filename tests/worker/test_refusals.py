@@ -22,7 +22,7 @@ from protocol.config.settings import configure
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE
 from tests.worker.hollow_checkpoints import write_hollow
 from tests.worker.recurrent_models import KINDS
-from worker_proc.loading import quantization
+from worker_proc.modules import quantization
 from worker_proc.native.build import compiler
 from worker_proc.startup.load_runner import load_model_runner
 

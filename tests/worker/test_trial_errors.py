@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from worker_proc.loading.trial_errors import greatest, greatest_error
+from worker_proc.modules.trial_errors import greatest, greatest_error
 
 NAN = math.nan
 

@@ -1,6 +1,6 @@
 """The places in a model where an adapter may add a low-rank product: outputs of linear layers.
 
-loading/adapted_modules.py finds them, and decoder/adapter_proof.py proves which take adapters.
+modules/adapted_modules.py finds them, and decoder/adapter_proof.py proves which take adapters.
 """
 
 from collections.abc import Sequence

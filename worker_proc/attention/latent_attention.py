@@ -28,7 +28,7 @@ class LatentAttention(nn.Module):
     o_proj: nn.Module
 
     def __init__(self, module: nn.Module, shape: LatentShape, products: LatentProducts) -> None:
-        """Take the parts of a module whose sizes `loading.latent.find_shape` has found."""
+        """Take the parts of a module whose sizes `modules.latent.find_shape` has found."""
         super().__init__()
         for name, child in module.named_children():
             if name != "kv_b_proj":

@@ -20,7 +20,7 @@ from worker_proc.attention.texts import TextBackend
 from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.packed_linear import PACKED_DTYPES, PackedLinear
+from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
 from worker_proc.recurrent.layers import PackedLayer
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]

@@ -10,7 +10,7 @@ from worker_proc.cuda.pointwise_kernels import (
     rotate_and_store_kernel,
 )
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.loading.fused import FusedRMSNorm
+from worker_proc.modules.fused import FusedRMSNorm
 from worker_proc.native.kernels import Activation, Rotation
 
 ACTIVATION_TILE = 1024

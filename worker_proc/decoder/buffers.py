@@ -25,8 +25,8 @@ from worker_proc.decoder.program import (
     permuted_width,
     split_width,
 )
-from worker_proc.loading.experts import FusedExperts
-from worker_proc.loading.fused import FusedMLP
+from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.fused import FusedMLP
 from worker_proc.native.kernels import BufferArgs, row_stride
 
 _ROW_BYTES = 64

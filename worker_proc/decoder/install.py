@@ -34,10 +34,10 @@ from worker_proc.decoder.stack import (
 from worker_proc.decoder.whole import WholeModel, install_whole, read_ends, uninstall_whole
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.layer_executor import LayerExecutor, Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
+from worker_proc.modules.experts import FusedExperts
 from worker_proc.native.kernels import Rotation
 
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -254,7 +254,7 @@ def _best_settings(
     best, least = None, MAX_ERROR[call.hidden.dtype]
     trials = list(_trials(call))
     # Attention rounds otherwise than the module does, which may send a row to another expert.
-    # The mixture itself is proven (loading/fused.py): so here the typical row counts.
+    # The mixture itself is proven (modules/fused.py): so here the typical row counts.
     is_mixture = any(isinstance(part, FusedExperts) for part in call.module.modules())
     for rotation in Rotation:
         settings = LayerSettings(rotation, scoring.scale, scoring.softcap or 0.0)

@@ -11,9 +11,9 @@ from torch import nn
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import MAX_HEADS_PER_KV_HEAD
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.loading.experts import FusedExperts
-from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
-from worker_proc.loading.packed_linear import NativeLinear
+from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.fused import FusedMLP, FusedRMSNorm
+from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.kernels import PackedWeight, Rotation
 
 NORM_NAMES: tuple[tuple[str, str, str, str], ...] = (

@@ -18,9 +18,9 @@ from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.hooks import Columns, Cut, HookPoint, Projection, When
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings
-from worker_proc.loading.expert_products import ExpertBuffers
-from worker_proc.loading.experts import FusedExperts
-from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
+from worker_proc.modules.expert_products import ExpertBuffers
+from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.fused import FusedMLP, FusedRMSNorm
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
     AdaptedSiteArgs,

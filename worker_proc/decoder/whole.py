@@ -19,9 +19,9 @@ from torch.nn import functional
 from worker_proc.decoder.angles import AngleCall, AngleTable
 from worker_proc.decoder.program import Program, ProgramWriter
 from worker_proc.decoder.stack import DecoderStack, pointers, restore_forwards
-from worker_proc.loading.fused import FusedRMSNorm
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.packed_linear import NativeLinear, output_layer
+from worker_proc.modules.fused import FusedRMSNorm
+from worker_proc.modules.packed_linear import NativeLinear, output_layer
 from worker_proc.native.kernels import Format, RunArgs
 
 _NUM_TOKENS = 5

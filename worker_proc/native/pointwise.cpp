@@ -1,4 +1,4 @@
-// Normalizations and activations of one module; called by loading/fused.py.
+// Normalizations and activations of one module; called by modules/fused.py.
 
 #include <vector>
 

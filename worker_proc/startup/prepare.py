@@ -13,19 +13,20 @@ from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import UnsupportedModel
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
-from worker_proc.loading.adapted_modules import adapt_modules, find_sites
-from worker_proc.loading.coded_weights import dequantize_weights, without_kernels
 from worker_proc.loading.draft import check_draft
-from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.heap import return_freed_memory
-from worker_proc.loading.latent import install_latent
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import CheckedModel, LoadedModel, check_model, load_checked
-from worker_proc.loading.own_attention import OwnLayer, install_own_attention
-from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import Proofs, find_proofs
-from worker_proc.loading.quantization import (
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.modules.adapted_modules import adapt_modules, find_sites
+from worker_proc.modules.coded_weights import dequantize_weights, without_kernels
+from worker_proc.modules.fused import fuse_modules
+from worker_proc.modules.latent import install_latent
+from worker_proc.modules.own_attention import OwnLayer, install_own_attention
+from worker_proc.modules.packed_linear import PLAIN, can_pack, pack_linears
+from worker_proc.modules.quantization import (
     FORMATS,
     check_coding_device,
     check_experts,
@@ -33,8 +34,7 @@ from worker_proc.loading.quantization import (
     formats_of,
     load_coding_library,
 )
-from worker_proc.loading.recurrent import ProvenModule, install_recurrent
-from worker_proc.loading.start_cache import StartCache
+from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, Format, NativeLibrary, load_library
 from worker_proc.quantization.formats import is_quantized

@@ -15,18 +15,18 @@ from worker_proc.kv.kv_format import FORMATS
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loading.draft import group_without_window
-from worker_proc.loading.experts_in_small import check_experts_in_small
-from worker_proc.loading.latent import latent_specs
 from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.proofs import proven
-from worker_proc.loading.quantization import FORMATS as WEIGHT_FORMATS
-from worker_proc.loading.quantization import (
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.modules.experts_in_small import check_experts_in_small
+from worker_proc.modules.latent import latent_specs
+from worker_proc.modules.quantization import FORMATS as WEIGHT_FORMATS
+from worker_proc.modules.quantization import (
     check_plain_head,
     check_rounded_dtype,
     check_rounding,
 )
-from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes

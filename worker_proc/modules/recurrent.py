@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading.gated_norm import fuse_gated_norms
-from worker_proc.loading.left_factors import pack_left_factors, pack_right_factors
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.packed_linear import can_pack
-from worker_proc.loading.recurrent_proof import MAX_ERROR, Observed, find_error, observe
+from worker_proc.modules.gated_norm import fuse_gated_norms
+from worker_proc.modules.left_factors import pack_left_factors, pack_right_factors
+from worker_proc.modules.packed_linear import can_pack
+from worker_proc.modules.recurrent_proof import MAX_ERROR, Observed, find_error, observe
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.layers import install, make_layer
 

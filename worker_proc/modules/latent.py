@@ -26,10 +26,10 @@ from worker_proc.attention.latent_products import (
 from worker_proc.attention.native import can_attend
 from worker_proc.attention.probe import ProbedLayer
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.loading.coded_weights import dequantize_weights, dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.trial_errors import greatest
+from worker_proc.modules.coded_weights import dequantize_weights, dequantized
+from worker_proc.modules.trial_errors import greatest
 from worker_proc.native.kernels import NativeLibrary, Rotation
 from worker_proc.recurrent.layers import own_forwards
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from worker_proc.loading.coded_weights import pack_expert_weights
-from worker_proc.loading.expert_products import (
+from worker_proc.modules.coded_weights import pack_expert_weights
+from worker_proc.modules.expert_products import (
     EXPERT_BUFFERS,
     Chosen,
     ExpertBuffers,
@@ -26,7 +26,7 @@ from worker_proc.loading.expert_products import (
     Gating,
     as_program,
 )
-from worker_proc.loading.packed_linear import coded_rows, coded_weight, rounded_copy
+from worker_proc.modules.packed_linear import coded_rows, coded_weight, rounded_copy
 from worker_proc.native.kernels import (
     CHOICE_BYTES,
     Activation,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.trial_errors import greatest, greatest_error
+from worker_proc.modules.trial_errors import greatest, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.recurrence import GatedNormArgs
 

@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import SamplingParams
 from worker_proc.inputs import pack_step
-from worker_proc.loading.coded_weights import dequantized
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.left_factors import ObservedProducts
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.modules.coded_weights import dequantized
+from worker_proc.modules.left_factors import ObservedProducts
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.layers import install, make_layer
 from worker_proc.recurrent.lightning import is_lightning, widen_decays

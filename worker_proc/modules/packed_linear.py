@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from worker_proc.loading.coded_weights import pack_coded, pack_weight
+from worker_proc.modules.coded_weights import pack_coded, pack_weight
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
     Format,

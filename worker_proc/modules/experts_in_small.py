@@ -11,14 +11,14 @@ from torch import nn
 
 from protocol.config import Quantization
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.fused import activation_of
-from worker_proc.loading.grouped_experts import (
+from worker_proc.modules.fused import activation_of
+from worker_proc.modules.grouped_experts import (
     fused_grouped_experts,
     own_results,
     read_experts,
     trials,
 )
-from worker_proc.loading.quantization import unsupported_experts
+from worker_proc.modules.quantization import unsupported_experts
 from worker_proc.native.kernels import Format, NativeLibrary
 
 NUM_EXPERTS = 2

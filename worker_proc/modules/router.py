@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import pad
 
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.packed_linear import make_linear
-from worker_proc.loading.packed_matrix import PackedMatrix
+from worker_proc.modules.packed_linear import make_linear
+from worker_proc.modules.packed_matrix import PackedMatrix
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 ROUTER_NAMES = ("gate", "router")

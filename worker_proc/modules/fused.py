@@ -17,21 +17,21 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from worker_proc.loading.coded_weights import dequantized, pack_weight, takes_row_codes
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.experts import (
+from worker_proc.modules.coded_weights import dequantized, pack_weight, takes_row_codes
+from worker_proc.modules.experts import (
     FusedExperts,
     Routing,
     computing_expert_codes,
     expert_weights,
     round_experts,
 )
-from worker_proc.loading.gated_norm import is_gated
-from worker_proc.loading.grouped_experts import GroupedExperts, fused_grouped_experts
-from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
-from worker_proc.loading.router import install_router
-from worker_proc.loading.scaled_experts import scaled_experts
-from worker_proc.loading.trial_errors import greatest
+from worker_proc.modules.gated_norm import is_gated
+from worker_proc.modules.grouped_experts import GroupedExperts, fused_grouped_experts
+from worker_proc.modules.packed_linear import computing_codes, make_linear, round_linears
+from worker_proc.modules.router import install_router
+from worker_proc.modules.scaled_experts import scaled_experts
+from worker_proc.modules.trial_errors import greatest
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
     Activation,

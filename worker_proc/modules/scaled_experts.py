@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from worker_proc.loading.coded_weights import dequantized
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.experts import round_experts
-from worker_proc.loading.grouped_experts import (
+from worker_proc.modules.coded_weights import dequantized
+from worker_proc.modules.experts import round_experts
+from worker_proc.modules.grouped_experts import (
     MAX_ERROR,
     TRIAL_SCALES,
     GroupedExperts,

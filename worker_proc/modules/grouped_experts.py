@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from worker_proc.loading.coded_weights import dequantized, pack_expert_weights, takes_row_codes
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.expert_products import (
+from worker_proc.modules.coded_weights import dequantized, pack_expert_weights, takes_row_codes
+from worker_proc.modules.expert_products import (
     EXPERT_BUFFERS,
     Chosen,
     ExpertProducts,
@@ -24,8 +24,8 @@ from worker_proc.loading.expert_products import (
     Gating,
     as_program,
 )
-from worker_proc.loading.experts import computing_expert_codes, is_transposed, round_experts
-from worker_proc.loading.trial_errors import greatest, greatest_error
+from worker_proc.modules.experts import computing_expert_codes, is_transposed, round_experts
+from worker_proc.modules.trial_errors import greatest, greatest_error
 from worker_proc.native.kernels import Activation, Format, Matrices, NativeLibrary
 from worker_proc.quantization.coded_tensor import CodedTensor
 

@@ -34,9 +34,9 @@ from worker_proc.attention.own_attention import (
 )
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.loading.coded_weights import dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.modules.coded_weights import dequantized
 
 NUM_TOKENS = 7
 MAX_PROOF_LEN = 2048

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from worker_proc.loading.packed_linear import PackedLinear, make_linear
+from worker_proc.modules.packed_linear import PackedLinear, make_linear
 from worker_proc.native.kernels import NativeLibrary
 
 _PRODUCTS = frozenset(

@@ -1,0 +1,1 @@
+"""What computes in place of modules of transformers, each proven against its own module."""
