@@ -5,28 +5,26 @@ It has config.json, generation_config.json, the files of the tokenizer, and a li
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.gguf.cache import is_complete, make_room, place_of
 from scripts.gguf.tokenizer import TOKENS, TokenizerFiles
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of, make_config
 from worker_proc.gguf.header import Header
-from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.mapped import PLAIN, MappedFile
 from worker_proc.gguf.names import named_tensors
 from worker_proc.gguf.types import TensorType
 from worker_proc.quantization.gguf import LINK, file_state
 from worker_proc.quantization.scheme import KEY
 
-_PLAIN_NAMES: dict[int, str] = {
-    TensorType.F32: "float32",
-    TensorType.F16: "float16",
-    TensorType.BF16: "bfloat16",
-}
 _SAMPLING = {
     "temp": ("temperature", float),
     "top_k": ("top_k", int),
@@ -85,27 +83,40 @@ def _stored_as(header: Header) -> dict[str, Any]:
     """Return what config.json states of how weights are stored."""
     matrices = [entry for entry in header.tensors.values() if len(entry.shape) > 1]
     types = {entry.type for entry in matrices}
-    has_codes = not types <= set(_PLAIN_NAMES)
-    dtype = "bfloat16" if has_codes else _PLAIN_NAMES[max(types, default=TensorType.F32)]
-    return {"dtype": dtype, KEY: file_state(header.path)}
+    has_codes = not types <= PLAIN.keys()
+    widest = max(types, default=int(TensorType.F32))
+    dtype = torch.bfloat16 if has_codes else PLAIN[TensorType(widest)]
+    return {"dtype": str(dtype).removeprefix("torch."), KEY: file_state(header.path)}
 
 
 def _generation_config(header: Header, num_embeddings: int) -> dict[str, Any]:
-    """Return the tokens that end an answer, and the parameters that the model's authors chose."""
+    """Return the tokens that end an answer, and parameters of sampling."""
     metadata = header.metadata
-    num_tokens = len(metadata.get(TOKENS, ()))
+    tokenizer = TokenizerFiles(header) if TOKENS in metadata else None
+    num_tokens = 0 if tokenizer is None else tokenizer.num_tokens
     if num_tokens > num_embeddings:
         raise CheckpointError(
             f"{header.path}: {TOKENS} has {num_tokens} tokens, and token_embd.weight has only"
             f" {num_embeddings} rows"
         )
-    stated = {
-        name: convert(metadata[f"general.sampling.{key}"])
-        for key, (name, convert) in _SAMPLING.items()
-        if isinstance(metadata.get(f"general.sampling.{key}"), int | float)
-    }
-    ends = TokenizerFiles(header).end_ids() if num_tokens else []
-    return stated | ({"eos_token_id": ends} if ends else {})
+    ends = [] if tokenizer is None else tokenizer.end_ids()
+    return _sampling(header) | ({"eos_token_id": ends} if ends else {})
+
+
+def _sampling(header: Header) -> dict[str, Any]:
+    """Return the parameters that the model's authors chose."""
+    stated = {}
+    for key, (name, convert) in _SAMPLING.items():
+        full = f"general.sampling.{key}"
+        value = header.metadata.get(full)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise CheckpointError(
+                f"{header.path}: {full} is {value!r:.100}, and must be a finite number"
+            )
+        stated[name] = convert(value)
+    return stated
 
 
 def _dump(path: Path, content: dict[str, Any]) -> None:

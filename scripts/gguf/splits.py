@@ -37,6 +37,8 @@ class Split(NamedTuple):
     """Whether characters are composed first (NFC)."""
     takes_whole_words: bool = False
     """Whether a word that is a token is one, whatever its merges give."""
+    has_begin: bool = False
+    """Whether a text begins with the token of the begin if the file does not state that."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         if self.pattern:
@@ -54,7 +56,7 @@ class Split(NamedTuple):
 
 _GPT2 = Split()
 _SINGLE_DIGITS = Split(has_single_digits=True)
-_WITH_LLAMA3 = Split(LLAMA3, takes_whole_words=True)
+_WITH_LLAMA3 = Split(LLAMA3, takes_whole_words=True, has_begin=True)
 _WITH_QWEN2 = Split(QWEN2, composes=True)
 _WITH_GPT4O = Split(GPT4O)
 BYTE_LEVEL: Mapping[str, Split] = {
@@ -65,6 +67,6 @@ BYTE_LEVEL: Mapping[str, Split] = {
     "smaug-bpe": Split(LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _WITH_QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _WITH_GPT4O),
-    "tekken": Split(TEKKEN, takes_whole_words=True),
+    "tekken": Split(TEKKEN, takes_whole_words=True, has_begin=True),
 }
 """By the names that llama.cpp gives to tokenizers."""

@@ -7,6 +7,7 @@ follows from the name of the tokenizer's model, from `tokenizer.ggml.pre` and fr
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
@@ -29,31 +30,34 @@ _ENDS = frozenset(
 )
 """Control tokens that end an answer, which files need not state."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
-"""Of Phi-3's added tokens; the others take the spaces behind them."""
+"""Of the added tokens of Phi-3 with sentencepiece; the others take the spaces behind them."""
+_MAX_TOKEN_CHARACTERS = 512
+"""Of sentencepiece's tokens, each of which is split at every place to find its merges."""
 
 
 class TokenizerFiles:
     """Writes the files of a tokenizer into a directory."""
 
     def __init__(self, header: Header) -> None:
-        """Check the tokens; raises CheckpointError, or UnsupportedModel for another tokenizer."""
+        """Check the tokens and their types; raises CheckpointError."""
         self._header = header
         self._tokens: list[str] = self._texts(TOKENS)
-        types = self._get("token_type", [])
-        if not isinstance(types, list) or len(types) not in (0, len(self._tokens)):
-            raise self._error(
-                "token_type", f"must have a type for each of {len(self._tokens)} tokens"
-            )
-        self._types: list[int] = types or [1] * len(self._tokens)
+        self._types: list[int] = [1] * len(self._tokens)
+        if self._get("token_type", []):
+            self._types = self._numbers("token_type", int)
         self._model = self._get("model", "")
-        if self._model not in ("gpt2", "llama"):
-            raise UnsupportedModel(
-                f"{header.path}: tokenizer.ggml.model is {str(self._model)[:100]!r}; supported:"
-                " gpt2 and llama; --tokenizer names a directory with a tokenizer.json"
-            )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
 
     def write(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
+        """Write tokenizer.json and tokenizer_config.json; UnsupportedModel: it is not known."""
+        if self._model not in ("gpt2", "llama"):
+            raise UnsupportedModel(
+                f"{self._header.path}: tokenizer.ggml.model is {str(self._model)[:100]!r};"
+                " supported: gpt2 and llama; --tokenizer names a directory with a tokenizer.json"
+            )
         tokenizer = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
         self._add_tokens(tokenizer)
         self._add_template(tokenizer)
@@ -73,7 +77,7 @@ class TokenizerFiles:
 
     def _byte_level(self) -> Tokenizer:
         name = self._get("pre", "default")
-        split: Split | None = BYTE_LEVEL.get(name)
+        split = self._split()
         if split is None:
             raise UnsupportedModel(
                 f"{self._header.path}: tokenizer.ggml.pre is {str(name)[:100]!r}, which is not"
@@ -90,6 +94,11 @@ class TokenizerFiles:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         return tokenizer
+
+    def _split(self) -> Split | None:
+        """Return how a byte-level tokenizer splits text; None: it is not known."""
+        name = self._get("pre", "default")
+        return BYTE_LEVEL.get(name) if isinstance(name, str) else None
 
     def _sentencepiece(self) -> Tokenizer:
         is_gemma = self._header.architecture.startswith("gemma")
@@ -131,14 +140,17 @@ class TokenizerFiles:
 
         Gemma's tokens are in the order of their merges, and their scores are not.
         """
-        ranks = self._get("scores", [])
-        if not is_gemma and (not isinstance(ranks, list) or len(ranks) != len(self._tokens)):
-            raise self._error("scores", f"must have a score for each of {len(self._tokens)} tokens")
+        ranks = [] if is_gemma else self._numbers("scores", int | float)
         ids = {token: number for number, token in enumerate(self._tokens)}
         found: list[tuple[float, int, int, tuple[str, str]]] = []
         for number, (token, type) in enumerate(zip(self._tokens, self._types, strict=True)):
             if type in (_UNKNOWN, _CONTROL, _UNUSED):
                 continue
+            if len(token) > _MAX_TOKEN_CHARACTERS:
+                raise self._error(
+                    f"tokens[{number}]",
+                    f"has {len(token)} characters, and at most {_MAX_TOKEN_CHARACTERS} are read",
+                )
             rank = number if is_gemma else -ranks[number]
             for place in range(1, len(token)):
                 left, right = ids.get(token[:place]), ids.get(token[place:])
@@ -148,7 +160,7 @@ class TokenizerFiles:
 
     def _add_tokens(self, tokenizer: Tokenizer) -> None:
         """Add the tokens that are found in text before it is split."""
-        strips = self._header.architecture == "phi3"
+        strips = self._header.architecture == "phi3" and self._model == "llama"
         for type, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
             added = [
                 AddedToken(
@@ -182,11 +194,10 @@ class TokenizerFiles:
         )
 
     def _adds(self, name: str) -> bool:
-        """Return whether a text gets a special token; sentencepiece's have a begin by default."""
-        is_default = name == "bos" and (
-            self._model == "llama" or self._get("pre", "") in ("llama3", "llama-v3", "llama-bpe")
-        )
-        return bool(self._get(f"add_{name}_token", is_default))
+        """Return whether a text gets a special token; llama.cpp has the same defaults."""
+        split = self._split()
+        has_begin = self._model == "llama" or (split is not None and split.has_begin)
+        return bool(self._get(f"add_{name}_token", name == "bos" and has_begin))
 
     def _config(self) -> dict[str, Any]:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -218,7 +229,7 @@ class TokenizerFiles:
         number = self._get(key, None)
         if number is None:
             return None
-        if not isinstance(number, int) or not 0 <= number < len(self._tokens):
+        if type(number) is not int or not 0 <= number < len(self._tokens):
             raise self._error(key, f"is {number!r}, and must be a token of {len(self._tokens)}")
         return number
 
@@ -230,6 +241,16 @@ class TokenizerFiles:
         value = self._header.metadata.get(key)
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise self._error(key.rpartition(".")[2], "must be a list of texts")
+        return value
+
+    def _numbers(self, name: str, kind: type | UnionType) -> list[Any]:
+        """Return a number for each token."""
+        value = self._get(name, None)
+        count = len(self._tokens)
+        if not isinstance(value, list) or len(value) != count:
+            raise self._error(name, f"must have a number for each of {count} tokens")
+        if not all(isinstance(one, kind) and not isinstance(one, bool) for one in value):
+            raise self._error(name, "has values of another type than numbers")
         return value
 
     def _error(self, name: str, text: str) -> CheckpointError:

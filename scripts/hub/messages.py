@@ -99,7 +99,10 @@ def gguf_files(model: ModelConfig) -> dict[str, str]:
     return {
         setting: name
         for setting, name in given.items()
-        if name is not None and Path(name).is_absolute() and is_gguf(name)
+        if name is not None
+        and Path(name).is_absolute()
+        and is_gguf(name)
+        and not Path(name).is_dir()
     }
 
 

@@ -7,17 +7,21 @@ activation, is not in them and is stated here.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from worker_proc.errors import UnsupportedModel
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.gguf.header import Header
 from worker_proc.gguf.mapped import MappedFile
 from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.neutral import neutral_values
 from worker_proc.gguf.rotary import rope_parameters
 
 Config = dict[str, Any]
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 """Of the models whose queries are scaled by the width of a head that the model does not have."""
 _GEMMA3_LOCAL_BASE = 10_000.0
-_SMOLLM3_ROTATED = 4
+_SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
+_NORMALIZED = "expert_weights_norm"
+_WINDOW_PATTERN = "attention.sliding_window_pattern"
 
 
 class Architecture(NamedTuple):
@@ -41,10 +45,6 @@ def make_config(file: MappedFile) -> Config:
     architecture = architecture_of(file)
     metadata = Metadata(header)
     own = architecture.own_config(metadata, file)
-    ids = {
-        f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-    }
     embedding = header.tensors.get("token_embd.weight")
     common: Config = {
         "model_type": architecture.model_type,
@@ -56,15 +56,27 @@ def make_config(file: MappedFile) -> Config:
         "vocab_size": 0 if embedding is None else embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": rope_parameters(metadata, file),
-        **ids,
+        **_token_ids(header),
     }
     heads = metadata.integer("attention.head_count")
     common["num_key_value_heads"] = metadata.integer("attention.head_count_kv", heads)
     if metadata.get("feed_forward_length") is not None:
         common["intermediate_size"] = metadata.integer("feed_forward_length")
-    if metadata.get("attention.layer_norm_rms_epsilon") is not None:
-        common["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    common["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    metadata.check_all_read(neutral_values(metadata))
     return common | own
+
+
+def _token_ids(header: Header) -> Config:
+    """Return the special tokens that config.json names."""
+    ids = {}
+    for name, stored in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        key = f"tokenizer.ggml.{stored}_token_id"
+        number = header.metadata.get(key)
+        if number is not None and type(number) is not int:
+            raise CheckpointError(f"{header.path}: {key} is {number!r:.100}, and must be a token")
+        ids[f"{name}_token_id"] = number
+    return ids
 
 
 def architecture_of(file: MappedFile) -> Architecture:
@@ -81,19 +93,9 @@ def architecture_of(file: MappedFile) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def head_size(metadata: Metadata) -> int:
-    """Return the values of a head, of which keys and values must have as many."""
-    heads = metadata.integer("attention.head_count")
-    default = metadata.integer("embedding_length") // heads
-    size = metadata.integer("attention.key_length", max(default, 1))
-    if metadata.integer("attention.value_length", size) != size:
-        raise metadata.unsupported("attention.value_length", f"{size}, as key_length")
-    return size
-
-
 def _rotated_heads(metadata: Metadata) -> Config:
     """Return the size of heads of which every value is rotated."""
-    size = head_size(metadata)
+    size = metadata.head_size()
     if metadata.integer("rope.dimension_count", size) != size:
         raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
     return {"head_dim": size}
@@ -127,7 +129,7 @@ def _granite(metadata: Metadata, file: MappedFile) -> Config:
 
 
 def _smollm3(metadata: Metadata, file: MappedFile) -> Config:
-    return _rotated_heads(metadata) | {"no_rope_layer_interval": _SMOLLM3_ROTATED}
+    return _rotated_heads(metadata) | {"no_rope_layer_interval": _SMOLLM3_NO_ROPE_INTERVAL}
 
 
 def _qwen2(metadata: Metadata, file: MappedFile) -> Config:
@@ -153,12 +155,16 @@ def _qwen_experts(metadata: Metadata) -> Config:
 
 def _qwen2moe(metadata: Metadata, file: MappedFile) -> Config:
     shared = metadata.integer("expert_shared_feed_forward_length")
-    own = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    own = {
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": metadata.flag(_NORMALIZED, default=False),
+    }
     return _qwen2(metadata, file) | _qwen_experts(metadata) | own
 
 
 def _qwen3moe(metadata: Metadata, file: MappedFile) -> Config:
-    return _qwen3(metadata, file) | _qwen_experts(metadata) | {"norm_topk_prob": True}
+    own = {"norm_topk_prob": metadata.flag(_NORMALIZED, default=True)}
+    return _qwen3(metadata, file) | _qwen_experts(metadata) | own
 
 
 def _gemma(metadata: Metadata, file: MappedFile) -> Config:
@@ -167,7 +173,7 @@ def _gemma(metadata: Metadata, file: MappedFile) -> Config:
 
 def _scaled_queries(metadata: Metadata, num_layers: int) -> Config:
     """Return by what queries are scaled, which one size of model has of its own."""
-    scalar = head_size(metadata)
+    scalar = metadata.head_size()
     if metadata.integer("block_count") == num_layers:
         heads = metadata.integer("attention.head_count")
         scalar = metadata.integer("embedding_length") // heads
@@ -179,8 +185,9 @@ def _gemma2(metadata: Metadata, file: MappedFile) -> Config:
         **_gemma(metadata, file),
         **_scaled_queries(metadata, _GEMMA2_27B_LAYERS),
         "sliding_window": metadata.integer("attention.sliding_window", 4096),
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        **_window_layers(metadata, 2),
+        "attn_logit_softcapping": metadata.number_or_none("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number_or_none("final_logit_softcapping", 30.0),
     }
 
 
@@ -190,7 +197,8 @@ def _gemma3(metadata: Metadata, file: MappedFile) -> Config:
         **_gemma(metadata, file),
         **_scaled_queries(metadata, _GEMMA3_27B_LAYERS),
         "sliding_window": metadata.integer("attention.sliding_window"),
-        "final_logit_softcapping": _soft_cap(metadata, "final_logit_softcapping"),
+        **_window_layers(metadata, 6),
+        "final_logit_softcapping": metadata.number_or_none("final_logit_softcapping"),
         "rope_parameters": {
             "full_attention": rope_parameters(metadata, file),
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -198,12 +206,23 @@ def _gemma3(metadata: Metadata, file: MappedFile) -> Config:
     }
 
 
-def _soft_cap(metadata: Metadata, key: str) -> float | None:
-    return None if metadata.get(key) is None else metadata.number(key)
+def _window_layers(metadata: Metadata, interval: int) -> Config:
+    """Return the kinds of layers: of `interval` ones the last has no window, or as stated."""
+    count = metadata.integer("block_count")
+    stated = metadata.get(_WINDOW_PATTERN)
+    if isinstance(stated, list):
+        has_window = stated
+        if len(stated) != count or not all(isinstance(one, bool) for one in stated):
+            raise metadata.unsupported(_WINDOW_PATTERN, f"true or false for each of {count} layers")
+    else:
+        interval = metadata.integer(_WINDOW_PATTERN, interval)
+        has_window = [number % interval < interval - 1 for number in range(count)]
+    kinds = ["sliding_attention" if one else "full_attention" for one in has_window]
+    return {"layer_types": kinds}
 
 
 def _phi3(metadata: Metadata, file: MappedFile) -> Config:
-    size = head_size(metadata)
+    size = metadata.head_size()
     rope = rope_parameters(metadata, file)
     rotated = metadata.integer("rope.dimension_count", size)
     rope["partial_rotary_factor"] = rotated / size

@@ -22,8 +22,6 @@ from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import SourceFile
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
-_DTYPE_NAMES = {TensorType.F32: "F32", TensorType.F16: "F16", TensorType.BF16: "BF16"}
-
 
 class BlocksWeight:
     """The weight of one layer: blocks of one type, of a tensor or of one of its matrices."""
@@ -57,8 +55,7 @@ class _PlainSlice:
         if tensor.entry.type not in READ:
             values = self._file.dequantize(name, matrix or 0)
         else:
-            values = self._file.read_plain(name)
-            values = values if matrix is None else values[matrix]
+            values = self._file.read_plain(name, matrix)
         if tensor.order is not None:
             values = values[tensor.order]
         return values - tensor.offset if tensor.offset else values
@@ -105,7 +102,7 @@ class GgufFiles:
             return
         type = TensorType(number) if number in READ else None
         if type is not None and type.is_plain:
-            self.plain[name] = StoredTensor(path.name, _DTYPE_NAMES[type], tensor.shape)
+            self.plain[name] = StoredTensor(path.name, type.name, tensor.shape)
             self._named[name] = tensor
             return
         if type is None or not is_matrix:

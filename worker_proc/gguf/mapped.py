@@ -1,6 +1,7 @@
 """The data of a GGUF file, mapped: a tensor is read when it is needed, and its pages released."""
 
 import mmap
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from worker_proc.gguf.header import Header, TensorEntry, read_header
 from worker_proc.gguf.types import TensorType, type_name
 from worker_proc.quantization.weight import QuantizedWeight
 
-_PLAIN = {
+PLAIN: Mapping[int, torch.dtype] = {
     TensorType.F32: torch.float32,
     TensorType.F16: torch.float16,
     TensorType.BF16: torch.bfloat16,
 }
+"""The types whose values are numbers, and not blocks of codes."""
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's number: swap space need not be there for pages that are never written."""
 
@@ -37,17 +39,22 @@ class MappedFile:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
 
-    def read_plain(self, name: str) -> torch.Tensor:
-        """Return a tensor of numbers, which shares the mapped memory."""
+    def read_plain(self, name: str, matrix: int | None = None) -> torch.Tensor:
+        """Return a copy of a tensor of numbers, or of one of its matrices."""
         entry = self._entry(name)
-        if entry.type not in _PLAIN:
+        if entry.type not in PLAIN:
             raise CheckpointError(
                 f"{self.header.path}: {name} is stored as {type_name(entry.type)}, not plain"
             )
-        dtype = _PLAIN[TensorType(entry.type)]
-        count = prod(entry.shape)
-        found = torch.frombuffer(self._data, dtype=dtype, count=count, offset=entry.offset)
-        return found.view(entry.shape)
+        dtype = PLAIN[entry.type]
+        shape = entry.shape if matrix is None else entry.shape[1:]
+        count = prod(shape)
+        num_bytes = count * dtype.itemsize
+        first = entry.offset + (matrix or 0) * num_bytes
+        found = torch.frombuffer(self._data, dtype=dtype, count=count, offset=first)
+        copy = found.view(shape).clone()
+        self._release(first, num_bytes)
+        return copy
 
     def read_codes(
         self, name: str, matrix: int = 0, order: torch.Tensor | None = None

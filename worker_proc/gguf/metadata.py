@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
@@ -15,9 +16,11 @@ class Metadata:
 
     def __init__(self, header: Header) -> None:
         self.header = header
+        self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
         """Return the value of a key of the architecture; None: it is missing."""
+        self._read.add(key)
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -41,6 +44,50 @@ class Metadata:
         if not 0.0 < value < math.inf:
             raise self._error(key, str(value), "greater than 0 and finite")
         return float(value)
+
+    def number_or_none(self, key: str, default: float | None = None) -> float | None:
+        """Return a number greater than 0; None: it is 0, or missing without a default."""
+        value = self.get(key)
+        if value is None and default is None:
+            return None
+        if value == 0 and not isinstance(value, bool):
+            return None
+        return self.number(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a truth value."""
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self._error(key, value, "true or false")
+        return value
+
+    def head_size(self) -> int:
+        """Return the values of a head, of which keys and values must have as many."""
+        heads = self.integer("attention.head_count")
+        default = self.integer("embedding_length") // heads
+        size = self.integer("attention.key_length", max(default, 1))
+        if self.integer("attention.value_length", size) != size:
+            raise self.unsupported("attention.value_length", f"{size}, as key_length")
+        return size
+
+    def check_all_read(self, neutral: Mapping[str, Collection[Any]]) -> None:
+        """Raise UnsupportedModel for a key that no code has read and that may change results.
+
+        Keys of `neutral` change nothing with one of their values; no values stand for all.
+        """
+        prefix = f"{self.header.architecture}."
+        for name in self.header.metadata:
+            key = name.removeprefix(prefix)
+            if key == name or key in self._read:
+                continue
+            if key not in neutral:
+                raise UnsupportedModel(
+                    f"{self.header.path} has the key {name[:100]}, which is not supported"
+                )
+            if neutral[key] and self.get(key) not in neutral[key]:
+                known = " or ".join(_shown(value) for value in neutral[key])
+                raise self.unsupported(key, known)
 
     def unsupported(self, key: str, supported: str) -> UnsupportedModel:
         """Return the error for a value that is not supported."""

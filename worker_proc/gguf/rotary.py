@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from worker_proc.errors import UnsupportedModel
+from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.mapped import MappedFile
 from worker_proc.gguf.metadata import Metadata
 
@@ -17,40 +17,62 @@ _DEFAULT_BASE = 10_000.0
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
 """What all models of the Llama-3 series have in common; files state the resulting factors."""
 _SCALING = "rope.scaling"
+_OLD_FACTOR = "rope.scale_linear"
+"""The key of old files for `rope.scaling.factor`."""
 
 
 def rope_parameters(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
     """Return the parameters; raises UnsupportedModel for those that transformers cannot have."""
     base = metadata.number("rope.freq_base", _DEFAULT_BASE)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    if FREQUENCY_FACTORS in file.header.tensors:
+    kind, factor = _scaling(metadata)
+    tensors = file.header.tensors
+    if FREQUENCY_FACTORS in tensors:
+        if kind != "none":
+            raise metadata.unsupported(f"{_SCALING}.type", f'"none" beside {FREQUENCY_FACTORS}')
         return parameters | _llama3(metadata, file, base)
-    if LONG_FACTORS in file.header.tensors:
+    if LONG_FACTORS in tensors:
+        if kind not in ("none", "longrope"):
+            raise metadata.unsupported(f"{_SCALING}.type", f'"longrope" beside {LONG_FACTORS}')
         return parameters | _longrope(metadata, file)
-    kind = metadata.get(f"{_SCALING}.type") or "none"
     if kind == "none":
         return parameters
     if kind not in ("linear", "yarn"):
         raise metadata.unsupported(f"{_SCALING}.type", '"none", "linear" or "yarn"')
-    parameters |= {"rope_type": kind, "factor": metadata.number(f"{_SCALING}.factor")}
-    if kind == "yarn":
-        original = metadata.integer(
-            f"{_SCALING}.original_context_length", metadata.integer("context_length")
-        )
-        parameters["original_max_position_embeddings"] = original
-        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if metadata.get(f"{_SCALING}.{key}") is not None:
-                parameters[name] = metadata.number(f"{_SCALING}.{key}")
-        if metadata.get(f"{_SCALING}.attn_factor") is not None:
-            factor = 0.1 * math.log(parameters["factor"]) + 1.0
-            own = metadata.number(f"{_SCALING}.attn_factor")
-            parameters["attention_factor"] = own * factor
+    parameters |= {"rope_type": kind, "factor": factor}
+    return parameters | (_yarn(metadata, factor) if kind == "yarn" else {})
+
+
+def _scaling(metadata: Metadata) -> tuple[Any, float]:
+    """Return the kind of scaling and its factor. llama.cpp's default for the kind is linear."""
+    key = f"{_SCALING}.factor"
+    if metadata.get(key) is None:
+        key = _OLD_FACTOR
+    factor = metadata.number_or_none(key) or 1.0
+    kind = metadata.get(f"{_SCALING}.type") or "linear"
+    return "none" if kind == "linear" and factor == 1.0 else kind, factor
+
+
+def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:
+    """Return the parameters that YaRN has beside the factor."""
+    original = metadata.integer(
+        f"{_SCALING}.original_context_length", metadata.integer("context_length")
+    )
+    parameters: dict[str, Any] = {"original_max_position_embeddings": original}
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if metadata.get(f"{_SCALING}.{key}") is not None:
+            parameters[name] = metadata.number(f"{_SCALING}.{key}")
+    names = [f"{_SCALING}.{key}" for key in ("attn_factor", "yarn_attn_factor")]
+    if any(metadata.get(name) is not None for name in names):
+        usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+        own = metadata.number(names[0], 1.0)
+        parameters["attention_factor"] = own * metadata.number(names[1], usual)
     return parameters
 
 
 def _llama3(metadata: Metadata, file: MappedFile, base: float) -> dict[str, Any]:
     """Return the parameters whose factors of frequencies are those of the file."""
-    stored = file.read_plain(FREQUENCY_FACTORS).float()
+    stored = _factors(metadata, file, FREQUENCY_FACTORS)
     factor = float(stored.max())
     head_dim = 2 * stored.numel()
     periods = 2 * math.pi * base ** (torch.arange(0, head_dim, 2).float() / head_dim)
@@ -74,7 +96,7 @@ def _llama3(metadata: Metadata, file: MappedFile, base: float) -> dict[str, Any]
 def _longrope(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
     original = metadata.integer(f"{_SCALING}.original_context_length")
     factors = {
-        name: file.read_plain(tensor).float().tolist()
+        name: _factors(metadata, file, tensor).tolist()
         for name, tensor in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS))
     }
     parameters: dict[str, Any] = {"rope_type": "longrope", **factors}
@@ -83,3 +105,18 @@ def _longrope(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
     if metadata.get(f"{_SCALING}.attn_factor") is not None:
         parameters["attention_factor"] = metadata.number(f"{_SCALING}.attn_factor")
     return parameters
+
+
+def _factors(metadata: Metadata, file: MappedFile, name: str) -> torch.Tensor:
+    """Return the factors of a tensor in float32: one for each frequency."""
+    count = metadata.integer("rope.dimension_count", metadata.head_size()) // 2
+    stored = file.read_plain(name).float()
+    if stored.shape != (count,):
+        raise CheckpointError(
+            f"{file.header.path}: {name} has the shape {list(stored.shape)} instead of [{count}]"
+        )
+    if not bool((stored.isfinite() & (stored > 0)).all()):
+        raise CheckpointError(
+            f"{file.header.path}: {name} has factors that are not greater than 0 and finite"
+        )
+    return stored

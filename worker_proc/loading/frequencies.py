@@ -21,7 +21,7 @@ _FIXED = "fixed"
 def fix_frequencies(model: nn.Module, model_len: int | None) -> None:
     """Let all rotary embeddings keep the frequencies of a text of `model_len` tokens.
 
-    None: those that they have, as the values are of no account.
+    None: those that they have, as the values are not used.
     """
     for module in model.modules():
         for layer_type in list(_types_chosen_by_length(module)):

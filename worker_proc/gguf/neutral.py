@@ -1,0 +1,77 @@
+"""Keys of GGUF files that change nothing, or nothing with some values, where no code reads them.
+
+A file with another key, or another value, would be computed otherwise by llama.cpp, and is refused.
+"""
+
+import struct
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from worker_proc.gguf.metadata import Metadata
+
+Values = Collection[Any]
+_ANY: Values = ()
+_NOT_SCALED: Values = (0.0, 1.0)
+_WINDOW = "attention.sliding_window"
+_NEUTRAL: Mapping[str, Values] = {
+    # Sizes, which the shapes of tensors have too, and what computes no logits.
+    "embedding_length_out": _ANY,
+    "expert_chunk_feed_forward_length": _ANY,
+    "expert_feed_forward_length": _ANY,
+    "expert_shared_feed_forward_length": _ANY,
+    "pooling_type": _ANY,
+    "tensor_data_layout": _ANY,
+    "use_parallel_residual": _ANY,
+    "vocab_size": _ANY,
+    # Of norms that these architectures do not have.
+    "attention.group_norm_epsilon": _ANY,
+    "attention.group_norm_groups": _ANY,
+    "attention.layer_norm_epsilon": _ANY,
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.output_scale": _NOT_SCALED,
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": _NOT_SCALED,
+    "expert_count": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": _ANY,
+    "expert_used_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": _NOT_SCALED,
+    "final_logit_softcapping": (0.0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "logit_scale": _NOT_SCALED,
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": _NOT_SCALED,
+    "router_logit_softcapping": (0.0,),
+    "swin_norm": (False,),
+    # Read where a kind of scaling has them.
+    "rope.scale_linear": _ANY,
+    "rope.scaling.alpha": _NOT_SCALED,
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.factor": _ANY,
+    "rope.scaling.finetuned": _ANY,
+    "rope.scaling.original_context_length": _ANY,
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": _ANY,
+    "rope.scaling.yarn_beta_slow": _ANY,
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+
+
+def neutral_values(metadata: Metadata) -> Mapping[str, Values]:
+    """Return the values that change nothing, by their keys; no values: none does."""
+    (scale,) = struct.unpack("<f", struct.pack("<f", metadata.head_size() ** -0.5))
+    stated = metadata.header.metadata.get(f"{metadata.header.architecture}.{_WINDOW}")
+    is_wide = isinstance(stated, int) and stated >= metadata.integer("context_length")
+    windows = (0, stated) if is_wide else (0,)
+    return {**_NEUTRAL, "attention.scale": (0.0, scale), _WINDOW: windows}
