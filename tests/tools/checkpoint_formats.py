@@ -2,8 +2,8 @@
 
 `error` compares the demo model, rounded to the nearest codes of each format, with its weights.
 `speed DIRECTORY` makes checkpoints of Qwen3-0.6B's shape with random weights there, serves each in
-a process of its own, in turn, and prints memory and processor time. Output layers stay plain, but
-for those of the rows that name them.
+a process of its own, in turn, and prints memory, processor time and wall time. Output layers stay
+plain, but for those of the rows that name them; NAME:w8a16 rounds them at the load.
 """
 
 import argparse
@@ -126,37 +126,49 @@ def print_speed(directory: Path, quantization: str | None) -> None:
     runner = load_model_runner(config, watch)
     loaded = resident("RssAnon")
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    times = []
+    processor, wall = [], []
     for first in range(4):
-        started = time.process_time()
+        started = time.process_time(), time.monotonic()
         drive(runner, [[5 + first, 7, 9]], params, max_num_seqs=1)
-        times.append((time.process_time() - started) / NUM_TOKENS * 1000)
-    started = time.process_time()
+        processor.append((time.process_time() - started[0]) / NUM_TOKENS * 1000)
+        wall.append((time.monotonic() - started[1]) / NUM_TOKENS * 1000)
+    started_prompt = time.process_time()
     drive(runner, [list(range(100, 612))], SamplingParams(max_tokens=1), max_num_seqs=1)
-    prompt = time.process_time() - started
-    print(
-        f"{before} | {loaded} | {peak} | {statistics.median(times[1:]):.1f} ms | {prompt:.2f} s |",
-        flush=True,
-    )
+    prompt = time.process_time() - started_prompt
+    times = statistics.median(processor[1:]), statistics.median(wall[1:]), prompt
+    print(before, loaded, peak, *times, flush=True)
 
 
-def print_speeds(directory: Path, names: list[str]) -> None:
-    """Make what is missing, and print a row for each checkpoint, in turn."""
+def print_speeds(directory: Path, names: list[str], num_rounds: int) -> None:
+    """Make what is missing, and print medians for each checkpoint, served in turn."""
     plain = directory / "plain"
     if not plain.exists():
         write_random(plain)
     rows: list[tuple[str, Path, str]] = [("bf16", plain, "")]
     rows += [(f"`{each}` at load", plain, str(each)) for each in Quantization]
     for name in names:
-        if not (directory / name).exists():
-            quantize(plain, directory / name, name, repeats_shapes=True)
-        rows.append((name, directory / name, ""))
-    print("| weights | MB before | MB after the load | MB at its peak | token | 512 tokens |")
-    print("|---|---|---|---|---|---|")
-    for title, path, quantization in rows:
-        print(f"| {title} | ", end="", flush=True)
-        command = [sys.executable, "-m", "tests.tools.checkpoint_formats", "load", str(path)]
-        subprocess.run([*command, *filter(None, [quantization])], check=True)
+        layout, _, quantization = name.partition(":")
+        if not (directory / layout).exists():
+            quantize(plain, directory / layout, layout, repeats_shapes=True)
+        rows.append((name, directory / layout, quantization))
+    results: dict[str, list[list[float]]] = {title: [] for title, _, _ in rows}
+    for _ in range(num_rounds):
+        for title, path, quantization in rows:
+            command = [sys.executable, "-m", "tests.tools.checkpoint_formats", "load", str(path)]
+            command += filter(None, [quantization])
+            made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            results[title].append([float(figure) for figure in made.stdout.split()])
+            print(title, made.stdout.strip(), file=sys.stderr, flush=True)
+    print(
+        "| weights | MB before | MB after the load | MB at its peak | token | wall | 512 tokens |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for title, rounds in results.items():
+        before, loaded, peak, token, wall, prompt = map(
+            statistics.median, zip(*rounds, strict=True)
+        )
+        memory = f"{before:.0f} | {loaded:.0f} | {peak:.0f}"
+        print(f"| {title} | {memory} | {token:.1f} ms | {wall:.1f} ms | {prompt:.2f} s |")
 
 
 def main() -> None:
@@ -168,6 +180,7 @@ def main() -> None:
     speed = commands.add_parser("speed", help="memory and time of each format")
     speed.add_argument("directory", type=Path)
     speed.add_argument("--layouts", nargs="*", default=[*MEASURED, "awq_128" + HEAD])
+    speed.add_argument("--rounds", type=int, default=1)
     load = commands.add_parser("load", help="one row of `speed`")
     load.add_argument("directory", type=Path)
     load.add_argument("quantization", nargs="?")
@@ -175,7 +188,7 @@ def main() -> None:
     if args.command == "error":
         print_errors(args.num_tokens)
     elif args.command == "speed":
-        print_speeds(args.directory, args.layouts)
+        print_speeds(args.directory, args.layouts, args.rounds)
     else:
         print_speed(args.directory, args.quantization)
 

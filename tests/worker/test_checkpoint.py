@@ -117,6 +117,58 @@ def test_a_bad_file_is_named(name: str, content: str, reason: str, copied: Path)
     assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"shape": [-64]}, "int"),
+        ({"shape": [2**40, 2**40]}, "sizes that are too large"),
+        ({"shape": [0, 2**40, 2**40]}, "sizes that are too large"),
+        ({"shape": [10**30]}, "int"),
+        ({"shape": [float("inf")]}, "malformed"),
+        ({"shape": [1.5]}, "Expected `int`"),
+        ({"shape": [1] * 17}, "length"),
+        ({"shape": [3]}, "bytes, and its shape [3] in F32 takes 12"),
+        ({"dtype": "F31"}, "stored as F31, which is not known"),
+        ({"data_offsets": [4, 0]}, "has -4 bytes"),
+        ({"data_offsets": [0]}, "data_offsets"),
+        ({"shape": None}, "array"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_an_entry_of_a_header_that_is_none_is_named_with_its_file(
+    entry: dict[str, Any], reason: str, copied: Path
+) -> None:
+    change_entry(copied, entry)
+    with pytest.raises(CheckpointError) as caught:
+        load(copied)
+    text = str(caught.value)
+    assert f"{copied}/model.safetensors is not a safetensors file: " in text
+    assert WEIGHT in text or "malformed" in text
+    assert reason in text
+
+
+def test_headers_and_files_that_are_nested_too_deeply_are_named(copied: Path) -> None:
+    deep = b"[" * 200_000 + b"]" * 200_000
+    text = b'{"a": ' + deep + b"}"
+    (copied / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
+        load(copied)
+    (copied / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        load(copied)
+
+
+def change_entry(directory: Path, entry: dict[str, Any]) -> None:
+    """Change the entry of a tensor in the header of the weights."""
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header[WEIGHT] |= entry
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_weights_in_a_quantized_format_are_refused(dtype: torch.dtype, copied: Path) -> None:
     """Without quantization_config they would load, unscaled."""

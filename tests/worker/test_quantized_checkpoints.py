@@ -4,6 +4,7 @@ The reference of a layout is a plain checkpoint with the weights that its codes 
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -356,7 +357,12 @@ LAYER = "model.layers.1.mlp.up_proj"
         (fp8_blocks(), "weight", torch.zeros(256, 130).to(torch.float8_e4m3fn), "weight_scale_inv"),
         (awq(64), "qweight", torch.zeros(128, 16, dtype=torch.int32), "scales of shape"),
         (bitsandbytes_int8(), "SCB", None, f"{LAYER} misses SCB"),
-        (bitsandbytes_int8(), "weight_format", torch.tensor(1), "a weight_format other than rows"),
+        (
+            bitsandbytes_int8(),
+            "weight_format",
+            torch.tensor(1, dtype=torch.uint8),
+            "other than rows",
+        ),
         (
             bitsandbytes_table("nf4", is_nested=True),
             "weight.quant_state.bitsandbytes__nf4",
@@ -375,6 +381,12 @@ LAYER = "model.layers.1.mlp.up_proj"
             torch.full((512,), torch.nan),
             "scales that are not finite",
         ),
+        (
+            bitsandbytes_table("fp4", is_nested=False),
+            "weight.quant_map",
+            torch.full((16,), torch.nan),
+            "a table of values that are not finite",
+        ),
         (awq(64), "extra", torch.zeros(3), f"has {LAYER}.extra, which llama does not use"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -391,6 +403,51 @@ def test_tensors_that_do_not_fit_are_named(
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=reason) as caught:
         make_runner(tmp_path / "coded", 200)  # the values are checked when codes are packed
+    assert LAYER in str(caught.value)
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+NESTED = bitsandbytes_table("nf4", is_nested=True)
+PLAIN_TABLE = bitsandbytes_table("nf4", is_nested=False)
+
+
+def state(text: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what replaces the text of a layer."""
+    return lambda _: torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "change", "reason"),
+    [
+        (NESTED, "weight", lambda one: one.to(torch.int8), "weight stored as I8 instead of U8"),
+        (NESTED, "weight.absmax", torch.Tensor.float, "absmax stored as F32 instead of U8"),
+        (PLAIN_TABLE, "weight.absmax", torch.Tensor.byte, "absmax stored as U8 instead of F32"),
+        (PLAIN_TABLE, "weight.quant_map", torch.Tensor.byte, "quant_map stored as U8 instead of"),
+        (NESTED, "weight.nested_absmax", torch.Tensor.half, "nested_absmax stored as F16 inste"),
+        (NESTED, "weight.nested_quant_map", torch.Tensor.half, "nested_quant_map stored as F16"),
+        (bitsandbytes_int8(), "SCB", torch.Tensor.half, "SCB stored as F16 instead of F32"),
+        (bitsandbytes_int8(), "weight_format", torch.Tensor.float, "weight_format stored as F32"),
+        (NESTED, STATE, torch.Tensor.int, f"{STATE} stored as I32 instead of U8"),
+        (NESTED, STATE, lambda one: one.repeat(1000), "of more than 65536 bytes"),
+        (NESTED, STATE, state('{"shape": [256, 128], "blocksize": Infinity}'), "cannot be read"),
+        (NESTED, STATE, state('{"a": ' + "[" * 60_000), "nested too deeply"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_types_of_tensors_are_checked_by_their_headers(
+    layout: Layout,
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    write_quantized(tmp_path / "coded", layout)
+    path = tmp_path / "coded" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{LAYER}.{part}"] = change(tensors[f"{LAYER}.{part}"])
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        open_files(tmp_path / "coded")
     assert LAYER in str(caught.value)
 
 

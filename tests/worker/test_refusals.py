@@ -22,6 +22,8 @@ from protocol.config.settings import configure
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE
 from tests.worker.hollow_checkpoints import write_hollow
 from tests.worker.recurrent_models import KINDS
+from worker_proc.errors import InsufficientMemory
+from worker_proc.loading import loader
 from worker_proc.modules import quantization
 from worker_proc.native.build import compiler
 from worker_proc.startup.load_runner import load_model_runner
@@ -68,15 +70,15 @@ def without_tensor(name: str) -> Change:
     return change
 
 
-def with_shape(name: str, shape: list[int]) -> Change:
-    """Return what changes the shape of a tensor in the header of the weights."""
+def turned(name: str) -> Change:
+    """Return what turns the shape of a tensor round in the header of the weights."""
 
     def change(directory: Path) -> None:
         path = directory / "model.safetensors"
         content = path.read_bytes()
         size = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + size])
-        header[name]["shape"] = shape
+        header[name]["shape"].reverse()
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
 
@@ -128,7 +130,7 @@ REFUSED = {
     ),
     "misshapen_tensor": Refusal(
         r"another shape of .*layers\.1\.mlp\.up_proj\.weight",
-        change=with_shape("model.layers.1.mlp.up_proj.weight", [64, 96]),
+        change=turned("model.layers.1.mlp.up_proj.weight"),
     ),
     "cut_file": Refusal("bytes, and its tensors end at", change=cut),
     "no_weights": Refusal(
@@ -239,6 +241,19 @@ def test_a_draft_model_is_refused_before_any_weights(
     phases = []
     settings = draft_of(tmp_path / "draft", model=str(tmp_path / "model"), device="cpu")
     with pytest.raises(ValueError, match=reason):
+        load_model_runner(configure(**settings), lambda phase, done, total: phases.append(phase))
+    assert "load_weights" not in phases
+
+
+def test_a_model_and_its_draft_model_must_fit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = write_hollow(tmp_path / "model", llama())
+    write_hollow(tmp_path / "draft", llama())
+    phases = []
+    settings = draft_of(tmp_path / "draft", model=str(tmp_path / "model"), device="cpu")
+    monkeypatch.setattr(loader, "available_memory", lambda: num_bytes * 3 // 2)
+    with pytest.raises(InsufficientMemory, match="of the model and of its draft model need"):
         load_model_runner(configure(**settings), lambda phase, done, total: phases.append(phase))
     assert "load_weights" not in phases
 

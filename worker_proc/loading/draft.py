@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.config import EngineConfig, ModelConfig
+from protocol.config import EngineConfig, ModelConfig, Quantization
 from protocol.core_worker import KVGroup
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loader import CheckedModel, check_model
@@ -30,6 +30,7 @@ def check_draft(
         progress,
         max_model_len=model.max_model_len,
         settings_without_states=[f"speculative_model {model.speculative_model}"],
+        other_bytes=_least_bytes(checked, model.quantization),
     )
     if draft.inspected.kind is not ModelKind.GENERATES:
         raise UnsupportedModel(f"speculative_model {model.speculative_model} generates no text")
@@ -40,6 +41,14 @@ def check_draft(
             f" {model.model} has {other}: both must have the same tokenizer"
         )
     return draft
+
+
+def _least_bytes(checked: CheckedModel, quantization: Quantization | None) -> int:
+    """Return what a model's weights need at least, which may be rounded at the load."""
+    if quantization is None or checked.files is not None:
+        return checked.num_bytes
+    bits = 4 if quantization is Quantization.W4A16 else 8
+    return checked.inspected.probed.num_weights * bits // 8
 
 
 def check_same_tokens(draft: str, model: str) -> None:

@@ -153,6 +153,14 @@ class CheckedModel(NamedTuple):
         """As `LoadedModel.is_causal`."""
         return _is_causal(self.inspected.probed.layers)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the weights need in memory, unless they are rounded at the load."""
+        dtype = self.inspected.dtype
+        if self.files is not None and self.device.type == "cpu" and dtype in NATIVE_DTYPES:
+            return self.files.num_bytes(dtype)  # codes stay
+        return self.inspected.probed.num_weights * dtype.itemsize
+
 
 def check_model(
     directory: str,
@@ -163,11 +171,12 @@ def check_model(
     *,
     settings_without_states: Sequence[str] = (),
     max_model_len: int | None = None,
+    other_bytes: int = 0,
 ) -> CheckedModel:
     """Check the configuration and the headers of a checkpoint, for weights of `dtype`.
 
-    "auto" stands for the stored type. For `settings_without_states` and `max_model_len` see
-    `inspect_config`. What the headers lack is found by `rehearse`.
+    "auto" stands for the stored type. For the keywords see `inspect_config`. What the headers lack
+    is found by `rehearse`.
     """
     progress("inspect", 0, 1)
     inspected = inspect_config(
@@ -177,21 +186,20 @@ def check_model(
         proofs,
         settings_without_states=settings_without_states,
         max_model_len=max_model_len,
+        other_bytes=other_bytes,
     )
-    probed, torch_dtype = inspected.probed, inspected.dtype
     stored = read_headers(directory)
     if not stored and (inspected.format is None or inspected.format.source is None):
         raise CheckpointError(f"{directory} holds no model.safetensors, or nothing is in it")
     files = None if inspected.format is None else _open(directory, stored, inspected.format)
     check_stored_dtypes(directory, stored if files is None else files.plain)
-    if files is not None:
-        keeps_codes = device.type == "cpu" and torch_dtype in NATIVE_DTYPES
-        num_bytes = probed.num_weights * torch_dtype.itemsize
-        check_room(files.num_bytes(torch_dtype) if keeps_codes else num_bytes, device)
     layers = inspected.modules.dense
     dense = DenseHead(directory, layers, device) if layers else None
+    checked = CheckedModel(directory, device, inspected, stored, files, dense)
+    if files is not None:
+        check_room(checked.num_bytes, device, other_bytes)
     progress("inspect", 1, 1)
-    return CheckedModel(directory, device, inspected, stored, files, dense)
+    return checked
 
 
 def rehearse(checked: CheckedModel) -> PreTrainedModel:
@@ -309,11 +317,13 @@ def inspect_config(
     *,
     settings_without_states: Sequence[str] = (),
     max_model_len: int | None = None,
+    other_bytes: int = 0,
 ) -> InspectedModel:
     """Check everything that is known without weights; they need not be there.
 
     `settings_without_states` are those, with their values, that layers with a recurrent state
     exclude. `max_model_len` is the context that the engine asks for, if it asks for one.
+    `other_bytes` are those of the weights of another model, which will be in memory, too.
     """
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
@@ -333,7 +343,7 @@ def inspect_config(
     has_codes = format is not None and format.source is None  # those of GGUF state bfloat16
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
     if format is None:
-        check_room(probed.num_weights * torch_dtype.itemsize, device)
+        check_room(probed.num_weights * torch_dtype.itemsize, device, other_bytes)
     elif kind is ModelKind.CLASSIFIES:
         raise UnsupportedModel(
             f"{config.model_type}: a classification head in a checkpoint that is quantized"
@@ -394,14 +404,18 @@ def _ignore_padding(model: PreTrainedModel) -> None:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
-def check_room(num_bytes: int, device: torch.device) -> None:
-    """Raise InsufficientMemory if the weights alone do not fit in the memory that is free."""
+def check_room(num_bytes: int, device: torch.device, other_bytes: int = 0) -> None:
+    """Raise InsufficientMemory if the weights alone do not fit in the memory that is free.
+
+    `other_bytes` are those of the weights of another model.
+    """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if num_bytes > free:
-        needed, there = format_sizes(num_bytes, free)
+    if num_bytes + other_bytes > free:
+        needed, there = format_sizes(num_bytes + other_bytes, free)
+        models = " of the model and of its draft model" if other_bytes else ""
         raise InsufficientMemory(
-            f"the weights need {needed} of memory, and {there} are free ({device.type}); free some,"
-            " or choose a smaller model or dtype"
+            f"the weights{models} need {needed} of memory, and {there} are free ({device.type});"
+            " free some, or choose a smaller model or dtype"
         )
 
 

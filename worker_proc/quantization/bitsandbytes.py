@@ -28,6 +28,7 @@ from worker_proc.quantization.scheme import (
     checked,
     require,
     require_matrix,
+    require_type,
 )
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
@@ -36,6 +37,7 @@ _ABSMAX, _MAP = "weight.absmax", "weight.quant_map"
 _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 _KINDS = {"nf4": CodeKind.NF4, "fp4": CodeKind.FP4}
 _GREATEST = 127
+_MAX_STATE_BYTES = 2**16
 
 
 class Int8Scheme:
@@ -46,9 +48,11 @@ class Int8Scheme:
 
     def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         num_outputs, num_inputs = require_matrix(stored, "weight", "I8")
-        require(stored, "SCB", (num_outputs,))
-        if "weight_format" in stored and int(read("weight_format")) != 0:
-            raise ValueError("has a weight_format other than rows")
+        require_type(require(stored, "SCB", (num_outputs,)), "SCB", "F32")
+        if "weight_format" in stored:
+            require_type(require(stored, "weight_format", (), (1,)), "weight_format", "U8")
+            if int(read("weight_format")) != 0:
+                raise ValueError("has a weight_format other than rows")
         return num_outputs, num_inputs
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
@@ -77,16 +81,24 @@ class TableScheme:
         self._state = f"{_STATE}{name}"
 
     def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
-        require(stored, self._state)
+        text = require(stored, self._state)
+        require_type(text, self._state, "U8")
+        if math.prod(text.shape) > _MAX_STATE_BYTES:
+            raise ValueError(f"has a {self._state} of more than {_MAX_STATE_BYTES} bytes")
         state = _read_state(read(self._state))
         count = math.prod(state.shape)
-        require(stored, "weight", (-(-count // 2), 1))
-        require(stored, _MAP, (16,))
         num_blocks = -(-count // state.block_size)
-        require(stored, _ABSMAX, (num_blocks,))
+        parts = {
+            "weight": ("U8", (-(-count // 2), 1)),
+            _MAP: ("F32", (16,)),
+            _ABSMAX: ("F32", (num_blocks,)),
+        }
         if state.nested_block_size is not None:
-            require(stored, _NESTED_ABSMAX, (-(-num_blocks // state.nested_block_size),))
-            require(stored, _NESTED_MAP, (256,))
+            parts[_ABSMAX] = ("U8", (num_blocks,))
+            parts[_NESTED_ABSMAX] = ("F32", (-(-num_blocks // state.nested_block_size),))
+            parts[_NESTED_MAP] = ("F32", (256,))
+        for name, (dtype, shape) in parts.items():
+            require_type(require(stored, name, shape), name, dtype)
         return state.shape
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
@@ -112,7 +124,7 @@ class TableScheme:
 def _read_state(text: torch.Tensor) -> _State:
     """Return what the text of a layer states; raises ValueError."""
     try:
-        content = json.loads(bytes(text.tolist()))
+        content = json.loads(bytes(text.flatten().tolist()))
         nested = content.get("nested_blocksize")
         num_outputs, num_inputs = map(int, content["shape"])
         state = _State(
@@ -121,10 +133,12 @@ def _read_state(text: torch.Tensor) -> _State:
             None if nested is None else int(nested),
             float(content.get("nested_offset", 0.0)),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"has a {_STATE[:-1]} that cannot be read: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"has a {_STATE[:-2]} that cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"has a {_STATE[:-2]} that is nested too deeply") from error
     if min(num_outputs, num_inputs, state.block_size, state.nested_block_size or 1) < 1:
-        raise ValueError(f"has a {_STATE[:-1]} with sizes below 1")
+        raise ValueError(f"has a {_STATE[:-2]} with sizes below 1")
     return state
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from worker_proc.errors import CheckpointError
 from worker_proc.quantization.headers import StoredTensor
@@ -201,7 +201,11 @@ class QuantizedFiles:
 
     def _slice(self, name: str, tensor: StoredTensor) -> Any:
         if tensor.file not in self._open:
-            self._open[tensor.file] = safe_open(self._directory / tensor.file, framework="pt")
+            path = self._directory / tensor.file
+            try:
+                self._open[tensor.file] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
         return self._open[tensor.file].get_slice(name)
 
 

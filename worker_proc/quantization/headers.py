@@ -1,14 +1,38 @@
 """The tensors of a checkpoint as the headers of its safetensors files describe them."""
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from worker_proc.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+
+
+_ITEM_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Of the types that the safetensors library knows."""
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Entry(msgspec.Struct):
+    """An entry of the header of a safetensors file."""
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[_Size, _Size]
 
 
 class StoredTensor(NamedTuple):
@@ -48,17 +72,49 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
             size = int.from_bytes(file.read(8), "little")
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
-            header = json.loads(file.read(size))
+            header = _decode(file.read(size))
             num_bytes = file.seek(0, os.SEEK_END)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + 8 + size
-        if num_bytes < end:
-            raise ValueError(f"it has {num_bytes} bytes, and its tensors end at {end}")
-        for name, entry in header.items():
-            shape = tuple(int(size) for size in entry["shape"])
-            yield name, StoredTensor(path.name, str(entry["dtype"]), shape)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        entries = {name: _read_entry(name, entry) for name, entry in header.items()}
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+    end = max((entry.data_offsets[1] for entry in entries.values()), default=0) + 8 + size
+    if num_bytes < end:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: it has {num_bytes} bytes, and its tensors end at"
+            f" {end}"
+        )
+    for name, entry in entries.items():
+        yield name, StoredTensor(path.name, entry.dtype, tuple(entry.shape))
+
+
+def _decode(content: bytes) -> dict[str, msgspec.Raw]:
+    """Return the entries of a header, which are not decoded yet; raises ValueError."""
+    try:
+        return msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
+
+
+def _read_entry(name: str, content: msgspec.Raw) -> _Entry:
+    """Return the entry of a tensor whose bytes are those of its shape; raises ValueError."""
+    try:
+        entry = msgspec.json.decode(content, type=_Entry)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the entry of {name} cannot be read: {error}") from error
+    bits = _ITEM_BITS.get(entry.dtype)
+    if bits is None:
+        raise ValueError(f"{name} is stored as {entry.dtype[:40]}, which is not known")
+    if math.prod(max(size, 1) for size in entry.shape) > 2**60:
+        raise ValueError(f"{name} has sizes that are too large: {entry.shape}")
+    begin, end = entry.data_offsets
+    num_bytes, rest = divmod(math.prod(entry.shape) * bits, 8)
+    if rest or end - begin != num_bytes:
+        raise ValueError(
+            f"{name} has {end - begin} bytes, and its shape {entry.shape} in {entry.dtype} takes"
+            f" {num_bytes}"
+        )
+    return entry
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -67,6 +123,8 @@ def read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: it is nested too deeply") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content

@@ -150,11 +150,16 @@ def require(
 def require_matrix(stored: Mapping[str, StoredTensor], name: str, *dtypes: str) -> tuple[int, int]:
     """Return the shape of a tensor of a layer that must be a matrix of one of the types."""
     tensor = require(stored, name)
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"has {name} stored as {tensor.dtype} instead of {' or '.join(dtypes)}")
+    require_type(tensor, name, *dtypes)
     if len(tensor.shape) != 2:
         raise ValueError(f"has a {name} of {len(tensor.shape)} dimensions, and must have 2")
     return tensor.shape[0], tensor.shape[1]
+
+
+def require_type(tensor: StoredTensor, name: str, *dtypes: str) -> None:
+    """Raise ValueError unless a tensor of a layer is stored as one of the types."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"has {name} stored as {tensor.dtype} instead of {' or '.join(dtypes)}")
 
 
 def num_groups(num_inputs: int, group_size: int) -> int:
@@ -166,6 +171,8 @@ def checked(weight: QuantizedWeight) -> QuantizedWeight:
     """Return a weight whose values are finite, or raise ValueError."""
     if not bool(weight.scales.isfinite().all()):
         raise ValueError("has scales that are not finite")
+    if weight.table is not None and not bool(weight.table.isfinite().all()):
+        raise ValueError("has a table of values that are not finite")
     if weight.kind is CodeKind.FP8:
         # Of signed bytes, the two codes of NaN are the greatest and the least but -128.
         signed = weight.codes.view(torch.int8)
