@@ -45,7 +45,7 @@ def attach_cache(
         if layer.sinks is not None:
             sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
         biases = None if layer.biases is None else loaded.model.get_buffer(layer.biases)
-        paged = PagedLayer(layer.spec, tensors, backend, number, sinks, biases)
+        paged = PagedLayer(layer.spec, tensors, backend, number, sinks, biases, layer.bias_origin)
         # Not by setattr: the layer is not a submodule and owns no parameter.
         loaded.model.get_submodule(layer.module_name).__dict__["paged_layer"] = paged
     if layout.has_states:

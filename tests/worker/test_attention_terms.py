@@ -27,8 +27,8 @@ from worker_proc.native.build import compiler
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 SCALE = 0.3  # of `Texts`
-ROOM = 64
-"""Positions of biases behind the last one, which the kernel may read."""
+ROOM = 128
+"""Columns of biases behind the last one, which the kernel may read."""
 LONG = 2 * SECTION + 300
 
 
@@ -39,6 +39,7 @@ class Terms(NamedTuple):
     spec: LayerSpec
     has_sinks: bool = False
     has_biases: bool = False
+    is_by_distance: bool = False
 
 
 _WIDE = LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None)
@@ -48,15 +49,18 @@ SHORT_TERMS = (
     Terms("sinks", _WIDE, has_sinks=True),
     Terms("sinks_window", replace(_ODD, window=9), has_sinks=True),
     Terms("biases", _WIDE, has_biases=True),
+    Terms("distances", _WIDE, has_biases=True, is_by_distance=True),
     Terms("many_sinks", _MANY, has_sinks=True),
     Terms("many_biases", _MANY, has_biases=True),
     Terms("biases_window", replace(_ODD, window=9), has_biases=True),
+    Terms("distances_window", replace(_ODD, window=9), has_biases=True, is_by_distance=True),
     Terms("chunks", replace(_WIDE, window=13, is_chunked=True)),
     Terms("long_chunks", replace(_ODD, window=64, is_chunked=True), has_sinks=True),
 )
 LONG_TERMS = (
     Terms("sinks", _ODD, has_sinks=True),
     Terms("biases", _ODD, has_biases=True),
+    Terms("distances", _ODD, has_biases=True, is_by_distance=True),
     Terms("chunks", replace(_ODD, window=700, is_chunked=True)),
     Terms("long_chunks", replace(_ODD, window=SECTION + 190, is_chunked=True), has_sinks=True),
 )
@@ -79,9 +83,11 @@ def make_layer(
         sinks = torch.randn(terms.spec.num_heads, generator=generator) * 2
     if terms.has_biases:
         slopes = 2.0 ** -torch.arange(1, terms.spec.num_heads + 1)
-        biases = slopes[:, None] * torch.arange(length + ROOM)
-        biases[:, length:] = torch.nan  # read, and never seen
-    return texts.layer(backend, sinks, biases)
+        first = LONG if terms.is_by_distance else 0  # the table is longer than the texts
+        biases = slopes[:, None] * torch.arange(-first, length + ROOM)
+        biases[:, first + length :] = torch.nan  # read, and never seen
+    origin = biases.shape[1] - ROOM - 1 if biases is not None and terms.is_by_distance else None
+    return texts.layer(backend, sinks, biases, origin)
 
 
 def plain_backend(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> SdpaBackend:
@@ -96,7 +102,9 @@ def exact(layer: PagedLayer, rows: list[torch.Tensor], positions: torch.Tensor) 
     keys = torch.arange(len(key))
     scores = torch.einsum("qhd,khd->hqk", query[positions], key[:, heads]) * SCALE
     if layer.biases is not None:
-        scores += layer.biases[:, None, : len(key)].double()
+        columns = keys[None] if layer.bias_origin is None else keys - positions[:, None]
+        columns = (columns + (layer.bias_origin or 0)).clamp(max=layer.biases.shape[1] - 1)
+        scores += layer.biases[:, columns].double()  # those of later keys are hidden
     seen = keys <= positions[:, None]
     if spec.window is not None and spec.is_chunked:
         seen &= keys // spec.window == positions[:, None] // spec.window

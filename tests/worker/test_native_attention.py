@@ -94,12 +94,15 @@ class Texts:
         backend: AttentionBackend,
         sinks: torch.Tensor | None = None,
         biases: torch.Tensor | None = None,
+        bias_origin: int | None = None,
     ) -> PagedLayer:
         """Return a layer with an empty pool."""
         shapes = backend.pool_shapes(self.spec, NUM_BLOCKS)
         pools = [torch.zeros(shape, dtype=self.pool_dtype) for shape in shapes if shape]
         tensors = KVTensors(pools[0], pools[-1])
-        return PagedLayer(self.spec, tensors, backend, sinks=sinks, biases=biases)
+        return PagedLayer(
+            self.spec, tensors, backend, sinks=sinks, biases=biases, bias_origin=bias_origin
+        )
 
     def attend(
         self,

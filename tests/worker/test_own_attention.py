@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BloomConfig, MptConfig, PretrainedConfig
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.worker.checkpoints import WINDOW, build_checkpoint
@@ -91,12 +92,59 @@ def test_biases_windows_and_repeated_heads_are_observed(tmp_path: Path) -> None:
         found[name] = [(one.spec.window, one.spec.num_kv_heads, one.biases_of) for one in layers]
         if name == "bloom":
             biases = loaded.model.get_buffer(str(loaded.layers[1].biases))
-            assert torch.allclose(biases[0, :256], 0.25 * torch.arange(256.0))
+            assert torch.equal(biases[0, :256], 0.25 * torch.arange(-255.0, 1))
+            assert loaded.layers[1].bias_origin == 255
     assert found == {
         "bloom": [(None, 4, 0), (None, 4, 0)],
         "gpt_neo": [(None, 4, None), (WINDOW, 4, None)],
         "falcon_new": [(None, 2, None), (None, 2, None)],
     }
+
+
+SIX_HEADS: dict[str, Any] = {"vocab_size": 199, "n_layers": 1, "d_model": 96, "n_heads": 6}
+LONG = (
+    MptConfig(**SIX_HEADS, max_seq_len=65_536),
+    BloomConfig(vocab_size=199, n_layer=1, hidden_size=96, n_head=6, seq_length=65_536),
+)
+"""Their slopes are not powers of two: products with large positions are rounded."""
+
+
+@pytest.mark.parametrize("config", LONG, ids=lambda config: config.model_type)
+def test_biases_are_as_precise_in_a_model_of_long_contexts(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path, config)
+    found = []
+    for max_model_len in (None, 3000):
+        loaded, _ = install_own_attention(load(tmp_path), max_model_len=max_model_len)
+        [layer] = loaded.layers
+        assert loaded.model_len == (max_model_len or 65_536)
+        assert layer.bias_origin == loaded.model_len - 1
+        found.append(loaded.model.get_buffer(str(layer.biases))[:, : loaded.model_len])
+    whole, short = found
+    assert torch.equal(whole[:, -3000:], short)
+    slopes = -short[:, -2:-1]
+    assert torch.equal(short, slopes * torch.arange(-2999, 1))
+
+
+def test_heads_of_equal_weights_are_not_taken_for_copies(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, MODELS["gptj"].config())
+    loaded = load(tmp_path)
+    for layer in loaded.layers:
+        module = loaded.model.get_submodule(layer.module_name)
+        for linear in (module.k_proj, module.v_proj):
+            with torch.no_grad():
+                linear.weight.copy_(linear.weight[:16].repeat(4, 1))
+    _, layers = install_own_attention(loaded)
+    assert [layer.spec.num_kv_heads for layer in layers] == [4, 4]
+
+
+def test_a_module_that_gives_zeros_is_proven(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, MODELS["gptj"].config())
+    loaded = load(tmp_path)
+    module = loaded.model.get_submodule(loaded.layers[0].module_name)
+    torch.nn.init.zeros_(module.out_proj.weight)
+    install_own_attention(loaded)
 
 
 def test_what_is_known_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

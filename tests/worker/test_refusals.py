@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import (
     BertConfig,
+    BloomConfig,
     DeepseekV3Config,
     Lfm2Config,
     LlamaConfig,
@@ -119,6 +120,7 @@ WINDOWED = SHAPE | {"sliding_window": 13}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
 SEQUENCE = named("LlamaForSequenceClassification", llama)
 ENCODER = named("BertModel", bert_with_head)
+BLOOM = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
 REFUSED = {
     "not_causal": Refusal("is not causal", change=with_settings(is_causal=False)),
     "unknown_format": Refusal(
@@ -137,6 +139,11 @@ REFUSED = {
         r"holds no model\.safetensors", change=lambda path: (path / "model.safetensors").unlink()
     ),
     "context": Refusal("257 is greater than the 256", settings={"max_model_len": 257}),
+    "context_with_biases": Refusal(
+        "seq_length in config.json is 1000000000000, and .* at most 1048576 tokens",
+        lambda: BloomConfig(**BLOOM, seq_length=256),
+        change=with_settings(seq_length=10**12),
+    ),
     "cache": Refusal(
         "max_model_len 200 needs .* of KV cache",
         settings={"max_model_len": 200, "kv_cache_memory_bytes": 10_000},

@@ -63,9 +63,12 @@ class PagedLayer:
     sinks: torch.Tensor | None = None
     """float32 `[num_heads]`: scores without values, which add to the weights of the softmax."""
     biases: torch.Tensor | None = None
-    """float32 `[num_heads, positions]`: added to scores, by the position of the key.
+    """float32 `[num_heads, columns]`: added to scores, by the position of the key.
 
     A layer has no sinks beside them, as the native kernel shifts scores by a row's own bias."""
+    bias_origin: int | None = None
+    """The column of a row's own key, where columns are distances and the keys before it have those
+    before it: the precision is then that of the distance. None: columns are positions."""
 
 
 def set_implementation(model: nn.Module, name: str) -> None:

@@ -250,11 +250,12 @@ class NativeBackend:
         pools = (kv.keys.data_ptr(), kv.values.data_ptr())
         kinds = (spec.is_latent, spec.is_chunked, spec.kv_source is not None)
         sinks = None if layer.sinks is None else layer.sinks.data_ptr()
-        biases: tuple[int | None, int] = (None, 0)
+        biases: tuple[int | None, int, int] = (None, 0, -1)
         if layer.biases is not None:
             assert layer.biases.stride(1) == 1
             assert sinks is None
-            biases = (layer.biases.data_ptr(), layer.biases.stride(0))
+            origin = -1 if layer.bias_origin is None else layer.bias_origin
+            biases = (layer.biases.data_ptr(), layer.biases.stride(0), origin)
         return LayerArgs(*pools, *shape, *settings, self._format, *kinds, sinks, *biases)
 
 

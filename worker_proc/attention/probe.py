@@ -66,6 +66,8 @@ class ProbedLayer:
     """The parameter that has its sinks, one for each head."""
     biases: str | None = None
     """The buffer that has what is added to scores, by head and position of the key."""
+    bias_origin: int | None = None
+    """The column of a row's own key there; see `PagedLayer`."""
 
 
 @dataclass(frozen=True, slots=True)

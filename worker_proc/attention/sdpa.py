@@ -29,6 +29,7 @@ class DecodeGroup:
 
     rows: torch.Tensor  # [B]: indices in the packed row
     block_ids: torch.Tensor  # [B · W]: padded with the null block
+    queries: torch.Tensor  # [B, 1]: positions of the tokens
     positions: torch.Tensor  # [B, W · block_size]: of the keys
     hidden: torch.Tensor  # [B, W · block_size, 1, 1]: positions that are not attended to
     mask: torch.Tensor  # [B, 1, 1, W · block_size]: 0, and -inf where hidden; added to scores
@@ -159,6 +160,7 @@ class SdpaBackend:
         return DecodeGroup(
             rows=to_device([row for row, _ in members], device),
             block_ids=to_device(block_ids, device),
+            queries=queries,
             positions=positions,
             hidden=hidden[:, :, None, None],
             mask=self._mask(hidden)[:, None, None, :],
@@ -201,8 +203,8 @@ def _terms_of_group(layer: PagedLayer, group: DecodeGroup) -> ScoreTerms:
     if sinks is not None:
         sinks = sinks.view(1, *shape, 1)
     if biases is not None:
-        known = group.positions.clamp(max=biases.shape[1] - 1)  # those behind are hidden
-        biases = biases[:, known].transpose(0, 1).unflatten(1, shape)
+        columns = _bias_columns(layer, group.queries, group.positions)
+        biases = biases[:, columns].transpose(0, 1).unflatten(1, shape)
     return ScoreTerms(group.mask, sinks, biases)
 
 
@@ -213,8 +215,21 @@ def _terms_of_chunk(layer: PagedLayer, chunk: Chunk) -> ScoreTerms:
     if sinks is not None:
         sinks = sinks.view(*shape, 1, 1)
     if biases is not None:
-        biases = biases[:, chunk.first : chunk.first + chunk.context_len].view(*shape, 1, -1)
+        end, num_tokens = chunk.first + chunk.context_len, chunk.rows.stop - chunk.rows.start
+        keys = torch.arange(chunk.first, end, device=biases.device)
+        columns = _bias_columns(layer, keys[-num_tokens:, None], keys[None])
+        biases = biases[:, columns].unflatten(0, shape)
     return ScoreTerms(chunk.mask, sinks, biases)
+
+
+def _bias_columns(
+    layer: PagedLayer, queries: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return the columns of biases for positions of keys, and of rows where these matter."""
+    assert layer.biases is not None
+    if layer.bias_origin is None:
+        return positions.clamp(max=layer.biases.shape[1] - 1)  # those behind are hidden
+    return (positions - queries + layer.bias_origin).clamp(0, layer.bias_origin)  # others, too
 
 
 def _gather(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

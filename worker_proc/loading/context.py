@@ -28,8 +28,8 @@ def context_length(
 
     With LongRoPE it decides which factors all texts have (frequencies.py).
     """
-    keys = (_KEY, *_OTHER_KEYS)
-    stated = next(filter(None, (getattr(text_config, key, None) for key in keys)), None)
+    key = length_key(text_config)
+    stated = None if key is None else getattr(text_config, key)
     if stated is None and not has_attention:
         return UNBOUNDED_MODEL_LEN
     if stated is None:
@@ -45,6 +45,12 @@ def context_length(
             _KEY,
         )
     return length
+
+
+def length_key(text_config: PretrainedConfig) -> str | None:
+    """Return the key of config.json that bounds positions; None: there is none."""
+    keys = (_KEY, *_OTHER_KEYS)
+    return next((key for key in keys if getattr(text_config, key, None)), None)
 
 
 def _rotary(text_config: PretrainedConfig) -> list[Mapping[str, Any]]:

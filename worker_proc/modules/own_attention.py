@@ -32,22 +32,29 @@ from worker_proc.attention.own_attention import (
     OwnCall,
     OwnMask,
 )
+from worker_proc.attention.probe import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
+from worker_proc.modules.trial_errors import greatest
 
 NUM_TOKENS = 7
 MAX_PROOF_LEN = 2048
 """Positions of a proof's keys, at most."""
 TRIAL_SCALES = (0.1, 1.0, 30.0)
+MAX_BIASED_LEN = 2**20
+"""Tokens of a context at most: the tables of biases, and tensors of modules, have as many columns.
+"""
 MAX_ERROR = 1e-4
 """Of a row, relative to its length: larger rows make scores of some hundreds."""
 BIASES = "paged_biases"
 """The buffer that an attention module gets for biases."""
-_ROOM = 64
-"""Positions behind the last one, which kernels may read and never use."""
+_ROOM = 128
+"""Columns behind the last one, which kernels may read and never use."""
+_SAME = 1e-6
+"""The greatest relative difference of biases that are products of a slope and a position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,24 @@ class OwnLayer:
     spec: LayerSpec
     biases_of: int | None = None
     """The first layer with the same biases; None: there are none."""
+
+
+class _Biases(NamedTuple):
+    """What is added to scores; see `PagedLayer`."""
+
+    values: torch.Tensor  # float32 [num_heads, columns]
+    origin: int | None = None
+
+    def is_same(self, other: "_Biases") -> bool:
+        return self.origin == other.origin and torch.equal(self.values, other.values)
+
+    def of_rows(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return `[num_heads, rows, keys]`, or 1 for rows, by positions `[rows, 1]` and `[keys]`.
+
+        Values of later keys than the row are of no account.
+        """
+        columns = keys[None] if self.origin is None else keys - rows + self.origin
+        return self.values[:, columns.clamp(0, self.values.shape[1] - 1)]
 
 
 class _Inputs(NamedTuple):
@@ -89,16 +114,22 @@ class _Recorded(Exception):
 
 
 def install_own_attention(
-    loaded: LoadedModel, known: Sequence[OwnLayer] | None = None
+    loaded: LoadedModel,
+    known: Sequence[OwnLayer] | None = None,
+    *,
+    max_model_len: int | None = None,
 ) -> tuple[LoadedModel, list[OwnLayer]]:
     """Let a model's own attention be computed over the paged cache, if it has any.
 
     Returns the model with the layers as they attend then, and what is proven of them. `known` is
-    this result of an earlier start, with which nothing is tried. UnsupportedModel: a module differs
+    this result of an earlier start, with which nothing is tried. Biases are those of texts up to
+    `max_model_len`, and the model has no longer context then. UnsupportedModel: a module differs
     from its own forward.
     """
     if not loaded.has_own_attention:
         return loaded, []
+    length = min(loaded.model_len, max_model_len or loaded.model_len)
+    loaded = replace(loaded, model_len=length)
     modules = [loaded.model.get_submodule(layer.module_name) for layer in loaded.layers]
     ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, OwnMask.make)
     set_implementation(loaded.model, OWN_ATTENTION)
@@ -108,13 +139,33 @@ def install_own_attention(
             _prove(loaded, modules, found, tables)
     layers = []
     for probed, module, layer in zip(loaded.layers, modules, found, strict=True):
-        biases = None
+        biases = origin = None
         if layer.biases_of is not None:
-            module.register_buffer(BIASES, tables[layer.biases_of], persistent=False)
+            values, origin = tables[layer.biases_of]
+            module.register_buffer(BIASES, values, persistent=False)
             biases = f"{probed.module_name}.{BIASES}"
-        layers.append(replace(probed, spec=layer.spec, biases=biases))
+        layers.append(replace(probed, spec=layer.spec, biases=biases, bias_origin=origin))
     _give_cache(loaded, modules)
     return replace(loaded, layers=layers), found
+
+
+def check_length(length: int, key: str | None) -> None:
+    """Raise UnsupportedModel for a context of too many tokens, which config.json has under `key`.
+
+    None: the engine asks for it.
+    """
+    if length > MAX_BIASED_LEN:
+        source = "max_model_len" if key is None else f"{key} in config.json"
+        raise UnsupportedModel(
+            f"{source} is {length}, and a model that attends by code of its own has a context of"
+            f" at most {MAX_BIASED_LEN} tokens; set a smaller max_model_len"
+        )
+
+
+def table_bytes(layers: Sequence[ProbedLayer], length: int) -> int:
+    """Return the bytes that biases of a context of `length` tokens may take."""
+    num_heads = max((layer.spec.num_heads for layer in layers), default=0)
+    return num_heads * (length + _ROOM) * torch.float32.itemsize
 
 
 def _give_cache(loaded: LoadedModel, modules: list[nn.Module]) -> None:
@@ -140,8 +191,8 @@ def _give_cache(loaded: LoadedModel, modules: list[nn.Module]) -> None:
 
 def _observe(
     loaded: LoadedModel, modules: list[nn.Module], known: Sequence[OwnLayer] | None
-) -> tuple[list[OwnLayer], dict[int, torch.Tensor]]:
-    """Return what modules do, and biases, `[num_heads, positions]`, by the first layer with them.
+) -> tuple[list[OwnLayer], dict[int, _Biases]]:
+    """Return what modules do, and biases, by the first layer with them.
 
     Of known modules only those that have the biases are called.
     """
@@ -156,40 +207,68 @@ def _observe(
     cache = OwnCache(attend, length - num_rows)
     inputs = _record(loaded, modules[0], cache, length - num_rows, num_rows)
     layers: list[OwnLayer] = []
-    tables: dict[int, torch.Tensor] = {}
+    tables: dict[int, _Biases] = {}
     for number, (probed, module) in enumerate(zip(loaded.layers, modules, strict=True)):
         if known is not None and known[number].biases_of != number:
             layers.append(known[number])
             continue
         with _in_float32(module) as own:
             inputs.call(own, _random_rows(own, inputs), cache)
-        call = calls.pop()
+            call = calls.pop()
+            # Of other weights: heads whose weights are equal may get others by an adapter.
+            for parameter in own.parameters():
+                parameter.copy_(_like(parameter))
+            inputs.call(own, _random_rows(own, inputs), cache)
+            num_kv_heads = _num_kv_heads(calls.pop())
         table = _biases(call, length)
         biases_of = None
         if table is not None:
-            same = (first for first, other in tables.items() if torch.equal(other, table))
+            same = (first for first, other in tables.items() if table.is_same(other))
             biases_of = next(same, number)
             tables.setdefault(biases_of, table)
         spec = replace(
             probed.spec,
-            num_kv_heads=_num_kv_heads(call),
+            num_kv_heads=num_kv_heads,
             window=_window(probed.module_name, call, length) or probed.spec.window,
         )
         layers.append(OwnLayer(spec, biases_of))
     return layers, {
-        first: nn.functional.pad(table, (0, _ROOM)).contiguous() for first, table in tables.items()
+        first: table._replace(values=nn.functional.pad(table.values, (0, _ROOM)).contiguous())
+        for first, table in tables.items()
     }
 
 
-def _biases(call: OwnCall, length: int) -> torch.Tensor | None:
-    """Return what is added to the scores of the last row, float32 `[num_heads, length]`."""
+def _biases(call: OwnCall, length: int) -> _Biases | None:
+    """Return what is added to scores, as the last row has it."""
     num_heads = call.query.shape[1]
     table = torch.zeros(num_heads, length, device=call.query.device)
     for tensor, factor in call.terms.biases:
         if not tensor.is_meta:
             shape = (-1, *tensor.shape[-2:])
             table += tensor.reshape(shape)[:, -1, -length:].float() * factor
-    return table if table.any() else None
+    if not table.any():
+        return None
+    return _by_distance(table) or _Biases(table)
+
+
+def _by_distance(table: torch.Tensor) -> _Biases | None:
+    """Return biases by distance if `table` has products of slopes and positions (ALiBi).
+
+    Those of MPT are zero at the last key, and those of Bloom at the first one: their differences
+    would be less precise, the longer the text. None: it has something else.
+    """
+    last = table.shape[1] - 1
+    if last > 0 and not table[:, 0].any():
+        slopes, zero = table[:, 1], 0
+    elif last > 0 and not table[:, last].any():
+        slopes, zero = -table[:, last - 1], last
+    else:
+        return None
+    positions = torch.arange(last + 1, device=table.device)
+    difference = table - slopes[:, None] * (positions - zero)
+    if not bool((difference.abs() <= _SAME * table.abs()).all()):
+        return None
+    return _Biases(slopes[:, None] * (positions - last), last)
 
 
 def _num_kv_heads(call: OwnCall) -> int:
@@ -209,12 +288,12 @@ def _window(name: str, call: OwnCall, length: int) -> int | None:
     own = [mask for mask in call.terms.masks if not isinstance(mask, OwnMask)]
     if not own:
         return None
-    num_rows = len(call.query)
-    seen = torch.ones(num_rows, length, dtype=torch.bool)
+    num_rows, device = len(call.query), own[0].device
+    seen = torch.ones(num_rows, length, dtype=torch.bool, device=device)
     for mask in own:
         seen &= mask.reshape(-1, *mask.shape[-2:])[0]
-    rows = torch.arange(length - num_rows, length)[:, None]
-    keys = torch.arange(length)
+    rows = torch.arange(length - num_rows, length, device=device)[:, None]
+    keys = torch.arange(length, device=device)
     window = int(seen[-1].sum())
     if not torch.equal(seen, (keys <= rows) & (keys > rows - window)):
         raise UnsupportedModel(f"{name} has a mask of its own that is not a window")
@@ -225,7 +304,7 @@ def _prove(
     loaded: LoadedModel,
     modules: list[nn.Module],
     layers: list[OwnLayer],
-    tables: dict[int, torch.Tensor],
+    tables: dict[int, _Biases],
 ) -> None:
     """Raise UnsupportedModel unless all modules give the results of their own forward."""
     length = min(loaded.model_len, MAX_PROOF_LEN)
@@ -255,7 +334,7 @@ class _Trial(NamedTuple):
     number: int
     stored: LayerSpec  # with heads as the module stores them
     spec: LayerSpec
-    biases: torch.Tensor | None
+    biases: _Biases | None
     num_past: int
 
     def error(self, model: nn.Module, module: nn.Module, ours: _Inputs, theirs: _Inputs) -> float:
@@ -281,9 +360,9 @@ class _Trial(NamedTuple):
             found = ours.call(module, rows, OwnCache(attend, self.num_past))
             if expected.shape != found.shape:
                 return math.inf
-            difference = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-            errors.append(float(difference.max()))
-        return max(errors) if all(map(math.isfinite, errors)) else math.inf
+            lengths = expected.norm(dim=-1).clamp_min(1e-30)
+            errors.append(float(((found - expected).norm(dim=-1) / lengths).max()))
+        return greatest(errors)
 
 
 class _Attention(NamedTuple):
@@ -303,10 +382,10 @@ class _Attention(NamedTuple):
             for past, rows in zip(self.past, (call.key, call.value), strict=True)
         )
         scores = torch.einsum("qhd,khd->hqk", call.query, key) * call.terms.scale
-        if self.trial.biases is not None:
-            scores += self.trial.biases[:, None, : len(key)]
         keys = torch.arange(len(key), device=key.device)
         rows = keys[self.trial.num_past :, None]
+        if self.trial.biases is not None:
+            scores += self.trial.biases.of_rows(rows, keys)
         is_hidden = keys > rows
         if spec.window is not None:
             is_hidden |= keys <= rows - spec.window
@@ -337,6 +416,12 @@ def _random_rows(module: nn.Module, inputs: _Inputs) -> torch.Tensor:
     )
     device = next(module.parameters()).device
     return torch.randn(shape, generator=make_generator(1)).to(device)
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return random values of a parameter's shape, such that rows keep their scale about."""
+    values = torch.randn(parameter.shape, generator=make_generator(2))
+    return values.to(parameter.device) / math.sqrt(max(parameter.shape[-1], 1))
 
 
 def _record(

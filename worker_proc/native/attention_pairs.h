@@ -711,7 +711,7 @@ class PairHead {
       tile_.position[r] = step_.start[queries.segment] + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
       if (tile_.has_biases) {
-        tile_.biases[r] = layer_.biases + head * layer_.bias_stride;
+        tile_.biases[r] = layer_.biases_of(head, tile_.position[r]);
         tile_.own_bias[r] = tile_.biases[r][tile_.position[r]];
       }
       tile_.ended.clear(r);

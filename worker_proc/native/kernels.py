@@ -157,7 +157,7 @@ class LayerArgs(ctypes.Structure):
         *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
         *_fields("is_bf16 has_pairs kv_format is_latent is_chunked is_shared", _INT),
         *_fields("sinks biases", _POINTER),
-        *_fields("bias_stride", _LONG),
+        *_fields("bias_stride bias_origin", _LONG),
     )
 
 

@@ -26,10 +26,17 @@ struct Layer {
   int32_t is_shared;   // an earlier layer has stored the keys and values
   // For each head a score without a value, which adds to the weights of the softmax; null: none.
   const float* sinks;
-  // For each head and position of a key what is added to the score, [num_heads][bias_stride], with
-  // room for 64 more; null: nothing.
+  // For each head what is added to scores, [num_heads][bias_stride], with room for 128 more; null:
+  // nothing. The columns are the positions of keys, or distances of keys from the row: then the
+  // row's own key has the column bias_origin, and its predecessors the columns before it.
   const float* biases;
   int64_t bias_stride;
+  int64_t bias_origin;  // -1: columns are positions
+
+  // The biases of a row of a query head, by the position of the key.
+  const float* biases_of(int head, int position) const {
+    return biases + head * bias_stride + (bias_origin < 0 ? 0 : bias_origin - position);
+  }
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed

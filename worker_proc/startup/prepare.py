@@ -66,9 +66,10 @@ def prepare_model(
         library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
     _compute_states(loaded, library, proofs, progress)
-    loaded = _replace_attention(loaded, library, proofs)
+    longest = config.model.max_model_len
+    loaded = _replace_attention(loaded, library, proofs, longest)
     if draft is not None:
-        draft = _replace_attention(draft, library, proofs, "_draft")
+        draft = _replace_attention(draft, library, proofs, longest, "_draft")
     if device.type == "cpu":
         for layer in loaded.layers:
             compute_rowwise(loaded.model.get_submodule(layer.module_name))
@@ -236,19 +237,25 @@ def _compute_states(
 
 
 def _replace_attention(
-    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, suffix: str = ""
+    loaded: LoadedModel,
+    library: NativeLibrary | None,
+    proofs: StartCache | None,
+    max_model_len: int | None,
+    suffix: str = "",
 ) -> LoadedModel:
     """Replace attention that is more than a call of a registered function; see docs/models.md."""
-    loaded = _take_own_attention(loaded, proofs, f"own_attention{suffix}")
+    loaded = _take_own_attention(loaded, proofs, max_model_len, f"own_attention{suffix}")
     if loaded.device.type != "cpu":
         return loaded
     return _attend_to_latent_rows(loaded, library, proofs, f"latent{suffix}")
 
 
-def _take_own_attention(loaded: LoadedModel, proofs: StartCache | None, name: str) -> LoadedModel:
+def _take_own_attention(
+    loaded: LoadedModel, proofs: StartCache | None, max_model_len: int | None, name: str
+) -> LoadedModel:
     """Let attention in a model's own code be paged, and keep the proof under a name."""
     known = None if proofs is None else proofs.get(name, list[OwnLayer])
-    loaded, proven = install_own_attention(loaded, known)
+    loaded, proven = install_own_attention(loaded, known, max_model_len=max_model_len)
     if proofs is not None and known is None:
         proofs.put(name, proven)
     return loaded

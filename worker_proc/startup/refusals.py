@@ -14,13 +14,15 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.kv.kv_format import FORMATS
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
+from worker_proc.loading.context import length_key
 from worker_proc.loading.draft import group_without_window
-from worker_proc.loading.loader import CheckedModel, rehearse
+from worker_proc.loading.loader import CheckedModel, check_room, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.experts_in_small import check_experts_in_small
 from worker_proc.modules.latent import latent_specs
+from worker_proc.modules.own_attention import check_length, table_bytes
 from worker_proc.modules.quantization import FORMATS as WEIGHT_FORMATS
 from worker_proc.modules.quantization import (
     check_plain_head,
@@ -95,6 +97,8 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f"max_model_len {model.max_model_len} is greater than the {inspected.model_len} tokens"
             f" that {model.model} can compute"
         )
+    if inspected.probed.has_own_attention:
+        _check_own_attention(checked, model.max_model_len)
     if model.quantization is not None:
         check_rounded_dtype(inspected.dtype, model.quantization)
     vocab_size = inspected.text_config.vocab_size
@@ -110,6 +114,18 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f" {_dtype_name(checked)}"
         )
     check_swap_space(config.cache.swap_space_bytes)
+
+
+def _check_own_attention(checked: CheckedModel, max_model_len: int | None) -> None:
+    """Refuse a context whose biases would take too much memory."""
+    inspected = checked.inspected
+    key = length_key(inspected.text_config) if max_model_len is None else None
+    length = max_model_len or inspected.model_len
+    check_length(length, key)
+    num_bytes = table_bytes(inspected.probed.layers, length)
+    if inspected.format is None:
+        num_bytes += inspected.probed.num_weights * inspected.dtype.itemsize
+    check_room(num_bytes, checked.device)
 
 
 def _check_pooling(checked: CheckedModel, config: EngineConfig) -> None:
