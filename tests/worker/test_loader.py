@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     PretrainedConfig,
     RwkvConfig,
     T5Config,
@@ -67,6 +68,35 @@ def copied(llama: Path, tmp_path: Path) -> Path:
 def change_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("idefics", "cannot be prepared (AttributeError"),
+        ("blt", "cannot be prepared (AttributeError"),
+        ("pi0", "cannot be prepared (AttributeError"),
+        ("jetmoe", "its forward over one row of tokens with positions fails (NotImplementedError"),
+        ("longcat_flash", "tokens with positions fails (NotImplementedError"),
+        ("doge", "its own code computes with a mask"),
+    ],
+)
+def test_a_model_whose_code_fails_is_refused_by_its_type(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    """As UnsupportedModel, which is final; other errors let the start be tried again."""
+    config = AutoConfig.for_model(model_type)
+    for section in (config, config.get_text_config(decoder=True)):
+        if hasattr(section, "num_hidden_layers"):
+            section.num_hidden_layers = 2
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel) as caught:
+        loader.inspect_config(str(tmp_path), "bfloat16", CPU)
+    text = str(caught.value)
+    assert f"the model type {model_type} is not supported: " in text
+    assert reason in text
+    assert "\n" not in text
+    assert len(text) < 400
 
 
 def test_sharded_weights_equal_those_in_one_file(llama: Path, tmp_path: Path) -> None:

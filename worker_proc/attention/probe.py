@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from worker_proc.attention.interface import has_own_attention, set_implementation
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
 from worker_proc.attention.own_attention import OWN_ATTENTION, OwnCache, OwnCall, OwnMask
-from worker_proc.errors import UnsupportedModel
+from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.recurrent.recording import recorded_states
 from worker_proc.recurrent.state_spec import RecurrentSpec
@@ -114,12 +114,14 @@ def probe_model(
             if is_own:
                 options["past_key_values"] = OwnCache(probe.own_attention)
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
-        except UnsupportedModel:
-            raise
+        except UnsupportedModel as error:
+            raise UnsupportedModel(
+                f"the model type {config.model_type} is not supported: {error}"
+            ) from error
         except Exception as error:
             raise UnsupportedModel(
-                f"{config.model_type}: its forward over one row of tokens with positions fails"
-                f" ({type(error).__name__}: {error})"
+                f"the model type {config.model_type} is not supported: its forward over one row of"
+                f" tokens with positions fails ({describe(error)})"
             ) from error
     layers = probe.layers
     _check_directions(layers, config.model_type, has_output_layer=has_output_layer)

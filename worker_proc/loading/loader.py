@@ -31,7 +31,12 @@ from protocol.config.sentence_modules import SentenceModules
 from protocol.sampling import PoolingType
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
 from worker_proc.attention.probe import ProbedLayer, ProbedModel, is_within, probe_model
-from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.errors import (
+    CheckpointError,
+    InsufficientMemory,
+    UnsupportedModel,
+    unsupported_failures,
+)
 from worker_proc.gguf.files import GgufFiles
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
@@ -216,11 +221,12 @@ def rehearse(checked: CheckedModel) -> PreTrainedModel:
         shapes |= {name: weight.shape for name, weight in files.weights.items()}
         shapes |= {name: experts.shape for name, experts in files.experts.items()}
     tensors = {
-        name: torch.empty(*shape, dtype=dtype, device=meta) for name, shape in shapes.items()
+        name: torch.empty(tuple(shape), dtype=dtype, device=meta) for name, shape in shapes.items()
     }
-    skeleton = _build_skeleton(directory, inspected.config)
-    read = partial(load_state, skeleton, tensors, dtype)
-    return _load_weights(checked._replace(device=meta), read, _report_nothing)
+    with unsupported_failures(inspected.config.model_type):
+        skeleton = _build_skeleton(directory, inspected.config)
+        read = partial(load_state, skeleton, tensors, dtype)
+        return _load_weights(checked._replace(device=meta), read, _report_nothing)
 
 
 def load_model(
@@ -331,6 +337,26 @@ def inspect_config(
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+    with unsupported_failures(config.model_type):
+        inspected = _inspect(directory, config, dtype, device, proofs, max_model_len=max_model_len)
+    probed = inspected.probed
+    if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
+        raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
+    if inspected.format is None:
+        check_room(probed.num_weights * inspected.dtype.itemsize, device, other_bytes)
+    return inspected
+
+
+def _inspect(
+    directory: str,
+    config: PretrainedConfig,
+    dtype: str,
+    device: torch.device,
+    proofs: StartCache | None,
+    *,
+    max_model_len: int | None,
+) -> InspectedModel:
+    """Check a configuration, and what its model computes on the meta device."""
     text_config = config.get_text_config(decoder=True)
     format = take_format(Path(directory) / "config.json", config)
     _check_config(config, text_config)
@@ -338,13 +364,9 @@ def inspect_config(
     modules = sentence_modules(directory, kind)
     check_dense(modules.dense, text_config.hidden_size)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
-    if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
-        raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
     has_codes = format is not None and format.source is None  # those of GGUF state bfloat16
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
-    if format is None:
-        check_room(probed.num_weights * torch_dtype.itemsize, device, other_bytes)
-    elif kind is ModelKind.CLASSIFIES:
+    if format is not None and kind is ModelKind.CLASSIFIES:
         raise UnsupportedModel(
             f"{config.model_type}: a classification head in a checkpoint that is quantized"
             f" ({format.method})"
