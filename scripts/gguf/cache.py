@@ -8,9 +8,11 @@ import contextlib
 import hashlib
 import os
 import shutil
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from scripts.gguf.locks import alone
 from worker_proc import gguf
 from worker_proc.gguf.header import Header
 from worker_proc.native.build import cache_directory
@@ -32,7 +34,9 @@ def find_directory(header: Header, *, needs_tokenizer: bool = True) -> Path | No
 def place_of(header: Header, *, needs_tokenizer: bool) -> Path:
     """Return where the directory of a file is, or will be; errors show its name, the file's."""
     key = _key(header, needs_tokenizer=needs_tokenizer)
-    return cache_directory() / "gguf" / key / header.path.stem
+    stem = header.path.stem
+    name = stem if stem.strip(".") else header.path.name  # not "." nor ".."
+    return cache_directory() / "gguf" / key / name
 
 
 def is_complete(directory: Path) -> bool:
@@ -42,14 +46,28 @@ def is_complete(directory: Path) -> bool:
 
 
 def make_room(directory: Path) -> Path:
-    """Return the existing directory with those of all files, with room for another one."""
+    """Return the existing directory with those of all files, with room for another one.
+
+    Those that an engine uses stay, and so may more than `MAX_DIRECTORIES`.
+    """
     keys = directory.parent.parent
     for place in (keys.parent, keys):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = sorted(keys.iterdir(), key=lambda path: path.lstat().st_mtime)
     for path in made[: max(0, len(made) - MAX_DIRECTORIES + 1)]:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError), alone(path) as is_alone:
+            if is_alone:
+                remove(path)
     return keys
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, of which no part is left in its place at any time."""
+    grave = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
+    try:
+        os.rename(path, grave / "removed")
+    finally:
+        shutil.rmtree(grave, ignore_errors=True)
 
 
 def _key(header: Header, *, needs_tokenizer: bool) -> str:
@@ -61,7 +79,9 @@ def _key(header: Header, *, needs_tokenizer: bool) -> str:
     digest.update(repr((place, times, needs_tokenizer, version("tokenizers"))).encode())
     with header.path.open("rb") as file:
         digest.update(file.read(header.num_bytes))
-    for package in (Path(__file__), Path(gguf.__file__)):
-        for source in sorted(package.parent.glob("*.py")):
-            digest.update(source.read_bytes())
+    worker = Path(gguf.__file__).parent
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(worker.glob("*.py"))]
+    settings = [worker.parent / "quantization" / name for name in ("gguf.py", "scheme.py")]
+    for source in (*sources, *settings):
+        digest.update(source.read_bytes())
     return digest.hexdigest()

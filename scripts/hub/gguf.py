@@ -23,3 +23,5 @@ def directory_of(path: Path, *, needs_tokenizer: bool) -> Path:
         return make_directory(path, needs_tokenizer=needs_tokenizer)
     except ValueError as error:
         raise Refusal(f"model {error}") from error
+    except OSError as error:
+        raise Refusal(f"model {path}: {error.strerror or error}") from error

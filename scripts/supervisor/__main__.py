@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -14,6 +15,7 @@ from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, LogFormat
 from protocol.process.child_runtime import configure_logging
 from protocol.process.prctl import set_subreaper
+from scripts.gguf.locks import hold
 from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor.console import Console
 from scripts.supervisor.fetching import Interrupted, ModelFetch
@@ -77,6 +79,7 @@ def _serve(
         raise ConfigError(text) from error
     is_abandoned = False
     listener = None
+    held: list[int] = []
     try:
         remove_all(run_dir.path)
         run_dir.raise_epoch(arguments.epoch or 0)
@@ -88,6 +91,8 @@ def _serve(
                 close_listener(open_listener(config.api))
             fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
             config = fetch.run(signal_fd, arguments.parent_fd)
+            used = (config.model.model, config.model.speculative_model)
+            held = hold(Path(name) for name in used if name is not None)
         listener = open_listener(config.api) if has_api else None
         set_subreaper(bool(config.recovery.standby_workers))
         supervisor = Supervisor(
@@ -111,6 +116,8 @@ def _serve(
             close_listener(listener)
         remove_all(run_dir.path)
         run_dir.close(is_abandoned=is_abandoned)
+        for fd in held:
+            os.close(fd)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What the keys of a GGUF file become in config.json, and which are refused."""
 
 import math
+import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from scripts.gguf.tokenizer import TokenizerFiles
 from scripts.hub.messages import gguf_files
 from tests.worker.gguf_files import WIDE, write_gguf
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.architectures import make_config
+from worker_proc.gguf.architectures import architecture_of, make_config
+from worker_proc.gguf.header import read_header
 from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.names import named_tensors
 
 SMALL: dict[str, Any] = WIDE | {"num_hidden_layers": 1}
 EXPERTS: dict[str, Any] = {
@@ -247,6 +251,71 @@ def test_a_token_has_a_bounded_length(load: Load, tmp_path: Path) -> None:
     file.header.metadata["tokenizer.ggml.token_type"][300] = 1
     with pytest.raises(CheckpointError, match=r"tokens\[300\] has 513 characters, and at most 512"):
         TokenizerFiles(file.header).write(tmp_path)
+
+
+def test_experts_are_as_many_as_the_file_states(load: Load) -> None:
+    for count, text in ((3, "4 experts, and qwen3moe.expert_count is 3"), (5000, "at most 4096")):
+        file = load("qwen3moe", {"expert_count": count})
+        with pytest.raises(CheckpointError, match=text):
+            list(named_tensors(file.header, architecture_of(file)))
+
+
+def test_tensors_do_not_overlap(load: Load) -> None:
+    header = load("llama", {}).header
+    header.check_types()
+    first, second = list(header.tensors.values())[:2]
+    header.tensors[second.name] = second._replace(offset=first.offset + 32)
+    with pytest.raises(CheckpointError, match=rf"begins at byte {first.offset + 32}, before"):
+        header.check_types()
+
+
+def with_alignment(kind: int, value: bytes) -> bytes:
+    key = b"general.alignment"
+    return struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
+
+
+def start_of_file(*keys: bytes, num_tensors: int = 0) -> bytes:
+    name = b"general.architecture"
+    architecture = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, 5) + b"llama"
+    head = struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, 1 + len(keys))
+    return head + architecture + b"".join(keys)
+
+
+def test_the_alignment_is_a_whole_number(tmp_path: Path) -> None:
+    path = tmp_path / "aligned.gguf"
+    path.write_bytes(start_of_file(with_alignment(6, struct.pack("<f", 32.0))))
+    with pytest.raises(CheckpointError, match=r"general.alignment is 32.0, and must be a power"):
+        read_header(path)
+    table = struct.pack("<Q", 1) + b"a" + struct.pack("<IQIQ", 1, 4, 0, 4)
+    path.write_bytes(start_of_file(num_tensors=1) + table + bytes(256))
+    with pytest.raises(CheckpointError, match=r"a begins at byte \d+, which is no .* general.al"):
+        read_header(path)
+
+
+def test_a_header_is_read_in_pieces(tmp_path: Path) -> None:
+    """Of a file with much data, little more than its header is in memory."""
+    key = b"llama.text"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, 3 << 20) + b"x" * (3 << 20)
+    path = tmp_path / "long.gguf"
+    path.write_bytes(start_of_file(entry))
+    with path.open("ab") as file:
+        file.truncate(200 << 20)
+    tracemalloc.start()
+    header = read_header(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert header.metadata["llama.text"] == "x" * (3 << 20)
+    assert peak < 40 << 20
+
+
+def test_the_elements_of_lists_are_bounded(tmp_path: Path) -> None:
+    key = b"llama.list"
+    count = (1 << 23) + 1
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, 0, count)
+    path = tmp_path / "list.gguf"
+    path.write_bytes(start_of_file(entry) + bytes(count))
+    with pytest.raises(CheckpointError, match=r"8388609 elements of lists up to llama.list"):
+        read_header(path)
 
 
 def test_a_directory_may_be_named_like_a_file(tmp_path: Path) -> None:

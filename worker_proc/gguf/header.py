@@ -5,8 +5,10 @@ the table of tensors follow, then, aligned, the data. All numbers are little-end
 trusted: every length, count and offset is checked before it is used.
 """
 
+import os
 import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,6 +21,10 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 256 << 20
 """Before the data: vocabularies have a few MB."""
+_FIRST_BYTES = 1 << 20
+"""What is read at first; each further piece is as long as all before it."""
+_MAX_ELEMENTS = 1 << 23
+"""Of all lists together, as each element takes more memory than in the file."""
 _MAX_KEYS, _MAX_TENSORS = 65_536, 1 << 20
 _MAX_DIMENSIONS = 4
 _ALIGNMENTS = [1 << bits for bits in range(3, 21)]
@@ -52,20 +58,30 @@ class Header(NamedTuple):
     tensors: dict[str, TensorEntry]
     num_bytes: int
     """From the begin of the file to its data."""
+    file_bytes: int
 
     @property
     def architecture(self) -> str:
         return str(self.metadata["general.architecture"])
 
     def check_types(self) -> None:
-        """Raise UnsupportedModel for a tensor of a type that is not read."""
+        """Raise UnsupportedModel for a type that is not read, CheckpointError for a wrong place."""
+        places = []
         for entry in self.tensors.values():
             if entry.type in READ:
-                continue
-            reason = why_not_dequantized(entry.type)
-            if reason:
+                block = TensorType(entry.type).block
+            elif reason := why_not_dequantized(entry.type):
                 raise UnsupportedModel(f"{self.path}: {entry.name[:100]} {reason}")
-            check_place(self.path, entry, further_block(entry.type))
+            else:
+                block = further_block(entry.type)
+            end = check_place(self.path, self.file_bytes, entry, block)
+            places.append((entry.offset, end, entry.name))
+        for (_, end, first), (start, _, second) in pairwise(sorted(places)):
+            if start < end:
+                raise CheckpointError(
+                    f"{self.path}: {second[:100]} begins at byte {start}, before {first[:100]}"
+                    f" ends at byte {end}"
+                )
 
 
 def read_header(path: Path) -> Header:
@@ -77,8 +93,8 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
-def check_place(path: Path, entry: TensorEntry, block: Block) -> None:
-    """Raise CheckpointError unless a tensor of these blocks lies within a file."""
+def check_place(path: Path, size: int, entry: TensorEntry, block: Block) -> int:
+    """Return where a tensor of blocks ends; CheckpointError: not within a file of `size` bytes."""
     name, shape = entry.name[:100], list(entry.shape)
     if 0 in shape or shape[-1] % block.num_values:
         raise CheckpointError(
@@ -86,21 +102,22 @@ def check_place(path: Path, entry: TensorEntry, block: Block) -> None:
             f" multiples of {block.num_values} values"
         )
     end = entry.offset + prod(shape) // block.num_values * block.num_bytes
-    size = path.stat().st_size
     if end > size:
         raise CheckpointError(
             f"{path}: it has {size} bytes, and {name} ends at byte {end}: it is truncated"
         )
+    return end
 
 
 class _Reader:
     """Reads values one after another, within the bounds of the file."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path = path
-        self._size = path.stat().st_size
-        self._data = file.read(min(self._size, _MAX_HEADER_BYTES))
+        self._path, self._file = path, file
+        self._size = os.fstat(file.fileno()).st_size
+        self._data = bytearray(file.read(_FIRST_BYTES))
         self._at = 0
+        self._num_elements = 0
 
     def header(self) -> Header:
         if self._data[:4] != MAGIC:
@@ -124,7 +141,7 @@ class _Reader:
             )
         table = [self._entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if alignment not in _ALIGNMENTS:
+        if type(alignment) is not int or alignment not in _ALIGNMENTS:
             known = f"a power of two from {_ALIGNMENTS[0]} to {_ALIGNMENTS[-1]}"
             raise self._error(f"general.alignment is {alignment!r}, and must be {known}")
         start = -(-self._at // alignment) * alignment
@@ -133,10 +150,13 @@ class _Reader:
             raise self._error("two of its tensors have the same name")
         for entry in tensors.values():
             if entry.offset % alignment:
-                raise self._error(f"{entry.name[:100]} begins at byte {entry.offset}")
+                raise self._error(
+                    f"{entry.name[:100]} begins at byte {entry.offset}, which is no multiple of"
+                    f" general.alignment, {alignment}"
+                )
             if entry.type in READ:
-                check_place(self._path, entry, TensorType(entry.type).block)
-        return Header(self._path, metadata, tensors, start)
+                check_place(self._path, self._size, entry, TensorType(entry.type).block)
+        return Header(self._path, metadata, tensors, start, self._size)
 
     def _pairs(self, num_keys: int) -> Iterator[tuple[str, Any]]:
         seen: set[str] = set()
@@ -153,6 +173,8 @@ class _Reader:
             return self._string(key)
         if kind == _ARRAY:
             inner, count = self._unpack("IQ", key)
+            self._num_elements += count
+            self._bound(f"elements of lists up to {key[:100]}", self._num_elements, _MAX_ELEMENTS)
             if inner == _STRING:
                 self._fits(8 * count, key)
                 return [self._string(key) for _ in range(count)]
@@ -194,10 +216,13 @@ class _Reader:
         return struct.unpack_from(f"<{codes}", self._data, self._at - size)
 
     def _fits(self, size: int, what: str) -> None:
-        if size <= len(self._data) - self._at:
+        end = self._at + size
+        if len(self._data) < end <= min(self._size, _MAX_HEADER_BYTES):
+            self._data += self._file.read(max(end - len(self._data), len(self._data)))
+        if end <= len(self._data):
             return
         what = what[:100]
-        if self._at + size > self._size:
+        if end > self._size or end <= _MAX_HEADER_BYTES:
             raise self._error(f"it ends within its header, at {what}: it is truncated")
         raise self._error(f"its header has more than {_MAX_HEADER_BYTES} bytes, at {what}")
 

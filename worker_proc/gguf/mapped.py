@@ -30,14 +30,17 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Read the header; raises CheckpointError."""
         self.header: Header = read_header(path)
-        with path.open("rb") as file:
-            # Torch wants memory that can be written. It is private, and never is.
-            self._data = mmap.mmap(
-                file.fileno(),
-                0,
-                flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+        try:
+            with path.open("rb") as file:
+                # Torch wants memory that can be written. It is private, and never is.
+                self._data = mmap.mmap(
+                    file.fileno(),
+                    self.header.file_bytes,
+                    flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        except (OSError, ValueError) as error:  # the latter of a file that has become shorter
+            raise CheckpointError(f"{path} cannot be mapped: {error}") from error
 
     def read_plain(self, name: str, matrix: int | None = None) -> torch.Tensor:
         """Return a copy of a tensor of numbers, or of one of its matrices."""

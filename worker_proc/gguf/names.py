@@ -29,6 +29,7 @@ _LAYER = {
 _IN_CONFIG = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
 """Tensors whose values are in config.json."""
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
+_MAX_EXPERTS = 4096
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
@@ -64,16 +65,33 @@ def named_tensors(header: Header, architecture: Architecture) -> Iterator[NamedT
             )
         full = f"{target}.{leaf}" if layer is None else f"model.layers.{layer}.{target}.{leaf}"
         if "{}" in target:
-            if len(entry.shape) != 3:
-                raise CheckpointError(
-                    f"{header.path}: {entry.name} has {len(entry.shape)} dimensions instead of 3"
-                )
+            _check_experts(header, entry)
             for number in range(entry.shape[0]):
                 yield NamedTensor(full.format(number), entry, number)
             continue
         order = _row_order(header, entry, part) if architecture.permutes else None
         offset = architecture.norm_offset if part.endswith("norm") else 0.0
         yield NamedTensor(full, entry, None, order, offset)
+
+
+def _check_experts(header: Header, entry: TensorEntry) -> None:
+    """Raise CheckpointError unless a tensor has a matrix for each expert."""
+    if len(entry.shape) != 3:
+        raise CheckpointError(
+            f"{header.path}: {entry.name} has {len(entry.shape)} dimensions instead of 3"
+        )
+    key = "expert_count"
+    count = Metadata(header).integer(key)
+    if count > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"{header.path}: {header.architecture}.{key} is {count}; at most {_MAX_EXPERTS} are"
+            " read"
+        )
+    if entry.shape[0] != count:
+        raise CheckpointError(
+            f"{header.path}: {entry.name} has the matrices of {entry.shape[0]} experts, and"
+            f" {header.architecture}.{key} is {count}"
+        )
 
 
 def _row_order(header: Header, entry: TensorEntry, part: str) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ def read_gguf(settings: Settings) -> CheckpointFormat:
     """Return the format, whose file must be there; what is in it is checked later."""
     link = settings.directory / LINK
     numbers = [settings.get(key) for key in (_SIZE, _TIME)]
-    if not link.exists() or not all(isinstance(number, int) for number in numbers):
+    if not os.path.isfile(link) or not all(isinstance(number, int) for number in numbers):
         target = os.readlink(link) if link.is_symlink() else link
         raise CheckpointError(f"{target} is not there; give the path of a GGUF file")
     source = SourceFile(link.resolve(), *numbers)
@@ -33,7 +33,10 @@ def read_gguf(settings: Settings) -> CheckpointFormat:
 
 def check_unchanged(source: SourceFile) -> None:
     """Raise CheckpointError if a file is not the one that the directory was made for."""
-    state = source.path.stat()
+    try:
+        state = source.path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{source.path}: {error.strerror or error}") from error
     if (state.st_size, state.st_mtime_ns) != (source.num_bytes, source.mtime_ns):
         raise CheckpointError(f"{source.path} has changed since the engine was started")
 
