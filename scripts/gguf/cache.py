@@ -63,11 +63,11 @@ def make_room(directory: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a directory, of which no part is left in its place at any time."""
-    grave = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
+    doomed = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
     try:
-        os.rename(path, grave / "removed")
+        os.rename(path, doomed / "removed")
     finally:
-        shutil.rmtree(grave, ignore_errors=True)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _key(header: Header, *, needs_tokenizer: bool) -> str:

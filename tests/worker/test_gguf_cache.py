@@ -75,7 +75,7 @@ def test_a_directory_that_an_engine_uses_is_not_removed(keys: Path) -> None:
     assert not first.exists()
 
 
-def test_what_is_no_directory_is_not_held(tmp_path: Path) -> None:
+def test_what_is_not_a_directory_is_not_held(tmp_path: Path) -> None:
     assert hold([tmp_path / "none", Path("demo")]) == []
 
 

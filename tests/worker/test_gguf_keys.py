@@ -288,7 +288,7 @@ def test_the_alignment_is_a_whole_number(tmp_path: Path) -> None:
         read_header(path)
     table = struct.pack("<Q", 1) + b"a" + struct.pack("<IQIQ", 1, 4, 0, 4)
     path.write_bytes(start_of_file(num_tensors=1) + table + bytes(256))
-    with pytest.raises(CheckpointError, match=r"a begins at byte \d+, which is no .* general.al"):
+    with pytest.raises(CheckpointError, match=r"a begins at byte \d+, which is not .* general.al"):
         read_header(path)
 
 

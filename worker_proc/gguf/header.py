@@ -151,7 +151,7 @@ class _Reader:
         for entry in tensors.values():
             if entry.offset % alignment:
                 raise self._error(
-                    f"{entry.name[:100]} begins at byte {entry.offset}, which is no multiple of"
+                    f"{entry.name[:100]} begins at byte {entry.offset}, which is not a multiple of"
                     f" general.alignment, {alignment}"
                 )
             if entry.type in READ:
