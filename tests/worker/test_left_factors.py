@@ -58,6 +58,16 @@ def test_weights_in_products_are_found(mixer: Mixer) -> None:
     assert products.others == {"mixing"}
 
 
+def test_a_part_of_a_weight_is_not_taken_for_it(mixer: Mixer) -> None:
+    columns = torch.zeros(18, 2)
+    with torch.inference_mode(), ObservedProducts(mixer) as products:
+        _ = mixer.mixing.t() @ columns
+        _ = mixer.heads[:1] @ torch.zeros(20, 2)
+        _ = mixer.dt_proj.weight[:12] @ torch.zeros(12, 2)
+    assert products.left == set()
+    assert products.others == {"mixing", "heads"}
+
+
 @torch.inference_mode()
 def test_packed_weights_give_each_column_its_bits(
     mixer: Mixer, sampling_library: NativeLibrary | None

@@ -174,11 +174,25 @@ def test_linear_layers_of_other_classes_become_plain_if_they_compute_the_same() 
         def forward(self, input: torch.Tensor) -> Any:
             return super().forward(input).topk(2)
 
+    class Scaled(torch.nn.Linear):
+        def __init__(self, factor: float) -> None:
+            super().__init__(20, 20)
+            self.factor = factor
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * self.factor
+
+    class Late(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cat([input[:, :16], 2 * input[:, 16:]], dim=1))
+
     model = torch.nn.Sequential(FalconLinear(20, 30), FalconLinear(30, 20, bias=False))
+    model.append(Scaled(1.0)).append(Scaled(3.0)).append(Late(20, 20))
     model.append(Doubled(20, 20)).append(Router(20, 8))
     rows = torch.randn(3, 20)
     before = model(rows)
     make_linears_plain(model)
     plain = torch.nn.Linear
-    assert [type(module) for module in model] == [plain, plain, Doubled, Router]
+    kinds = [type(module) for module in model]
+    assert kinds == [plain, plain, plain, Scaled, Late, Doubled, Router]
     torch.testing.assert_close(model(rows), before)

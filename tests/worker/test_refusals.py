@@ -43,6 +43,11 @@ def deepseek() -> PretrainedConfig:
     return config
 
 
+def llama4() -> PretrainedConfig:
+    [found] = [one for one in ARCHITECTURES if one.name == "llama4"]
+    return found.config()
+
+
 def named(name: str, config: Callable[[], PretrainedConfig]) -> Callable[[], PretrainedConfig]:
     """Return what makes a configuration whose checkpoint has another class of model."""
 
@@ -184,6 +189,12 @@ REFUSED = {
         r"w4a16: model\.layers\.0\.mlp\.experts \(MixtralExperts\) does not compute what",
         lambda: MixtralConfig(**SHAPE, **EXPERTS, hidden_act="relu6"),
         {"quantization": "w4a16"},
+        needs_kernels=True,
+    ),
+    "rounded_rows_of_scaled_experts": Refusal(
+        r"w8a8: model\.layers\.\d\.feed_forward \(Llama4TextMoe\) does not compute what",
+        llama4,
+        {"quantization": "w8a8", "dtype": "bfloat16"},
         needs_kernels=True,
     ),
     "coded_heads": Refusal(

@@ -19,6 +19,7 @@ from worker_proc.modules.grouped_experts import (
     trials,
 )
 from worker_proc.modules.quantization import unsupported_experts
+from worker_proc.modules.scaled_experts import has_scaled_experts
 from worker_proc.native.kernels import Format, NativeLibrary
 
 NUM_EXPERTS = 2
@@ -33,6 +34,10 @@ def check_experts_in_small(
 
     One module of each class is tried.
     """
+    if format is Format.INT8_FOR_CODES:
+        for name, module in model.named_modules():
+            if has_scaled_experts(module):  # no definition computes with codes of their rows
+                raise unsupported_experts(quantization, name, module)
     tried: set[type[nn.Module]] = set()
     for name, module in model.named_modules():
         if type(module) in tried or read_experts(module, has_values=False) is None:

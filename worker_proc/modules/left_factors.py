@@ -37,8 +37,8 @@ class ObservedProducts(TorchFunctionMode):
         """Names of what is added to the results of these."""
         self.others: set[str] = set()
         """Names of the module's own weights in all other products."""
-        self._names = {
-            parameter.untyped_storage()._cdata: name
+        self._parameters = {
+            parameter.untyped_storage()._cdata: (name, parameter)
             for name, parameter in module.named_parameters()
             if parameter.dim() > 1
         }
@@ -51,21 +51,35 @@ class ObservedProducts(TorchFunctionMode):
         if kind in _PRODUCTS:
             factors = (*args, *(kwargs or {}).values())
             for place, factor in enumerate(factors):
-                name = self._name_of(factor)
-                if name is not None and place == 0 and kind in _LEFT_PRODUCTS:
+                found = self._parameter_of(factor)
+                if found is None:
+                    continue
+                name, is_whole = found
+                if is_whole and place == 0 and kind in _LEFT_PRODUCTS:
                     self.left.add(name)
-                elif name is not None and place == 2 and kind == "baddbmm":
+                elif is_whole and place == 2 and kind == "baddbmm":
                     self.right.add(name)
-                elif name is not None and place == 0 and kind == "baddbmm":
+                elif is_whole and place == 0 and kind == "baddbmm":
                     self.added.add(name)
                 elif name in self._own:
                     self.others.add(name)
         return func(*args, **(kwargs or {}))
 
-    def _name_of(self, factor: object) -> str | None:
+    def _parameter_of(self, factor: object) -> tuple[str, bool] | None:
+        """Return whose values a factor has, and whether it is that as it is: no part or turn."""
         if not isinstance(factor, torch.Tensor):
             return None
-        return self._names.get(factor.untyped_storage()._cdata)
+        found = self._parameters.get(factor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        name, parameter = found
+        return name, _layout(factor) == _layout(parameter)
+
+
+def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the sizes and strides of a tensor, without the dimensions of 1."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, stride) for size, stride in dims if size != 1]
 
 
 class LeftFactor:

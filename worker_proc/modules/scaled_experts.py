@@ -20,6 +20,7 @@ from worker_proc.modules.grouped_experts import (
     gating_of,
     read_experts,
 )
+from worker_proc.modules.trial_errors import greatest_error
 from worker_proc.native.kernels import Activation, Format, NativeLibrary
 
 NUM_TRIAL_ROWS = 64
@@ -52,6 +53,12 @@ class ScaledExperts:
         return self._module.get_submodule("shared_expert")(rows) + total, logits
 
 
+def has_scaled_experts(module: nn.Module) -> bool:
+    """Return whether a module has the parts of such a mixture; it may be on the meta device."""
+    names = {name for name, _ in module.named_children()}
+    return names == _PARTS and isinstance(getattr(module, "top_k", None), int)
+
+
 @torch.inference_mode()
 def scaled_experts(
     module: nn.Module,
@@ -63,15 +70,16 @@ def scaled_experts(
 ) -> GroupedExperts | None:
     """Replace the experts of a module and its forward, if they are proven to compute the same.
 
-    Returns the experts. None: it is something else, and nothing changes.
+    Returns the experts. None: it is something else, or is not proven; the weights of experts that
+    were tried have been rounded to `format` then.
     """
-    parts = dict(module.named_children())
-    num_chosen = getattr(module, "top_k", None)
-    if set(parts) != _PARTS or not isinstance(num_chosen, int):
+    if not has_scaled_experts(module):
         return None
+    num_chosen = module.top_k
+    assert isinstance(num_chosen, int)
     if format is Format.INT8_FOR_CODES:  # no definition computes with codes of these rows
         return None
-    own = parts["experts"]
+    own = module.get_submodule("experts")
     experts = read_experts(own)
     gating = gating_of(own, activation_of(getattr(own, "act_fn", None)))
     if experts is None or gating is None or num_chosen > len(experts.down):
@@ -107,7 +115,6 @@ def _agrees(module: nn.Module, forward: ScaledExperts) -> bool:
             return False  # a module of another interface
         if expected.shape != found.shape or not torch.equal(logits, own_logits):
             return False
-        error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
-        if not float(error) <= MAX_ERROR[dtype]:
+        if not greatest_error(found.float(), expected.float()) <= MAX_ERROR[dtype]:
             return False
     return True
