@@ -31,6 +31,7 @@ from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.driving import drive
+from tests.worker.recurrent_models import KINDS
 from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config
 from tests.worker.test_parity import make_prompts
@@ -41,7 +42,7 @@ from worker_proc.modules import quantization as quantization_settings
 from worker_proc.modules.experts import computing_expert_codes, round_experts
 from worker_proc.modules.grouped_experts import read_experts
 from worker_proc.modules.packed_linear import computing_codes
-from worker_proc.modules.quantization import FORMATS
+from worker_proc.modules.quantization import FORMATS, check_rounding
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import (
     Activation,
@@ -51,6 +52,7 @@ from worker_proc.native.kernels import (
     PackedWeight,
     projection,
 )
+from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner
 from worker_proc.startup.prepare import prepare_model
@@ -221,12 +223,14 @@ MODELS: dict[str, PretrainedConfig] = {
     "mixtral": CONFIGS["mixtral"],
     "gpt2": CONFIGS["gpt2"],
 }
+RECURRENT_NAMES = [one.name for one in KINDS]
 SLOW_MIXTRAL = pytest.param("mixtral", marks=pytest.mark.slow)
 MIXTURES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
     ),
+    **{one.name: one.config() for one in KINDS},
     "dots1": Dots1Config(
         **SHAPE,
         n_routed_experts=7,
@@ -275,13 +279,15 @@ def rounded_model(
 ) -> PreTrainedModel:
     """Transformers' model of a checkpoint with the weights that codes stand for.
 
-    Those of linear layers and experts are rounded; the embedding and routers are not.
+    Those of linear layers and experts are rounded; the embedding and routers are not, nor what
+    Mamba-1 multiplies by itself.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     formats = FORMATS[quantization]
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
+    for name, module in model.named_modules():
+        is_layer = isinstance(module, nn.Linear) and not name.endswith((".dt_proj", ".router"))
+        if is_layer:
             format = formats.head if module is model.lm_head else formats.layers
             library.round(module.weight.detach(), format)
         if read_experts(module) is not None:
@@ -290,7 +296,7 @@ def rounded_model(
 
 
 @pytest.mark.parametrize("quantization", [Quantization.W8A16, Quantization.W4A16])
-@pytest.mark.parametrize("name", ["qwen3_moe", "dots1", SLOW_MIXTRAL])
+@pytest.mark.parametrize("name", ["qwen3_moe", "dots1", *RECURRENT_NAMES, SLOW_MIXTRAL])
 def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
@@ -301,7 +307,7 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     prompts = make_prompts()
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     runners = load(tmp_path / "plain", quantization), load(tmp_path / "rounded", None)
-    decoder = "modules" if name == "dots1" else "native"
+    decoder = "native" if name in {"qwen3_moe", "mixtral"} else "modules"
     assert [runner.facts.decoder for runner in runners] == [decoder, decoder]
     found, want = (drive(runner, prompts, params, max_num_seqs=16) for runner in runners)
     assert found.output_token_ids == want.output_token_ids
@@ -352,6 +358,14 @@ def test_greedy_tokens_are_those_of_the_rounded_weights(
     assert num_tokens == 16 * len(prompts)
     assert num_equal > least_equal * num_tokens
     assert num_close >= (0.97 if name in MIXTURES else 1.0) * num_tokens
+
+
+def test_a_convolution_is_rounded_in_no_module_but_recurrent_ones() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3))
+    used = [name for name, _ in model.named_parameters()]
+    with pytest.raises(UnsupportedModel, match=r"w8a16: 1 \(Conv1d\) has weights that are not"):
+        check_rounding(model, used, Quantization.W8A16)
+    check_rounding(model, used, Quantization.W8A16, [RecurrentSpec("1", 8, ())])
 
 
 def test_rounding_changes_the_tokens(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from transformers import (
     BertConfig,
     BloomConfig,
     DeepseekV3Config,
-    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -179,11 +178,6 @@ REFUSED = {
         "w8a16 needs dtype bfloat16, and .* in float32; add --dtype bfloat16",
         settings={"quantization": "w8a16"},
         change=with_settings(dtype="float16"),
-    ),
-    "rounded_convolution": Refusal(
-        r"w8a16: model\.layers\.0\.conv\.conv \(Conv1d\) has weights that are not those of a",
-        lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-        {"quantization": "w8a16"},
     ),
     "rounded_experts": Refusal(
         r"w4a16: model\.layers\.0\.mlp\.experts \(MixtralExperts\) does not compute what",

@@ -5,7 +5,7 @@ layer alone is rounded. An embedding is never rounded, also where the output lay
 shares its weight: then the output layer has codes of its own.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from worker_proc.native.kernels import (
     NativeLibrary,
     load_library,
 )
+from worker_proc.recurrent.state_spec import RecurrentSpec
 
 FORMATS = {
     None: PLAIN,
@@ -77,13 +78,18 @@ def check_rounded_dtype(dtype: torch.dtype, quantization: Quantization) -> None:
         )
 
 
-def check_rounding(model: nn.Module, used: Collection[str], quantization: Quantization) -> None:
+def check_rounding(
+    model: nn.Module,
+    used: Collection[str],
+    quantization: Quantization,
+    recurrent: Sequence[RecurrentSpec] = (),
+) -> None:
     """Raise UnsupportedModel for modules whose weights cannot be rounded.
 
     `model` is on the meta device; `used` are the names of the parameters that text reaches. A
     subclass of a linear layer passes here: whether it computes one shows after the load.
     """
-    _check_matrices(model, used, quantization, nn.Linear)
+    _check_matrices(model, used, quantization, recurrent, nn.Linear)
     for name, weight in _rounded_weights(model, used).items():
         num_inputs = weight.shape[-1]
         if quantization is Quantization.W8A8 and num_inputs > MAX_CODED_INPUTS:
@@ -118,7 +124,7 @@ def check_values(
     used = [name for name, parameter in names.items() if not parameter.is_meta]
     found = _rounded_weights(loaded.model, used)
     if loaded.codes is None:
-        _check_matrices(loaded.model, used, quantization)
+        _check_matrices(loaded.model, used, quantization, loaded.recurrent)
     else:
         head = getattr(output_layer(loaded.model), "weight", None)
         found = {name: weight for name, weight in found.items() if names[name] is head}
@@ -172,11 +178,13 @@ def _check_matrices(
     model: nn.Module,
     used: Collection[str],
     quantization: Quantization,
+    recurrent: Sequence[RecurrentSpec],
     passing: type[nn.Module] | None = None,
 ) -> None:
     """Raise UnsupportedModel for matrices of other modules than those that are expected.
 
-    Subclasses of `passing` are expected, too.
+    Subclasses of `passing` are expected, too. Recurrent modules keep all weights that are not those
+    of linear layers in the model's type: convolutions, decays, and what they multiply themselves.
     """
     experts = {m for m in model.modules() if read_experts(m, has_values=False) is not None}
     known = {
@@ -187,6 +195,9 @@ def _check_matrices(
         if name in ROUTER_NAMES or child in experts
         for part in child.modules()
     }
+    known.update(
+        part for one in recurrent for part in model.get_submodule(one.module_name).modules()
+    )
     reached = frozenset(used)
     for name, module in model.named_modules():
         is_linear = type(module) in (nn.Linear, Conv1D)

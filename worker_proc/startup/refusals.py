@@ -78,7 +78,8 @@ def _rehearse(checked: CheckedModel, quantization: Quantization | None) -> Rehea
         coded, method = checked.files.weights, checked.files.report.method
         check_plain_head(model, coded, method, quantization)
     elif quantization is not None:
-        check_rounding(model, inspected.probed.parameters, quantization)
+        probed = inspected.probed
+        check_rounding(model, probed.parameters, quantization, probed.recurrent)
     layers = inspected.probed.layers
     specs = [layer.spec for layer in layers]
     latent = latent_specs(model, layers) if checked.device.type == "cpu" else []
