@@ -27,6 +27,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("flags", "reason"), REFUSED, ids=lambda value: value[0])
 def test_the_reason_comes_within_three_seconds(
     flags: tuple[str, ...], reason: str, start_engine: EngineFactory, tmp_path: Path
@@ -44,4 +45,4 @@ def test_the_reason_comes_within_three_seconds(
         assert reason in engine.log
         return {"seconds": time.monotonic() - started}
 
-    within(10, measure, seconds=3.0)
+    within(5, measure, seconds=3.0)

@@ -26,6 +26,8 @@ from protocol.sampling import SamplingParams
 from tests.tools.quantization_error import DEMO, Rounding, held_out_windows, measure
 from tests.worker.driving import drive
 from tests.worker.quantized_checkpoints import LAYOUTS, Layout, is_quantized
+from worker_proc.model_runner import ModelRunner
+from worker_proc.runner import ReportProgress
 from worker_proc.startup.load_runner import load_model_runner
 
 SHAPE = Qwen3Config(
@@ -45,6 +47,7 @@ MEASURED = (
     *("pack_quantized8_-1_sym", "int_quantized_w8a8", "float_quantized_channel", "fp8_blocks"),
 )
 NUM_TOKENS = 24
+NUM_TURN_TOKENS = 8
 HEAD = "+head"
 
 
@@ -107,8 +110,10 @@ def resident(field: str) -> int:
     return int(line.split()[1]) // 1000
 
 
-def print_speed(directory: Path, quantization: str | None) -> None:
-    """Load a checkpoint in this process, and print one row."""
+def load_in_bf16(
+    directory: Path, quantization: str | None, progress: ReportProgress = lambda *_: None
+) -> ModelRunner:
+    """Load a checkpoint, for one thread."""
     config = configure(
         model=str(directory),
         dtype="bfloat16",
@@ -117,13 +122,18 @@ def print_speed(directory: Path, quantization: str | None) -> None:
         num_gpu_blocks_override=200,
         num_threads=1,
     )
+    return load_model_runner(config, progress)
+
+
+def print_speed(directory: Path, quantization: str | None) -> None:
+    """Load a checkpoint in this process, and print one row."""
     before, peak = resident("RssAnon"), 0
 
     def watch(*_: object) -> None:
         nonlocal peak
         peak = max(peak, resident("RssAnon"))
 
-    runner = load_model_runner(config, watch)
+    runner = load_in_bf16(directory, quantization, watch)
     loaded = resident("RssAnon")
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     processor, wall = [], []
@@ -137,6 +147,32 @@ def print_speed(directory: Path, quantization: str | None) -> None:
     prompt = time.process_time() - started_prompt
     times = statistics.median(processor[1:]), statistics.median(wall[1:]), prompt
     print(before, loaded, peak, *times, flush=True)
+
+
+def print_turns(directory: Path, names: list[str], num_rounds: int) -> None:
+    """Serve checkpoints in this process, decode with each in turn, and print medians."""
+    cases: dict[str, tuple[Path, str]] = {"bf16": (directory / "plain", "")}
+    for each in (Quantization.W8A16, Quantization.W4A16):
+        cases[f"`{each}` at load"] = directory / "plain", str(each)
+    cases |= {name: (directory / name, "") for name in names}
+    runners = {name: load_in_bf16(*case) for name, case in cases.items()}
+    params = SamplingParams(max_tokens=NUM_TURN_TOKENS, temperature=0.0, ignore_eos=True)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
+    for number in range(num_rounds + 1):
+        for name, runner in runners.items():
+            processor, wall = time.process_time(), time.monotonic()
+            drive(runner, [[5 + number, 7, 9]], params, max_num_seqs=1)
+            taken = time.process_time() - processor, time.monotonic() - wall
+            if number:  # the first round touches weights for the first time
+                times[name].append(taken)
+    print("| weights | processor time of a token | wall time of a token |")
+    print("|---|---|---|")
+    for name, rounds in times.items():
+        cells = []
+        for taken in zip(*rounds, strict=True):
+            each = sorted(1000 * one / NUM_TURN_TOKENS for one in taken)
+            cells.append(f"{statistics.median(each):.0f} ms [{each[0]:.0f} to {each[-1]:.0f}]")
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def print_speeds(directory: Path, names: list[str], num_rounds: int) -> None:
@@ -181,6 +217,10 @@ def main() -> None:
     speed.add_argument("directory", type=Path)
     speed.add_argument("--layouts", nargs="*", default=[*MEASURED, "awq_128" + HEAD])
     speed.add_argument("--rounds", type=int, default=1)
+    turns = commands.add_parser("turns", help="decode in turn, in one process, after `speed`")
+    turns.add_argument("directory", type=Path)
+    turns.add_argument("--layouts", nargs="*", default=["pack_quantized8_-1_sym", MEASURED[0]])
+    turns.add_argument("--rounds", type=int, default=9)
     load = commands.add_parser("load", help="one row of `speed`")
     load.add_argument("directory", type=Path)
     load.add_argument("quantization", nargs="?")
@@ -189,6 +229,8 @@ def main() -> None:
         print_errors(args.num_tokens)
     elif args.command == "speed":
         print_speeds(args.directory, args.layouts, args.rounds)
+    elif args.command == "turns":
+        print_turns(args.directory, args.layouts, args.rounds)
     else:
         print_speed(args.directory, args.quantization)
 

@@ -49,6 +49,8 @@ CASES: dict[str, tuple[str, str, str]] = {
     "`w8a16` at load": ("dense", "", "w8a16"),
     "int8 (compressed-tensors)": ("dense", "int_quantized_w8a16", ""),
     "int4 (GPTQ)": ("dense", "gptq4_128_sym_v1", ""),
+    "int8 (compressed-tensors), output layer `w8a16`": ("dense", "int_quantized_w8a16", "w8a16"),
+    "int4 (GPTQ), output layer `w8a16`": ("dense", "gptq4_128_sym_v1", "w8a16"),
     "nf4 (bitsandbytes)": ("dense", "bitsandbytes_nf4_nested", ""),
     "mixture, bf16": ("mixture", "", ""),
     "mixture, int4 (compressed-tensors)": ("mixture", "pack_quantized4_32_asym", ""),
