@@ -24,6 +24,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With the null block; 0: no group holds states."""
     num_host_blocks: int = 0
     """Blocks for requests that are swapped out; 0: victims are always computed again."""
+    num_host_state_blocks: int = 0
+    """The same for states."""
+    state_swap_blocks: float = 0.0
     swap_cost_tokens: float = 0.0
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
@@ -95,8 +98,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"mamba_block_size {self.mamba_block_size} must be a multiple of block_size"
                 f" {self.block_size}"
             )
-        if self.num_host_blocks:
-            raise ValueError("num_host_blocks must be 0 for a model with recurrent layers")
 
     @classmethod
     def combine(

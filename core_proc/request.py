@@ -77,6 +77,8 @@ class SwappedOut(NamedTuple):
     """Leading positions whose KV is there, as far as the windows still reach."""
     host_tables: list[list[int]]
     """One per KV group: the host's block, or NO_BLOCK, for each block of the table."""
+    host_state: int | None = None
+    """The host's block with the state after these positions, of a model with recurrent layers."""
 
 
 @dataclass(slots=True, eq=False)

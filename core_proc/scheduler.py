@@ -544,8 +544,10 @@ class Scheduler:
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of a running request; it waits again, with its outputs kept."""
+        # With drafts in flight it is not known yet of which tokens its state will be.
+        can_swap = self.kv.states is None or not victim.num_drafts_in_flight
         self.speculation.forget(victim)
-        if self.victims.is_swapped(victim):
+        if can_swap and self.victims.is_swapped(victim):
             self.swapper.take_out(victim)
         self._evict(victim)
 

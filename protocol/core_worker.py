@@ -112,6 +112,11 @@ class ModelFacts(Record):
     """The vector has one number for each label of a classification head; 0: it has no such head."""
     default_pooling: PoolingType = PoolingType.LAST
     """Of requests that choose none; a classification head allows no other."""
+    num_host_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """Blocks in host memory, numbered from 0, for the states of swapped requests."""
+    state_swap_blocks: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Cost of copying a state to the host and back, in copies of KV blocks; without KV blocks, 1:
+    `swap_cost_tokens` is that of a state."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.
@@ -215,6 +220,11 @@ class SchedulerOutput(Message):
     draft_limits: dict[RequestId, Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]] = {}
     """Most drafts that the worker makes for a request from this step on. 0: none, and nothing is
     computed for them."""
+    state_swap_out: BlockCopies = field(default_factory=BlockCopies)
+    """As `swap_out`, of state blocks: each one is the last in the table of a request that is
+    preempted in this step, and its state is that of the request's computed tokens."""
+    state_swap_in: BlockCopies = field(default_factory=BlockCopies)
+    """As `swap_in`, of state blocks."""
 
 
 class Sleep(Message):

@@ -21,10 +21,12 @@ def attach_cache(
     num_host_blocks: int = 0,
     *,
     num_state_blocks: int | None = None,
+    num_swap_states: int = 0,
 ) -> KVPool:
     """Allocate a pool and attach each attention module to its part of it, instead of the last.
 
-    Recurrent modules get a pool of states, by default of as many blocks.
+    Recurrent modules get a pool of states, by default of as many blocks, with `num_swap_states`
+    more for those of swapped requests.
     """
     specs = [layer.spec for layer in loaded.layers]
     shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
@@ -49,19 +51,26 @@ def attach_cache(
         # Not by setattr: the layer is not a submodule and owns no parameter.
         loaded.model.get_submodule(layer.module_name).__dict__["paged_layer"] = paged
     if layout.has_states:
-        _attach_states(loaded, layout, pool, num_state_blocks or num_blocks)
+        number = num_state_blocks or num_blocks
+        states = StatePool(
+            loaded.recurrent, number, layout.block_size, loaded.dtype, num_swap_states
+        )
+        _attach_states(loaded, pool, states)
     return pool
 
 
-def _attach_states(
-    loaded: LoadedModel, layout: KVLayout, pool: KVPool, num_state_blocks: int
-) -> None:
-    """Allocate states, which sleep with the pool, and attach each recurrent module to its own."""
-    states = StatePool(loaded.recurrent, num_state_blocks, layout.block_size, loaded.dtype)
+def _attach_states(loaded: LoadedModel, pool: KVPool, states: StatePool) -> None:
+    """Attach each recurrent module to its states, which sleep with the pool."""
     for layer in recurrent_layers(loaded.model):
         layer.attach(states)
     loaded.model.__dict__["state_pool"] = states
     pool.add(states.memory)
+
+
+def state_pool_of(model: nn.Module) -> StatePool | None:
+    """Return the states of a model with recurrent modules that a cache is attached to."""
+    pool: StatePool | None = model.__dict__.get("state_pool")
+    return pool
 
 
 @torch.inference_mode()
@@ -73,7 +82,7 @@ def compute_logits(
     Of a model without output layer these are hidden states.
     """
     backend.begin_step(inputs)
-    states: StatePool | None = model.__dict__.get("state_pool")
+    states = state_pool_of(model)
     if states is not None:
         states.begin_step(inputs)
     types = inputs.token_type_ids

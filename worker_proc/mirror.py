@@ -5,7 +5,7 @@ that disagree stop at the first step that shows it. It holds no tensors: both ru
 """
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -150,6 +150,8 @@ class Mirror:
         """The requests that return a vector."""
         self.highest_block = NULL_BLOCK
         """The highest KV block that a request has had."""
+        self.state_swap_out = BlockCopies()
+        """The copies of the last step from state blocks, which have the states to copy."""
         self._next_step_id: int | None = None
 
     def reset(self) -> None:
@@ -170,6 +172,7 @@ class Mirror:
         if expected is not None and step.step_id != expected:
             raise MirrorError(f"step_id {step.step_id} came instead of {expected}")
         self._next_step_id = step.step_id + 1
+        behind_drafts: dict[int, int] = {}  # by own block: where the state is instead
         for field_name in ("preempted_req_ids", "finished_req_ids"):
             for req_id in getattr(step, field_name):
                 left = self.requests.pop(req_id, None)
@@ -177,9 +180,10 @@ class Mirror:
                     raise MirrorError(f"{field_name} names {req_id}, which is not mirrored")
                 self.num_constrained -= left.sampling_params.grammar is not None
                 self.pooling.discard(req_id)
+                if left.state_block != NULL_BLOCK:
+                    behind_drafts[left.block_tables[-1][-1]] = left.state_block
                 self._draft_states.release(left)
-        self._check_copies(step.swap_out, "swap_out")
-        self._check_copies(step.swap_in, "swap_in")
+        self._take_copies(step, behind_drafts)
         for new in step.scheduled_new_reqs:
             self._append(new)
         self._grow_tables(step)
@@ -207,6 +211,8 @@ class Mirror:
             step.draft_limits,
             step.swap_out.device_block_ids or step.swap_out.host_block_ids,
             step.swap_in.device_block_ids or step.swap_in.host_block_ids,
+            step.state_swap_out.device_block_ids or step.state_swap_out.host_block_ids,
+            step.state_swap_in.device_block_ids or step.state_swap_in.host_block_ids,
         )
         if any(others) or step.step_id != self._next_step_id:
             return False
@@ -383,23 +389,42 @@ class Mirror:
                         f" {position} tokens"
                     )
 
-    def _check_blocks(self, name: str, block_ids: list[int], lowest: int = NULL_BLOCK + 1) -> None:
-        num_blocks = self._facts.num_gpu_blocks
+    def _check_blocks(
+        self,
+        name: str,
+        block_ids: list[int],
+        lowest: int = NULL_BLOCK + 1,
+        num_blocks: int | None = None,
+    ) -> None:
+        num_blocks = self._facts.num_gpu_blocks if num_blocks is None else num_blocks
         for block_id in block_ids:
             if not lowest <= block_id < num_blocks:
                 bounds = f"{lowest} to {num_blocks - 1}"
                 raise MirrorError(f"{name} got block {block_id}, outside {bounds}")
 
+    def _take_copies(self, step: SchedulerOutput, behind_drafts: Mapping[int, int]) -> None:
+        """Check the copies of a step, and note where the states are that it copies."""
+        for field_name in ("swap_out", "swap_in", "state_swap_out", "state_swap_in"):
+            copies: BlockCopies = getattr(step, field_name)
+            if copies.device_block_ids or copies.host_block_ids:
+                self._check_copies(copies, field_name)
+        out = step.state_swap_out
+        own_blocks = out.device_block_ids
+        if behind_drafts and own_blocks:
+            own_blocks = [behind_drafts.get(block_id, block_id) for block_id in own_blocks]
+        self.state_swap_out = BlockCopies(own_blocks, out.host_block_ids)
+
     def _check_copies(self, copies: BlockCopies, field: str) -> None:
+        facts, of_states = self._facts, field.startswith("state")
         if len(copies.device_block_ids) != len(copies.host_block_ids):
             raise MirrorError(f"columns of {field} differ in length")
-        self._check_blocks(field, copies.device_block_ids)
+        num_blocks = facts.num_state_blocks if of_states else facts.num_gpu_blocks
+        self._check_blocks(field, copies.device_block_ids, num_blocks=num_blocks)
+        num_host_blocks = facts.num_host_state_blocks if of_states else facts.num_host_blocks
         for block_id in copies.host_block_ids:
-            if not 0 <= block_id < self._facts.num_host_blocks:
-                raise MirrorError(
-                    f"{field} names host block {block_id} of {self._facts.num_host_blocks}"
-                )
-        targets = copies.host_block_ids if field == "swap_out" else copies.device_block_ids
+            if not 0 <= block_id < num_host_blocks:
+                raise MirrorError(f"{field} names host block {block_id} of {num_host_blocks}")
+        targets = copies.host_block_ids if field.endswith("out") else copies.device_block_ids
         if len(set(targets)) != len(targets):
             raise MirrorError(f"{field} copies two blocks to one")
 

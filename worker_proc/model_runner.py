@@ -20,7 +20,7 @@ from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.drafting.draft_model import DraftModel
 from worker_proc.drafting.repetitions import propose_repetitions
-from worker_proc.forward import compute_logits
+from worker_proc.forward import compute_logits, state_pool_of
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks
@@ -150,6 +150,7 @@ class ModelRunner:
         self.attention = backend.name
         self._backend = backend
         self._pool = pool
+        self._states = state_pool_of(loaded.model)
         self._sampler = sampler
         self._adapters = adapters
         self.adapters = None if adapters is None else adapters.kept
@@ -233,6 +234,8 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.follow(step)
         self._pool.swap(step.swap_out, step.swap_in)
+        if self._states is not None:
+            self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
         if not scheduled:
             return ModelRunnerOutput(step.step_id, [])
         self._pool.wake()

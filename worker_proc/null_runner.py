@@ -179,6 +179,7 @@ class NullRunner:
         for part in scheduled:
             self._claim_blocks(part)
         if self._states is not None:
+            self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
             self._states.execute(scheduled, step.preempted_req_ids + step.finished_req_ids)
         delay_s = self._step_delay_s + self._token_delay_s * step.total_num_scheduled_tokens
         if delay_s > 0:

@@ -296,12 +296,19 @@ class KVCacheManager:
         ref_count = self.pool.ref_count
         return sum(ref_count(block_id) == count for block_id, count in held.items())
 
-    def num_shared_blocks(self, request: Request) -> int:
-        """Count the request's blocks that others hold too, and so keep cached."""
-        if not self.groups:
-            return 0
-        ref_count = self.pool.ref_count
-        return sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
+    def num_lasting_blocks(self, request: Request) -> int:
+        """Count the request's blocks that others hold too, and so keep cached.
+
+        With recurrent layers these are the ones up to the last snapshot among them.
+        """
+        num_blocks = len(request.block_hashes)
+        if self.groups:
+            ref_count = self.pool.ref_count
+            num_blocks = sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
+        if self.states is not None:
+            limit = min(num_blocks, len(request.block_hashes))
+            num_blocks = len(self.states.find_hit(request, limit))
+        return num_blocks
 
     def forget_uncomputed(self, request: Request) -> None:
         """Drop the hashes of blocks that were to be filled by a step that will not be sent.

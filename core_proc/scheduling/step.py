@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from core_proc.kv.kv_cache import Tables
+from core_proc.kv.swap import StepCopies
 from core_proc.request import Request
-from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
 
 _MAX_NEW_IDS = 1_500_000
@@ -175,11 +176,11 @@ class ScheduledStep:
         step_id: int,
         preempted_req_ids: list[int],
         finished_req_ids: list[int],
-        copies: tuple[BlockCopies, BlockCopies],
+        copies: tuple[StepCopies, StepCopies],
         draft_limits: dict[int, int],
     ) -> SchedulerOutput:
         """Build the message, which omits requests that get one token and no block."""
-        swap_out, swap_in = copies
+        kv, states = copies
         return SchedulerOutput(
             step_id=step_id,
             scheduled_new_reqs=self.new_reqs,
@@ -188,9 +189,11 @@ class ScheduledStep:
             total_num_scheduled_tokens=self.num_tokens,
             preempted_req_ids=preempted_req_ids,
             finished_req_ids=finished_req_ids,
-            swap_out=swap_out,
-            swap_in=swap_in,
+            swap_out=kv.out,
+            swap_in=kv.into,
             draft_limits=draft_limits,
+            state_swap_out=states.out,
+            state_swap_in=states.into,
         )
 
 

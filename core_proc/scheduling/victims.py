@@ -41,9 +41,9 @@ class VictimChoice:
         return self._swapper.prefers(victim, self._num_lost_tokens(victim))
 
     def _num_lost_tokens(self, victim: Request) -> int:
-        """Count the computed tokens in blocks that no other request holds."""
-        num_shared = self._kv.num_shared_blocks(victim)
-        return max(0, victim.num_computed_tokens - num_shared * self._kv.block_size)
+        """Count the computed tokens that would be computed again: see `num_lasting_blocks`."""
+        num_lasting = self._kv.num_lasting_blocks(victim)
+        return max(0, victim.num_computed_tokens - num_lasting * self._kv.block_size)
 
     def _cheapness(self, request: Request) -> Key:
         cost = float(self._num_lost_tokens(request))

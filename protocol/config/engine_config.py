@@ -154,8 +154,8 @@ class CacheConfig(Section):
     cache, beside the one at the end of each prompt; a multiple of block_size. Default: 512, or the
     next multiple."""
     swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
-    """Host memory for the KV of preempted requests, where copying is quicker than computing again;
-    0: always compute again."""
+    """Host memory for the KV and the recurrent states of preempted requests, where copying is
+    quicker than computing again; 0: always compute again."""
     enable_hybrid_kv_cache: bool = True
     """Give back KV blocks that a layer's sliding window has passed."""
     enable_kv_events: bool = False

@@ -26,6 +26,8 @@ OPTIONS: Values = {
     "room": (1.0, 0.5, 0.7, 1.3, 4.0),
     "windows": ((None,), (None,), (8,), (None, 8), (5, 17)),
     "num_states": (0, 0, 0, 1, 2, 3, 5, 12),
+    "num_host_states": (0, 1, 5),
+    "state_swap_blocks": (0.5, 2.0),
     "only_states": (False, False, False, True),
     "blocks_per_snapshot": (1, 2, 4, 100),
     "num_host_blocks": (0, 0, 7, 60),
@@ -106,12 +108,13 @@ def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> Schedule
     chunk = drawn["max_num_batched_tokens"]
     groups = tuple(make_group(window, chunk, block_size) for window in windows)
     num_states, only_states = settings.pop("num_states"), settings.pop("only_states")
+    num_host_states = settings.pop("num_host_states")
     settings["mamba_block_size"] = settings.pop("blocks_per_snapshot") * block_size
     if num_states:
         groups = (() if only_states else groups) + (KVGroup(is_state=True),)
         settings |= {
             "num_state_blocks": 1 + num_states,
-            "num_host_blocks": 0,
+            "num_host_state_blocks": num_host_states,
         }
     if not drawn["long_prefill_token_threshold"]:
         settings["max_long_partial_prefills"] = 0

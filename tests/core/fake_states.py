@@ -7,7 +7,7 @@ request writes must not be read or written by another in the same step.
 from collections.abc import Sequence
 from typing import Protocol
 
-from protocol.core_worker import NULL_BLOCK
+from protocol.core_worker import NULL_BLOCK, BlockCopies
 
 OF_DRAFTS = 0
 """Content of a block whose state includes drafts that may be wrong."""
@@ -27,9 +27,11 @@ class HasStates(Protocol):
 class FakeStates:
     """Executes the rules of state tables, and checks every state that a request begins from."""
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
+        self._num_host_blocks = num_host_blocks
+        self._host: dict[int, int] = {}
         self._contents: dict[int, int] = {}
         """By block: the prefix up to the last token of its state."""
         self._kept: set[HasStates] = set()
@@ -37,10 +39,24 @@ class FakeStates:
 
     def clear(self) -> None:
         self._contents.clear()
+        self._host.clear()
         self._kept.clear()
 
     def forget(self, request: HasStates) -> None:
-        self._kept.discard(request)
+        """Let a request go; what is copied from its block is the state of its computed tokens."""
+        if request in self._kept:
+            self._kept.remove(request)
+            own = request.block_tables[-1][-1]
+            self._contents[own] = request.prefix(request.num_computed_tokens - 1)
+
+    def swap(self, out: BlockCopies, into: BlockCopies) -> None:
+        """Copy states to the host, then others from it."""
+        for block_id, host_id in zip(out.device_block_ids, out.host_block_ids, strict=True):
+            assert 0 <= host_id < self._num_host_blocks
+            self._host[host_id] = self._contents[block_id]
+            assert self._host[host_id] != OF_DRAFTS
+        for block_id, host_id in zip(into.device_block_ids, into.host_block_ids, strict=True):
+            self._contents[block_id] = self._host[host_id]
 
     def execute(self, parts: Sequence[tuple[HasStates, int]]) -> None:
         """Compute this many tokens of each request, drafts included."""

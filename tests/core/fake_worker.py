@@ -62,6 +62,7 @@ class FakeWorker:
         num_host_blocks: int = 0,
         *,
         num_state_blocks: int = 0,
+        num_host_state_blocks: int = 0,
         guess: GuessFn | None = None,
         most_drafts: int = 0,
     ) -> None:
@@ -69,7 +70,9 @@ class FakeWorker:
 
         With `num_state_blocks` a state group follows these.
         """
-        self._states = FakeStates(block_size, num_state_blocks) if num_state_blocks else None
+        self._states: FakeStates | None = None
+        if num_state_blocks:
+            self._states = FakeStates(block_size, num_state_blocks, num_host_state_blocks)
         self._guess = guess
         self._most_drafts = most_drafts
         self.times_ns: tuple[int, int, int] | None = None
@@ -95,6 +98,8 @@ class FakeWorker:
         self._next_step_id = step.step_id + 1
         self._forget(step)
         self._swap(step.swap_out, step.swap_in)
+        if self._states is not None:
+            self._states.swap(step.state_swap_out, step.state_swap_in)
         for new in step.scheduled_new_reqs:
             self._add(new)
         self._grow(step.scheduled_cached_reqs)

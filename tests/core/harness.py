@@ -36,6 +36,7 @@ def make_worker(
         windows,
         options.num_host_blocks,
         num_state_blocks=options.num_state_blocks,
+        num_host_state_blocks=options.num_host_state_blocks,
         guess=guess or now_and_then if options.num_speculative_tokens else None,
         most_drafts=options.num_speculative_tokens,
     )

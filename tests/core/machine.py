@@ -464,6 +464,7 @@ class Machine:
         assert self._worker.mirror == {}
         assert self.scheduler.kv.num_free_blocks == self.options.num_blocks - 1
         assert self.scheduler.swapper.num_free_blocks == self.options.num_host_blocks
+        assert self.scheduler.swapper.num_free_states == self.options.num_host_state_blocks
         assert self.scheduler.kv.usage == 0.0
         if (states := self.scheduler.kv.states) is not None:
             assert states.usage == 0.0

@@ -129,9 +129,59 @@ MUTATIONS = (
     ),
     Mutation(
         "host blocks given away in the step that reads them",
+        "kv/host_blocks.py",
+        "self._leaving += block_ids",
+        "self._free += block_ids",
+    ),
+    Mutation(
+        "drafts pass the end of a snapshot",
+        "kv/state_blocks.py",
+        "return min(end, (request.num_tokens // spacing + 1) * spacing)",
+        "return end",
+    ),
+    Mutation(
+        "drafts add two blocks to a state table",
+        "kv/state_blocks.py",
+        "end = (len(request.block_tables[-1]) + 1) * self._block_size",
+        "end = (len(request.block_tables[-1]) + 2) * self._block_size",
+    ),
+    Mutation(
+        "a fully cached prompt begins from the state after its last token",
+        "kv/kv_cache.py",
+        "limit = (request.num_tokens - 1) // self.block_size",
+        "limit = request.num_tokens // self.block_size",
+    ),
+    Mutation(
+        "a snapshot can be hit in the step that writes it",
+        "kv/state_blocks.py",
+        "        return changed\n",
+        "        for request in {request for request, _ in changed}:\n"
+        "            self.remember(request)\n"
+        "        return changed\n",
+    ),
+    Mutation(
+        "the only snapshot is kept while a request has taken over its block",
+        "kv/state_blocks.py",
+        "            self.pool.forget(snapshot)\n",
+        "",
+    ),
+    Mutation(
+        "a state is swapped while its drafts are in flight",
+        "scheduler.py",
+        "can_swap = self.kv.states is None or not victim.num_drafts_in_flight",
+        "can_swap = True",
+    ),
+    Mutation(
+        "the KV before a lost state counts as kept",
+        "kv/kv_cache.py",
+        "num_blocks = len(self.states.find_hit(request, limit))",
+        "num_blocks = limit",
+    ),
+    Mutation(
+        "a state comes back to the wrong entry of the table",
         "kv/swap.py",
-        "self._leaving += [block_id",
-        "self._free += [block_id",
+        "block_id = request.block_tables[-1][(start - 1) // self._block_size]",
+        "block_id = request.block_tables[-1][0]",
     ),
     Mutation(
         "what sits a step out counts as computed",

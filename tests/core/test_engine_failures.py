@@ -206,7 +206,8 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "max_model_len": 512,
         "eos_token_ids": (2,),
     }
-    unset = {"tenant_weights", "target_itl_ms", "mamba_block_size", "num_state_blocks"}
+    of_states = {"num_state_blocks": 7, "num_host_state_blocks": 3, "state_swap_blocks": 1.5}
+    unset = {"tenant_weights", "target_itl_ms", "mamba_block_size", *of_states}
     names = set(SchedulerOptions.__struct_fields__) - unset
     assert {name: getattr(options, name) for name in names} == {n: expected[n] for n in names}
     others = {"tenant_weights": "gold=4", "enable_kv_events": True}
@@ -214,13 +215,14 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     others["mamba_block_size"] = 96
     fair = EngineCore(configure(model="null", scheduling_policy="fair", **others))
     recurrent = [KVGroup(), KVGroup(is_state=True)]
-    fair.adopt_workers(msgspec.structs.replace(FACTS, kv_groups=recurrent, num_state_blocks=7))
+    fair.adopt_workers(msgspec.structs.replace(FACTS, kv_groups=recurrent, **of_states))
     assert fair.running is not None
     assert fair.running.scheduler.options.tenant_weights == {"gold": 4.0}
     assert fair.running.scheduler.options.enable_kv_events
     assert fair.running.scheduler.options.target_itl_ms == 30.0
     assert fair.running.scheduler.options.mamba_block_size == 96
-    assert fair.running.scheduler.options.num_state_blocks == 7
+    options = fair.running.scheduler.options
+    assert {name: getattr(options, name) for name in of_states} == of_states
 
 
 def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:

@@ -240,5 +240,7 @@ def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> Mod
         kv_groups=[KVGroup(), *[KVGroup(is_state=True)] * (num_state_blocks > 0)],
         num_state_blocks=num_state_blocks + (num_state_blocks > 0),
         num_host_blocks=num_host_blocks,
+        num_host_state_blocks=num_host_blocks // 3 if num_state_blocks else 0,
+        state_swap_blocks=0.5 if num_state_blocks else 0.0,
         embedding_size=EMBEDDING_SIZE,
     )

@@ -272,7 +272,6 @@ def _draw_states(rng: random.Random, plan: Plan) -> None:
     if cache.enable_prefix_caching:
         cache = replace(cache, mamba_block_size=rng.choice((1, 2, 4)) * cache.block_size)
     plan.config = replace(config, worker=worker, cache=cache)
-    plan.num_host_blocks = 0
 
 
 def _draw_drafts(rng: random.Random, plan: Plan) -> None:

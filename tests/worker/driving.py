@@ -42,6 +42,8 @@ def make_scheduler(facts: ModelFacts, **options: object) -> Scheduler:
         "kv_groups": tuple(facts.kv_groups),
         "num_host_blocks": facts.num_host_blocks,
         "num_state_blocks": facts.num_state_blocks,
+        "num_host_state_blocks": facts.num_host_state_blocks,
+        "state_swap_blocks": facts.state_swap_blocks,
     }
     return Scheduler(SchedulerOptions(**(settings | options)))  # type: ignore[arg-type]
 

@@ -23,8 +23,9 @@ from tests.worker.test_parity import (
     make_runner,
 )
 from worker_proc.errors import InsufficientMemory
+from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.mirror import MirrorError
-from worker_proc.startup.parts import count_host_blocks
+from worker_proc.startup.parts import SwapSpace, share_swap_space
 
 WINDOWED = [a for a in ARCHITECTURES if a.name in {"mistral_window", "gemma2", "gemma3"}]
 LLAMA, GEMMA3 = ARCHITECTURES[0], WINDOWED[-1]
@@ -118,7 +119,15 @@ def test_the_hosts_blocks_are_counted_from_the_bytes(serve: Serve) -> None:
 
 def test_more_swap_space_than_there_is_memory_is_refused_by_name() -> None:
     with pytest.raises(InsufficientMemory, match="swap_space_bytes 70368744177663"):
-        count_host_blocks(2**46 - 1, 4096)
+        share_swap_space(2**46 - 1, 4096, 0, CacheSize(100, 64))
+
+
+def test_states_have_their_share_of_the_swap_space() -> None:
+    size = CacheSize(100, 64, num_state_blocks=10)
+    assert share_swap_space(10_000, 100, 0, size) == SwapSpace(100)
+    assert share_swap_space(10_000, 100, 500, size) == SwapSpace(70, 6, 5.0)
+    assert share_swap_space(10_000, 0, 500, size) == SwapSpace(0, 20, 1.0)
+    assert share_swap_space(0, 100, 500, size) == SwapSpace()
 
 
 def test_the_cost_of_a_swap_is_measured_where_there_is_a_host_pool(serve: Serve) -> None:

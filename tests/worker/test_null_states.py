@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from protocol.core_worker import KVGroup, ModelFacts, NewRequestData, SchedulerOutput
+from protocol.core_worker import BlockCopies, KVGroup, ModelFacts, NewRequestData, SchedulerOutput
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
 from tests.worker.test_null_runner import PARAMS, expected, facts, prompts
@@ -92,6 +92,65 @@ def test_drafts_change_no_token(max_steps_in_flight: int, num_draft_states: int 
     assert run.num_accepted_drafts < run.num_drafts or not num_draft_states
     assert bool(run.num_drafts) == (num_draft_states != 0)
     assert run.num_preemptions > 0
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_swaps_change_no_token(num_speculative_tokens: int, max_steps_in_flight: int) -> None:
+    found = state_facts(5, 60)
+    facts_ = msgspec.structs.replace(
+        found, num_host_blocks=40, num_host_state_blocks=2, state_swap_blocks=1.0
+    )
+    run = drive(
+        NullRunner(facts_, num_speculative_tokens=num_speculative_tokens),
+        prompts(),
+        PARAMS,
+        mamba_block_size=8,
+        max_steps_in_flight=max_steps_in_flight,
+        scheduler_reserve_full_isl=False,
+        num_speculative_tokens=num_speculative_tokens,
+        adaptive_speculation=False,
+        swap_cost_tokens=0.01,
+    )
+    assert [expected(prompt, 20) for prompt in prompts()] == run.output_token_ids
+    assert 0 < run.num_swaps <= run.num_preemptions
+
+
+def test_a_swap_copies_the_state_behind_the_last_right_draft() -> None:
+    """It is in a block of which the core knows nothing."""
+    facts_ = msgspec.structs.replace(state_facts(), num_host_state_blocks=2)
+    mirror = Mirror(facts_, 2, num_draft_states=2)
+    parts = mirror.apply(FIRST)
+    mirror.advance(parts, [5])
+    request = mirror.requests[1]
+    assert mirror.take_drafts(request, [8, 9]) == 2
+    parts = mirror.apply(step(1, 3, counts={1: 3}, grown={1: [[30], [4]]}))
+    mirror.advance(parts, [5], [1])
+    assert request.state_block == request.draft_states[0] >= facts_.num_state_blocks
+    leaving = msgspec.structs.replace(
+        step(2, 0, preempted=[1]), state_swap_out=BlockCopies([4], [1])
+    )
+    begins_from = request.state_block
+    mirror.apply(leaving)
+    assert mirror.state_swap_out == BlockCopies([begins_from], [1])
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        ({"state_swap_out": BlockCopies([21], [0])}, "state_swap_out got block 21, outside 1 to"),
+        ({"state_swap_out": BlockCopies([4], [2])}, "state_swap_out names host block 2 of 2"),
+        ({"state_swap_out": BlockCopies([3, 4], [1, 1])}, "state_swap_out copies two blocks"),
+        ({"state_swap_in": BlockCopies([4, 4], [0, 1])}, "state_swap_in copies two blocks to one"),
+        ({"state_swap_in": BlockCopies([4], [0])}, "host state block 0 is copied and was never"),
+        ({"state_swap_out": BlockCopies([9], [0])}, "state block 9 is copied and was never"),
+    ],
+)
+def test_wrong_copies_of_states_are_refused(copies: dict[str, BlockCopies], message: str) -> None:
+    runner = NullRunner(msgspec.structs.replace(state_facts(), num_host_state_blocks=2))
+    runner.execute(FIRST)
+    with pytest.raises(MirrorError, match=message):
+        runner.execute(msgspec.structs.replace(step(1, 1), **copies))
 
 
 def test_a_snapshot_is_read_by_other_requests_of_the_same_tokens() -> None:

@@ -7,14 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.config import (
-    CacheConfig,
-    Device,
-    Dtype,
-    EngineConfig,
-    ModelConfig,
-    WorkerConfig,
-)
 from protocol.core_worker import ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
@@ -30,7 +22,6 @@ from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.step_texts import texts_of
 from worker_proc.startup.announcement import announcement
-from worker_proc.startup.load_runner import load_model_runner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 DELTA = BY_NAME["qwen3_5_text"]
@@ -93,25 +84,6 @@ def test_a_state_that_is_not_finite_stays_with_its_request(tmp_path: Path) -> No
     assert none == {}
     assert outputs[1:] == alone
     assert all(alone)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"cache": CacheConfig(swap_space_bytes=1 << 20)}, "swap_space_bytes 1048576"),
-    ],
-)
-def test_settings_are_refused_before_weights_are_read(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    DELTA.config().save_pretrained(tmp_path)
-    config = EngineConfig(
-        model=ModelConfig(model=str(tmp_path), dtype=Dtype("float32"), device=Device.CPU),
-        worker=WorkerConfig(num_threads=1),
-        **settings,
-    )
-    with pytest.raises(UnsupportedModel, match=f"recurrent state exclude {reason}"):
-        load_model_runner(config, lambda phase, done, total: None)
 
 
 def test_a_module_that_computes_something_else_is_refused(

@@ -199,11 +199,6 @@ REFUSED = {
     "coded_latent_rows": Refusal(
         "fp8: deepseek_v3 has multi-head latent attention", deepseek, {"kv_cache_dtype": "fp8"}
     ),
-    "states_and_swap": Refusal(
-        "recurrent state exclude swap_space_bytes 1048576",
-        KINDS[0].config,
-        {"swap_space_bytes": 1 << 20},
-    ),
     "states_without_memory": Refusal(
         "recurrent states need", KINDS[0].config, {"kv_cache_memory_bytes": 10_000}
     ),

@@ -10,7 +10,7 @@ import torch
 from protocol.core_worker import BlockCopies
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.calibration.self_check import trial_requests
-from worker_proc.forward import attach_cache, compute_logits
+from worker_proc.forward import attach_cache, compute_logits, state_pool_of
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
@@ -24,13 +24,25 @@ BUDGET_S = 0.1
 
 
 def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
-    """Return the prompt tokens computed while a block is copied out and in; replaces the pool."""
+    """Return the prompt tokens computed while a block is copied out and in; replaces the pool.
+
+    Of a model without KV blocks it is that of a state.
+    """
     per_group = -(-max(PROMPT_LENGTHS) // layout.block_size)
     num_blocks = 1 + max(per_group * layout.num_tables, NUM_COPIED_BLOCKS)
-    pool = attach_cache(loaded, backend, layout, num_blocks, NUM_COPIED_BLOCKS)
+    pool = attach_cache(
+        loaded,
+        backend,
+        layout,
+        num_blocks,
+        NUM_COPIED_BLOCKS,
+        num_swap_states=0 if layout.groups else NUM_COPIED_BLOCKS,
+    )
+    states = state_pool_of(loaded.model)
+    swap = pool.swap if layout.groups or states is None else states.swap
     copies = BlockCopies(list(range(1, 1 + NUM_COPIED_BLOCKS)), list(range(NUM_COPIED_BLOCKS)))
     block_times = [
-        _seconds(partial(pool.swap, copies, copies), loaded.device) / NUM_COPIED_BLOCKS
+        _seconds(partial(swap, copies, copies), loaded.device) / NUM_COPIED_BLOCKS
         for _ in range(NUM_REPEATS)
     ]
     token_time = _seconds_per_token(loaded, backend, layout)

@@ -8,6 +8,7 @@ from binascii import crc32
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from protocol.core_worker import BlockCopies
 from protocol.message import pack_token_ids
 from worker_proc.kv.state_cuts import state_cuts, state_source
 from worker_proc.mirror import MirroredRequest, MirrorError, ScheduledRequest
@@ -33,11 +34,27 @@ class NullStates:
         self._blocks: dict[int, State] = {}
         self._computed: dict[int, State] = {}
         """By request: the state that its tokens have."""
+        self._host: dict[int, State] = {}
 
     def clear(self) -> None:
         """Lose all states, as by a sleep."""
         self._blocks.clear()
+        self._host.clear()
         self._computed.clear()
+
+    def swap(self, out: BlockCopies, into: BlockCopies) -> None:
+        """Copy states to the host, then others from it; MirrorError: there is none to copy."""
+        for copies, sources, targets in (
+            (out, self._blocks, self._host),
+            (into, self._host, self._blocks),
+        ):
+            ids = zip(copies.device_block_ids, copies.host_block_ids, strict=True)
+            for device_id, host_id in ids:
+                source, target = (device_id, host_id) if copies is out else (host_id, device_id)
+                if source not in sources:
+                    where = "state block" if copies is out else "host state block"
+                    raise MirrorError(f"{where} {source} is copied and was never written")
+                targets[target] = sources[source]
 
     def execute(self, scheduled: Sequence[ScheduledRequest], left: Iterable[int]) -> None:
         """Begin each part from its state, and write the states that its table asks for.

@@ -16,6 +16,7 @@ from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
+from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states
 from worker_proc.startup.parts import block_bytes_of, make_backend, make_draft_layout, make_layout
@@ -72,7 +73,8 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         if settings:
             stepwise = compute_stepwise(loaded, backend, layout)
         exactness = check_exactness(loaded, backend, layout, stepwise)
-        can_swap = config.cache.swap_space_bytes >= block_bytes_of(loaded, layout)
+        least_bytes = block_bytes_of(loaded, layout) or state_bytes(loaded.recurrent, loaded.dtype)
+        can_swap = config.cache.swap_space_bytes >= least_bytes
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
     adapters = AdapterProof()
     if prepared.adapters is not None:

@@ -26,13 +26,13 @@ from worker_proc.sampling.sampler import Sampler
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.parts import (
     block_bytes_of,
-    count_host_blocks,
     make_backend,
     make_device_sampler,
     make_draft_layout,
     make_graphs,
     make_layout,
     make_sampler,
+    share_swap_space,
 )
 from worker_proc.startup.prepare import describe_codes, prepare_model
 
@@ -74,6 +74,7 @@ def build_runner(
         facts.num_gpu_blocks,
         facts.num_host_blocks,
         num_state_blocks=facts.num_state_blocks + size.num_draft_states,
+        num_swap_states=facts.num_host_state_blocks,
     )
     install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     device_sampler = make_device_sampler(loaded, backend, config)
@@ -178,7 +179,12 @@ def _facts_of(
     loaded, exactness = prepared.loaded, calibration.exactness
     head = loaded.head
     num_labels = head.num_outputs if head and loaded.kind is ModelKind.CLASSIFIES else 0
-    block_bytes = block_bytes_of(loaded, layout)
+    swap = share_swap_space(
+        config.cache.swap_space_bytes,
+        block_bytes_of(loaded, layout),
+        state_bytes(loaded.recurrent, loaded.dtype),
+        size,
+    )
     return ModelFacts(
         model=config.model.model,
         vocab_size=loaded.vocab_size,
@@ -189,9 +195,7 @@ def _facts_of(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device.type,
         kv_groups=layout.kv_groups(),
-        num_host_blocks=0
-        if not config.cache.swap_space_bytes
-        else count_host_blocks(config.cache.swap_space_bytes, block_bytes),
+        num_host_blocks=swap.num_blocks,
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
         embedding_size=calibration.embedding_size if head is None else head.num_outputs,
@@ -204,6 +208,8 @@ def _facts_of(
         num_labels=num_labels,
         default_pooling=loaded.pooling,
         num_state_blocks=size.num_state_blocks,
+        num_host_state_blocks=swap.num_states,
+        state_swap_blocks=swap.state_cost_blocks,
     )
 
 

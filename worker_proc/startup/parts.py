@@ -1,6 +1,6 @@
 """The parts of a runner, chosen for a model and its device."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
@@ -68,10 +68,34 @@ def check_swap_space(num_bytes: int) -> None:
         )
 
 
-def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
-    """Return the number of blocks that the swap space holds; it must fit in free memory."""
+class SwapSpace(NamedTuple):
+    """What the swap space holds."""
+
+    num_blocks: int = 0
+    num_states: int = 0
+    state_cost_blocks: float = 0.0
+    """Cost of copying a state, in copies of KV blocks; without KV blocks, 1."""
+
+
+def share_swap_space(
+    swap_space_bytes: int, block_bytes: int, state_bytes: int, size: kv_tensors.CacheSize
+) -> SwapSpace:
+    """Divide the swap space among KV blocks and states as the cache is; it must fit in free memory.
+
+    So a state has room beside the KV of a request. No states: `state_bytes` is 0.
+    """
+    if not swap_space_bytes:
+        return SwapSpace()
     check_swap_space(swap_space_bytes)
-    return swap_space_bytes // block_bytes
+    if not state_bytes:
+        return SwapSpace(swap_space_bytes // block_bytes)
+    if not block_bytes:
+        return SwapSpace(0, swap_space_bytes // state_bytes, 1.0)
+    all_states, all_blocks = size.num_state_blocks * state_bytes, size.num_blocks * block_bytes
+    share = swap_space_bytes * all_states // (all_states + all_blocks)
+    num_states = share // state_bytes
+    num_blocks = (swap_space_bytes - num_states * state_bytes) // block_bytes
+    return SwapSpace(num_blocks, num_states, state_bytes / block_bytes)
 
 
 def make_backend(

@@ -118,7 +118,6 @@ def _check(
         device,
         progress,
         proofs,
-        settings_without_states=_settings_without_states(config),
         max_model_len=config.model.max_model_len,
     )
     check_settings(checked, config)
@@ -212,12 +211,6 @@ def _setting_of_codes(config: EngineConfig) -> str | None:
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
         return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
     return None
-
-
-def _settings_without_states(config: EngineConfig) -> list[str]:
-    """Return the settings, with their values, that no model with a recurrent state has so far."""
-    settings = {"swap_space_bytes": config.cache.swap_space_bytes}
-    return [f"{name} {value}" for name, value in settings.items() if value]
 
 
 def _compute_states(

@@ -113,6 +113,7 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
 def null_facts(config: EngineConfig) -> ModelFacts:
     """Return the facts that the null runner announces."""
     num_state_blocks = config.worker.null_state_blocks
+    num_host_blocks = config.cache.swap_space_bytes // NULL_BLOCK_BYTES
     return ModelFacts(
         model="null",
         vocab_size=NULL_VOCAB_SIZE,
@@ -122,7 +123,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         eos_token_ids=[NULL_EOS_TOKEN_ID],
         dtype="",
         device="",
-        num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
+        num_host_blocks=num_host_blocks,
         kv_groups=[KVGroup(), KVGroup(is_state=True)] if num_state_blocks else [KVGroup()],
         num_state_blocks=num_state_blocks + 1 if num_state_blocks else 0,
         exact_resume=True,
@@ -132,6 +133,8 @@ def null_facts(config: EngineConfig) -> ModelFacts:
             if (most_drafts := config.scheduler.num_speculative_tokens)
             else ""
         ),
+        num_host_state_blocks=num_host_blocks if num_state_blocks else 0,
+        state_swap_blocks=1.0 if num_state_blocks else 0.0,
     )
 
 
