@@ -20,7 +20,7 @@ from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from scripts.inprocess import InprocEngine
 from scripts.supervisor.model_names import BUNDLED_MODELS
-from scripts.testing import Engine, EngineFactory, eventually
+from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
 from tests.timing import within
 from tests.worker.peft_adapters import merge, write_adapter
@@ -261,7 +261,7 @@ def test_an_adapter_in_error_ends_the_start_with_one_sentence(
     flags = [flag.replace("DORA", str(tmp_path / "DORA")) for flag in flags]
     flags = [flag.replace("OTHER", str(tmp_path / "OTHER")) for flag in flags]
     engine = start_engine("--enable-lora", *flags, model="demo")
-    eventually(lambda: reason in engine.log, "the reason is printed")
+    eventually(lambda: reason in engine.log, "the reason is printed", LOAD_TIMEOUT_S)
 
 
 def test_prompts_of_a_python_program_have_adapters(adapters: list[Path], tmp_path: Path) -> None:
