@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvloop
 
-from api_proc.adapters.registry import NamedAdapter
+from api_proc.adapters.registry import NamedAdapter, NamesLocked
 from api_proc.app import openai_app, peer_app, start_sessions
 from api_proc.commands import Commands
 from api_proc.http.acceptor import max_connections, raise_fd_limit
@@ -28,9 +28,9 @@ from api_proc.peers.peers import MAX_ASKED, MAX_FORWARDED, Peers
 from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
-from protocol.adapters import AdapterError
+from protocol.adapters import Adapter, AdapterError
 from protocol.client.async_client import MAX_OPEN_TOKENS, AsyncEngineClient
-from protocol.client.errors import RequestFailed
+from protocol.client.errors import RequestFailed, RequestQuarantined
 from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
 from protocol.lifecycle import Role
 from protocol.process import gc_tuning
@@ -40,6 +40,8 @@ from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter
 
 _PROGRESS_INTERVAL_S = 10.0
+_PAUSE_S = 1.0
+"""Between two checks of an adapter of the settings."""
 _PEERS_END_S = 2.0
 """Longest wait for requests of other API processes after the last one of a client."""
 _SUCCESSOR_START_S = 15.0
@@ -229,12 +231,31 @@ async def _report_ready(
     for number, one in enumerate(named):
         child.progress("adapters", number, len(named))
         child.reporter.turn()
-        with contextlib.suppress(TimeoutError, RequestFailed):
-            if error := await client.load_adapter(one.adapter):
-                text = f"{one.adapter.name} ({one.adapter.path}): {error}"
-                child.fatal("lora_modules", AdapterError(text), retry=False)
-    await asyncio.to_thread(state.adapters.settle, named)
+        if error := await _check_adapter(child, client, one.adapter):
+            text = f"{one.adapter.name} ({one.adapter.path}): {error}"
+            child.fatal("lora_modules", AdapterError(text), retry=False)
+    try:
+        await asyncio.to_thread(state.adapters.settle, named)
+    except (NamesLocked, OSError) as error:
+        child.fatal("lora_modules", error)
     child.ready()
+
+
+async def _check_adapter(child: ChildProcess, client: AsyncEngineClient, adapter: Adapter) -> str:
+    """Return what is wrong with an adapter, or nothing.
+
+    A check that no worker could make is repeated. The supervisor ends this process if that takes
+    longer than a start may take.
+    """
+    while True:
+        try:
+            return await client.load_adapter(adapter)
+        except RequestQuarantined as failure:
+            return failure.error.message
+        except (TimeoutError, RequestFailed) as failure:
+            child.log.warning("adapter %s is not checked yet: %s", adapter.name, failure)
+            await asyncio.sleep(_PAUSE_S)
+            child.reporter.turn()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ MAX_NAMES = 65_536
 LOCK_TIMEOUT_S = 5.0
 """How long another process may have the names; it has them for milliseconds."""
 _LOCK_POLL_S = 0.005
+_SETTLED = ".settled"
+"""A file beside the names: the adapters of the settings are among them."""
 
 
 class NameTaken(Exception):
@@ -66,6 +68,7 @@ class AdapterRegistry:
         self._names: _Names = {}
         self._state: tuple[int, int, int] | None = None
         """What changes with the file that was read."""
+        self._has_settled = False
 
     def begin(self) -> list[NamedAdapter]:
         """Read the adapters of the settings, unless an earlier process has named them.
@@ -73,18 +76,32 @@ class AdapterRegistry:
         Returns those that are to be loaded and then passed to `settle`. It reads their files: call
         it in a thread. AdapterError: one of them cannot be used.
         """
-        if not self.config.enable_lora or (self._path is not None and self._path.exists()):
+        if not self.config.enable_lora or self._is_settled:
             return []
         modules = [parse_lora_module(text) for text in self.config.lora_modules]
         return [self.read(module) for module in modules]
 
     def settle(self, named: list[NamedAdapter]) -> None:
-        """Name the adapters of the settings, unless another process has. NamesLocked as `add`."""
+        """Name the adapters of the settings, unless another process has. NamesLocked as `add`.
+
+        A name that a client has given to another adapter meanwhile stays.
+        """
         if not self.config.enable_lora:
             return
-        with self._locked():
-            if self._path is None or not self._path.exists():
-                self._write({one.adapter.name: one for one in named})
+        with self._locked() as names:
+            if self._is_settled:
+                return
+            self._write({one.adapter.name: one for one in named} | names)
+            self._has_settled = True
+            if self._path is not None:
+                self._path.with_suffix(_SETTLED).touch()
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the adapters of the settings were named once; later an unload is not undone."""
+        if self._path is None:
+            return self._has_settled
+        return self._path.with_suffix(_SETTLED).exists()
 
     def read(self, module: LoraModule) -> NamedAdapter:
         """Read an adapter's files; AdapterError: they are not there, or not supported."""

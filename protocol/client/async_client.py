@@ -283,12 +283,14 @@ class AsyncEngineClient:
         """Have the workers load an adapter, or check it where they have no room; errors as `pause`.
 
         Returns what is wrong with it; empty: requests can use it. RequestFailed: it was not tried,
-        as too many are being loaded, or its load has killed workers.
+        as the engine is starting, too many are being loaded, or its load has killed workers.
         """
         done = await self._ask(timeout_s, ControlAction.LOAD_ADAPTER, adapter=adapter)
         if done.error and done.code is not ErrorCode.INVALID:
             raise failure_of(RequestError(done.code, done.error))
-        return done.error or ("" if done.ok else "the engine is starting")
+        if not done.ok and not done.error:
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, "the engine is starting"))
+        return done.error
 
     async def unload_adapter(
         self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S

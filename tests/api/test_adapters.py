@@ -176,6 +176,26 @@ def test_processes_share_the_names_and_a_later_one_keeps_them(tmp_path: Path) ->
     assert [one.adapter.name for one in later.all()] == ["y", "z"]
 
 
+@pytest.mark.parametrize("has_run_dir", [True, False])
+def test_a_load_during_the_start_takes_no_name_of_the_settings(
+    has_run_dir: bool, tmp_path: Path
+) -> None:
+    """Neither are the adapters of the settings forgotten, nor that of the client."""
+    paths = [write(tmp_path / name, name) for name in ("a", "b", "c")]
+    config = configure(enable_lora=True, lora_modules=[f"x={paths[0]}", f"y={paths[1]}"]).lora
+    registry = AdapterRegistry(tmp_path if has_run_dir else None, config)
+    named = registry.begin()
+    added = [registry.read(LoraModule(name, str(paths[2]))) for name in ("y", "z")]
+    for one in added:
+        registry.add(one)
+    registry.settle(named)
+    assert {one.adapter.name for one in registry.all()} == {"x", "y", "z"}
+    assert registry.find("y") == added[0]
+    registry.remove("x")
+    registry.settle(named)
+    assert registry.find("x") is None
+
+
 def test_names_that_another_process_does_not_release_are_an_error_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

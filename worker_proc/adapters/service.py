@@ -93,7 +93,7 @@ class AdapterService(Generic[T]):
             if job.adoption != self._adoption:
                 continue
             loaded, error = _read(self._kept.read, job.message.adapter)
-            self._results.append((job, loaded, error))
+            self._results.append((job, loaded if job.message.keeps else None, error))
             del loaded
             os.eventfd_write(self.wake_fd, 1)
 
