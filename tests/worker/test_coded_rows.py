@@ -153,7 +153,7 @@ def test_other_instructions_give_the_same_bits(target: str, tmp_path: Path) -> N
     made = tmp_path / "products.so"
     source = Path(__file__).with_name("coded_products.cpp")
     headers = Path(native_build.__file__).parent
-    flags = (*native_build.FLAGS, f"-march={target}", f"-I{headers}")
+    flags = (*native_build.FLAGS, "-shared", f"-march={target}", f"-I{headers}")
     command = [str(compiler()), *flags, str(source), "-o", str(made)]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     compute = ctypes.CDLL(str(made)).coded_products
