@@ -86,7 +86,7 @@ def test_an_unreadable_frame_of_a_stranger_explains_no_loss(
 ) -> None:
     """The loss awaits its cause: the worker has introduced itself again in a step."""
     crashes: list[None] = []
-    monkeypatch.setattr(bench.engine, "attribute_crash", lambda: crashes.append(None))
+    monkeypatch.setattr(bench.engine, "attribute_crash", lambda **_: crashes.append(None))
     client, worker = bench.client(), bench.worker()
     worker.answers = False
     client.add(1, max_tokens=6)
