@@ -4,8 +4,12 @@ import select
 import threading
 import time
 
+import pytest
+
 from protocol.adapters import Adapter, AdapterError
 from protocol.core_worker import AdapterLoaded, LoadAdapter, UnloadAdapter
+from scripts.testing import eventually
+from worker_proc.adapters import service as service_module
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.adapters.service import AdapterService
 
@@ -61,6 +65,27 @@ def test_good_and_bad_adapters_are_answered_in_order() -> None:
     assert BAD.adapter_id not in kept
     assert service.load(LoadAdapter(A)) == AdapterLoaded(A.adapter_id), "at once"
     service.unload(UnloadAdapter(A.adapter_id))
+    assert A.adapter_id not in kept
+
+
+def test_a_load_that_hangs_is_in_error_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until too many hang; when these end, what they have read is dropped."""
+    monkeypatch.setattr(service_module, "LOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(service_module, "MAX_HANGING", 1)
+    reading, kept, service = make()
+    reading.may_read.clear()
+    service.load(LoadAdapter(A))
+    [answer] = wait(service, 1)
+    assert answer.error == "its files could not be read within 0.05 s"
+    service.load(LoadAdapter(B))
+    [answer] = wait(service, 1)
+    assert answer.error == "the files of 1 other adapters are still being read"
+    monkeypatch.setattr(service_module, "LOAD_TIMEOUT_S", TIMEOUT_S)
+    reading.may_read.set()
+    eventually(lambda: reading.read == ["a"], "the first load has ended")
+    eventually(lambda: not service._hanging[0].is_alive(), "its thread has ended")
+    service.load(LoadAdapter(B))
+    assert wait(service, 1) == [AdapterLoaded(B.adapter_id)]
     assert A.adapter_id not in kept
 
 

@@ -1,10 +1,12 @@
-"""Loads adapters beside the worker's steps, one after the other, in a thread of low priority.
+"""Loads adapters beside the worker's steps, one after the other, in threads of low priority.
 
-The thread reads files, computes their digest and copies matrices, all without the interpreter's
-lock; steps go on meanwhile. What it has loaded is taken over between two steps.
+A thread reads files, computes their digest and copies matrices, all without the interpreter's
+lock; steps go on meanwhile. What it has loaded is taken over between two steps. A thread whose file
+system does not answer is left behind, and its adapter is in error.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -19,6 +21,10 @@ from protocol.message import MAX_TEXT
 from worker_proc.adapters.kept import KeptAdapters
 
 _NICENESS = 10
+LOAD_TIMEOUT_S = 100.0
+"""How long the files of an adapter may take, with which a file system may not answer at all."""
+MAX_HANGING = 4
+"""Loads that are left behind and have not ended; with more, no further one is begun."""
 
 T = TypeVar("T")
 
@@ -43,6 +49,8 @@ class AdapterService(Generic[T]):
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._results: deque[tuple[_Job, T | None, str]] = deque()
         self._thread: threading.Thread | None = None
+        self._hanging: list[_Loading[T]] = []
+        """Loads that have taken too long; what they return is dropped."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def begin_adoption(self) -> None:
@@ -87,15 +95,41 @@ class AdapterService(Generic[T]):
         return answers
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
         while True:
             job = self._jobs.get()
             if job.adoption != self._adoption:
                 continue
-            loaded, error = _read(self._kept.read, job.message.adapter)
+            loaded, error = self._load_in_time(job.message.adapter)
             self._results.append((job, loaded if job.message.keeps else None, error))
             del loaded
             os.eventfd_write(self.wake_fd, 1)
+
+    def _load_in_time(self, adapter: Adapter) -> tuple[T | None, str]:
+        """Return an adapter, or what is wrong with it."""
+        self._hanging = [loading for loading in self._hanging if loading.is_alive()]
+        if len(self._hanging) >= MAX_HANGING:
+            return None, f"the files of {MAX_HANGING} other adapters are still being read"
+        loading = _Loading(self._kept.read, adapter)
+        loading.start()
+        loading.join(LOAD_TIMEOUT_S)
+        if loading.is_alive():
+            self._hanging.append(loading)
+            return None, f"its files could not be read within {LOAD_TIMEOUT_S:g} s"
+        return loading.result
+
+
+class _Loading(threading.Thread, Generic[T]):
+    """Loads one adapter."""
+
+    def __init__(self, read: Callable[[Adapter], T], adapter: Adapter) -> None:
+        super().__init__(name=f"troika-adapter-{adapter.adapter_id}", daemon=True)
+        self._load = functools.partial(_read, read, adapter)
+        self.result: tuple[T | None, str] = (None, "")
+        """The adapter, or what is wrong with it, when the thread has ended."""
+
+    def run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        self.result = self._load()
 
 
 def _read(read: Callable[[Adapter], T], adapter: Adapter) -> tuple[T | None, str]:
