@@ -172,7 +172,7 @@ class Mirror:
         if expected is not None and step.step_id != expected:
             raise MirrorError(f"step_id {step.step_id} came instead of {expected}")
         self._next_step_id = step.step_id + 1
-        behind_drafts: dict[int, int] = {}  # by own block: where the state is instead
+        states: dict[int, int] = {}  # of preempted requests: by the last block, where the state is
         for field_name in ("preempted_req_ids", "finished_req_ids"):
             for req_id in getattr(step, field_name):
                 left = self.requests.pop(req_id, None)
@@ -180,10 +180,11 @@ class Mirror:
                     raise MirrorError(f"{field_name} names {req_id}, which is not mirrored")
                 self.num_constrained -= left.sampling_params.grammar is not None
                 self.pooling.discard(req_id)
-                if left.state_block != NULL_BLOCK:
-                    behind_drafts[left.block_tables[-1][-1]] = left.state_block
+                if self._has_states and field_name == "preempted_req_ids":
+                    own_block = left.block_tables[-1][-1]
+                    states[own_block] = left.state_block or own_block
                 self._draft_states.release(left)
-        self._take_copies(step, behind_drafts)
+        self._take_copies(step, states)
         for new in step.scheduled_new_reqs:
             self._append(new)
         self._grow_tables(step)
@@ -402,17 +403,21 @@ class Mirror:
                 bounds = f"{lowest} to {num_blocks - 1}"
                 raise MirrorError(f"{name} got block {block_id}, outside {bounds}")
 
-    def _take_copies(self, step: SchedulerOutput, behind_drafts: Mapping[int, int]) -> None:
-        """Check the copies of a step, and note where the states are that it copies."""
+    def _take_copies(self, step: SchedulerOutput, states: Mapping[int, int]) -> None:
+        """Check the copies of a step, and note where the states are that it copies.
+
+        `states`: where the state of each preempted request is, by the last block of its table.
+        """
         for field_name in ("swap_out", "swap_in", "state_swap_out", "state_swap_in"):
             copies: BlockCopies = getattr(step, field_name)
             if copies.device_block_ids or copies.host_block_ids:
                 self._check_copies(copies, field_name)
         out = step.state_swap_out
-        own_blocks = out.device_block_ids
-        if behind_drafts and own_blocks:
-            own_blocks = [behind_drafts.get(block_id, block_id) for block_id in own_blocks]
-        self.state_swap_out = BlockCopies(own_blocks, out.host_block_ids)
+        for block_id in out.device_block_ids:
+            if block_id not in states:
+                raise MirrorError(f"state_swap_out names {block_id}, of no preempted request")
+        sources = [states[block_id] for block_id in out.device_block_ids]
+        self.state_swap_out = BlockCopies(sources, out.host_block_ids)
 
     def _check_copies(self, copies: BlockCopies, field: str) -> None:
         facts, of_states = self._facts, field.startswith("state")

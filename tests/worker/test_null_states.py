@@ -143,7 +143,7 @@ def test_a_swap_copies_the_state_behind_the_last_right_draft() -> None:
         ({"state_swap_out": BlockCopies([3, 4], [1, 1])}, "state_swap_out copies two blocks"),
         ({"state_swap_in": BlockCopies([4, 4], [0, 1])}, "state_swap_in copies two blocks to one"),
         ({"state_swap_in": BlockCopies([4], [0])}, "host state block 0 is copied and was never"),
-        ({"state_swap_out": BlockCopies([9], [0])}, "state block 9 is copied and was never"),
+        ({"state_swap_out": BlockCopies([9], [0])}, "state_swap_out names 9, of no preempted"),
     ],
 )
 def test_wrong_copies_of_states_are_refused(copies: dict[str, BlockCopies], message: str) -> None:
