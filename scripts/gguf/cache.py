@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from worker_proc.native.build import cache_directory
 
 MAX_DIRECTORIES = 64
 """The ones that were used first are removed."""
+MIN_AGE_S = 86_400.0
+"""What was used later than this stays: an engine that is starting holds its directory late."""
 
 
 def find_directory(header: Header, *, needs_tokenizer: bool = True) -> Path | None:
@@ -48,13 +51,17 @@ def is_complete(directory: Path) -> bool:
 def make_room(directory: Path) -> Path:
     """Return the existing directory with those of all files, with room for another one.
 
-    Those that an engine uses stay, and so may more than `MAX_DIRECTORIES`.
+    Those that an engine uses, or that were used a short time ago, stay: there may be more than
+    `MAX_DIRECTORIES`. On a file system without locks all stay.
     """
     keys = directory.parent.parent
     for place in (keys.parent, keys):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    made = sorted(keys.iterdir(), key=lambda path: path.lstat().st_mtime)
-    for path in made[: max(0, len(made) - MAX_DIRECTORIES + 1)]:
+    used_at = {path: path.lstat().st_mtime for path in keys.iterdir()}
+    oldest = sorted(used_at, key=used_at.__getitem__)[: max(0, len(used_at) - MAX_DIRECTORIES + 1)]
+    for path in oldest:
+        if used_at[path] > time.time() - MIN_AGE_S:
+            break
         with contextlib.suppress(OSError), alone(path) as is_alone:
             if is_alone:
                 remove(path)

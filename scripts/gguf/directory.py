@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from scripts.gguf.cache import is_complete, make_room, place_of, remove
+from scripts.gguf.locks import alone
 from scripts.gguf.tokenizer import TOKENS, TokenizerFiles
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of, make_config
@@ -70,8 +71,9 @@ def _write(directory: Path, file: MappedFile, *, needs_tokenizer: bool) -> None:
         if needs_tokenizer:
             TokenizerFiles(file.header).write(inner)
         (inner / LINK).symlink_to(file.header.path.absolute())
-        if directory.parent.exists() and not is_complete(directory):
-            remove(directory.parent)  # what a start that was killed has left
+        with contextlib.suppress(FileNotFoundError), alone(directory.parent) as is_alone:
+            if is_alone and not is_complete(directory):
+                remove(directory.parent)  # what a start that was killed has left
         with contextlib.suppress(FileExistsError):
             os.rename(draft, directory.parent)
     except OSError:

@@ -75,6 +75,14 @@ def test_a_directory_that_an_engine_uses_is_not_removed(keys: Path) -> None:
     assert not first.exists()
 
 
+def test_directories_that_were_used_a_short_time_ago_stay(keys: Path) -> None:
+    made = fill(keys, FEW + 2)
+    for directory in made[1:]:
+        os.utime(directory.parent)
+    make_room(keys / "another" / "name")
+    assert [directory.exists() for directory in made] == [False] + [True] * (FEW + 1)
+
+
 def test_what_is_not_a_directory_is_not_held(tmp_path: Path) -> None:
     assert hold([tmp_path / "none", Path("demo")]) == []
 
