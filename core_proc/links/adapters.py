@@ -39,7 +39,7 @@ ADAPTER_PARAM = "model"
 """`RequestError.param` of an adapter that cannot be used: `model` names it."""
 MAX_SENT = 4
 """Adapters that the workers have got and not answered, of the frames that a link may queue."""
-MAX_ASKED = 64
+MAX_LOADS = 64
 """Loads without a request that are not answered yet; further ones are refused."""
 
 SAME_ID = "its id is that of an adapter with other contents; change one of them"
@@ -77,7 +77,8 @@ class _Entry:
     """Requests for its next turn: a heap. Some of them may have ended."""
     is_cut: bool = False
     """Another adapter waits, and what its turn may not take any more waits for the next one."""
-    askers: list[tuple[Client, int]] = field(default_factory=list)
+    callers: list[tuple[Client, int]] = field(default_factory=list)
+    """Clients that await the load, each with the number of its control."""
     used_at: int = 0
     is_unwanted: bool = False
     """It is to be dropped once no request has it."""
@@ -90,11 +91,11 @@ class _Entry:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.taken or self.waiting or self.askers)
+        return not (self.taken or self.waiting or self.callers)
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.taken or self.askers)
+        return bool(self.taken or self.callers)
 
 
 class Adapters:
@@ -189,8 +190,8 @@ class Adapters:
         if self.refuses(adapter, now):
             self._done(client, number, KILLS_WORKERS, ErrorCode.QUARANTINED)
             return
-        if sum(len(entry.askers) for entry in self._entries.values()) >= MAX_ASKED:
-            text = f"{MAX_ASKED} adapters are being loaded already"
+        if sum(len(entry.callers) for entry in self._entries.values()) >= MAX_LOADS:
+            text = f"{MAX_LOADS} adapters are being loaded already"
             self._done(client, number, text, ErrorCode.OVERLOADED)
             return
         entry = self._entry(adapter)
@@ -198,7 +199,7 @@ class Adapters:
         if entry.place is Place.READY:
             self._done(client, number, "", ErrorCode.INVALID)
             return
-        entry.askers.append((client, number))
+        entry.callers.append((client, number))
         self._has_news = True
 
     def unload(self, adapter: Adapter) -> None:
@@ -211,7 +212,7 @@ class Adapters:
     def forget(self, client: Client) -> None:
         """Drop the answers for a client that is gone."""
         for entry in self._entries.values():
-            entry.askers = [asker for asker in entry.askers if asker[0] != client]
+            entry.callers = [caller for caller in entry.callers if caller[0] != client]
 
     @property
     def holds_steps(self) -> bool:
@@ -340,7 +341,7 @@ class Adapters:
                 unused_first = min(unused, key=lambda e: (bool(e.waiting), e.used_at))
                 messages.append(self._drop(unused_first))
             elif entry.taken:
-                return []  # what is being loaded for an asker will be idle
+                return []  # what is being loaded without a request will be idle
             else:
                 entry.place = Place.CHECKED
                 return [LoadAdapter(entry.adapter, keeps=False)]
@@ -363,8 +364,8 @@ class Adapters:
 
     def _answer(self, entry: _Entry, error: str, code: ErrorCode = ErrorCode.INVALID) -> None:
         """Answer the clients that have asked for a load; with an error its requests fail, too."""
-        askers, entry.askers = entry.askers, []
-        for client, number in askers:
+        callers, entry.callers = entry.callers, []
+        for client, number in callers:
             self._done(client, number, error, code)
         if error:
             text = f"adapter {entry.adapter.name!r}: {error}"

@@ -77,7 +77,7 @@ def main() -> None:
 
     with lean_imports():
         from worker_proc.cuda.device import resolve_device
-        from worker_proc.loading.loader import inspect_config
+        from worker_proc.loading.inspection import inspect_config
         from worker_proc.modules.quantization import check_rounded_dtype
     dtype, device, rounding = sys.argv[1:]
     quantization = Quantization(rounding) if rounding else None

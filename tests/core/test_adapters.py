@@ -5,7 +5,7 @@ import pytest
 
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import prefix_root
-from core_proc.links.adapters import MAX_ASKED
+from core_proc.links.adapters import MAX_LOADS
 from core_proc.recovery.adapter_trials import REFUSED_FOR_S
 from core_proc.recovery.quarantine import Stage, fingerprint
 from core_proc.request import Request
@@ -436,11 +436,11 @@ def test_an_engine_without_adapters_refuses_them() -> None:
 
 def test_loads_without_requests_are_bounded_and_forgotten_with_their_client() -> None:
     engine = make_engine()
-    for number in range(MAX_ASKED + 1):
+    for number in range(MAX_LOADS + 1):
         digest = number.to_bytes(2, "little") * 16
         engine.control(CLIENT, control(number, Adapter("x", "/x", digest)))
     [refused] = [message for _, message in engine.take_mail() if isinstance(message, ControlDone)]
-    assert (refused.number, refused.ok, refused.code) == (MAX_ASKED, False, ErrorCode.OVERLOADED)
+    assert (refused.number, refused.ok, refused.code) == (MAX_LOADS, False, ErrorCode.OVERLOADED)
     engine.drop_client(CLIENT)
     engine.control(CLIENT, control(99, D))
     for _ in range(3):

@@ -256,11 +256,11 @@ print("null", flush=True)
 """
 _PRINTING = """
 import sys, types
-device, loader = types.ModuleType("device"), types.ModuleType("loader")
+device, inspection = types.ModuleType("device"), types.ModuleType("inspection")
 device.resolve_device = str
-loader.inspect_config = lambda *_: print("a library prints")
+inspection.inspect_config = lambda *_: print("a library prints")
 sys.modules["worker_proc.cuda.device"] = device
-sys.modules["worker_proc.loading.loader"] = loader
+sys.modules["worker_proc.loading.inspection"] = inspection
 from scripts.hub.check import main
 main()
 """

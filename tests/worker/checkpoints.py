@@ -39,7 +39,9 @@ from transformers import (
     SmolLM3Config,
 )
 
+from worker_proc.loading.loader import LoadedModel, check_model, load_checked, rehearse
 from worker_proc.loading.text_model import auto_class
+from worker_proc.runner import ReportProgress
 
 VOCAB_SIZE = 512
 EOS_TOKEN_ID = 2
@@ -336,3 +338,14 @@ def build_checkpoints(
         made[name] = factory.mktemp(name)
         build_checkpoint(made[name], config)
     return made
+
+
+def load_model(
+    directory: Path,
+    dtype: str,
+    progress: ReportProgress = lambda phase, done, total: None,
+) -> LoadedModel:
+    """Check and load a checkpoint; transformers' modules stay as they are."""
+    checked = check_model(str(directory), dtype, torch.device("cpu"), progress)
+    rehearse(checked)
+    return load_checked(checked, progress)

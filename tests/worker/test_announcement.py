@@ -9,7 +9,7 @@ import torch
 from protocol.core_worker import KVGroup, ModelFacts
 from worker_proc.cuda.device import resolve_device
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
-from worker_proc.loading.loader import check_room
+from worker_proc.loading.inspection import check_room
 from worker_proc.runner import PORTABLE_ATTENTION
 from worker_proc.startup import announcement as module
 from worker_proc.startup.announcement import announcement

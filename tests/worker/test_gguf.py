@@ -62,7 +62,7 @@ from worker_proc.gguf.files import GgufFiles
 from worker_proc.gguf.header import read_header
 from worker_proc.gguf.mapped import MappedFile
 from worker_proc.gguf.types import TensorType
-from worker_proc.loading.loader import inspect_config
+from worker_proc.loading.inspection import inspect_config
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.quantization.packing import obstacle, pack_codes

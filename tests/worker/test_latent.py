@@ -10,7 +10,13 @@ from transformers import DeepseekV2Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from protocol.config import KVCacheDtype
-from tests.worker.checkpoints import ARCHITECTURES, LATENT_NAMES, SHAPE, build_checkpoint
+from tests.worker.checkpoints import (
+    ARCHITECTURES,
+    LATENT_NAMES,
+    SHAPE,
+    build_checkpoint,
+    load_model,
+)
 from tests.worker.test_parity import ROOMY, make_runner
 from worker_proc.attention.latent_attention import LatentAttention
 from worker_proc.attention.latent_products import (
@@ -21,7 +27,7 @@ from worker_proc.attention.latent_products import (
 )
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_tensors import bytes_per_block
-from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules import latent
 from worker_proc.modules.latent import install_latent
 from worker_proc.native.build import build, compiler
@@ -34,7 +40,7 @@ ROTATIONS = {"deepseek_v2": Rotation.PAIRS, "deepseek_v3": Rotation.PAIRS}
 
 
 def load(directory: Path) -> LoadedModel:
-    return load_model(str(directory), "float32", torch.device("cpu"), lambda *_: None)
+    return load_model(directory, "float32")
 
 
 @pytest.fixture

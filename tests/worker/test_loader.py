@@ -18,15 +18,21 @@ from transformers import (
 )
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
-from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
+from tests.worker.checkpoints import (
+    ARCHITECTURES,
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    build_checkpoint,
+    load_model,
+)
 from tests.worker.families import VISION_LANGUAGE
 from worker_proc.attention.interface import set_implementation
 from worker_proc.attention.observed_masks import Visibility, observe
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
-from worker_proc.loading import loader
-from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading import inspection, loader
+from worker_proc.loading.loader import LoadedModel
 from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
@@ -38,7 +44,7 @@ def silent(phase: str, done: int, total: int) -> None:
 
 
 def load(directory: Path, dtype: str = "auto") -> LoadedModel:
-    return load_model(str(directory), dtype, CPU, silent)
+    return load_model(directory, dtype)
 
 
 def test_weights_are_read_straight_to_a_device(llama: Path) -> None:
@@ -91,7 +97,7 @@ def test_a_model_whose_code_fails_is_refused_by_its_type(
             section.num_hidden_layers = 2
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel) as caught:
-        loader.inspect_config(str(tmp_path), "bfloat16", CPU)
+        inspection.inspect_config(str(tmp_path), "bfloat16", CPU)
     text = str(caught.value)
     assert f"the model type {model_type} is not supported: " in text
     assert reason in text
@@ -112,7 +118,7 @@ def test_reports_progress_and_prints_nothing(
     llama: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[str, int, int]] = []
-    load_model(str(llama), "auto", CPU, lambda *report: seen.append(report))
+    load_model(llama, "auto", progress=lambda *report: seen.append(report))
     assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["inspect", "load_weights"]
     _, done, total = seen[-1]
     assert done == total > 10
@@ -201,7 +207,7 @@ def test_towers_are_neither_built_nor_read(name: str, tmp_path: Path) -> None:
     for model in (whole, loaded.model):
         set_implementation(model, "eager")
     assert torch.equal(whole(tokens).logits, loaded.model(tokens).logits)
-    num_weights = loader.inspect_config(str(tmp_path), "auto", CPU).probed.num_weights
+    num_weights = inspection.inspect_config(str(tmp_path), "auto", CPU).probed.num_weights
     assert num_weights == sum(parameter.numel() for parameter in parameters.values())
 
 

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from protocol.sampling import SamplingParams
-from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint
+from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint, load_model
 from tests.worker.driving import drive
 from tests.worker.test_parity import MAX_TOKENS, generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError
-from worker_proc.loading.loader import load_model
 
 BLOCK = 32
 EXPERTS = "model.layers.0.mlp.experts"
@@ -66,7 +65,7 @@ def test_tokens_are_those_of_the_weights_that_transformers_dequantizes(tmp_path:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     prompts = make_prompts()[:6]
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
-    loaded = load_model(str(coded), "float32", torch.device("cpu"), lambda phase, done, total: None)
+    loaded = load_model(coded, "float32")
     for name, parameter in loaded.model.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)

@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_bitwise import engine_config
-from worker_proc.loading import loader
+from worker_proc.loading import inspection
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fused
 from worker_proc.modules import quantization as quantization_settings
@@ -26,7 +26,7 @@ from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-PROOFS = {"probe_model": loader, "activation_of": fused, "_calibrate": calibrate}
+PROOFS = {"probe_model": inspection, "activation_of": fused, "_calibrate": calibrate}
 CONFIGS = {architecture.name: architecture.config for architecture in ARCHITECTURES}
 PROMPTS = [[5, 6, 7, 8, 9], [9, 9, 9]]
 

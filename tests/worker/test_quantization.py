@@ -326,7 +326,9 @@ def coded_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "dots1", SLOW_MIXTRAL])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "qwen3_moe", "dots1", "lfm2", SLOW_MIXTRAL]
+)
 def test_greedy_tokens_are_those_of_the_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config, load
 from tests.worker.test_parity import generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.loading.loader import inspect_config
+from worker_proc.loading.inspection import inspect_config
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules.experts import FusedExperts
 from worker_proc.modules.fused import FusedMLP

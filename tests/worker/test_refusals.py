@@ -23,7 +23,7 @@ from tests.worker.checkpoints import ARCHITECTURES, SHAPE
 from tests.worker.hollow_checkpoints import write_hollow
 from tests.worker.recurrent_models import KINDS
 from worker_proc.errors import InsufficientMemory
-from worker_proc.loading import loader
+from worker_proc.loading import inspection
 from worker_proc.modules import quantization
 from worker_proc.native.build import compiler
 from worker_proc.startup.load_runner import load_model_runner
@@ -144,7 +144,7 @@ REFUSED = {
     ),
     "context": Refusal("257 is greater than the 256", settings={"max_model_len": 257}),
     "context_with_biases": Refusal(
-        "seq_length in config.json is 1000000000000, and .* at most 1048576 tokens",
+        "seq_length in .*/config.json is 1000000000000, and .* at most 1048576 tokens",
         lambda: BloomConfig(**BLOOM, seq_length=256),
         change=with_settings(seq_length=10**12),
     ),
@@ -233,6 +233,12 @@ def draft_of(directory: Path, **settings: Any) -> dict[str, Any]:
         (llama, SEQUENCE, nothing, "generates no text"),
         (llama, llama, without_tensor("model.layers.0.mlp.up_proj.weight"), "misses model"),
         (lambda: MistralConfig(**WINDOWED), llama, nothing, "no-enable-hybrid-kv-cache"),
+        (
+            llama,
+            lambda: BloomConfig(**BLOOM, seq_length=256),
+            with_settings(seq_length=10**12),
+            "seq_length in .*/draft/config.json is 1000000000000",
+        ),
     ],
 )
 def test_a_draft_model_is_refused_before_any_weights(
@@ -259,7 +265,7 @@ def test_a_model_and_its_draft_model_must_fit_together(
     write_hollow(tmp_path / "draft", llama())
     phases = []
     settings = draft_of(tmp_path / "draft", model=str(tmp_path / "model"), device="cpu")
-    monkeypatch.setattr(loader, "available_memory", lambda: num_bytes * 3 // 2)
+    monkeypatch.setattr(inspection, "available_memory", lambda: num_bytes * 3 // 2)
     with pytest.raises(InsufficientMemory, match="of the model and of its draft model need"):
         load_model_runner(configure(**settings), lambda phase, done, total: phases.append(phase))
     assert "load_weights" not in phases

@@ -111,16 +111,16 @@ class AdapterReader:
     def _pairs(self, content: memoryview, address: int) -> dict[str, _Pair]:
         """Return the matrices of each linear layer, by its name."""
         parts: dict[str, dict[str, Matrix]] = {}
-        strange = []
+        others = []
         for name, matrix in _tensors(content, address):
             match = _PART.fullmatch(name.removeprefix(_PREFIX))
             if match is None or not name.startswith(_PREFIX):
-                strange.append(name)
+                others.append(name)
             else:
                 parts.setdefault(match[1], {})[match[2]] = matrix
-        if strange:
+        if others:
             raise AdapterError(
-                f"{WEIGHTS_FILE} has {_listed(strange)}; only the matrices lora_A and lora_B of"
+                f"{WEIGHTS_FILE} has {_listed(others)}; only the matrices lora_A and lora_B of"
                 f" linear layers are supported, under {_PREFIX}"
             )
         if not parts:

@@ -328,9 +328,9 @@ class _Probe:
         if mask.problem:
             raise UnsupportedModel(f"{name}: {mask.problem}")
         given = {key for key, value in kwargs.items() if value is not None}
-        strange = given - _HARMLESS_ARGUMENTS
-        if args or strange:
-            described = ", ".join(sorted(strange)) or "positional arguments"
+        unknown = given - _HARMLESS_ARGUMENTS
+        if args or unknown:
+            described = ", ".join(sorted(unknown)) or "positional arguments"
             raise UnsupportedModel(f"{name} asks for more than attention: {described}")
         window = kwargs.get("sliding_window")
         if window is not None and (mask.visible.window is None or mask.visible.is_chunked):

@@ -32,7 +32,7 @@ class MappedFile:
         self.header: Header = read_header(path)
         try:
             with path.open("rb") as file:
-                # Torch wants memory that can be written. It is private, and never is.
+                # Torch requires writable memory. This is private, and is never written.
                 self._data = mmap.mmap(
                     file.fileno(),
                     self.header.file_bytes,

@@ -1,66 +1,58 @@
 """Loads a checkpoint directory, or raises the reason why it cannot be served.
 
-Everything that is known without weights is checked before they are read: the configuration; by
-running the model's own code on the meta device, its attention and the parameters that it uses; and,
-by loading it there, the names and shapes of its tensors.
+Everything that is known without weights is checked before they are read: what inspection.py shows,
+the headers of the files and, by loading the model on the meta device, the names and shapes of its
+tensors.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
     modeling_utils,
 )
-from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from protocol.config.sentence_modules import SentenceModules
 from protocol.sampling import PoolingType
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
-from worker_proc.attention.probe import ProbedLayer, ProbedModel, is_within, probe_model
+from worker_proc.attention.probe import ProbedLayer, is_within
 from worker_proc.errors import (
     CheckpointError,
-    InsufficientMemory,
-    UnsupportedModel,
     unsupported_failures,
 )
 from worker_proc.gguf.files import GgufFiles
-from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
-    DTYPES,
-    check_config_files,
     check_stored_dtypes,
-    describe_rejection,
     is_unused_buffer,
 )
-from worker_proc.loading.context import context_length
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.frequencies import fix_frequencies
-from worker_proc.loading.host_limits import available_memory
-from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
+from worker_proc.loading.inspection import (
+    InspectedModel,
+    build_skeleton,
+    check_room,
+    ignore_padding,
+    inspect_config,
+)
+from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.plain_linears import make_linears_plain
 from worker_proc.loading.pooling_model import (
     INNER,
     POOLER,
     PoolingModel,
     activate_dense_rows,
-    drop_pooler,
     is_of_head,
 )
-from worker_proc.loading.proofs import proven
 from worker_proc.loading.row_positions import give_positions
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import (
@@ -70,20 +62,14 @@ from worker_proc.loading.text_model import (
 )
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.quantization.files import QuantizedFiles, WeightFiles
-from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.quantization.model import load_quantized, load_state
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.runner import ReportProgress
-from worker_proc.sampling.heads import DenseHead, Head, SequenceHead, check_dense
+from worker_proc.sampling.heads import DenseHead, Head, SequenceHead
 
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-_ROW_LAYER_TYPES = {"mlp", "moe"}
-"""Layers that compute each row alone."""
 _OPTIONS: dict[str, Any] = {
     "attn_implementation": IMPLEMENTATION,
     "local_files_only": True,
@@ -125,20 +111,6 @@ class LoadedModel:
     def is_causal(self) -> bool:
         """Whether a token attends to those before it only; else a text is computed at once."""
         return _is_causal(self.layers)
-
-
-class InspectedModel(NamedTuple):
-    """What the configuration alone states."""
-
-    config: PretrainedConfig
-    text_config: PretrainedConfig
-    probed: ProbedModel
-    model_len: int
-    dtype: torch.dtype
-    format: CheckpointFormat | None
-    """Of a quantized checkpoint."""
-    kind: ModelKind
-    modules: SentenceModules
 
 
 class CheckedModel(NamedTuple):
@@ -224,22 +196,9 @@ def rehearse(checked: CheckedModel) -> PreTrainedModel:
         name: torch.empty(tuple(shape), dtype=dtype, device=meta) for name, shape in shapes.items()
     }
     with unsupported_failures(inspected.config.model_type):
-        skeleton = _build_skeleton(directory, inspected.config)
+        skeleton = build_skeleton(directory, inspected.config)
         read = partial(load_state, skeleton, tensors, dtype)
         return _load_weights(checked._replace(device=meta), read, _report_nothing)
-
-
-def load_model(
-    directory: str,
-    dtype: str,
-    device: torch.device,
-    progress: ReportProgress,
-    proofs: StartCache | None = None,
-) -> LoadedModel:
-    """Check and load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored)."""
-    checked = check_model(directory, dtype, device, progress, proofs)
-    rehearse(checked)
-    return load_checked(checked, progress)
 
 
 def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel:
@@ -248,7 +207,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     probed = inspected.probed
     model = _load_weights(checked, _reader(checked), progress).to(device)
     _release_unused(model, probed.parameters)
-    _ignore_padding(model)
+    ignore_padding(model)
     make_linears_plain(model)
     fix_frequencies(model, inspected.model_len)
     give_positions(model, probed.layers, inspected.model_len)
@@ -315,180 +274,6 @@ def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedMode
     return replace(loaded, model=wrapped.eval(), layers=layers, recurrent=recurrent)
 
 
-def inspect_config(
-    directory: str,
-    dtype: str,
-    device: torch.device,
-    proofs: StartCache | None = None,
-    *,
-    settings_without_states: Sequence[str] = (),
-    max_model_len: int | None = None,
-    other_bytes: int = 0,
-) -> InspectedModel:
-    """Check everything that is known without weights; they need not be there.
-
-    `settings_without_states` are those, with their values, that layers with a recurrent state
-    exclude. `max_model_len` is the context that the engine asks for, if it asks for one.
-    `other_bytes` are those of the weights of another model, which will be in memory, too.
-    """
-    check_config_files(directory)
-    unknown = f"{directory}: transformers has no code of its own for this configuration"
-    with _rejections(directory, unknown):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    with unsupported_failures(config.model_type):
-        inspected = _inspect(directory, config, dtype, device, proofs, max_model_len=max_model_len)
-    probed = inspected.probed
-    if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
-        raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
-    if inspected.format is None:
-        check_room(probed.num_weights * inspected.dtype.itemsize, device, other_bytes)
-    return inspected
-
-
-def _inspect(
-    directory: str,
-    config: PretrainedConfig,
-    dtype: str,
-    device: torch.device,
-    proofs: StartCache | None,
-    *,
-    max_model_len: int | None,
-) -> InspectedModel:
-    """Check a configuration, and what its model computes on the meta device."""
-    text_config = config.get_text_config(decoder=True)
-    format = take_format(Path(directory) / "config.json", config)
-    _check_config(config, text_config)
-    kind = model_kind(config)
-    modules = sentence_modules(directory, kind)
-    check_dense(modules.dense, text_config.hidden_size)
-    probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
-    has_codes = format is not None and format.source is None  # those of GGUF state bfloat16
-    torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
-    if format is not None and kind is ModelKind.CLASSIFIES:
-        raise UnsupportedModel(
-            f"{config.model_type}: a classification head in a checkpoint that is quantized"
-            f" ({format.method})"
-        )
-    model_len = context_length(
-        text_config, has_attention=bool(probed.layers), max_model_len=max_model_len
-    )
-    model_len -= probed.position_offset
-    model_len = min(model_len, modules.max_seq_length or model_len)
-    return InspectedModel(
-        config, text_config, probed, model_len, torch_dtype, format, kind, modules
-    )
-
-
-def _why_no_states(device: torch.device, settings: Sequence[str]) -> str:
-    """Return why layers with a recurrent state cannot be computed, if they cannot."""
-    if device.type != "cpu":
-        return f"are computed on the CPU only, not on {device.type}"
-    return f"exclude {settings[0]}; leave the setting out" if settings else ""
-
-
-def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
-    """Build the model without memory, and run it."""
-    model = _build_skeleton(directory, config)
-    fix_frequencies(model, None)
-    text_config = config.get_text_config(decoder=True)
-    layer_types = getattr(text_config, "layer_types", None) or ()
-    num_row_layers = sum(layer_type in _ROW_LAYER_TYPES for layer_type in layer_types)
-    has_output_layer = model_kind(config) is ModelKind.GENERATES
-    num_layers = text_config.num_hidden_layers - num_row_layers
-    return probe_model(model, num_layers, has_output_layer=has_output_layer)
-
-
-def _build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
-    """Build the model without memory."""
-    load_meta_kernels()
-    no_model = f"{config.model_type}: no causal language model"
-    with (
-        _rejections(directory, no_model),
-        torch.device("meta"),
-        no_init_weights(),
-        building_without_libraries(),
-    ):
-        own_config = copy.deepcopy(config)  # the probe changes it
-        model = auto_class(config).from_config(own_config, trust_remote_code=False)
-        if model_kind(config) is ModelKind.EMBEDS:
-            drop_pooler(model)
-    model.tie_weights()  # which is left out where weights are not initialized
-    _ignore_padding(model)
-    return cast(PreTrainedModel, model.eval())
-
-
-def _ignore_padding(model: PreTrainedModel) -> None:
-    """Keep models from looking for padding in ids, which packed rows do not have."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = lambda *_: None
-
-
-def check_room(num_bytes: int, device: torch.device, other_bytes: int = 0) -> None:
-    """Raise InsufficientMemory if the weights alone do not fit in the memory that is free.
-
-    `other_bytes` are those of the weights of another model.
-    """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if num_bytes + other_bytes > free:
-        needed, there = format_sizes(num_bytes + other_bytes, free)
-        models = " of the model and of its draft model" if other_bytes else ""
-        raise InsufficientMemory(
-            f"the weights{models} need {needed} of memory, and {there} are free ({device.type});"
-            " free some, or choose a smaller model or dtype"
-        )
-
-
-@contextmanager
-def _rejections(directory: str, unsupported: str) -> Iterator[None]:
-    """Raise what transformers rejects, as unsupported or as a wrong configuration."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UnsupportedModel(f"{unsupported}: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(describe_rejection(directory, error)) from error
-
-
-def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
-    for holder, key, feature in (
-        (config, "is_encoder_decoder", "encoder-decoder models are"),
-        (text_config, "add_cross_attention", "cross attention is"),
-    ):
-        if getattr(holder, key, None) not in (None, False, 0):
-            raise UnsupportedModel(f"{config.model_type}: {feature} not supported")
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    known = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES | _ROW_LAYER_TYPES
-    if strange := layer_types - known:
-        raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(strange))}")
-
-
-def _resolve_dtype(
-    name: str, config: PretrainedConfig, device: torch.device, *, is_quantized: bool
-) -> torch.dtype:
-    """Return the type to compute in; "auto": as in config.json, and bfloat16 for float32."""
-    if name != "auto":
-        return _DTYPES[name]
-    dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
-    dtype = dtype or torch.float32
-    if dtype not in _DTYPES.values():
-        raise UnsupportedModel(f"{config.model_type}: weights of type {dtype}")
-    if dtype == torch.float32:
-        _log.info("float32 weights are rounded to bfloat16; --dtype float32 keeps them")
-        return torch.bfloat16
-    if dtype == torch.float16 and device.type == "cpu" and is_quantized:
-        _log.info("float16 is computed as bfloat16 on the CPU")
-        return torch.bfloat16
-    if dtype == torch.float16 and device.type == "cpu":
-        _log.info("float16 weights are computed in float32 on the CPU")
-        return torch.float32
-    return dtype
-
-
 def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) -> PreTrainedModel:
     """Return a model that `read` loads; CheckpointError: its files lack something."""
     directory, device, inspected, stored, _, _ = checked
@@ -535,7 +320,7 @@ def _reader(checked: CheckedModel) -> _Read:
     directory, device, inspected, _, files, _ = checked
     if files is None:
         return partial(_from_pretrained, directory, inspected)
-    skeleton = _build_skeleton(directory, inspected.config)
+    skeleton = build_skeleton(directory, inspected.config)
     load = partial(load_quantized, skeleton, directory, files, inspected.dtype)
     return partial(load, keeps_codes=device.type == "cpu")
 

@@ -78,7 +78,7 @@ class _Biases(NamedTuple):
     def of_rows(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return `[num_heads, rows, keys]`, or 1 for rows, by positions `[rows, 1]` and `[keys]`.
 
-        Values of later keys than the row are of no account.
+        Values of keys behind the row are not used.
         """
         columns = keys[None] if self.origin is None else keys - rows + self.origin
         return self.values[:, columns.clamp(0, self.values.shape[1] - 1)]
@@ -149,13 +149,9 @@ def install_own_attention(
     return replace(loaded, layers=layers), found
 
 
-def check_length(length: int, key: str | None) -> None:
-    """Raise UnsupportedModel for a context of too many tokens, which config.json has under `key`.
-
-    None: the engine asks for it.
-    """
+def check_length(length: int, source: str) -> None:
+    """Raise UnsupportedModel for a context of too many tokens, which `source` states."""
     if length > MAX_BIASED_LEN:
-        source = "max_model_len" if key is None else f"{key} in config.json"
         raise UnsupportedModel(
             f"{source} is {length}, and a model that attends by code of its own has a context of"
             f" at most {MAX_BIASED_LEN} tokens; set a smaller max_model_len"
@@ -462,7 +458,7 @@ def _record(
 def _norms_pass_rows(model: nn.Module) -> Iterator[None]:
     """Let norms return their rows, so that rows in float32 reach attention in a model of any type.
 
-    The rows are of no account: others take their place.
+    The values of the rows are not used: others take their place.
     """
     norms = [
         module

@@ -196,7 +196,10 @@ def _check_matrices(
         for part in child.modules()
     }
     known.update(
-        part for one in recurrent for part in model.get_submodule(one.module_name).modules()
+        part
+        for one in recurrent
+        for part in model.get_submodule(one.module_name).modules()
+        if not isinstance(part, nn.Linear)
     )
     reached = frozenset(used)
     for name, module in model.named_modules():

@@ -42,6 +42,7 @@ from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.refusals import (
     check_cache,
+    check_own_attention,
     check_settings,
     rehearse_draft,
     rehearse_experts,
@@ -124,6 +125,7 @@ def _check(
     draft = check_draft(config.model, checked, progress)
     check_cache(checked, rehearse_model(checked, quantization, proofs), config)
     if draft is not None:
+        check_own_attention(draft, config.model.max_model_len)
         rehearse_draft(draft, proofs)
     library = None
     if setting is not None:

@@ -16,7 +16,8 @@ from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loading.context import length_key
 from worker_proc.loading.draft import group_without_window
-from worker_proc.loading.loader import CheckedModel, check_room, rehearse
+from worker_proc.loading.inspection import check_room
+from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
@@ -98,8 +99,7 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f"max_model_len {model.max_model_len} is greater than the {inspected.model_len} tokens"
             f" that {model.model} can compute"
         )
-    if inspected.probed.has_own_attention:
-        _check_own_attention(checked, model.max_model_len)
+    check_own_attention(checked, model.max_model_len)
     if model.quantization is not None:
         check_rounded_dtype(inspected.dtype, model.quantization)
     vocab_size = inspected.text_config.vocab_size
@@ -117,12 +117,17 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
     check_swap_space(config.cache.swap_space_bytes)
 
 
-def _check_own_attention(checked: CheckedModel, max_model_len: int | None) -> None:
-    """Refuse a context whose biases would take too much memory."""
+def check_own_attention(checked: CheckedModel, max_model_len: int | None) -> None:
+    """Refuse a context for which the biases of a model's own attention take too much memory."""
     inspected = checked.inspected
-    key = length_key(inspected.text_config) if max_model_len is None else None
-    length = max_model_len or inspected.model_len
-    check_length(length, key)
+    if not inspected.probed.has_own_attention:
+        return
+    if max_model_len is not None:
+        length, source = max_model_len, "max_model_len"
+    else:
+        length = inspected.model_len
+        source = f"{length_key(inspected.text_config)} in {checked.directory}/config.json"
+    check_length(length, source)
     num_bytes = table_bytes(inspected.probed.layers, length)
     if inspected.format is None:
         num_bytes += inspected.probed.num_weights * inspected.dtype.itemsize

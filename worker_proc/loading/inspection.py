@@ -1,0 +1,234 @@
+"""What is known of a model without its weights: its configuration, and what its code computes.
+
+The model's own code runs on the meta device, which shows its attention and the parameters that it
+uses. What cannot be served is refused with the reason.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from protocol.config.sentence_modules import SentenceModules
+from worker_proc.attention.probe import ProbedModel, probe_model
+from worker_proc.errors import (
+    CheckpointError,
+    InsufficientMemory,
+    UnsupportedModel,
+    unsupported_failures,
+)
+from worker_proc.kv.kv_tensors import format_sizes
+from worker_proc.loading.checkpoint import DTYPES, check_config_files, describe_rejection
+from worker_proc.loading.context import context_length
+from worker_proc.loading.deferred_module import load_meta_kernels
+from worker_proc.loading.frequencies import fix_frequencies
+from worker_proc.loading.host_limits import available_memory
+from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
+from worker_proc.loading.pooling_model import drop_pooler
+from worker_proc.loading.proofs import proven
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.loading.text_model import auto_class, building_without_libraries
+from worker_proc.quantization.formats import take_format
+from worker_proc.quantization.scheme import CheckpointFormat
+from worker_proc.sampling.heads import check_dense
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_ROW_LAYER_TYPES = {"mlp", "moe"}
+"""Layers that compute each row alone."""
+_log = logging.getLogger(__name__)
+
+
+class InspectedModel(NamedTuple):
+    """What the configuration alone states."""
+
+    config: PretrainedConfig
+    text_config: PretrainedConfig
+    probed: ProbedModel
+    model_len: int
+    dtype: torch.dtype
+    format: CheckpointFormat | None
+    """Of a quantized checkpoint."""
+    kind: ModelKind
+    modules: SentenceModules
+
+
+def inspect_config(
+    directory: str,
+    dtype: str,
+    device: torch.device,
+    proofs: StartCache | None = None,
+    *,
+    settings_without_states: Sequence[str] = (),
+    max_model_len: int | None = None,
+    other_bytes: int = 0,
+) -> InspectedModel:
+    """Check everything that is known without weights; they need not be there.
+
+    `settings_without_states` are those, with their values, that layers with a recurrent state
+    exclude. `max_model_len` is the context that the engine asks for, if it asks for one.
+    `other_bytes` are those of the weights of another model, which will be in memory, too.
+    """
+    check_config_files(directory)
+    unknown = f"{directory}: transformers has no code of its own for this configuration"
+    with _rejections(directory, unknown):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    with unsupported_failures(config.model_type):
+        inspected = _inspect(directory, config, dtype, device, proofs, max_model_len=max_model_len)
+    probed = inspected.probed
+    if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
+        raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
+    if inspected.format is None:
+        check_room(probed.num_weights * inspected.dtype.itemsize, device, other_bytes)
+    return inspected
+
+
+def _inspect(
+    directory: str,
+    config: PretrainedConfig,
+    dtype: str,
+    device: torch.device,
+    proofs: StartCache | None,
+    *,
+    max_model_len: int | None,
+) -> InspectedModel:
+    """Check a configuration, and what its model computes on the meta device."""
+    text_config = config.get_text_config(decoder=True)
+    format = take_format(Path(directory) / "config.json", config)
+    _check_config(config, text_config)
+    kind = model_kind(config)
+    modules = sentence_modules(directory, kind)
+    check_dense(modules.dense, text_config.hidden_size)
+    probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
+    has_codes = format is not None and format.source is None  # those of GGUF state bfloat16
+    torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
+    if format is not None and kind is ModelKind.CLASSIFIES:
+        raise UnsupportedModel(
+            f"{config.model_type}: a classification head in a checkpoint that is quantized"
+            f" ({format.method})"
+        )
+    model_len = context_length(
+        text_config, has_attention=bool(probed.layers), max_model_len=max_model_len
+    )
+    model_len -= probed.position_offset
+    model_len = min(model_len, modules.max_seq_length or model_len)
+    return InspectedModel(
+        config, text_config, probed, model_len, torch_dtype, format, kind, modules
+    )
+
+
+def _why_no_states(device: torch.device, settings: Sequence[str]) -> str:
+    """Return why layers with a recurrent state cannot be computed, if they cannot."""
+    if device.type != "cpu":
+        return f"are computed on the CPU only, not on {device.type}"
+    return f"exclude {settings[0]}; leave the setting out" if settings else ""
+
+
+def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
+    """Build the model without memory, and run it."""
+    model = build_skeleton(directory, config)
+    fix_frequencies(model, None)
+    text_config = config.get_text_config(decoder=True)
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    num_row_layers = sum(layer_type in _ROW_LAYER_TYPES for layer_type in layer_types)
+    has_output_layer = model_kind(config) is ModelKind.GENERATES
+    num_layers = text_config.num_hidden_layers - num_row_layers
+    return probe_model(model, num_layers, has_output_layer=has_output_layer)
+
+
+def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model without memory."""
+    load_meta_kernels()
+    no_model = f"{config.model_type}: no causal language model"
+    with (
+        _rejections(directory, no_model),
+        torch.device("meta"),
+        no_init_weights(),
+        building_without_libraries(),
+    ):
+        own_config = copy.deepcopy(config)  # the probe changes it
+        model = auto_class(config).from_config(own_config, trust_remote_code=False)
+        if model_kind(config) is ModelKind.EMBEDS:
+            drop_pooler(model)
+    model.tie_weights()  # which is left out where weights are not initialized
+    ignore_padding(model)
+    return cast(PreTrainedModel, model.eval())
+
+
+def ignore_padding(model: PreTrainedModel) -> None:
+    """Keep models from looking for padding in ids, which packed rows do not have."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+
+
+def check_room(num_bytes: int, device: torch.device, other_bytes: int = 0) -> None:
+    """Raise InsufficientMemory if the weights alone do not fit in the memory that is free.
+
+    `other_bytes` are those of the weights of another model.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if num_bytes + other_bytes > free:
+        needed, there = format_sizes(num_bytes + other_bytes, free)
+        models = " of the model and of its draft model" if other_bytes else ""
+        raise InsufficientMemory(
+            f"the weights{models} need {needed} of memory, and {there} are free ({device.type});"
+            " free some, or choose a smaller model or dtype"
+        )
+
+
+@contextmanager
+def _rejections(directory: str, unsupported: str) -> Iterator[None]:
+    """Raise what transformers rejects, as unsupported or as a wrong configuration."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(f"{unsupported}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(describe_rejection(directory, error)) from error
+
+
+def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
+    for holder, key, feature in (
+        (config, "is_encoder_decoder", "encoder-decoder models are"),
+        (text_config, "add_cross_attention", "cross attention is"),
+    ):
+        if getattr(holder, key, None) not in (None, False, 0):
+            raise UnsupportedModel(f"{config.model_type}: {feature} not supported")
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    known = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES | _ROW_LAYER_TYPES
+    if unknown := layer_types - known:
+        raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")
+
+
+def _resolve_dtype(
+    name: str, config: PretrainedConfig, device: torch.device, *, is_quantized: bool
+) -> torch.dtype:
+    """Return the type to compute in; "auto": as in config.json, and bfloat16 for float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
+    dtype = dtype or torch.float32
+    if dtype not in _DTYPES.values():
+        raise UnsupportedModel(f"{config.model_type}: weights of type {dtype}")
+    if dtype == torch.float32:
+        _log.info("float32 weights are rounded to bfloat16; --dtype float32 keeps them")
+        return torch.bfloat16
+    if dtype == torch.float16 and device.type == "cpu" and is_quantized:
+        _log.info("float16 is computed as bfloat16 on the CPU")
+        return torch.bfloat16
+    if dtype == torch.float16 and device.type == "cpu":
+        _log.info("float16 weights are computed in float32 on the CPU")
+        return torch.float32
+    return dtype
