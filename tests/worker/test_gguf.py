@@ -6,6 +6,7 @@ blocks.
 
 import contextlib
 import json
+import os
 import random
 import struct
 import sys
@@ -306,7 +307,9 @@ def test_a_directory_is_made_once_for_each_file(tmp_path: Path, cache: Path) -> 
     path.write_bytes(path.read_bytes())
     assert find_directory(read_header(path)) is None
     for number in range(MAX_DIRECTORIES):
-        (cache / "gguf" / f"other{number}").mkdir()
+        unused = cache / "gguf" / f"other{number}"
+        unused.mkdir()
+        os.utime(unused, (number, number))
     assert make_directory(path) != directory
     assert len(list((cache / "gguf").iterdir())) <= MAX_DIRECTORIES
 
