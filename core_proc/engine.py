@@ -25,6 +25,7 @@ import msgspec
 
 from core_proc.links.output_check import WorkerMisbehaved
 from core_proc.links.owners import Client, Owners
+from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.running_engine import RunningEngine
 from core_proc.stats import LoopHistogram
 from protocol.api_core import (
@@ -67,6 +68,7 @@ class EngineCore:
         self._config = config
         self._owners = Owners()
         self._inherited_marks: Sequence[int] = ()
+        self._trials = AdapterTrials()
         self._is_draining = False
         self._has_workers = False
         self.running: RunningEngine | None = None
@@ -79,7 +81,9 @@ class EngineCore:
         """Start or continue with workers that know no request; returns their first step's id."""
         running = self.running
         if running is None:
-            running = RunningEngine(self._config, facts, swap_cost_tokens, self._owners)
+            running = RunningEngine(
+                self._config, facts, swap_cost_tokens, self._owners, self._trials
+            )
             running.quarantine.inherit(self._inherited_marks, self.now)
             if self._is_draining:
                 running.pausing.drain()
@@ -97,10 +101,15 @@ class EngineCore:
             self.running.lose_workers()
         self._has_workers = False
 
-    def attribute_crash(self, *, in_step: bool = True) -> None:
-        """The workers lost last died of what they did, and not of a signal from outside."""
-        if self.running is not None:
-            self.running.attribute_crash(self.now, in_step=in_step)
+    def attribute_death(self, *, is_fault: bool = True, in_step: bool = True) -> None:
+        """The workers lost last died of what they did, or, with `is_fault` False, of other things.
+
+        `in_step`: whether they were computing. Workers of a dead core may be meant.
+        """
+        if self.running is None:
+            self._trials.attribute_death(is_fault=is_fault)
+        else:
+            self.running.attribute_death(self.now, is_fault=is_fault, in_step=in_step)
 
     def inherit_marks(self, marks: Sequence[int]) -> None:
         """Take over the marks of a core that died of what it was doing (see `take_marks`)."""
@@ -109,6 +118,14 @@ class EngineCore:
     def take_marks(self) -> MarkEdits | None:
         """Return what has changed in the marks of the steps in flight; None: nothing."""
         return None if self.running is None else self.running.quarantine.take_marks()
+
+    def inherit_loads(self, records: Iterable[int]) -> None:
+        """Take over the records of the core before this one (see `take_loads`)."""
+        self._trials.inherit(records)
+
+    def take_loads(self) -> list[int] | None:
+        """Return records of adapters whose loads workers may have died of; None: as before."""
+        return self._trials.take_records()
 
     def add(self, client: Client, add: AddRequest) -> Refused | None:
         """Accept a request or refuse it. An open request with the same id ends in either case."""
@@ -141,7 +158,7 @@ class EngineCore:
             done = ControlDone(control.number, ok=False, pause_mode=PauseMode.RUNNING)
             self._owners.post(client, done)
         else:
-            self.running.control(client, control, self.now)
+            self.running.control(client, control)
 
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
         """Return all messages for clients except outputs; called once in every turn."""

@@ -97,8 +97,11 @@ class CoreLoop:
 
     def _read_predecessor(self) -> None:
         page = self._reporter.page
-        death = None if page is None else page.read_death()
-        if page is not None and death is not None:
+        if page is None:
+            return
+        if (loads := page.read_loads()) is not None:
+            self._workers.inherit_loads(loads)
+        if (death := page.read_death()) is not None:
             self._has_predecessor = True
             self._workers.on_core_death(death, page.read_marks())
 

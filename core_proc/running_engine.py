@@ -13,6 +13,7 @@ from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, 
 from core_proc.links.prompt_progress import PromptProgress
 from core_proc.options import SchedulerOptions
 from core_proc.pausing import Pausing
+from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
@@ -53,7 +54,12 @@ class RunningEngine:
     """Joins the scheduler to clients and workers. It survives the loss of workers."""
 
     def __init__(
-        self, config: EngineConfig, facts: ModelFacts, swap_cost_tokens: float, owners: Owners
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        swap_cost_tokens: float,
+        owners: Owners,
+        trials: AdapterTrials,
     ) -> None:
         self._limits = config.scheduler
         self._takes_adapters = config.lora.enable_lora
@@ -74,10 +80,11 @@ class RunningEngine:
         self.grammars = Grammars(self.scheduler)
         self.adapters = Adapters(
             self.scheduler,
-            config.lora.max_loras,
-            config.lora.num_kept,
-            config.scheduler.max_num_seqs,
+            trials,
             self._answer_load,
+            max_loras=config.lora.max_loras,
+            num_kept=config.lora.num_kept,
+            num_taken=config.scheduler.max_num_seqs,
         )
         self.progress = PromptProgress(self.scheduler.requests)
         self.pausing = Pausing(self.scheduler, owners.post)
@@ -95,14 +102,14 @@ class RunningEngine:
         self.progress.workers_lost()
         self.pausing.workers_lost()
 
-    def attribute_crash(self, now: float, *, in_step: bool) -> None:
+    def attribute_death(self, now: float, *, is_fault: bool, in_step: bool) -> None:
         """Search for the adapter or the request that made the workers die; reject what is found.
 
-        `in_step`: whether they were computing.
+        `is_fault`: whether they died of what they did; `in_step`: whether they were computing.
         """
-        self.adapters.attribute_crash(now)
+        self.adapters.attribute_death(is_fault=is_fault)
         self._refuse_failures()
-        if not in_step:
+        if not (is_fault and in_step):
             return
         culprit = self.quarantine.attribute_crash(now)
         if culprit is not None:
@@ -163,7 +170,7 @@ class RunningEngine:
         if add.adapter is not None and not self._takes_adapters:
             text = "the engine was started without enable_lora"
             return RequestError(ErrorCode.INVALID, text, ADAPTER_PARAM)
-        if add.adapter is not None and self.adapters.refuses(add.adapter, now):
+        if add.adapter is not None and self.adapters.refuses(add.adapter):
             text = f"adapter {add.adapter.name!r}: {KILLS_WORKERS}"
             return RequestError(ErrorCode.QUARANTINED, text, ADAPTER_PARAM)
         if add.adapter is not None and self.adapters.confuses(add.adapter):
@@ -194,14 +201,14 @@ class RunningEngine:
         self.pausing.forget(client)
         self.adapters.forget(client)
 
-    def control(self, client: Client, control: Control, now: float) -> None:
+    def control(self, client: Client, control: Control) -> None:
         """Handle a request about the whole engine, or about an adapter."""
         if control.action not in (ControlAction.LOAD_ADAPTER, ControlAction.UNLOAD_ADAPTER):
             self.pausing.handle(client, control)
         elif control.adapter is None or not self._takes_adapters:
             self._answer_load(client, control.number, "the engine was started without enable_lora")
         elif control.action is ControlAction.LOAD_ADAPTER:
-            self.adapters.load(client, control.number, control.adapter, now)
+            self.adapters.load(client, control.number, control.adapter)
         else:
             self.adapters.unload(control.adapter)
             self._answer_load(client, control.number, "")

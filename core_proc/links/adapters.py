@@ -43,7 +43,7 @@ MAX_LOADS = 64
 """Loads without a request that are not answered yet; further ones are refused."""
 
 SAME_ID = "its id is that of an adapter with other contents; change one of them"
-KILLS_WORKERS = "its load has killed workers; it is refused for ten minutes"
+KILLS_WORKERS = "workers died when they loaded it; it is refused until it is loaded again"
 
 Done = Callable[[Client, int, str, ErrorCode], None]
 """Takes a client, the number of its control, and what is wrong, or nothing, with its code."""
@@ -102,7 +102,14 @@ class Adapters:
     """The adapters of a scheduler's requests, by their ids."""
 
     def __init__(
-        self, scheduler: Scheduler, max_loras: int, num_kept: int, num_taken: int, done: Done
+        self,
+        scheduler: Scheduler,
+        trials: AdapterTrials,
+        done: Done,
+        *,
+        max_loras: int,
+        num_kept: int,
+        num_taken: int,
     ) -> None:
         """`num_kept`: most that workers hold. `num_taken`: requests of a turn that others await."""
         self._scheduler = scheduler
@@ -110,7 +117,7 @@ class Adapters:
         self._num_kept = num_kept
         self._num_taken = num_taken
         self._done = done
-        self._trials = AdapterTrials()
+        self._trials = trials
         self._entries: dict[int, _Entry] = {}
         self._with_turn: list[_Entry] = []
         self._queue: deque[_Entry] = deque()
@@ -173,27 +180,28 @@ class Adapters:
         busy = [e for e in self._with_turn if any(not r.is_finished for r in e.taken)]
         return entry.has_turn or len(busy) >= self._max_loras
 
-    def refuses(self, adapter: Adapter, now: float) -> bool:
-        """Return whether the load of an adapter has killed workers recently."""
-        return self._trials.refuses(adapter.adapter_id, now)
+    def refuses(self, adapter: Adapter) -> bool:
+        """Return whether workers have died of the load of an adapter."""
+        return self._trials.refuses(adapter.adapter_id)
 
     def confuses(self, adapter: Adapter) -> bool:
         """Return whether another adapter, which is in use or loaded, has the same id."""
         entry = self._entries.get(adapter.adapter_id)
         return entry is not None and entry.adapter.digest != adapter.digest
 
-    def load(self, client: Client, number: int, adapter: Adapter, now: float) -> None:
-        """Load or check an adapter without a request; the answer is passed to `done`."""
+    def load(self, client: Client, number: int, adapter: Adapter) -> None:
+        """Load or check an adapter without a request; the answer is passed to `done`.
+
+        One that is refused is tried once more.
+        """
         if self.confuses(adapter):
             self._done(client, number, SAME_ID, ErrorCode.INVALID)
-            return
-        if self.refuses(adapter, now):
-            self._done(client, number, KILLS_WORKERS, ErrorCode.QUARANTINED)
             return
         if sum(len(entry.callers) for entry in self._entries.values()) >= MAX_LOADS:
             text = f"{MAX_LOADS} adapters are being loaded already"
             self._done(client, number, text, ErrorCode.OVERLOADED)
             return
+        self._trials.allow(adapter.adapter_id)
         entry = self._entry(adapter)
         entry.is_unwanted = False
         if entry.place is Place.READY:
@@ -318,8 +326,8 @@ class Adapters:
             if num_sent >= (1 if is_alone else MAX_SENT):
                 return
             messages = self._load(entry)
-            if is_alone and messages:
-                self._trials.begin(entry.adapter.adapter_id)
+            if messages:
+                self._trials.begin(entry.adapter.adapter_id, is_alone=is_alone)
             yield from messages
 
     @property
@@ -372,22 +380,19 @@ class Adapters:
             for request in (*entry.taken, *(row[2] for row in entry.waiting)):
                 self._scheduler.fail_request(request.req_id, text, code, ADAPTER_PARAM)
 
-    def attribute_crash(self, now: float) -> None:
-        """Take note that the workers lost last died of a fault, perhaps that of a load."""
-        entry = self._entries.get(self._trials.attribute_crash(now))
-        if entry is not None:
-            self._answer(entry, KILLS_WORKERS, ErrorCode.QUARANTINED)
+    def attribute_death(self, *, is_fault: bool) -> None:
+        """Take note of the cause of the death of the workers lost last: perhaps it was a load."""
+        for adapter_id in self._trials.attribute_death(is_fault=is_fault):
+            entry = self._entries.get(adapter_id)
+            if entry is not None:
+                self._answer(entry, KILLS_WORKERS, ErrorCode.QUARANTINED)
         self._has_news = True
 
     def workers_lost(self) -> None:
         """Let all requests with an adapter wait until the next workers have loaded it."""
         self._has_news = True
         self._awaits_quiet = False
-        self._trials.workers_lost(
-            entry.adapter.adapter_id
-            for entry in self._entries.values()
-            if entry.place in (Place.CHECKED, Place.LOADED)
-        )
+        self._trials.workers_lost()
         for entry in self._entries.values():
             entry.forget_ended()
             entry.place = Place.NOWHERE

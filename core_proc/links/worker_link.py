@@ -27,7 +27,7 @@ from protocol.core_worker import (
 from protocol.lifecycle import DeathCause, Suspect, WorkerDied
 from protocol.message import ProtocolError, encode
 from protocol.process.failpoints import failpoint
-from protocol.process.progress_page import CoreMarks, Death, ProgressPage
+from protocol.process.progress_page import CoreLoads, CoreMarks, Death, ProgressPage
 from protocol.transport.channel import PeerGone, Received, RouterChannel
 
 DRAIN_LIMIT = 16
@@ -186,7 +186,10 @@ class WorkerLink:
         return any(self._suspects.get(epoch, now) > now for epoch in self._group.epochs)
 
     def on_worker_death(self, death: WorkerDied) -> None:
-        """Handle the supervisor's report; it may come before or after the loss was noticed here."""
+        """Handle the supervisor's report; it may come before or after the loss was noticed here.
+
+        It is repeated for some seconds, so that the successor of a dead core gets it, too.
+        """
         if death.epoch <= self._last_death:  # it is repeated
             return
         self._last_death = death.epoch
@@ -201,14 +204,19 @@ class WorkerLink:
     def _explain_loss(self, *, is_fault: bool, in_step: bool = True) -> None:
         """The cause of the last loss is known; of several causes the first counts."""
         is_first, self._unexplained = bool(self._unexplained), set()
-        if is_first and is_fault:
-            self._engine.attribute_crash(in_step=in_step)
+        if is_first:
+            self._engine.attribute_death(is_fault=is_fault, in_step=in_step)
 
     def on_core_death(self, death: Death, marks: CoreMarks | None) -> None:
         """Take over the marks of the last core; those of a core before it do not count."""
         log.warning("core of epoch %d died: %s", death.epoch, death.cause)
         if death.cause in FAULTS and marks is not None and marks.epoch == death.epoch:
             self._engine.inherit_marks(marks.marks)
+
+    def inherit_loads(self, loads: CoreLoads) -> None:
+        """Take over what the last core knew of adapters; its workers may be dead, or not."""
+        self._unexplained = {loads.workers_epoch}
+        self._engine.inherit_loads(loads.records)
 
     def dispatch(self) -> bool:
         """Send all steps that can be decided now; returns whether to call it again at once."""
@@ -219,24 +227,31 @@ class WorkerLink:
             step = self._engine.schedule()
             if step is None:
                 break
-            self._write_marks()
+            self._write_page()
             self._send_to_all(step)
             failpoint("core.after_dispatch")
             failpoint("core.after_preemption", when=bool(step.preempted_req_ids))
         # Also without a step: results may have cleared suspects, or ended what was in flight.
-        self._write_marks()
+        self._write_page()
         if not is_held_back and self._engine.is_sleep_due and self._send_to_all(Sleep()):
             self._engine.sleep_sent()
         return self._adopted_epoch is not None and not is_held_back and self._engine.is_preparing
 
     def _send_preparations(self) -> None:
-        for message in (*self._engine.take_grammars(), *self._engine.take_adapters()):
+        messages = [*self._engine.take_grammars(), *self._engine.take_adapters()]
+        self._write_page()
+        for message in messages:
             if not self._send_to_all(message):
                 break
 
-    def _write_marks(self) -> None:
-        if self._page is not None and (edits := self._engine.take_marks()) is not None:
+    def _write_page(self) -> None:
+        """Write what a successor must know, before the workers get what they may die of."""
+        if self._page is None:
+            return
+        if (edits := self._engine.take_marks()) is not None:
             self._page.write_marks(self._core_epoch, edits)
+        if (records := self._engine.take_loads()) is not None:
+            self._page.write_loads(CoreLoads(max(self._adopted, default=0), records))
 
     def _send_to_all(self, message: CoreToWorker) -> bool:
         """Send the same bytes to every rank. A rank that cannot take them takes the group along."""

@@ -1,13 +1,13 @@
 """The progress page: memory that a process shares with its supervisor, and leaves when it dies.
 
-There is one page per slot, whose descriptor each incarnation inherits. It has three parts:
+There is one page per slot, whose descriptor each incarnation inherits. It has four parts:
 
 - progress, written by the thread that works: its phase, since when, and until when it should end;
 - the marks of a core, written before it dispatches a step: which requests are being computed, so
   that its successor knows them when both the core and its workers have died;
 - the death of the last incarnation, written by the supervisor before it starts the next.
 
-The first two are guarded by a sequence number, which is odd during a write. No reader waits for a
+The first three are guarded by a sequence number, which is odd during a write. No reader waits for a
 lock: a part whose writer died during a write is unreadable, not wrong. Times are nanoseconds of
 CLOCK_MONOTONIC, which all processes of a host share.
 """
@@ -24,10 +24,12 @@ from protocol.lifecycle import DeathCause
 
 MAX_MARKS = 4096
 """Further ones are counted, not kept."""
+MAX_LOADS = 256
+"""Further records of adapters are not kept."""
 NO_STEP = 2**64 - 1
 
-_MAGIC = 0x3250_4B54
-"""The bytes `TKP2`, little-endian; the digit is the version of this layout."""
+_MAGIC = 0x3350_4B54
+"""The bytes `TKP3`, little-endian; the digit is the version of this layout."""
 _WORD = 8
 _COMPLETED = 1
 """Index of the epoch that last completed a step."""
@@ -38,7 +40,10 @@ _DEATH = 16
 _MARKS = 64
 """Index of the sequence number; then the core's epoch, the number of marks, and the marks."""
 _MARKS_HEAD = 3
-_END = _MARKS + _MARKS_HEAD + MAX_MARKS
+_LOADS = _MARKS + _MARKS_HEAD + MAX_MARKS
+"""Index of the sequence number; then the workers' epoch, the number of records, and the records."""
+_LOADS_HEAD = 3
+_END = _LOADS + _LOADS_HEAD + MAX_LOADS
 PAGE_BYTES = -(-_END * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
 _NUM_TRIES = 4
 _PROGRESS_STRUCT = struct.Struct("=5Q")
@@ -80,6 +85,15 @@ class CoreMarks(NamedTuple):
     epoch: int
     marks: list[int]
     """The first `MAX_MARKS` of them, of 64 bits each."""
+
+
+class CoreLoads(NamedTuple):
+    """What a core knew of adapters; `core_proc.recovery.adapter_trials` defines the numbers."""
+
+    workers_epoch: int
+    """Of the workers that it had adopted last: the greatest."""
+    records: list[int]
+    """The first `MAX_LOADS` of them, of 64 bits each."""
 
 
 class MarkEdits(NamedTuple):
@@ -187,8 +201,25 @@ class ProgressPage:
         first = _MARKS + _MARKS_HEAD
         return CoreMarks(epoch, list(self._words[first : first + min(total, MAX_MARKS)]))
 
+    def write_loads(self, loads: CoreLoads) -> None:
+        """Write what a core knows of adapters, before it has one loaded."""
+        words, records = self._words, loads.records[:MAX_LOADS]
+        words[_LOADS] |= 1
+        words[_LOADS + 1], words[_LOADS + 2] = loads.workers_epoch, len(records)
+        for place, record in enumerate(records, _LOADS + _LOADS_HEAD):
+            words[place] = record
+        words[_LOADS] += 1
+
+    def read_loads(self) -> CoreLoads | None:
+        """Return the last records; None: there are none, or their writer died in between."""
+        seq, epoch, total = self._words[_LOADS : _LOADS + _LOADS_HEAD]
+        if seq % 2 or total == 0:
+            return None
+        first = _LOADS + _LOADS_HEAD
+        return CoreLoads(epoch, list(self._words[first : first + min(total, MAX_LOADS)]))
+
     def inherit(self, other: "ProgressPage") -> None:
-        """Copy the death and the marks from another slot's page, while nothing writes to either."""
+        """Copy all but the progress from another slot's page, while nothing writes to either."""
         first, end = _DEATH * _WORD, _END * _WORD
         self._map[first:end] = other._map[first:end]
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from protocol.adapters import Adapter
-from protocol.api_core import StepOutputs
+from protocol.api_core import ErrorCode, Refused, StepOutputs
 from protocol.core_worker import AdapterLoaded, UnloadAdapter
 from tests.core.test_adapters import adapted, control, make_engine
 from tests.core.test_engine import CLIENT, FACTS, add, answer
@@ -25,6 +25,7 @@ class Disorder:
         slots = self._rng.choice([2, 8])
         self.engine = make_engine(self._max_loras, self._num_kept, max_num_seqs=slots)
         self.open_ids: set[int] = set()
+        self.num_refused = 0
         self._held: set[int] = set()
         self._unanswered: list[int] = []
         self._running: dict[int, int] = {}
@@ -38,8 +39,11 @@ class Disorder:
             length = rng.randint(1, 6)
             base = add(number, max_tokens=length)
             request = base if adapter is None else adapted(number, adapter, max_tokens=length)
-            assert self.engine.add(CLIENT, request) is None
-            self.open_ids.add(number)
+            refused = self.engine.add(CLIENT, request)
+            if refused is None:
+                self.open_ids.add(number)
+            else:
+                assert refused.error.code is ErrorCode.QUARANTINED
         elif event < 0.35 and self.open_ids:
             aborted = rng.choice(sorted(self.open_ids))
             self.engine.abort(CLIENT, [aborted])
@@ -47,17 +51,31 @@ class Disorder:
         elif event < 0.4:
             action = rng.choice(["load_adapter", "unload_adapter"])
             self.engine.control(CLIENT, control(number, rng.choice(ADAPTERS), action))
-        elif event < 0.42:
-            self.engine.lose_workers()
-            self.engine.adopt_workers(FACTS)
-            self._held.clear()
-            self._unanswered.clear()
-            self._running.clear()
+        elif event < 0.44:
+            self.lose_workers()
         elif event < 0.6:
             self.answer_one()
         self.prepare()
         if rng.random() < 0.5:
             self.compute()
+
+    def lose_workers(self) -> None:
+        """Let the workers die; the cause is known before or after their successors come."""
+        loading, self._unanswered = self._unanswered, []
+        self.engine.lose_workers()
+        is_late, is_fault = self._rng.random() < 0.5, self._rng.random() < 0.3
+        if is_late:
+            self.engine.adopt_workers(FACTS)
+        self.engine.attribute_death(is_fault=is_fault, in_step=False)
+        if not is_late:
+            self.engine.adopt_workers(FACTS)
+        self._held.clear()
+        self._running.clear()
+        mail = [message for _, message in self.engine.take_mail()]
+        refused = {message.request_id for message in mail if isinstance(message, Refused)}
+        assert not refused or len(loading) == 1, "what is refused was loaded alone"
+        self.num_refused += len(refused)
+        self.open_ids -= refused
 
     def answer_one(self) -> bool:
         """Answer the oldest load; returns whether there was one."""

@@ -6,7 +6,7 @@ import pytest
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import prefix_root
 from core_proc.links.adapters import MAX_LOADS
-from core_proc.recovery.adapter_trials import REFUSED_FOR_S
+from core_proc.recovery.adapter_trials import MAX_KNOWN, REFUSED_POINTS, AdapterTrials
 from core_proc.recovery.quarantine import Stage, fingerprint
 from core_proc.request import Request
 from protocol.adapters import Adapter
@@ -218,7 +218,7 @@ def test_a_suspect_that_waited_for_its_adapter_waits_for_its_trial() -> None:
     engine.update(answer(engine, scheduled(engine)))
     scheduled(engine)
     engine.lose_workers()
-    engine.attribute_crash()
+    engine.attribute_death()
     engine.adopt_workers(FACTS)
     load_all(engine)
     assert len(names(scheduled(engine))) == 2, "one half is on trial"
@@ -247,10 +247,10 @@ def test_a_suspect_that_waits_for_its_turn_holds_nothing_back(max_loras: int) ->
     raise AssertionError("requests wait for each other")
 
 
-def die(engine: EngineCore, *, in_step: bool = False) -> None:
-    """Let the workers die of a fault; others take their place."""
+def die(engine: EngineCore, *, is_fault: bool = True, in_step: bool = False) -> None:
+    """Let the workers die, of a fault or of a signal from outside; others take their place."""
     engine.lose_workers()
-    engine.attribute_crash(in_step=in_step)
+    engine.attribute_death(is_fault=is_fault, in_step=in_step)
     engine.adopt_workers(FACTS)
 
 
@@ -283,7 +283,7 @@ def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> No
     mail = engine.take_mail()
     [refused] = [message for _, message in mail if isinstance(message, Refused)]
     assert (refused.request_id, refused.error.code) == (2, ErrorCode.QUARANTINED)
-    assert "adapter 'b': its load has killed workers" in refused.error.message
+    assert "adapter 'b': workers died when they loaded it" in refused.error.message
     [answered] = [message for _, message in mail if isinstance(message, ControlDone)]
     assert (answered.number, answered.code) == (4, ErrorCode.QUARANTINED)
     assert engine.take_adapters() == [LoadAdapter(A)], "as always: it is not a suspect"
@@ -292,9 +292,8 @@ def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> No
     refused_now = engine.add(CLIENT, adapted(5, B))
     assert refused_now is not None
     assert refused_now.error.code is ErrorCode.QUARANTINED
-    engine.now += REFUSED_FOR_S
-    assert engine.add(CLIENT, adapted(6, B)) is None
-    assert engine.take_adapters() == [LoadAdapter(B)]
+    changed = Adapter("b", B.path, b"B" * 32)
+    assert engine.add(CLIENT, adapted(6, changed)) is None, "other files are another adapter"
 
 
 def answer_oldest(engine: EngineCore) -> ModelRunnerOutput:
@@ -303,17 +302,155 @@ def answer_oldest(engine: EngineCore) -> ModelRunnerOutput:
     return ModelRunnerOutput(step_id, [7] * len(sampling))
 
 
-def test_a_signal_from_outside_during_a_load_makes_no_suspect() -> None:
+def test_one_signal_from_outside_during_a_load_delays_no_other_request() -> None:
+    """However often workers are killed, as long as a load ends in between."""
+    engine = make_engine()
+    engine.add(CLIENT, add(1, max_tokens=1000))
+    for number in range(2, 12):
+        engine.add(CLIENT, adapted(number, A))
+        assert engine.take_adapters() == [LoadAdapter(A)]
+        assert names(scheduled(engine)) == [1]
+        die(engine, is_fault=False)
+        load_all(engine)
+        assert names(scheduled(engine)) == [1, number]
+        engine.abort(CLIENT, [number])
+        die(engine, is_fault=False, in_step=True)
+    assert refusals(engine) == {}
+
+
+@pytest.mark.parametrize(
+    ("causes", "num_deaths"),
+    [([True], 2), ([False], 4), ([True, False], 3), ([False, True], 3), ([False, False, True], 3)],
+)
+def test_deaths_during_a_load_are_bounded_whatever_their_causes(
+    causes: list[bool], num_deaths: int
+) -> None:
+    """The last cause is that of all further deaths; innocent adapters and requests end well."""
+    engine = make_engine(max_loras=2)
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, adapted(2, B))
+    engine.add(CLIENT, add(3))
+    died = 0
+    for _ in range(100):
+        messages = engine.take_adapters()
+        if LoadAdapter(A) in messages:
+            is_alone = messages == [LoadAdapter(A)]
+            die(engine, is_fault=causes[min(died, len(causes) - 1)])
+            died += 1
+            continue
+        for message in messages:
+            if isinstance(message, LoadAdapter):
+                engine.adapter_loaded(AdapterLoaded(message.adapter.adapter_id))
+        if (step := engine.schedule()) is not None:
+            engine.update(answer(engine, step))
+    assert died == num_deaths
+    assert is_alone, "the last one"
+    assert refusals(engine) == {1: ErrorCode.QUARANTINED}
+    assert not engine.has_unfinished
+
+
+def kill_until_refused(engine: EngineCore, adapter: Adapter, *, is_fault: bool = False) -> int:
+    """Let the workers die in each load of an adapter; returns how many did."""
+    died = 0
+    while LoadAdapter(adapter) in engine.take_adapters():
+        die(engine, is_fault=is_fault)
+        died += 1
+    return died
+
+
+def test_a_refused_adapter_is_tried_again_when_it_is_loaded_again() -> None:
     engine = make_engine()
     engine.add(CLIENT, adapted(1, A))
-    engine.add(CLIENT, add(2))
-    for _ in range(5):
+    assert kill_until_refused(engine, A) == 4
+    engine.now += 1e6
+    refused = engine.add(CLIENT, adapted(2, A))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.QUARANTINED
+    engine.take_mail()
+    for number, is_fault, num_deaths in ((3, True, 1), (4, False, 2)):
+        engine.control(CLIENT, control(number, A))
+        assert kill_until_refused(engine, A, is_fault=is_fault) == num_deaths
+        assert [(n, ok) for n, ok, _ in done(engine)] == [(number, False)]
+    engine.control(CLIENT, control(5, A))
+    engine.add(CLIENT, add(6))
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    assert engine.schedule() is None, "a suspect is loaded alone"
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    assert done(engine) == [(5, True, "")]
+    assert engine.add(CLIENT, adapted(7, A)) is None
+    assert len(names(scheduled(engine))) == 2
+
+
+def succeed(engine: EngineCore, *, is_explained: bool) -> EngineCore:
+    """Let the core die, together with its workers; their death is explained to the next one."""
+    records = engine.take_loads()
+    engine = EngineCore(engine._config)
+    engine.inherit_loads(records or [])
+    if is_explained:
+        engine.attribute_death(is_fault=False)
+    engine.adopt_workers(FACTS)
+    return engine
+
+
+def test_a_successor_core_knows_suspects_and_what_is_refused() -> None:
+    """Also if core and workers die together, in each load."""
+    engine, died = make_engine(), 0
+    for request_id in range(20):
+        refused = engine.add(CLIENT, adapted(request_id, A))
+        if refused is not None:
+            break
         assert engine.take_adapters() == [LoadAdapter(A)]
-        assert names(scheduled(engine)) == [2]
+        engine = succeed(engine, is_explained=True)
+        died += 1
+    assert died == 4
+    assert refused is not None
+    assert refused.error.code is ErrorCode.QUARANTINED
+    engine = succeed(engine, is_explained=False)
+    assert engine.add(CLIENT, adapted(30, A)) is not None
+    engine.control(CLIENT, control(31, A))
+    load_all(engine)
+    assert engine.add(CLIENT, adapted(32, A)) is None
+
+
+def test_cores_that_die_alone_make_no_suspect() -> None:
+    engine = make_engine()
+    for request_id in range(20):
+        assert engine.add(CLIENT, adapted(request_id, A)) is None
+        engine.add(CLIENT, add(100 + request_id))
+        assert engine.take_adapters() == [LoadAdapter(A)]
+        assert engine.schedule() is not None
+        engine = succeed(engine, is_explained=False)
+
+
+def test_a_cause_that_is_known_late_does_not_count_against_a_load_that_has_ended() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, adapted(1, A))
+    for _ in range(10):
+        engine.take_adapters()
         engine.lose_workers()
         engine.adopt_workers(FACTS)
-    load_all(engine)
-    assert names(scheduled(engine)) == [1, 2]
+        load_all(engine)
+        engine.attribute_death()
+        engine.lose_workers()
+        engine.adopt_workers(FACTS)
+    assert refusals(engine) == {}
+
+
+def test_the_number_of_adapters_that_are_remembered_is_bounded() -> None:
+    trials = AdapterTrials()
+    for adapter_id in range(1, MAX_KNOWN + 2):
+        for _ in range(REFUSED_POINTS):
+            trials.begin(adapter_id, is_alone=True)
+            trials.workers_lost()
+            trials.attribute_death(is_fault=False)
+        assert trials.refuses(adapter_id)
+    assert not trials.refuses(1), "the first one"
+    records = trials.take_records()
+    assert records is not None
+    assert len(records) == MAX_KNOWN
+    successor = AdapterTrials()
+    successor.inherit(records)
+    assert all(successor.refuses(adapter_id) for adapter_id in range(2, MAX_KNOWN + 2))
 
 
 def test_a_request_and_not_the_adapter_that_was_loaded_meanwhile_is_found() -> None:

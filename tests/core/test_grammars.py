@@ -173,7 +173,7 @@ def test_a_suspect_that_waited_for_its_grammar_waits_for_its_trial() -> None:
     engine.update(answer(engine, scheduled(engine)))
     scheduled(engine)
     engine.lose_workers()
-    engine.attribute_crash()
+    engine.attribute_death()
     engine.adopt_workers(FACTS)
     [message] = engine.take_grammars()
     engine.grammar_compiled(GrammarCompiled(message.grammar_id))
@@ -193,7 +193,7 @@ def test_a_request_on_hold_waits_for_its_grammar_after_the_next_death() -> None:
     engine.update(answer(engine, scheduled(engine)))
     scheduled(engine)
     engine.lose_workers()
-    engine.attribute_crash()
+    engine.attribute_death()
     engine.adopt_workers(FACTS)
     assert len(engine.take_grammars()) == 1
     engine.grammar_compiled(ready)

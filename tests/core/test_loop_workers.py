@@ -13,7 +13,8 @@ from core_proc.engine import EngineCore
 from core_proc.kv import kv_cache
 from core_proc.links.worker_link import WorkerLink
 from protocol import message
-from protocol.api_core import AddRequest, EngineState
+from protocol.adapters import Adapter
+from protocol.api_core import AddRequest, EngineState, ErrorCode
 from protocol.core_worker import (
     ModelRunnerOutput,
     StepFailed,
@@ -86,7 +87,7 @@ def test_an_unreadable_frame_of_a_stranger_explains_no_loss(
 ) -> None:
     """The loss awaits its cause: the worker has introduced itself again in a step."""
     crashes: list[None] = []
-    monkeypatch.setattr(bench.engine, "attribute_crash", lambda **_: crashes.append(None))
+    monkeypatch.setattr(bench.engine, "attribute_death", lambda **_: crashes.append(None))
     client, worker = bench.client(), bench.worker()
     worker.answers = False
     client.add(1, max_tokens=6)
@@ -381,6 +382,34 @@ def test_a_dead_core_is_blamed_for_its_own_steps_only(died: int, is_blamed: bool
     link = WorkerLink(unused, unused, unused, cast(EngineCore, engine), unused, core_epoch=7)
     link.on_core_death(Death(died, DeathCause.DEADLINE, None), CoreMarks(4, [1, 11, 12]))
     assert engine.inherited == ([[1, 11, 12]] if is_blamed else [])
+
+
+def test_workers_that_die_in_a_load_with_their_core_count_at_its_successor() -> None:
+    """The load is in the progress page before a worker gets it, with the worker's epoch."""
+    adapter = Adapter("a", "/adapters/a", b"a" * 32)
+    page, fd = ProgressPage.create("core")
+    for epoch in (5, 6, 7, 8):
+        with Bench(progress_fd=fd, enable_lora=True) as bench:
+            bench.loop._read_predecessor()
+            for death in range(5, epoch):  # deaths are reported again for some seconds
+                bench.child.inbox.append(WorkerDied(0, death, DeathCause.KILLED, None))
+            worker, client = bench.worker(epoch), bench.client()
+            worker.answers = False
+            client.add(1, adapter=adapter)
+            bench.until(lambda w=worker: w.unanswered)
+            loads = page.read_loads()
+            assert loads is not None
+            assert loads.workers_epoch == epoch
+    with Bench(progress_fd=fd, enable_lora=True) as bench:
+        bench.loop._read_predecessor()
+        bench.child.inbox.append(WorkerDied(0, 8, DeathCause.KILLED, None))
+        bench.worker(9)
+        client = bench.client()
+        client.add(1, adapter=adapter)
+        bench.until(lambda: client.refused)
+        assert client.refused[0].error.code is ErrorCode.QUARANTINED
+    page.close()
+    os.close(fd)
 
 
 @pytest.mark.parametrize("is_suspected", [True, False])

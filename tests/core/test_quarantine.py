@@ -107,7 +107,7 @@ class Patient:
             return
         self.engine.lose_workers()
         if is_blamed:
-            self.engine.attribute_crash()
+            self.engine.attribute_death()
         self.begin_worker()
 
     def _keep_marks(self) -> None:

@@ -22,6 +22,7 @@ from api_proc.resumption.journal_segments import _END, _MAGIC, frame, read_segme
 from core_proc.engine import EngineCore
 from core_proc.links.output_check import WorkerMisbehaved, check_output
 from core_proc.options import SchedulerOptions
+from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.recovery.quarantine import Quarantine, Stage
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
@@ -49,7 +50,14 @@ from protocol.message import (
     pack_header,
     unpack_header,
 )
-from protocol.process.progress_page import Death, MarkEdits, Phase, ProgressPage
+from protocol.process.progress_page import (
+    _LOADS,
+    CoreLoads,
+    Death,
+    MarkEdits,
+    Phase,
+    ProgressPage,
+)
 from protocol.salvage import readable_outputs, request_id_of_add
 from protocol.sampling import Grammar, GrammarKind, Pooling, SamplingParams
 from protocol.zygote_link import (
@@ -258,6 +266,8 @@ def _packets() -> Iterator[Feed]:
 
 _PAGE_WORDS = 80
 """That the samples fill, from the first on: progress, death, and the beginning of the marks."""
+_LOADS_WORDS = 8
+"""That the samples fill of the loads, behind the others."""
 
 
 def _pages() -> list[bytes]:
@@ -268,8 +278,10 @@ def _pages() -> list[bytes]:
             page.write(3, Phase.STEP, step_id, 10**9, 2 * 10**9)
             page.write_completed(2)
             page.write_marks(3, MarkEdits(4, dict(enumerate((Stage.GROUP, 5, 6, 7)))))
+            page.write_loads(CoreLoads(2, [7 << 8 | 0x13, 9 << 8 | 4]))
             page.write_death(Death(2, DeathCause.DEADLINE, step_id))
-            found.append(os.pread(fd, _PAGE_WORDS * 8, 0))
+            head = os.pread(fd, _PAGE_WORDS * 8, 0)
+            found.append(head + os.pread(fd, _LOADS_WORDS * 8, _LOADS * 8))
     finally:
         page.close()
         os.close(fd)
@@ -278,13 +290,17 @@ def _pages() -> list[bytes]:
 
 @contextlib.contextmanager
 def _page() -> Iterator[Feed]:
-    """The supervisor reads the progress, and a new core the marks and the death."""
+    """The supervisor reads the progress, and a new core the marks, the loads and the death."""
     page, fd = ProgressPage.create("fuzz")
     scheduler = Scheduler(SchedulerOptions.combine(configure(model="null"), FACTS, 0.0))
 
     def feed(data: bytes) -> bool:
-        os.pwrite(fd, data[8 : _PAGE_WORDS * 8], 8)
+        head, loads = data[: _PAGE_WORDS * 8], data[_PAGE_WORDS * 8 :]
+        os.pwrite(fd, head[8:], 8)
+        os.pwrite(fd, loads[: _LOADS_WORDS * 8], _LOADS * 8)
         progress, marks, death = page.read(), page.read_marks(), page.read_death()
+        if (found := page.read_loads()) is not None:
+            AdapterTrials().inherit(found.records)
         assert page.last_completing_epoch >= 0
         if progress is not None:
             assert isinstance(progress.limit_s, float)

@@ -13,8 +13,11 @@ from protocol.config import RecoveryConfig
 from protocol.lifecycle import DeathCause
 from protocol.process.progress import ProgressReporter
 from protocol.process.progress_page import (
+    _LOADS,
+    MAX_LOADS,
     MAX_MARKS,
     PAGE_BYTES,
+    CoreLoads,
     CoreMarks,
     Death,
     MarkEdits,
@@ -51,6 +54,7 @@ def whole(marks: Sequence[int]) -> MarkEdits:
 def test_new_page_is_empty(page: ProgressPage) -> None:
     assert page.read() == ProgressRecord(0, Phase.NONE, None, 0, 0)
     assert page.read_marks() is None
+    assert page.read_loads() is None
     assert page.read_death() is None
 
 
@@ -152,6 +156,25 @@ def test_marks_past_the_bound_are_cut(page: ProgressPage) -> None:
     assert page.read_marks() == CoreMarks(EPOCH, list(range(MAX_MARKS)))
 
 
+def test_loads_survive_their_writer(page: ProgressPage) -> None:
+    page.write_marks(EPOCH, whole(range(MAX_MARKS)))
+    page.write_loads(CoreLoads(EPOCH, [11, 2**64 - 11]))
+    assert page.read_loads() == CoreLoads(EPOCH, [11, 2**64 - 11])
+    page.write_loads(CoreLoads(EPOCH + 1, list(range(MAX_LOADS + 3))))
+    assert page.read_loads() == CoreLoads(EPOCH + 1, list(range(MAX_LOADS)))
+    assert page.read_marks() == CoreMarks(EPOCH, list(range(MAX_MARKS)))
+    page.write_loads(CoreLoads(EPOCH, []))
+    assert page.read_loads() is None
+
+
+def test_loads_that_were_not_written_completely_do_not_count(page: ProgressPage) -> None:
+    page.write_loads(CoreLoads(EPOCH, [1]))
+    page._words[_LOADS] += 1
+    assert page.read_loads() is None
+    page.write_loads(CoreLoads(EPOCH, [2]))
+    assert page.read_loads() == CoreLoads(EPOCH, [2])
+
+
 @pytest.mark.parametrize("step_id", [None, 0, 5])
 def test_word_about_a_death(page: ProgressPage, step_id: int | None) -> None:
     page.write_death(Death(3, DeathCause.OOM, step_id))
@@ -248,15 +271,17 @@ def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int
 def test_successor_with_another_page_inherits_what_was_left(
     shared: tuple[ProgressPage, int],
 ) -> None:
-    """The death and the marks; its own progress stays."""
+    """The death, the marks and the loads; its own progress stays."""
     page, _ = shared
     other, fd = ProgressPage.create("other")
     other.write_marks(1, whole([99]))  # of the time when it was another's page
     other.write(EPOCH, Phase.IDLE, None, 5, 6)
     page.write(EPOCH - 1, Phase.STEP, 3, 1, 2)
     page.write_marks(EPOCH - 1, whole([11, 12]))
+    page.write_loads(CoreLoads(EPOCH - 2, [13]))
     page.write_death(Death(EPOCH - 1, DeathCause.OOM, 3))
     other.inherit(page)
+    assert other.read_loads() == CoreLoads(EPOCH - 2, [13])
     assert other.read_marks() == CoreMarks(EPOCH - 1, [11, 12])
     assert other.read_death() == Death(EPOCH - 1, DeathCause.OOM, 3)
     assert other.read() == ProgressRecord(EPOCH, Phase.IDLE, None, 5, 6)
