@@ -184,7 +184,8 @@ def test_triton_is_loaded_on_a_gpu_only() -> None:
     )
     assert "triton" not in loaded
     assert {name for name in loaded if name.startswith("worker_proc.cuda.")} == {
-        "worker_proc.cuda.device"
+        "worker_proc.cuda.coverage",
+        "worker_proc.cuda.device",
     }
 
 

@@ -2,6 +2,7 @@
 
 from protocol.config.engine_config import AccessLog as AccessLog
 from protocol.config.engine_config import ApiConfig as ApiConfig
+from protocol.config.engine_config import AttentionName as AttentionName
 from protocol.config.engine_config import CacheConfig as CacheConfig
 from protocol.config.engine_config import ConfigError as ConfigError
 from protocol.config.engine_config import CpuPinning as CpuPinning

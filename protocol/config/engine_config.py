@@ -65,6 +65,18 @@ class NativeDecoder(enum.StrEnum):
     OFF = "off"
 
 
+class AttentionName(enum.StrEnum):
+    AUTO = "auto"
+    TRITON = "triton"
+    TRITON_ATTN = "triton_attn"
+    """The same as TRITON."""
+    FLASHINFER = "flashinfer"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "AttentionName | None":
+        return cls.__members__.get(str(value).upper())  # vLLM writes these names in capitals
+
+
 class AccessLog(enum.StrEnum):
     OFF = "off"
     SAMPLED = "sampled"
@@ -260,6 +272,10 @@ class WorkerConfig(Section):
     native_decoder: NativeDecoder = NativeDecoder.AUTO
     """Compute the decoder's layers by one native call where it is proven to give the results of
     the model's own modules; off: by these modules."""
+    attention_backend: AttentionName = AttentionName.AUTO
+    """On CUDA, what computes attention: the engine's own Triton kernels (triton, also triton_attn)
+    or FlashInfer, which must be installed (flashinfer). auto: Triton where its kernels cover the
+    model, else PyTorch."""
     enforce_eager: bool = False
     """On CUDA, launch the kernels of every decode step one by one instead of replaying graphs."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0

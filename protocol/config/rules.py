@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from protocol.adapters import parse_lora_module
 from protocol.config.engine_config import (
+    AttentionName,
     ConfigError,
     Device,
     Dtype,
@@ -201,6 +202,19 @@ def _code_rules(config: EngineConfig) -> Iterator[Rule]:
     )
 
 
+def _attention_rules(config: EngineConfig) -> Iterator[Rule]:
+    """What computes attention on the GPU."""
+    wanted = config.worker.attention_backend
+    yield (
+        wanted is not AttentionName.AUTO and config.model.model == _NULL,
+        "attention_backend needs a model: the null model has no attention",
+    )
+    yield (
+        wanted is not AttentionName.AUTO and config.model.device is Device.CPU,
+        f"attention_backend {wanted} needs device cuda",
+    )
+
+
 _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _step_rules,
     _prefill_rules,
@@ -211,4 +225,5 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _process_rules,
     _draft_rules,
     _code_rules,
+    _attention_rules,
 )

@@ -1,17 +1,18 @@
 """Launches the attention kernels over tensors of one step."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 
-from worker_proc.attention.interface import Scoring
+from worker_proc.attention.interface import PagedLayer, Scoring
 from worker_proc.cuda.attention_kernels import attend_kernel, combine_kernel, store_kernel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
+from worker_proc.mirror import ScheduledRequest
 
-MAX_HEAD_DIM = 256
-MAX_HEADS_PER_KV_HEAD = 32
+INTERPRETED_UNITS = 8  # multiprocessors of a processor, where the kernels are interpreted
 MIN_TILE = 16  # of a matrix product
 PREFILL_ROWS = 64  # query rows of a tile, over tokens and heads
 MOST_TILE_KEYS = 64
@@ -158,3 +159,31 @@ def attend(
         num_tiles = step.num_rows // (tiles.prefill_rows // group) + step.num_parts
         launch(num_tiles, tiles.prefill_rows, 1, False)
     return out
+
+
+class TritonAttention:
+    """Attends by the engine's own kernels, which make no plan."""
+
+    name = "Triton"
+
+    def __init__(self, specs: Sequence[LayerSpec], device: torch.device) -> None:
+        self._spec = max(specs, key=lambda spec: spec.num_kv_heads)
+        self._num_units = INTERPRETED_UNITS
+        if device.type == "cuda":
+            self._num_units = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
+        """Return over how many programs the contexts of decodes are divided."""
+        return choose_num_splits(num_parts, num_decodes, self._spec, longest, self._num_units)
+
+    def begin_step(self, parts: Sequence[ScheduledRequest], first_rows: list[int]) -> None:
+        """Do nothing: the kernels find their work in the step's arrays."""
+
+    def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> None:
+        """Do nothing, as in `begin_step`."""
+
+    def attend(
+        self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
+    ) -> torch.Tensor:
+        """Return `[T, num_heads, value_dim]` for the queries of a step's rows."""
+        return attend(place, query, layer.spec, scoring, layer.sinks)

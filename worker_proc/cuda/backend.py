@@ -1,52 +1,51 @@
-"""The attention backend of CUDA devices: Triton kernels over block tables on the device."""
+"""The attention backend of CUDA devices: keys and values in blocks, by tables on the device."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
-from worker_proc.cuda.attention import (
-    MAX_HEAD_DIM,
-    MAX_HEADS_PER_KV_HEAD,
-    DeviceStep,
-    PagedStep,
-    attend,
-    choose_num_splits,
-    store,
-)
+from worker_proc.cuda.attention import DeviceStep, PagedStep, store
 from worker_proc.cuda.block_tables import BlockTables
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest
 
-INTERPRETED_UNITS = 8  # of a processor, where the kernels are interpreted
+
+class StepAttention(Protocol):
+    """What attends over keys and values that are stored already."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name, for people."""
+
+    def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
+        """Return over how many programs the contexts of decodes are divided."""
+
+    def begin_step(self, parts: Sequence[ScheduledRequest], first_rows: list[int]) -> None:
+        """Prepare a step; `first_rows` ends with the number of its rows."""
+
+    def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> None:
+        """Prepare a step of single tokens over static buffers, filled up to `size` rows."""
+
+    def attend(
+        self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
+    ) -> torch.Tensor:
+        """Return `[T, num_heads, value_dim]` for the queries of a step's rows."""
 
 
-def can_attend_by_triton(specs: Sequence[LayerSpec]) -> bool:
-    """Return whether the kernels cover these layers."""
-    return all(
-        max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
-        and spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
-        and not spec.is_chunked
-        for spec in specs
-    )
-
-
-class TritonBackend:
+class CudaBackend:
     """Attention in place; a step sends its parts and new table entries in one copy."""
 
-    name = "Triton"
-
     def __init__(
-        self, specs: Sequence[LayerSpec], num_groups: int, block_size: int, device: torch.device
+        self, num_groups: int, block_size: int, device: torch.device, attention: StepAttention
     ) -> None:
         self._block_size = block_size
         self._device = device
-        self._spec = max(specs, key=lambda spec: spec.num_kv_heads)
-        self._num_units = INTERPRETED_UNITS
-        if device.type == "cuda":
-            self._num_units = torch.cuda.get_device_properties(device).multi_processor_count
+        self.attention = attention
+        self.name = attention.name
         self.tables = BlockTables(num_groups, device)
         self.step: DeviceStep | None = None
         """The present step."""
@@ -58,21 +57,25 @@ class TritonBackend:
         rows = (num_blocks, self._block_size, spec.num_kv_heads)
         return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
 
-    def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
-        """Return over how many programs the contexts of decodes are divided."""
-        return choose_num_splits(num_parts, num_decodes, self._spec, longest, self._num_units)
-
     def begin_step(self, inputs: StepInputs) -> None:
         parts = inputs.parts
         num_rows = inputs.input_ids.shape[1]
-        columns, first_rows = self.upload(parts, [*inputs.first_rows, num_rows], len(parts))
+        all_rows = [*inputs.first_rows, num_rows]
+        columns, first_rows = self._upload(parts, all_rows, len(parts))
+        self.attention.begin_step(parts, all_rows)
         decodes = [part.end for part in parts if part.num_tokens == 1]
-        num_splits = self.num_splits(len(parts), len(decodes), max(decodes, default=0))
+        num_splits = self.attention.num_splits(len(parts), len(decodes), max(decodes, default=0))
         starts, table_rows, kept_from = columns
         by_part = (first_rows, starts, table_rows, kept_from)
         self.step = DeviceStep(*by_part, num_rows, len(decodes), num_splits)
 
-    def upload(
+    def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> torch.Tensor:
+        """Prepare a step of single tokens over static buffers; returns its `[3, size]` columns."""
+        columns, _ = self._upload(parts, [], size)
+        self.attention.begin_static_step(parts, size)
+        return columns
+
+    def _upload(
         self, parts: Sequence[ScheduledRequest], first_rows: list[int], size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring the tables up to date, and return what a `DeviceStep` holds of each part.
@@ -113,7 +116,7 @@ class TritonBackend:
         self, layer: PagedLayer, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Attend where the step's keys and values are stored already."""
-        return attend(self.place(layer), query, layer.spec, scoring, layer.sinks)
+        return self.attention.attend(self.place(layer), query, layer, scoring)
 
     def place(self, layer: PagedLayer) -> PagedStep:
         """Return the present step over a layer's KV."""

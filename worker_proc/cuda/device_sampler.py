@@ -11,7 +11,7 @@ import torch
 import triton
 
 from protocol.sampling import SamplingParams
-from worker_proc.cuda.backend import TritonBackend
+from worker_proc.cuda.backend import CudaBackend
 from worker_proc.cuda.choice import choose, lines_to_device, pack_parameters
 from worker_proc.cuda.choice_kernels import NUM_COLUMNS, feed_kernel
 from worker_proc.inputs import StepInputs, to_device
@@ -82,7 +82,7 @@ class TokenCopy:
 class DeviceSampler:
     """Samples the steps whose rows need nothing but their parameters."""
 
-    def __init__(self, backend: TritonBackend, vocab_size: int, max_num_rows: int) -> None:
+    def __init__(self, backend: CudaBackend, vocab_size: int, max_num_rows: int) -> None:
         device = backend.tables.tensor.device
         self._backend = backend
         self._device = device

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from worker_proc.cuda.attention import DeviceStep
-from worker_proc.cuda.backend import TritonBackend
+from worker_proc.cuda.backend import CudaBackend
 from worker_proc.cuda.device_sampler import DeviceSampler
 from worker_proc.inputs import StepInputs
 
@@ -37,7 +37,7 @@ class StaticDecode:
     def __init__(
         self,
         model: nn.Module,
-        backend: TritonBackend,
+        backend: CudaBackend,
         sampler: DeviceSampler,
         size: int,
         *,
@@ -55,7 +55,7 @@ class StaticDecode:
         self._columns[1] = backend.tables.null_row
         self._logits_indices = torch.arange(size, device=device)
         first_rows = torch.arange(size + 1, dtype=torch.int32, device=device)
-        num_splits = backend.num_splits(size, size, longest)
+        num_splits = backend.attention.num_splits(size, size, longest)
         starts, table_rows, kept_from = self._columns
         by_part = (first_rows, starts, table_rows, kept_from)
         self._step = DeviceStep(*by_part, size, size, num_splits)
@@ -69,7 +69,7 @@ class StaticDecode:
     def compute(self, inputs: StepInputs) -> torch.Tensor:
         """Choose the tokens of a step, and return its logits, which are valid until the next."""
         num_rows = len(inputs.parts)
-        columns, _ = self._backend.upload(inputs.parts, [], self.size)
+        columns = self._backend.begin_static_step(inputs.parts, self.size)
         self._sampler.update(self._backend.rows, inputs.parts)
         self._columns.copy_(columns)
         self._input_ids[:, :num_rows] = inputs.input_ids
@@ -100,6 +100,7 @@ class StaticDecode:
         makes it, with room for `most_rows`. RuntimeError: the forward waits for the device, so it
         cannot be recorded.
         """
+        self._backend.attention.begin_static_step((), self.size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -130,7 +131,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: nn.Module,
-        backend: TritonBackend,
+        backend: CudaBackend,
         sampler: DeviceSampler,
         *,
         max_num_seqs: int,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from worker_proc.attention.interface import AttentionBackend, Scoring
-from worker_proc.cuda.backend import TritonBackend
+from worker_proc.cuda.backend import CudaBackend
 from worker_proc.cuda.layers import CudaLayer, fuse_norms, merge_matrices, read_layer
 from worker_proc.cuda.pointwise import (
     TritonLibrary,
@@ -33,7 +33,7 @@ class TritonExecutor:
         self.kernels = TritonLibrary()
 
     def covers(self, backend: AttentionBackend) -> bool:
-        return isinstance(backend, TritonBackend)
+        return isinstance(backend, CudaBackend)
 
     def read(self, module: nn.Module, factor: float) -> CudaLayer | None:
         """Return what a layer computes; None: there are no kernels for a part of it."""
@@ -53,7 +53,7 @@ def install_kernels(loaded: LoadedModel, executor: TritonExecutor) -> None:
 
 
 class CudaStack:
-    """Computes layers whose attention modules are attached to a pool and a `TritonBackend`."""
+    """Computes layers whose attention modules are attached to a pool and a `CudaBackend`."""
 
     def __init__(self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings]) -> None:
         """Take layers of one hidden size, and what their modules do not show."""
@@ -82,7 +82,7 @@ class CudaStack:
     ) -> torch.Tensor:
         paged = layer.paged
         backend = paged.backend
-        assert isinstance(backend, TritonBackend)
+        assert isinstance(backend, CudaBackend)
         cosines, sines = (part[0].contiguous() for part in angles)
         query = rotate_and_store(
             backend.place(paged),

@@ -54,7 +54,7 @@ def calibrate(
 def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     loaded = prepared.loaded
     layout = make_layout(loaded, config)
-    backend = make_backend(loaded, layout, prepared.kernels)
+    backend = make_backend(loaded, layout, prepared.kernels, config.worker.attention_backend)
     # Codes round what transformers does not: with them, the modules are not compared with it.
     plain_layout, plain = as_plain(layout), backend
     if layout.format is not KVFormat.PLAIN:

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from protocol.config import EngineConfig
+from protocol.config import AttentionName, EngineConfig
 from protocol.core_worker import ModelFacts
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.no_attention import NoAttention
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.attention.texts import PortableTextBackend, TextBackend
+from worker_proc.cuda.coverage import choose_attention
 from worker_proc.cuda.device import uses_triton
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.kv import kv_tensors
@@ -20,6 +21,7 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.sampler import MakeChoice, Sampler
 
 if TYPE_CHECKING:
+    from worker_proc.cuda.backend import CudaBackend, StepAttention
     from worker_proc.cuda.device_sampler import DeviceSampler
     from worker_proc.cuda.graphs import DecodeGraphs
 
@@ -99,9 +101,15 @@ def share_swap_space(
 
 
 def make_backend(
-    loaded: LoadedModel, layout: KVLayout, library: NativeLibrary | None
+    loaded: LoadedModel,
+    layout: KVLayout,
+    library: NativeLibrary | None,
+    wanted: AttentionName = AttentionName.AUTO,
 ) -> AttentionBackend:
-    """Return the backend whose kernels cover the layers, else the portable one."""
+    """Return the backend whose kernels cover the layers, else the portable one.
+
+    UnsupportedModel: the one that is wanted on CUDA does not cover them.
+    """
     specs = [layer.spec for layer in loaded.layers]
     if not specs:
         return NoAttention(has_kernels=library is not None)
@@ -120,18 +128,33 @@ def make_backend(
             f"kv_cache_dtype {layout.format.config_name} needs the native attention kernel, which"
             f" does not cover this model's heads in {dtype}"
         )
-    has_biases = any(layer.biases is not None for layer in loaded.layers)
-    if uses_triton(loaded.device) and not has_biases:
-        from worker_proc.cuda.backend import TritonBackend, can_attend_by_triton
-
-        if can_attend_by_triton(specs):
-            return TritonBackend(specs, len(layout.groups), layout.block_size, loaded.device)
+    chosen = choose_attention(loaded.layers, loaded.dtype, loaded.device, wanted)
+    if chosen is not None:
+        return _make_cuda_backend(loaded, layout, chosen)
     rules = {
         Rule(number, specs[index].window, specs[index].is_chunked)
         for number, group in enumerate(layout.groups)
         for index in group.layers
     }
     return SdpaBackend(rules, layout.block_size, loaded.dtype, loaded.device)
+
+
+def _make_cuda_backend(
+    loaded: LoadedModel, layout: KVLayout, chosen: AttentionName
+) -> "CudaBackend":
+    from worker_proc.cuda.attention import TritonAttention
+    from worker_proc.cuda.backend import CudaBackend
+
+    size, device = layout.block_size, loaded.device
+    attention: StepAttention
+    if chosen is AttentionName.FLASHINFER:
+        from worker_proc.cuda.flashinfer_attention import FlashInferAttention
+
+        max_blocks = -(-loaded.model_len // size)
+        attention = FlashInferAttention(size, max_blocks, loaded.dtype, device)
+    else:
+        attention = TritonAttention([layer.spec for layer in loaded.layers], device)
+    return CudaBackend(len(layout.groups), size, device, attention)
 
 
 def make_sampler(
@@ -153,11 +176,11 @@ def make_device_sampler(
     """Return what samples without the host, where Triton attends; None: the host takes part."""
     if not uses_triton(loaded.device):
         return None
-    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.backend import CudaBackend
     from worker_proc.cuda.device_sampler import DeviceSampler
     from worker_proc.cuda.graphs import MAX_SIZE
 
-    if not isinstance(backend, TritonBackend):
+    if not isinstance(backend, CudaBackend):
         return None
     max_num_rows = max(config.scheduler.max_num_seqs, MAX_SIZE)
     return DeviceSampler(backend, loaded.vocab_size, max_num_rows)
@@ -173,10 +196,10 @@ def make_graphs(
     """Return the captured decodes, where Triton attends; None: every step is launched anew."""
     if sampler is None or config.worker.enforce_eager:
         return None
-    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.backend import CudaBackend
     from worker_proc.cuda.graphs import DecodeGraphs
 
-    assert isinstance(backend, TritonBackend)
+    assert isinstance(backend, CudaBackend)
     graphs = DecodeGraphs(
         loaded.model,
         backend,

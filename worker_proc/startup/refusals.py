@@ -7,9 +7,10 @@ model of the meta device, once for a checkpoint and its settings.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from protocol.config import EngineConfig, KVCacheDtype, Quantization
+from protocol.config import AttentionName, EngineConfig, KVCacheDtype, Quantization
 from worker_proc.attention.native import can_attend
 from worker_proc.calibration.memory import most_cache_bytes
+from worker_proc.cuda.coverage import choose_attention
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.kv.kv_format import FORMATS
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
@@ -100,6 +101,7 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f" that {model.model} can compute"
         )
     check_own_attention(checked, model.max_model_len)
+    _check_attention(checked, config.worker.attention_backend)
     if model.quantization is not None:
         check_rounded_dtype(inspected.dtype, model.quantization)
     vocab_size = inspected.text_config.vocab_size
@@ -115,6 +117,13 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f" {_dtype_name(checked)}"
         )
     check_swap_space(config.cache.swap_space_bytes)
+
+
+def _check_attention(checked: CheckedModel, wanted: AttentionName) -> None:
+    """Refuse what should attend and cannot; a model's own attention is known after its load."""
+    inspected = checked.inspected
+    if not inspected.probed.has_own_attention:
+        choose_attention(inspected.probed.layers, inspected.dtype, checked.device, wanted)
 
 
 def check_own_attention(checked: CheckedModel, max_model_len: int | None) -> None:

@@ -13,8 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from worker_proc.cuda import attention_kernels, choice_kernels, pointwise_kernels, swap_kernels
-from worker_proc.cuda.attention import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, choose_tiles
+from worker_proc.cuda.attention import choose_tiles
 from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
+from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 from worker_proc.cuda.device_sampler import FEED_TILE
 from worker_proc.cuda.swap import TILE_WORDS
 from worker_proc.kv.kv_groups import LayerSpec

@@ -32,7 +32,7 @@ from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
-from worker_proc.cuda.backend import TritonBackend  # noqa: E402
+from worker_proc.cuda.backend import CudaBackend  # noqa: E402
 
 BLOCK_SIZE, MAX_TOKENS, NUM_DRAFTS = 4, 4, 2
 UNWRITTEN = 1e9
@@ -115,7 +115,7 @@ def test_every_draft_of_the_model_itself_is_right(
     runner = make_runner(tmp_path, draft=tmp_path)
     draft = runner._draft_model
     assert draft is not None
-    assert isinstance(draft._backend, TritonBackend)
+    assert isinstance(draft._backend, CudaBackend)
     assert draft._backend is not runner._backend
     assert "forward" in install.layer_modules(draft._loaded)[0].__dict__
     options = {"max_num_batched_tokens": 12, "num_speculative_tokens": NUM_DRAFTS}

@@ -1,0 +1,172 @@
+"""Attention by FlashInfer over the engine's own blocks, which are its pages.
+
+FlashInfer computes on the host how a step's work is divided: a plan, which is made once for all
+layers that see the same pages in the same way. A step of single tokens has a wrapper for decodes,
+any other step one for prompts, which takes single tokens, too. A step over static buffers has
+wrappers whose arrays stay at their addresses, so that a graph can be replayed after a new plan.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from worker_proc.attention.interface import PagedLayer, Scoring
+from worker_proc.cuda.attention import PagedStep
+from worker_proc.cuda.page_table import PageTable, page_table
+from worker_proc.mirror import ScheduledRequest
+
+WORKSPACE_BYTES = 384 * 2**20
+"""For partial results. The planner asks for up to about 2 · multiprocessors · query heads of a KV
+head · 128 rows of float32: 277 MiB for 8 heads of 256 dimensions on an H100."""
+LAYOUT = "NHD"  # [page, slot, head, dim]
+
+
+class _View(NamedTuple):
+    """What layers have in common that share a plan."""
+
+    group: int
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scoring: Scoring
+
+
+class FlashInferAttention:
+    """Plans a step, and attends with the plans."""
+
+    name = "FlashInfer"
+
+    def __init__(
+        self, block_size: int, max_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Import the library. Takes the most blocks of a request, and the type of its rows."""
+        self._library: Any = importlib.import_module("flashinfer")
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._dtype = dtype
+        self._device = device
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._views: list[_View] = []
+        """All that layers have asked for; each step plans for them before its forward."""
+        self._wrappers: dict[tuple[_View, object], Any] = {}
+        self._static_indices: dict[_View, torch.Tensor] = {}
+        self._planned: dict[_View, Any] = {}
+        """The wrappers of the present step."""
+        self._parts: Sequence[ScheduledRequest] = ()
+        self._first_rows: list[int] = []
+        self._static_size = 0
+        """Rows of the present step over static buffers; 0: it is another step."""
+        # Planning writes to pinned memory that copies of the last plans may still read.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
+        """Return 1: the library divides contexts itself."""
+        return 1
+
+    def begin_step(self, parts: Sequence[ScheduledRequest], first_rows: list[int]) -> None:
+        """Plan a step; `first_rows` ends with the number of its rows."""
+        self._begin(parts, first_rows, 0)
+
+    def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> None:
+        """Plan a step of single tokens over static buffers, filled up to `size` rows."""
+        self._begin(parts, [], size)
+
+    def attend(
+        self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
+    ) -> torch.Tensor:
+        """Attend for `[T, num_heads, head_dim]` over stored KV; returns the same shape."""
+        spec = layer.spec
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        view = _View(layer.group, spec.window, *heads, scoring)
+        wrapper = self._planned.get(view)
+        if wrapper is None:
+            self._views.append(view)
+            wrapper = self._plan(view)
+        out = query.new_empty(query.shape)  # the library would fill it with zeros first
+        attended: torch.Tensor = wrapper.run(query, (place.kv.keys, place.kv.values), out=out)
+        return attended
+
+    def _begin(
+        self, parts: Sequence[ScheduledRequest], first_rows: list[int], static_size: int
+    ) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._parts, self._first_rows, self._static_size = parts, first_rows, static_size
+        self._planned = {}
+        for view in self._views:
+            self._plan(view)
+
+    def _plan(self, view: _View) -> Any:
+        """Plan the present step for the layers of a view; returns the wrapper that attends."""
+        size = self._static_size
+        pages = page_table(self._parts, view.group, view.window, self._block_size, size)
+        is_decode = size > 0 or all(part.num_tokens == 1 for part in self._parts)
+        wrapper = self._wrapper(view, size, is_decode=is_decode)
+        # The planner reads these on the host, and copies them to the device.
+        arrays = self._pinned(pages.indptr), self._indices(pages), self._pinned(pages.last_page_len)
+        sizes = view.num_heads, view.num_kv_heads, view.head_dim, self._block_size
+        options = {
+            "sm_scale": view.scoring.scale,
+            "logits_soft_cap": view.scoring.softcap,
+            "window_left": -1 if view.window is None else view.window - 1,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }
+        if is_decode:
+            wrapper.plan(*arrays, *sizes, **options)
+        else:
+            wrapper.plan(self._pinned(self._first_rows), *arrays, *sizes, causal=True, **options)
+        if self._copied is not None:
+            self._copied.record()
+        self._planned[view] = wrapper
+        return wrapper
+
+    def _wrapper(self, view: _View, size: int, *, is_decode: bool) -> Any:
+        """Return what plans and attends for a kind of steps; it has a workspace of its own."""
+        kind = (view, size or is_decode)
+        wrapper = self._wrappers.get(kind)
+        if wrapper is None:
+            wrapper = self._wrappers[kind] = self._make_wrapper(view, size, is_decode=is_decode)
+        return wrapper
+
+    def _make_wrapper(self, view: _View, size: int, *, is_decode: bool) -> Any:
+        if not is_decode:
+            return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
+        buffers = {}
+        if size:
+            indptr, last_page_len = (
+                torch.zeros(length, dtype=torch.int32, device=self._device)
+                for length in (size + 1, size)
+            )
+            buffers = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": indptr,
+                "paged_kv_indices_buffer": self._static_indices_of(view, size),
+                "paged_kv_last_page_len_buffer": last_page_len,
+            }
+        # With tensor cores the kernels are those for prompts, for any number of query heads.
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, LAYOUT, use_tensor_cores=True, **buffers
+        )
+
+    def _static_indices_of(self, view: _View, size: int) -> torch.Tensor:
+        """Return a buffer for the pages of a static step; one step at a time uses it."""
+        length = size * self._max_blocks
+        buffer = self._static_indices.get(view)
+        if buffer is None or len(buffer) < length:
+            buffer = torch.zeros(length, dtype=torch.int32, device=self._device)
+            self._static_indices[view] = buffer
+        return buffer
+
+    def _pinned(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def _indices(self, pages: PageTable) -> torch.Tensor:
+        """Return the pages on the device: from the host, a static buffer would wait for them."""
+        host = torch.frombuffer(pages.indices, dtype=torch.int32)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
