@@ -5,12 +5,22 @@ import json
 import os
 import threading
 import urllib.parse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import pytest
+from huggingface_hub import close_session, constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from scripts.hub import transfer
+from scripts.hub.waits import bound_waits
 
 _PIECE_BYTES = 65_536
 
@@ -49,6 +59,8 @@ class Hub(ThreadingHTTPServer):
     """What is sent instead of an answer."""
     login_page = b""
     """What is sent instead of the answers of a hub."""
+    has_ranges = True
+    """Whether parts of files are sent; else all of a file is."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -61,6 +73,8 @@ class Hub(ThreadingHTTPServer):
         self.released = threading.Event()
         self.is_holding = threading.Event()
         """Whether an answer waits."""
+        self.num_sent: Counter[str] = Counter()
+        """By file: how many of its bytes were sent."""
         self.announced: dict[str, int] = {}
         """By file: the size that its HEAD states, if it is not the file's."""
         self.listed: list[str] = []
@@ -102,6 +116,22 @@ class Hub(ThreadingHTTPServer):
         self.released.set()
         self.shutdown()
         self.server_close()
+
+
+@contextmanager
+def used_hub(directory: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Yield a hub that huggingface_hub uses in this process, with an empty cache."""
+    with Hub() as started:
+        template = started.url + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "ENDPOINT", started.url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(directory / "cache"))
+        patch.setattr(constants, "HF_TOKEN_PATH", str(directory / "token"))
+        patch.setattr(transfer, "_PAUSE_S", 0.01)
+        bound_waits()
+        yield started
+    set_client_factory(default_client_factory)
+    close_session()
 
 
 @cache
@@ -169,18 +199,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "EntryNotFound")
             return
         content = path.read_bytes()
-        begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        self.send_response(206 if begin else 200)
-        if begin:
-            self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        given = self.headers.get("Range") if self.server.has_ranges else None
+        first, _, last = (given or "bytes=0-").removeprefix("bytes=").partition("-")
+        begin, end = int(first), int(last) + 1 if last else len(content)
+        self.send_response(206 if given else 200)
+        if given:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
         self.send_header("ETag", f'"{_sha256(path)}"')
         self.send_header("X-Repo-Commit", commit)
-        self.send_header("Content-Length", str(len(content) - begin))
+        self.send_header("Content-Length", str(end - begin))
         if file in self.server.announced:
             self.send_header("X-Linked-Size", str(self.server.announced[file]))
         self.end_headers()
         if self.command == "GET":
-            self._send_body(file, content, begin)
+            self._send_body(file, content[:end], begin)
 
     def _send_body(self, file: str, content: bytes, begin: int) -> None:
         hub = self.server
@@ -191,7 +223,9 @@ class _Handler(BaseHTTPRequestHandler):
             if position >= held_at and not hub.released.is_set():
                 hub.is_holding.set()
                 hub.released.wait()
-            self.wfile.write(content[position : min(position + _PIECE_BYTES, end)])
+            piece = content[position : min(position + _PIECE_BYTES, end)]
+            self.wfile.write(piece)
+            hub.num_sent[file] += len(piece)
         if end < len(content):
             self.close_connection = True
 

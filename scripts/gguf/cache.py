@@ -1,6 +1,6 @@
-"""Where the user's cache has the checkpoint directories that stand for GGUF files.
+"""Where the user's cache has the checkpoint directories that stand for GGUF models.
 
-A directory is used again while the file, the code that makes it and the tokenizers library are the
+A directory is used again while the files, the code that makes it and the tokenizers library are the
 same.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from scripts.gguf.locks import alone
 from worker_proc import gguf
-from worker_proc.gguf.header import Header
+from worker_proc.gguf.model_header import Header
+from worker_proc.gguf.parts import part_name
 from worker_proc.native.build import cache_directory
 
 MAX_DIRECTORIES = 64
@@ -25,7 +26,7 @@ MIN_AGE_S = 86_400.0
 
 
 def find_directory(header: Header, *, needs_tokenizer: bool = True) -> Path | None:
-    """Return the directory of a file, if it is there."""
+    """Return the directory of a model, if it is there."""
     directory = place_of(header, needs_tokenizer=needs_tokenizer)
     if not is_complete(directory):
         return None
@@ -35,11 +36,9 @@ def find_directory(header: Header, *, needs_tokenizer: bool = True) -> Path | No
 
 
 def place_of(header: Header, *, needs_tokenizer: bool) -> Path:
-    """Return where the directory of a file is, or will be; errors show its name, the file's."""
+    """Return where the directory of a model is, or will be; errors show its name, the file's."""
     key = _key(header, needs_tokenizer=needs_tokenizer)
-    stem = header.path.stem
-    name = stem if stem.strip(".") else header.path.name  # not "." nor ".."
-    return cache_directory() / "gguf" / key / name
+    return cache_directory() / "gguf" / key / part_name(header.path.name).model
 
 
 def is_complete(directory: Path) -> bool:
@@ -79,13 +78,14 @@ def remove(path: Path) -> None:
 
 def _key(header: Header, *, needs_tokenizer: bool) -> str:
     """Return a digest of what the directory depends on."""
-    state = header.path.stat()
-    place = (str(header.path.absolute()), state.st_dev, state.st_ino, state.st_size)
-    times = (state.st_mtime_ns, state.st_ctime_ns)
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr((place, times, needs_tokenizer, version("tokenizers"))).encode())
-    with header.path.open("rb") as file:
-        digest.update(file.read(header.num_bytes))
+    digest.update(repr((needs_tokenizer, version("tokenizers"))).encode())
+    for file in header.files:
+        state = file.path.stat()
+        place = (str(file.path.absolute()), state.st_dev, state.st_ino, state.st_size)
+        digest.update(repr((place, state.st_mtime_ns, state.st_ctime_ns)).encode())
+        with file.path.open("rb") as opened:
+            digest.update(opened.read(file.num_bytes))
     worker = Path(gguf.__file__).parent
     sources = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(worker.glob("*.py"))]
     settings = [worker.parent / "quantization" / name for name in ("gguf.py", "scheme.py")]

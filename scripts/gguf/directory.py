@@ -1,6 +1,6 @@
-"""Makes a checkpoint directory that stands for a GGUF file.
+"""Makes a checkpoint directory that stands for a GGUF model.
 
-It has config.json, generation_config.json, the files of the tokenizer, and a link to the file.
+It has config.json, generation_config.json, the files of the tokenizer, and links to the files.
 """
 
 import contextlib
@@ -19,11 +19,12 @@ from scripts.gguf.locks import alone
 from scripts.gguf.tokenizer import TOKENS, TokenizerFiles
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of, make_config
-from worker_proc.gguf.header import Header
-from worker_proc.gguf.mapped import PLAIN, MappedFile
+from worker_proc.gguf.mapped import PLAIN, MappedFiles
+from worker_proc.gguf.model_header import Header
 from worker_proc.gguf.names import named_tensors
+from worker_proc.gguf.parts import part_paths
 from worker_proc.gguf.types import TensorType
-from worker_proc.quantization.gguf import LINK, file_state
+from worker_proc.quantization.gguf import file_states, link_names
 from worker_proc.quantization.scheme import KEY
 
 _SAMPLING = {
@@ -36,41 +37,44 @@ _SAMPLING = {
 
 
 def make_directory(path: Path, *, needs_tokenizer: bool = True) -> Path:
-    """Return the directory of a file, which is made if it is not there.
+    """Return the directory of a file, or of all parts of its model; it is made if it is not there.
 
     Raises CheckpointError and UnsupportedModel.
     """
-    file = MappedFile(path)
-    file.header.check_types()
-    architecture = architecture_of(file)
-    for _ in named_tensors(file.header, architecture):
-        pass  # each has a meaning
-    directory = place_of(file.header, needs_tokenizer=needs_tokenizer)
+    files = _open(path)
+    directory = place_of(files.header, needs_tokenizer=needs_tokenizer)
     if is_complete(directory):
         return directory
     try:
-        _write(directory, file, needs_tokenizer=needs_tokenizer)
+        _put(directory, files, needs_tokenizer=needs_tokenizer)
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path}: {error.filename or directory}: {reason}") from error
     return directory
 
 
-def _write(directory: Path, file: MappedFile, *, needs_tokenizer: bool) -> None:
+def write_directory(inner: Path, path: Path, *, needs_tokenizer: bool) -> None:
+    """Write the files of a directory that is there, and empty; raises like `make_directory`."""
+    _write(inner, _open(path), needs_tokenizer=needs_tokenizer)
+
+
+def _open(path: Path) -> MappedFiles:
+    """Return the files of a model whose tensors all have a meaning."""
+    files = MappedFiles(*part_paths(path))
+    files.header.check_types()
+    for _ in named_tensors(files.header, architecture_of(files)):
+        pass
+    return files
+
+
+def _put(directory: Path, files: MappedFiles, *, needs_tokenizer: bool) -> None:
     """Write the files beside their place, and move them there when all are complete."""
-    config = make_config(file)
     keys = make_room(directory)
     draft = Path(tempfile.mkdtemp(dir=keys, prefix="."))
     try:
         inner = draft / directory.name
         inner.mkdir()
-        _dump(inner / "config.json", config | _stored_as(file.header))
-        _dump(
-            inner / "generation_config.json", _generation_config(file.header, config["vocab_size"])
-        )
-        if needs_tokenizer:
-            TokenizerFiles(file.header).write(inner)
-        (inner / LINK).symlink_to(file.header.path.absolute())
+        _write(inner, files, needs_tokenizer=needs_tokenizer)
         with contextlib.suppress(FileNotFoundError), alone(directory.parent) as is_alone:
             if is_alone and not is_complete(directory):
                 remove(directory.parent)  # what a start that was killed has left
@@ -83,14 +87,26 @@ def _write(directory: Path, file: MappedFile, *, needs_tokenizer: bool) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def _write(inner: Path, files: MappedFiles, *, needs_tokenizer: bool) -> None:
+    config, header = make_config(files), files.header
+    _dump(inner / "config.json", config | _stored_as(header))
+    _dump(inner / "generation_config.json", _generation_config(header, config["vocab_size"]))
+    if needs_tokenizer:
+        TokenizerFiles(header).write(inner)
+    paths = [file.path for file in header.files]
+    for name, path in zip(link_names(len(paths)), paths, strict=True):
+        (inner / name).symlink_to(path.absolute())
+
+
 def _stored_as(header: Header) -> dict[str, Any]:
     """Return what config.json states of how weights are stored."""
     matrices = [entry for entry in header.tensors.values() if len(entry.shape) > 1]
     types = {entry.type for entry in matrices}
     has_codes = not types <= PLAIN.keys()
     widest = max(types, default=int(TensorType.F32))
+    paths = [file.path for file in header.files]
     dtype = torch.bfloat16 if has_codes else PLAIN[TensorType(widest)]
-    return {"dtype": str(dtype).removeprefix("torch."), KEY: file_state(header.path)}
+    return {"dtype": str(dtype).removeprefix("torch."), KEY: file_states(paths)}
 
 
 def _generation_config(header: Header, num_embeddings: int) -> dict[str, Any]:

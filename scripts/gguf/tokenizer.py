@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 
 from scripts.gguf.splits import BYTE_LEVEL, Split
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.header import Header
+from worker_proc.gguf.model_header import Header
 
 TOKENS = "tokenizer.ggml.tokens"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
     """Complete the snapshots; Refusal: one of them cannot be fetched, or cannot run."""
     names = {setting: name.partition(":") for setting, name in hub_names(model).items()}
     checker = Checker(model)
-    if not all(quant or snapshots_folder(name).is_dir() for name, _, quant in names.values()):
+    if not all(snapshots_folder(name).is_dir() for name, _, _ in names.values()):
         checker.start()  # its libraries are loaded while this process loads those of the hub
     from huggingface_hub import logging
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
@@ -140,7 +141,8 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
         is_main = setting == "model"
         needs_tokenizer = _needs_tokenizer(model, setting, has_api=has_api)
         revision = model.revision if is_main else None
-        request = Request(name, revision, needs_tokenizer, checker.check, quant)
+        check = partial(checker.check, needs_tokenizer=needs_tokenizer)
+        request = Request(name, revision, needs_tokenizer, check, quant)
         snapshots[setting] = Snapshot(request, reporter.report)
     for snapshot in snapshots.values():
         snapshot.prepare()

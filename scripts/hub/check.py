@@ -1,8 +1,9 @@
-"""Checks configurations in a process of its own.
+"""Checks configurations, and headers of GGUF files, in a process of its own.
 
 `python -m scripts.hub.check DTYPE DEVICE QUANTIZATION`; "" stands for no quantization. It
-loads the model's libraries while the hub is asked. It reads directories, one a line, and answers
-each with a line: why a model with this configuration cannot run, as JSON, or null.
+loads the model's libraries while the hub is asked. It reads lines with the path of a directory, or
+of a GGUF file that needs no data, and whether a tokenizer is needed, as JSON. It answers each with
+a line: why such a model cannot run, as JSON, or null.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from protocol.config import ModelConfig, Quantization
 from protocol.process.prctl import die_with_parent
+from scripts.hub.messages import is_gguf
 
 _TIMEOUT_S = 60.0
 
@@ -34,8 +36,8 @@ class Checker:
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe)
         return self._process
 
-    def check(self, directory: Path) -> None:
-        """Raise ValueError if a model with the configuration in `directory` cannot run.
+    def check(self, path: Path, *, needs_tokenizer: bool = True) -> None:
+        """Raise ValueError if a model cannot run: by its configuration, or by a GGUF header.
 
         A process that gives no answer refuses nothing: the worker checks again.
         """
@@ -43,7 +45,7 @@ class Checker:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(f"{directory}\n".encode())
+            process.stdin.write(json.dumps([str(path), needs_tokenizer]).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
             return
@@ -76,6 +78,7 @@ def main() -> None:
     from worker_proc.startup.lean_import import lean_imports
 
     with lean_imports():
+        from scripts.gguf.check import check_headers
         from worker_proc.cuda.device import resolve_device
         from worker_proc.loading.inspection import inspect_config
         from worker_proc.modules.quantization import check_rounded_dtype
@@ -84,11 +87,16 @@ def main() -> None:
     for line in sys.stdin:
         reason = None
         try:
-            directory = line.rstrip("\n")
+            path, needs_tokenizer = json.loads(line)
             found = resolve_device(device)
-            inspected = inspect_config(directory, dtype, found)
-            if quantization is not None:
-                check_rounded_dtype(inspected.dtype, quantization)
+            if is_gguf(path):
+                check_headers(
+                    Path(path), dtype, found, quantization, needs_tokenizer=needs_tokenizer
+                )
+            else:
+                inspected = inspect_config(path, dtype, found)
+                if quantization is not None:
+                    check_rounded_dtype(inspected.dtype, quantization)
         except ValueError as error:
             reason = str(error)
         print(json.dumps(reason), file=answers, flush=True)

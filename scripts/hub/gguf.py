@@ -4,7 +4,8 @@ from pathlib import Path
 
 from scripts.gguf.cache import find_directory
 from scripts.hub.messages import Refusal
-from worker_proc.gguf.header import read_header
+from worker_proc.gguf.model_header import read_header
+from worker_proc.gguf.parts import part_paths
 
 
 def directory_of(path: Path, *, needs_tokenizer: bool) -> Path:
@@ -13,7 +14,7 @@ def directory_of(path: Path, *, needs_tokenizer: bool) -> Path:
     What the header shows is refused before torch is imported.
     """
     try:
-        header = read_header(path)
+        header = read_header(*part_paths(path))
         header.check_types()
         found = find_directory(header, needs_tokenizer=needs_tokenizer)
         if found is not None:

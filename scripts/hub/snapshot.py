@@ -25,7 +25,9 @@ from protocol.config.sentence_modules import pooling_files
 from protocol.version import version
 from scripts.hub.failures import hub_address, why_not_fetched, why_unreachable
 from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
+from scripts.hub.remote_headers import fetched_headers
 from scripts.hub.transfer import Transfer
+from worker_proc.gguf.parts import part_name, part_paths
 
 CONFIG = ("config.json", "generation_config.json")
 _TOKENIZER = "tokenizer.json"
@@ -38,6 +40,8 @@ _TEXT = (
 _COMMIT = re.compile(r"\w{1,64}")
 _PATTERN = frozenset("*?[\\")
 """Characters by which huggingface_hub takes a name as that of several files."""
+_PROJECTOR = "mmproj"
+"""How names of GGUF files with towers of vision begin."""
 _TEMPLATES = "additional_chat_templates/"
 _OTHER_WEIGHTS = {
     "adapter_model.safetensors": "an adapter without its model",
@@ -57,7 +61,10 @@ class Request(NamedTuple):
     revision: str | None
     needs_tokenizer: bool
     check: Callable[[Path], None]
-    """Raises ValueError if a model with this configuration cannot run; called without weights."""
+    """Raises ValueError if the model cannot run; called without weights.
+
+    It is given the directory with the configuration, or a GGUF file.
+    """
     quantization: str = ""
     """Of the GGUF file that is wanted, as its name ends; empty: safetensors are."""
 
@@ -78,8 +85,11 @@ class Snapshot:
         """Find the commit and check the configuration, without weights."""
         with _refusals(self._request):
             self._find()
-            is_gguf = bool(self._request.quantization)
-            if self._transfer is not None and not is_gguf and not self._is_complete():
+            if self._transfer is None or self._is_complete():
+                return
+            if self._request.quantization:
+                self._check_headers(self._transfer)
+            else:
                 self._fetch_config()
 
     def fetch(self) -> None:
@@ -90,9 +100,9 @@ class Snapshot:
                 self._keep_revision()
 
     def gguf_file(self) -> Path:
-        """Return the GGUF file that was wanted, when it has been fetched."""
+        """Return the GGUF file that was wanted, or its first part, when it has been fetched."""
         paths = [str(path.relative_to(self.directory)) for path in self.directory.rglob("*.gguf")]
-        return self.directory / _gguf_file(self._request, paths)
+        return self.directory / _gguf_files(self._request, paths)[0]
 
     def _find(self) -> None:
         """Find the commit and its files; if the hub does not answer, in the cache."""
@@ -134,8 +144,18 @@ class Snapshot:
     def _fetch_config(self) -> None:
         pooling = [path for path in pooling_files(self._needed) if path.endswith(".json")]
         self._take([path for path in CONFIG if path in self._needed] + pooling)
-        try:
+        with self._cannot_run():
             self._request.check(self.directory)
+
+    def _check_headers(self, transfer: Transfer) -> None:
+        """Check GGUF files by their headers, in files that are as long and have little else."""
+        with self._cannot_run(), fetched_headers(transfer, self._needed) as first:
+            self._request.check(first)
+
+    @contextmanager
+    def _cannot_run(self) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
             raise Refusal(f"model {self._request.name} cannot run: {error}") from error
 
@@ -215,7 +235,7 @@ def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
     """Return those of a repository's files that the engine reads, without the index's shards."""
     name, there = request.name, set(paths)
     if request.quantization:
-        return [_gguf_file(request, paths)]
+        return _gguf_files(request, paths)
     has_weights = any(path.endswith(".safetensors") for path in paths)
     if not has_weights and any(path.lower().endswith(".gguf") for path in paths):
         raise Refusal(f"model {name} has GGUF files; name the one to serve as {name}:QUANTIZATION")
@@ -238,20 +258,27 @@ def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
     return needed + _plain(name, (path for path in there if path.startswith(_TEMPLATES)))
 
 
-def _gguf_file(request: Request, paths: Sequence[str]) -> str:
-    """Return the path of the GGUF file with a quantization, whose name ends with it."""
-    name, wanted = request.name, request.quantization.lower()
+def _gguf_files(request: Request, paths: Sequence[str]) -> list[str]:
+    """Return the GGUF file of a quantization, or all its parts in order; its name ends with it."""
+    name, wanted = request.name, re.escape(request.quantization.lower())
     files = _plain(name, (path for path in paths if path.lower().endswith(".gguf")))
+    models = {str(part_paths(Path(file))[0]): part_name(Path(file).name).model for file in files}
     found = [
-        path
-        for path in files
-        if re.search(rf"(^|[-._]){re.escape(wanted)}\.gguf$", path.rpartition("/")[2].lower())
+        first
+        for first, model in models.items()
+        if re.search(rf"(^|[-._]){wanted}$", model.lower()) and not model.startswith(_PROJECTOR)
     ]
-    if len(found) == 1:
-        return found[0]
-    stated = ", ".join(path.rpartition("/")[2] for path in found or files)[:500] or "none"
-    which = "several GGUF files" if found else "no GGUF file"
-    raise Refusal(f"model {name} has {which} of {request.quantization}; there are: {stated}")
+    if len(found) != 1:
+        stated = ", ".join(Path(first).name for first in found or models)[:500] or "none"
+        which = "several GGUF files" if found else "no GGUF file"
+        raise Refusal(f"model {name} has {which} of {request.quantization}; there are: {stated}")
+    parts = [str(path) for path in part_paths(Path(found[0]))]
+    if missing := [path for path in parts if path not in files]:
+        raise Refusal(
+            f"model {name} has not all of the {len(parts)} parts of {request.quantization}:"
+            f" {missing[0]} is missing"
+        )
+    return parts
 
 
 def _shards(name: str, directory: Path) -> list[str]:

@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
@@ -97,7 +97,7 @@ class Transfer:
         It also fetches files that are too large for HTTP.
         """
         missing = [path for path in paths if not (self.directory / path).is_file()]
-        found = self._each(self._describe, missing)
+        found = self.each(self.describe, missing)
         files = [file for file in found if file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE]
         self._left_out = sum(file.size for file in found) - sum(file.size for file in files)
         self._done = sum(file.size_here for file in files)
@@ -108,12 +108,16 @@ class Transfer:
         (self._folder / "blobs").mkdir(parents=True, exist_ok=True)
         self._count(0)
         try:
-            self._each(self._fetch, files)
+            self.each(self._fetch, files)
         except OSError as error:
             if error.errno in DISK_FULL:  # other programs need the space
                 for file in files:
                     file.partial.unlink(missing_ok=True)
             raise
+
+    def read(self, file: RemoteFile, begin: int, num_bytes: int) -> bytes:
+        """Return a part of a file, which is not kept in the cache."""
+        return self._persist(lambda: self._read(file, begin, num_bytes))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -146,7 +150,7 @@ class Transfer:
                 num_blocks += file.stat().st_blocks
         return num_blocks * 512
 
-    def _each(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def each(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Call a function with each item, in threads; the first failure stops the others."""
         pool = ThreadPoolExecutor(_MAX_FILES_AT_ONCE)
         futures = [pool.submit(function, item) for item in items]
@@ -163,7 +167,8 @@ class Transfer:
             self._done += num_bytes
             self._report(self._done, self._total)
 
-    def _describe(self, path: str) -> RemoteFile:
+    def describe(self, path: str) -> RemoteFile:
+        """Ask the hub for the size of a file."""
         url = hf_hub_url(self._name, path, revision=self._commit)
         found = self._persist(lambda: get_hf_file_metadata(url))
         if found.etag is None or found.size is None or not _FILE_NAME.fullmatch(found.etag):
@@ -234,18 +239,25 @@ class Transfer:
         self._count(file.size - size)
         return None
 
+    def _read(self, file: RemoteFile, begin: int, num_bytes: int) -> bytes:
+        data = bytearray()
+        with _get(file, f"{begin}-{begin + num_bytes - 1}") as response:
+            # A hub that knows no ranges sends the file from its begin on.
+            first = begin if response.status_code != _PARTIAL_CONTENT else 0
+            for chunk in response.iter_raw():
+                data += chunk
+                if len(data) >= first + num_bytes:
+                    return bytes(data[first : first + num_bytes])
+                if self._stopped.is_set():
+                    raise _Stopped
+        raise CutShort(f"{file.path} ended after {begin - first + len(data)} bytes")
+
     def _append(self, file: RemoteFile, partial: BinaryIO) -> None:
         """Fetch the rest of a file; an error leaves what has arrived."""
         begin = partial.tell()
         if begin == file.size:
             return
-        # Compressed bytes would not be those that a later request counts.
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-        if begin:
-            headers["Range"] = f"bytes={begin}-"
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with get_session().stream("GET", file.url, headers=headers, timeout=timeout) as response:
-            hf_raise_for_status(response)
+        with _get(file, f"{begin}-" if begin else "") as response:
             if begin and response.status_code != _PARTIAL_CONTENT:  # it knows no ranges
                 _empty(partial)
                 self._count(-begin)
@@ -279,6 +291,19 @@ class Transfer:
                     raise
             if self._stopped.wait(_PAUSE_S):
                 raise _Stopped
+
+
+@contextmanager
+def _get(file: RemoteFile, range: str = "") -> Iterator[Any]:
+    """Open the response with the bytes of a file; empty: all."""
+    # Compressed bytes would not be those that a later request counts.
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    if range:
+        headers["Range"] = f"bytes={range}"
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", file.url, headers=headers, timeout=timeout) as response:
+        hf_raise_for_status(response)
+        yield response
 
 
 def _empty(file: BinaryIO) -> None:

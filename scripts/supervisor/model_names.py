@@ -10,6 +10,7 @@ import msgspec
 
 from protocol.config import ConfigError, ModelConfig
 from scripts.hub.messages import is_gguf
+from worker_proc.gguf.parts import part_name
 
 _SCRIPTS_DIR = Path(__file__).resolve().parent.parent
 BUNDLED_MODELS = {
@@ -52,7 +53,7 @@ def with_directories(model: ModelConfig, directories: Mapping[str, str]) -> Mode
 def local_hint(name: str) -> str:
     """Return a question with the directory whose path is most like a name, if one is."""
     directory = Path(name).absolute()
-    close = difflib.get_close_matches(directory.name, _names_beside(directory), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(directory.name, _names_in(directory.parent), n=1, cutoff=0.7)
     return f"; did you mean {directory.with_name(close[0])}?" if close else ""
 
 
@@ -61,7 +62,7 @@ def _place(setting: str, given: str) -> tuple[Path | None, str]:
     bundled = BUNDLED_MODELS.get(given)
     directory = bundled or Path(given).absolute()
     if is_gguf(directory) and directory.is_file():
-        return directory, directory.stem
+        return directory, _gguf_model(setting, directory)
     if not directory.exists() and _HUB_NAME.fullmatch(given):
         return None, given
     if not (directory / "config.json").is_file():
@@ -69,11 +70,24 @@ def _place(setting: str, given: str) -> tuple[Path | None, str]:
     return directory, given if bundled else directory.name
 
 
+def _gguf_model(setting: str, path: Path) -> str:
+    """Return the name of the model that a file has, alone or as the first of several."""
+    part = part_name(path.name)
+    if part.number > 1:
+        raise ConfigError(
+            f"{setting} {path} is part {part.number} of {len(part.names)};"
+            f" give the first one, {part.names[0]}"
+        )
+    return part.model
+
+
 def _why_not_a_model(setting: str, directory: Path) -> str:
     """Return what is wrong with a path, and what to give instead."""
     what = f"{setting} {directory}"
     if directory.is_dir():
-        return f"{what} has no config.json; give a directory in Hugging Face format"
+        has_gguf = any(is_gguf(name) for name in _names_in(directory))
+        give = "one of its GGUF files" if has_gguf else "a directory in Hugging Face format"
+        return f"{what} has no config.json; give {give}"
     if directory.exists():
         return f"{what} is a file; give a directory that holds config.json, or a .gguf file"
     hint = local_hint(str(directory))
@@ -84,8 +98,8 @@ def _why_not_a_model(setting: str, directory: Path) -> str:
     )
 
 
-def _names_beside(directory: Path) -> list[str]:
+def _names_in(directory: Path) -> list[str]:
     try:
-        return [entry.name for entry in os.scandir(directory.parent)]
+        return [entry.name for entry in os.scandir(directory)]
     except OSError:
         return []

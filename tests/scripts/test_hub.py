@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from huggingface_hub import close_session, constants, set_client_factory, snapshot_download
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import constants, snapshot_download
 
 from protocol.config import ModelConfig
 from scripts.hub import check, snapshot, transfer
@@ -31,8 +30,7 @@ from scripts.hub.messages import (
     encode,
 )
 from scripts.hub.snapshot import Request, Snapshot
-from scripts.hub.waits import bound_waits
-from tests.hub import Hub
+from tests.hub import Hub, used_hub
 
 NAME = "tiny/model"
 WEIGHTS = bytes(range(256)) * 4096
@@ -63,18 +61,9 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one model, which huggingface_hub uses in this process, with an empty cache."""
-    with Hub() as started:
+    with used_hub(tmp_path, monkeypatch) as started:
         started.add(NAME, source)
-        template = started.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", started.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr(transfer, "_PAUSE_S", 0.01)
-        bound_waits()
         yield started
-    set_client_factory(default_client_factory)
-    close_session()
 
 
 class Fetch(NamedTuple):
@@ -543,28 +532,3 @@ def test_paths_that_lead_elsewhere_are_refused(hub: Hub, source: Path, path: str
     hub.listed = [template]
     assert template in str(refusal())
     assert not hub.fetched(template)
-
-
-def test_the_gguf_file_of_a_quantization_is_fetched(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the others, and without a configuration; offline it is found in the cache."""
-    directory = tmp_path / "files"
-    (directory / "more").mkdir(parents=True)
-    for name in ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "more/m.Q5_K.gguf", "m-IQ4_K_M.gguf"):
-        (directory / name).write_bytes(name.encode() * 1000)
-    hub.add("tiny/files", directory)
-    options = {"name": "tiny/files", "check": pytest.fail}
-    for quantization, file in (("q4_k_m", "m-Q4_K_M.gguf"), ("Q5_K", "more/m.Q5_K.gguf")):
-        lines: list[Line] = []
-        request = Request("tiny/files", None, True, pytest.fail, quantization)
-        fetched = Snapshot(request, lines.append)
-        fetched.prepare()
-        fetched.fetch()
-        assert fetched.gguf_file() == fetched.directory / file
-        assert fetched.gguf_file().read_bytes() == (directory / file).read_bytes()
-    found = refusal(**options, quantization="Q9")
-    assert "has no GGUF file of Q9; there are: m-IQ4_K_M.gguf, m-Q4_K_M.gguf, " in str(found)
-    assert str(refusal(**options)).endswith("name the one to serve as tiny/files:QUANTIZATION")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch(**options, quantization="Q5_K").directory == fetched.directory

@@ -63,6 +63,25 @@ def test_a_file_of_the_hub_is_served_by_its_quantization(
             assert len(client.submit([5, 6, 7], params).result(LOAD_TIMEOUT_S).token_ids) == 4
 
 
+def test_a_file_of_the_hub_that_cannot_run_is_refused_without_its_weights(
+    tmp_path: Path, start_engine: EngineFactory
+) -> None:
+    """By what its header lacks: the tensors of a layer."""
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE | {"num_hidden_layers": 1}), Type.Q8_0)
+    content = path.read_bytes().replace(b"blk.0.attn_v.weight", b"blk.1.attn_v.weight")
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "tiny-Q8_0.gguf").write_bytes(content + bytes(16 << 20))
+    with Hub() as hub:
+        hub.add("tiny/files", repository)
+        start_engine.environ |= hub.environ(tmp_path / "home")
+        engine = start_engine(model="tiny/files:Q8_0")
+        assert engine.process.wait(90) == 1
+        assert hub.num_sent["tiny-Q8_0.gguf"] <= 1 << 20
+    assert engine.log.startswith("troika: model tiny/files cannot run: tiny-Q8_0.gguf misses ")
+    assert engine.log.count("\n") == 1
+
+
 @pytest.mark.parametrize("place", [0, 8, 60])
 def test_a_damaged_file_is_refused_before_any_process_starts(place: int, tmp_path: Path) -> None:
     path = tmp_path / "damaged.gguf"

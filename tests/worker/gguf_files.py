@@ -71,11 +71,13 @@ def write_gguf(
     vocabulary: Vocabulary | None = None,
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    tensors_per_part: int = 0,
 ) -> tuple[Path, Path]:
     """Return a file, and a plain checkpoint in float32 with the values of its blocks.
 
     `types` returns that of a tensor, by its name in the file, where it is not `type`; norms are
-    plain. `keys` and `tensors` are further ones, which the checkpoint has in config.json.
+    plain. `keys` and `tensors` are further ones, which the checkpoint has in config.json. With
+    `tensors_per_part` it is the first part, which has keys and no tensors.
     """
     reference = directory / "reference"
     build_checkpoint(reference, config)
@@ -84,7 +86,12 @@ def write_gguf(
     }
     architecture = _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
     path = directory / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(
+        path,
+        architecture,
+        split_max_tensors=tensors_per_part,
+        small_first_shard=tensors_per_part > 0,
+    )
     _add_keys(writer, config, keys or {})
     _add_vocabulary(writer, vocabulary or byte_vocabulary(config.vocab_size))
     for name, sources in _stored_names(weights, architecture, config).items():
@@ -109,6 +116,8 @@ def write_gguf(
     )
     settings = json.loads((reference / "config.json").read_text()) | {"dtype": "float32"}
     (reference / "config.json").write_text(json.dumps(settings))
+    if tensors_per_part:
+        [path] = directory.glob("tiny-00001-of-*.gguf")
     return path, reference
 
 

@@ -60,8 +60,8 @@ from tests.worker.test_quantization import product
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.files import GgufFiles
-from worker_proc.gguf.header import read_header
-from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.model_header import read_header
 from worker_proc.gguf.types import TensorType
 from worker_proc.loading.inspection import inspect_config
 from worker_proc.native.build import compiler
@@ -162,8 +162,8 @@ def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path
     expected = load_file(reference / "model.safetensors")
     format = inspect_config(str(make_directory(path)), "auto", torch.device("cpu")).format
     assert format is not None
-    assert format.source is not None
-    files = GgufFiles(format.source)
+    assert format.sources
+    files = GgufFiles(format.sources)
     found = {key: one.read().dequantize(torch.float32) for key, one in files.weights.items()}
     found |= {key: part[...].float() for key, part in files.plain_slices().items()}
     assert found.keys() == expected.keys()
@@ -382,7 +382,7 @@ def test_damage_is_refused_with_the_reason(damage: str, content: bytes, tmp_path
 def test_a_header_cut_at_any_byte_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(content)
-    end = read_header(path).num_bytes
+    end = read_header(path).files[0].num_bytes
     for size in range(0, end, 97):
         path.write_bytes(content[:size])
         with pytest.raises(CheckpointError):
@@ -428,7 +428,7 @@ def test_a_header_with_random_bytes_is_read_or_refused(
     """Nothing but a sentence ends the reading."""
     path = tmp_path / "random.gguf"
     path.write_bytes(content)
-    end = read_header(path).num_bytes
+    end = read_header(path).files[0].num_bytes
     generator = random.Random(seed)
     damaged = bytearray(content)
     for _ in range(3):
@@ -444,7 +444,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     place = read_header(path).tensors[name].offset
     path.write_bytes(changed(place, struct.pack("<e", float("inf")), path.read_bytes()))
     with pytest.raises(CheckpointError, match=f"{name} has scales that are not finite"):
-        MappedFile(path).read_codes(name)
+        MappedFiles(path).read_codes(name)
 
 
 def test_control_tokens_end_answers(tmp_path: Path) -> None:

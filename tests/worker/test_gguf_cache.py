@@ -18,7 +18,7 @@ from scripts.hub.gguf import directory_of
 from scripts.hub.messages import Refusal
 from tests.worker.gguf_files import WIDE, write_gguf
 from worker_proc.errors import CheckpointError
-from worker_proc.gguf.header import read_header
+from worker_proc.gguf.model_header import read_header
 from worker_proc.quantization import gguf as settings
 from worker_proc.quantization.gguf import check_unchanged
 from worker_proc.quantization.scheme import SourceFile

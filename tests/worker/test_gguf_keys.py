@@ -27,8 +27,8 @@ from scripts.hub.messages import gguf_files
 from tests.worker.gguf_files import WIDE, write_gguf
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.architectures import architecture_of, make_config
-from worker_proc.gguf.header import read_header
-from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.model_header import read_header
 from worker_proc.gguf.names import named_tensors
 
 SMALL: dict[str, Any] = WIDE | {"num_hidden_layers": 1}
@@ -43,7 +43,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS),
 }
 
-Load = Callable[..., MappedFile]
+Load = Callable[..., MappedFiles]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(paths: dict[str, Path]) -> Load:
     """Return a file as if it had other keys; None: it does not have one."""
 
-    def change(name: str, keys: dict[str, Any]) -> MappedFile:
-        file = MappedFile(paths[name])
+    def change(name: str, keys: dict[str, Any]) -> MappedFiles:
+        file = MappedFiles(paths[name])
         for key, value in keys.items():
             is_full = key.startswith(("tokenizer.", "general."))
             full = key if is_full else f"{name}.{key}"
@@ -185,7 +185,7 @@ def test_factors_of_another_shape_or_value_are_refused(values: np.ndarray, tmp_p
     factors = {"rope_freqs.weight": values.astype(np.float32)}
     path, _ = write_gguf(tmp_path, CONFIGS["llama"](), Type.F16, tensors=factors)
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight has"):
-        make_config(MappedFile(path))
+        make_config(MappedFiles(path))
 
 
 @pytest.mark.parametrize("name", ["llama-bpe", "llama3", "falcon3", "pixtral", "tekken", "qwen2"])
@@ -239,7 +239,7 @@ def test_values_of_wrong_types_are_refused_by_their_keys(
     if key.endswith("scores"):
         keys["tokenizer.ggml.model"] = "llama"
     file = load("llama", keys)
-    monkeypatch.setattr("scripts.gguf.directory.MappedFile", lambda path: file)
+    monkeypatch.setattr("scripts.gguf.directory.MappedFiles", lambda path: file)
     with pytest.raises((CheckpointError, UnsupportedModel), match=key):
         make_directory(file.header.path)
 
@@ -331,7 +331,7 @@ def test_plain_tensors_do_not_change_with_the_file(paths: dict[str, Path], tmp_p
     path = tmp_path / "copy.gguf"
     content = paths["llama"].read_bytes()
     path.write_bytes(content)
-    file = MappedFile(path)
+    file = MappedFiles(path)
     found = file.read_plain("blk.0.attn_q.weight")
     before = found.clone()
     path.write_bytes(bytes(len(content)))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.header import Header
-from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.model_header import Header
 from worker_proc.gguf.neutral import neutral_values
 from worker_proc.gguf.rotary import rope_parameters
 
@@ -29,7 +29,7 @@ class Architecture(NamedTuple):
 
     model_type: str
     model_class: str
-    own_config: Callable[[Metadata, MappedFile], Config]
+    own_config: Callable[[Metadata, MappedFiles], Config]
     """Returns what its configuration has beside what all have in common."""
     names: Mapping[str, str] = {}
     """Parts of names of tensors beside, or instead of, those that all have in common."""
@@ -39,7 +39,7 @@ class Architecture(NamedTuple):
     """What has been added to the weights of norms."""
 
 
-def make_config(file: MappedFile) -> Config:
+def make_config(file: MappedFiles) -> Config:
     """Return the content of config.json; UnsupportedModel: a file of another architecture."""
     header = file.header
     architecture = architecture_of(file)
@@ -79,7 +79,7 @@ def _token_ids(header: Header) -> Config:
     return ids
 
 
-def architecture_of(file: MappedFile) -> Architecture:
+def architecture_of(file: MappedFiles) -> Architecture:
     """Return the architecture of a file; UnsupportedModel: it is not read."""
     header = file.header
     name = header.architecture
@@ -101,11 +101,11 @@ def _rotated_heads(metadata: Metadata) -> Config:
     return {"head_dim": size}
 
 
-def _has_bias(file: MappedFile, part: str) -> bool:
+def _has_bias(file: MappedFiles, part: str) -> bool:
     return f"blk.0.{part}.bias" in file.header.tensors
 
 
-def _llama(metadata: Metadata, file: MappedFile) -> Config:
+def _llama(metadata: Metadata, file: MappedFiles) -> Config:
     biases = {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_up")}
     return _rotated_heads(metadata) | biases
 
@@ -114,12 +114,12 @@ def _experts(metadata: Metadata) -> Config:
     return {"num_experts_per_tok": metadata.integer("expert_used_count")}
 
 
-def _mixtral(metadata: Metadata, file: MappedFile) -> Config:
+def _mixtral(metadata: Metadata, file: MappedFiles) -> Config:
     own = {"num_local_experts": metadata.integer("expert_count"), "sliding_window": None}
     return _rotated_heads(metadata) | _experts(metadata) | own
 
 
-def _granite(metadata: Metadata, file: MappedFile) -> Config:
+def _granite(metadata: Metadata, file: MappedFiles) -> Config:
     return _llama(metadata, file) | {
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
         "residual_multiplier": metadata.number("residual_scale", 1.0),
@@ -128,18 +128,18 @@ def _granite(metadata: Metadata, file: MappedFile) -> Config:
     }
 
 
-def _smollm3(metadata: Metadata, file: MappedFile) -> Config:
+def _smollm3(metadata: Metadata, file: MappedFiles) -> Config:
     return _rotated_heads(metadata) | {"no_rope_layer_interval": _SMOLLM3_NO_ROPE_INTERVAL}
 
 
-def _qwen2(metadata: Metadata, file: MappedFile) -> Config:
+def _qwen2(metadata: Metadata, file: MappedFiles) -> Config:
     size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
     if _rotated_heads(metadata)["head_dim"] != size:
         raise metadata.unsupported("attention.key_length", str(size))
     return {"use_sliding_window": False}
 
 
-def _qwen3(metadata: Metadata, file: MappedFile) -> Config:
+def _qwen3(metadata: Metadata, file: MappedFiles) -> Config:
     own = {"attention_bias": _has_bias(file, "attn_q"), "use_sliding_window": False}
     return _rotated_heads(metadata) | own
 
@@ -153,7 +153,7 @@ def _qwen_experts(metadata: Metadata) -> Config:
     }
 
 
-def _qwen2moe(metadata: Metadata, file: MappedFile) -> Config:
+def _qwen2moe(metadata: Metadata, file: MappedFiles) -> Config:
     shared = metadata.integer("expert_shared_feed_forward_length")
     own = {
         "shared_expert_intermediate_size": shared,
@@ -162,12 +162,12 @@ def _qwen2moe(metadata: Metadata, file: MappedFile) -> Config:
     return _qwen2(metadata, file) | _qwen_experts(metadata) | own
 
 
-def _qwen3moe(metadata: Metadata, file: MappedFile) -> Config:
+def _qwen3moe(metadata: Metadata, file: MappedFiles) -> Config:
     own = {"norm_topk_prob": metadata.flag(_NORMALIZED, default=True)}
     return _qwen3(metadata, file) | _qwen_experts(metadata) | own
 
 
-def _gemma(metadata: Metadata, file: MappedFile) -> Config:
+def _gemma(metadata: Metadata, file: MappedFiles) -> Config:
     return _rotated_heads(metadata) | {"hidden_activation": "gelu_pytorch_tanh"}
 
 
@@ -180,7 +180,7 @@ def _scaled_queries(metadata: Metadata, num_layers: int) -> Config:
     return {"query_pre_attn_scalar": scalar}
 
 
-def _gemma2(metadata: Metadata, file: MappedFile) -> Config:
+def _gemma2(metadata: Metadata, file: MappedFiles) -> Config:
     return {
         **_gemma(metadata, file),
         **_scaled_queries(metadata, _GEMMA2_27B_LAYERS),
@@ -191,7 +191,7 @@ def _gemma2(metadata: Metadata, file: MappedFile) -> Config:
     }
 
 
-def _gemma3(metadata: Metadata, file: MappedFile) -> Config:
+def _gemma3(metadata: Metadata, file: MappedFiles) -> Config:
     local = metadata.number("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)
     return {
         **_gemma(metadata, file),
@@ -221,7 +221,7 @@ def _window_layers(metadata: Metadata, interval: int) -> Config:
     return {"layer_types": kinds}
 
 
-def _phi3(metadata: Metadata, file: MappedFile) -> Config:
+def _phi3(metadata: Metadata, file: MappedFiles) -> Config:
     size = metadata.head_size()
     rope = rope_parameters(metadata, file)
     rotated = metadata.integer("rope.dimension_count", size)

@@ -1,10 +1,11 @@
-"""The tensors of a GGUF file as the weights that they stand for.
+"""The tensors of GGUF files as the weights that they stand for.
 
-It takes the place of `QuantizedFiles` for a directory that stands for a GGUF file. Nothing is read
+It takes the place of `QuantizedFiles` for a directory that stands for a GGUF model. Nothing is read
 before it is needed.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of
 from worker_proc.gguf.blocks import code_kind
-from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.names import NamedTensor, named_tensors
 from worker_proc.gguf.types import READ, TensorType, type_name
 from worker_proc.quantization.files import StoredExperts
@@ -29,7 +30,7 @@ class BlocksWeight:
     codes_rows = False
 
     def __init__(
-        self, file: MappedFile, tensor: NamedTensor, kind: CodeKind, report: CodesReport
+        self, file: MappedFiles, tensor: NamedTensor, kind: CodeKind, report: CodesReport
     ) -> None:
         self.name = tensor.name.removesuffix(".weight")
         self.shape = torch.Size(tensor.shape)
@@ -46,7 +47,7 @@ class BlocksWeight:
 class _PlainSlice:
     """A plain tensor that is read by the slice of all of it."""
 
-    def __init__(self, file: MappedFile, tensor: NamedTensor) -> None:
+    def __init__(self, file: MappedFiles, tensor: NamedTensor) -> None:
         self._file, self._tensor = file, tensor
 
     def __getitem__(self, _: object) -> torch.Tensor:
@@ -64,10 +65,11 @@ class _PlainSlice:
 class GgufFiles:
     """Weights of layers by their names, and other tensors."""
 
-    def __init__(self, source: SourceFile) -> None:
-        """Check all tensors by the header; raises CheckpointError and UnsupportedModel."""
-        check_unchanged(source)
-        self._file = MappedFile(source.path)
+    def __init__(self, sources: Sequence[SourceFile]) -> None:
+        """Check all tensors by the headers; raises CheckpointError and UnsupportedModel."""
+        for source in sources:
+            check_unchanged(source)
+        self._file = MappedFiles(*(source.path for source in sources))
         self._file.header.check_types()
         self.report = CodesReport(METHOD)
         self.weights: dict[str, BlocksWeight] = {}
@@ -91,7 +93,7 @@ class GgufFiles:
         return {name: _PlainSlice(self._file, self._named[name]) for name in self.plain}
 
     def _add(self, tensor: NamedTensor) -> None:
-        name, path = tensor.name, self._file.header.path
+        name, path = tensor.name, self._file.header.files[tensor.entry.file].path
         number = tensor.entry.type
         is_matrix = len(tensor.shape) == 2 and name.endswith(".weight")
         if number not in READ and is_matrix:

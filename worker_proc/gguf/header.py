@@ -1,20 +1,17 @@
-"""The header of a GGUF file: what the model is, and where its tensors lie.
+"""The header of one GGUF file: keys with values, and where its tensors lie.
 
 A file begins with magic, version, number of tensors and number of keys; keys with their values and
 the table of tensors follow, then, aligned, the data. All numbers are little-endian. A file is not
 trusted: every length, count and offset is checked before it is used.
 """
 
-import os
 import struct
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.further_types import further_block, why_not_dequantized
+from worker_proc.errors import CheckpointError
 from worker_proc.gguf.types import READ, Block, TensorType, type_name
 
 MAGIC = b"GGUF"
@@ -46,51 +43,29 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     """The last dimension varies fastest, unlike in the file."""
     offset: int
-    """Of its data, from the begin of the file."""
+    """Of its data, from the begin of its file."""
+    file: int = 0
+    """The number of its file, of those of the model."""
 
 
-class Header(NamedTuple):
-    """The header of a file."""
+class FileHeader(NamedTuple):
+    """The header of one file."""
 
     path: Path
     metadata: dict[str, Any]
     """Values by their keys: integers, floats, booleans, strings, or lists of those."""
-    tensors: dict[str, TensorEntry]
+    tensors: list[TensorEntry]
     num_bytes: int
     """From the begin of the file to its data."""
     file_bytes: int
 
-    @property
-    def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
 
-    def check_types(self) -> None:
-        """Raise UnsupportedModel for a type that is not read, CheckpointError for a wrong place."""
-        places = []
-        for entry in self.tensors.values():
-            if entry.type in READ:
-                block = TensorType(entry.type).block
-            elif reason := why_not_dequantized(entry.type):
-                raise UnsupportedModel(f"{self.path}: {entry.name[:100]} {reason}")
-            else:
-                block = further_block(entry.type)
-            end = check_place(self.path, self.file_bytes, entry, block)
-            places.append((entry.offset, end, entry.name))
-        for (_, end, first), (start, _, second) in pairwise(sorted(places)):
-            if start < end:
-                raise CheckpointError(
-                    f"{self.path}: {second[:100]} begins at byte {start}, before {first[:100]}"
-                    f" ends at byte {end}"
-                )
+def read_file_header(path: Path, file_bytes: int, read: Callable[[int], bytes]) -> FileHeader:
+    """Read the header of a file; raises CheckpointError with what is wrong with it.
 
-
-def read_header(path: Path) -> Header:
-    """Read the header of a file; raises CheckpointError with what is wrong with it."""
-    try:
-        with path.open("rb") as file:
-            return _Reader(path, file).header()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    `read` returns the next bytes of the file, as many as it is asked for while the file has them.
+    """
+    return _Reader(path, file_bytes, read).header()
 
 
 def check_place(path: Path, size: int, entry: TensorEntry, block: Block) -> int:
@@ -112,14 +87,13 @@ def check_place(path: Path, size: int, entry: TensorEntry, block: Block) -> int:
 class _Reader:
     """Reads values one after another, within the bounds of the file."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-        self._size = os.fstat(file.fileno()).st_size
-        self._data = bytearray(file.read(_FIRST_BYTES))
+    def __init__(self, path: Path, file_bytes: int, read: Callable[[int], bytes]) -> None:
+        self._path, self._size, self._read = path, file_bytes, read
+        self._data = bytearray(read(min(_FIRST_BYTES, file_bytes)))
         self._at = 0
         self._num_elements = 0
 
-    def header(self) -> Header:
+    def header(self) -> FileHeader:
         if self._data[:4] != MAGIC:
             raise self._error("it does not begin with GGUF")
         self._at = 4
@@ -132,23 +106,14 @@ class _Reader:
         self._bound("tensors", num_tensors, _MAX_TENSORS)
         self._bound("keys", num_keys, _MAX_KEYS)
         metadata = dict(self._pairs(num_keys))
-        if not isinstance(metadata.get("general.architecture"), str):
-            raise self._error("it has no general.architecture")
-        if (num_parts := metadata.get("split.count", 0)) not in (0, 1):
-            raise self._error(
-                f"it is one of {num_parts} parts of a model; merge them with"
-                " `llama-gguf-split --merge`"
-            )
         table = [self._entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment not in _ALIGNMENTS:
             known = f"a power of two from {_ALIGNMENTS[0]} to {_ALIGNMENTS[-1]}"
             raise self._error(f"general.alignment is {alignment!r}, and must be {known}")
         start = -(-self._at // alignment) * alignment
-        tensors = {entry.name: entry._replace(offset=start + entry.offset) for entry in table}
-        if len(tensors) < len(table):
-            raise self._error("two of its tensors have the same name")
-        for entry in tensors.values():
+        tensors = [entry._replace(offset=start + entry.offset) for entry in table]
+        for entry in tensors:
             if entry.offset % alignment:
                 raise self._error(
                     f"{entry.name[:100]} begins at byte {entry.offset}, which is not a multiple of"
@@ -156,7 +121,7 @@ class _Reader:
                 )
             if entry.type in READ:
                 check_place(self._path, self._size, entry, TensorType(entry.type).block)
-        return Header(self._path, metadata, tensors, start, self._size)
+        return FileHeader(self._path, metadata, tensors, start, self._size)
 
     def _pairs(self, num_keys: int) -> Iterator[tuple[str, Any]]:
         seen: set[str] = set()
@@ -218,7 +183,8 @@ class _Reader:
     def _fits(self, size: int, what: str) -> None:
         end = self._at + size
         if len(self._data) < end <= min(self._size, _MAX_HEADER_BYTES):
-            self._data += self._file.read(max(end - len(self._data), len(self._data)))
+            wanted = max(end - len(self._data), len(self._data))
+            self._data += self._read(min(wanted, self._size - len(self._data)))
         if end <= len(self._data):
             return
         what = what[:100]

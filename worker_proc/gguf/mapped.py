@@ -1,4 +1,4 @@
-"""The data of a GGUF file, mapped: a tensor is read when it is needed, and its pages released."""
+"""The data of GGUF files, mapped: a tensor is read when it is needed, and its pages released."""
 
 import mmap
 from collections.abc import Mapping
@@ -10,7 +10,8 @@ import torch
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.further_types import dequantize, further_block
-from worker_proc.gguf.header import Header, TensorEntry, read_header
+from worker_proc.gguf.header import FileHeader, TensorEntry
+from worker_proc.gguf.model_header import Header, read_header
 from worker_proc.gguf.types import TensorType, type_name
 from worker_proc.quantization.weight import QuantizedWeight
 
@@ -24,39 +25,29 @@ _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's number: swap space need not be there for pages that are never written."""
 
 
-class MappedFile:
-    """A file whose tensors are read by their names."""
+class MappedFiles:
+    """The files of a model, whose tensors are read by their names."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the header; raises CheckpointError."""
-        self.header: Header = read_header(path)
-        try:
-            with path.open("rb") as file:
-                # Torch requires writable memory. This is private, and is never written.
-                self._data = mmap.mmap(
-                    file.fileno(),
-                    self.header.file_bytes,
-                    flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
-        except (OSError, ValueError) as error:  # the latter of a file that has become shorter
-            raise CheckpointError(f"{path} cannot be mapped: {error}") from error
+    def __init__(self, *paths: Path) -> None:
+        """Read the headers; raises CheckpointError."""
+        self.header: Header = read_header(*paths)
+        self._data = [_map(file) for file in self.header.files]
 
     def read_plain(self, name: str, matrix: int | None = None) -> torch.Tensor:
         """Return a copy of a tensor of numbers, or of one of its matrices."""
         entry = self._entry(name)
         if entry.type not in PLAIN:
             raise CheckpointError(
-                f"{self.header.path}: {name} is stored as {type_name(entry.type)}, not plain"
+                f"{self._path(entry)}: {name} is stored as {type_name(entry.type)}, not plain"
             )
         dtype = PLAIN[entry.type]
         shape = entry.shape if matrix is None else entry.shape[1:]
         count = prod(shape)
         num_bytes = count * dtype.itemsize
         first = entry.offset + (matrix or 0) * num_bytes
-        found = torch.frombuffer(self._data, dtype=dtype, count=count, offset=first)
+        found = torch.frombuffer(self._data[entry.file], dtype=dtype, count=count, offset=first)
         copy = found.view(shape).clone()
-        self._release(first, num_bytes)
+        self._release(entry.file, first, num_bytes)
         return copy
 
     def read_codes(
@@ -69,13 +60,15 @@ class MappedFile:
         num_blocks = num_inputs // type.block.num_values
         num_bytes = num_rows * num_blocks * type.block.num_bytes
         first = entry.offset + matrix * num_bytes
-        stored = torch.frombuffer(self._data, dtype=torch.uint8, count=num_bytes, offset=first)
+        stored = torch.frombuffer(
+            self._data[entry.file], dtype=torch.uint8, count=num_bytes, offset=first
+        )
         blocks = stored.view(num_rows, num_blocks, type.block.num_bytes)
         weight = read_blocks(type, blocks if order is None else blocks[order])
-        self._release(first, num_bytes)
+        self._release(entry.file, first, num_bytes)
         factors = (weight.scales, weight.minimums)
         if not all(part is None or bool(part.isfinite().all()) for part in factors):
-            raise CheckpointError(f"{self.header.path}: {name} has scales that are not finite")
+            raise CheckpointError(f"{self._path(entry)}: {name} has scales that are not finite")
         return weight
 
     def dequantize(self, name: str, matrix: int = 0) -> torch.Tensor:
@@ -86,9 +79,11 @@ class MappedFile:
         row_bytes = num_inputs // block.num_values * block.num_bytes
         num_bytes = num_rows * row_bytes
         first = entry.offset + matrix * num_bytes
-        stored = torch.frombuffer(self._data, dtype=torch.uint8, count=num_bytes, offset=first)
+        stored = torch.frombuffer(
+            self._data[entry.file], dtype=torch.uint8, count=num_bytes, offset=first
+        )
         values = torch.from_numpy(dequantize(stored.view(num_rows, row_bytes).numpy(), entry.type))
-        self._release(first, num_bytes)
+        self._release(entry.file, first, num_bytes)
         return values.view(num_rows, num_inputs)
 
     def _entry(self, name: str) -> TensorEntry:
@@ -97,9 +92,26 @@ class MappedFile:
             raise CheckpointError(f"{self.header.path} misses {name}")
         return entry
 
-    def _release(self, first: int, num_bytes: int) -> None:
+    def _path(self, entry: TensorEntry) -> Path:
+        return self.header.files[entry.file].path
+
+    def _release(self, file: int, first: int, num_bytes: int) -> None:
         """Give pages back; what is read again comes from the file."""
         start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (first + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
-            self._data.madvise(mmap.MADV_DONTNEED, start, end - start)
+            self._data[file].madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def _map(file: FileHeader) -> mmap.mmap:
+    try:
+        with file.path.open("rb") as opened:
+            # Torch requires writable memory. This is private, and is never written.
+            return mmap.mmap(
+                opened.fileno(),
+                file.file_bytes,
+                flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+    except (OSError, ValueError) as error:  # the latter of a file that has become shorter
+        raise CheckpointError(f"{file.path} cannot be mapped: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.header import Header
+from worker_proc.gguf.model_header import Header
 
 _MAX_SIZE = 2**31 - 1
 

@@ -8,9 +8,10 @@ import torch
 
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import Architecture
-from worker_proc.gguf.header import Header, TensorEntry
+from worker_proc.gguf.config_tensors import IN_CONFIG
+from worker_proc.gguf.header import TensorEntry
 from worker_proc.gguf.metadata import Metadata
-from worker_proc.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
+from worker_proc.gguf.model_header import Header
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -26,8 +27,6 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_IN_CONFIG = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
-"""Tensors whose values are in config.json."""
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
 _MAX_EXPERTS = 4096
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
@@ -54,7 +53,7 @@ def named_tensors(header: Header, architecture: Architecture) -> Iterator[NamedT
     """Yield what a checkpoint has; raises CheckpointError for a tensor without a meaning."""
     names = _LAYER | dict(architecture.names)
     for entry in header.tensors.values():
-        if entry.name in _IN_CONFIG:
+        if entry.name in IN_CONFIG:
             continue
         found = _NAME.fullmatch(entry.name)
         layer, part, leaf = found.groups() if found is not None else (None, "", "")

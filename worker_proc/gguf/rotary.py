@@ -6,13 +6,10 @@ from typing import Any
 import torch
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.mapped import MappedFile
+from worker_proc.gguf.config_tensors import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
+from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 
-FREQUENCY_FACTORS = "rope_freqs.weight"
-"""By what Llama-3.1 and its successors divide the frequencies of positions."""
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-"""Those of Phi-3, of long and of other texts."""
 _DEFAULT_BASE = 10_000.0
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
 """What all models of the Llama-3 series have in common; files state the resulting factors."""
@@ -21,7 +18,7 @@ _OLD_FACTOR = "rope.scale_linear"
 """The key of old files for `rope.scaling.factor`."""
 
 
-def rope_parameters(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
+def rope_parameters(metadata: Metadata, file: MappedFiles) -> dict[str, Any]:
     """Return the parameters; raises UnsupportedModel for those that transformers cannot have."""
     base = metadata.number("rope.freq_base", _DEFAULT_BASE)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
@@ -70,7 +67,7 @@ def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:
     return parameters
 
 
-def _llama3(metadata: Metadata, file: MappedFile, base: float) -> dict[str, Any]:
+def _llama3(metadata: Metadata, file: MappedFiles, base: float) -> dict[str, Any]:
     """Return the parameters whose factors of frequencies are those of the file."""
     stored = _factors(metadata, file, FREQUENCY_FACTORS)
     factor = float(stored.max())
@@ -93,7 +90,7 @@ def _llama3(metadata: Metadata, file: MappedFile, base: float) -> dict[str, Any]
     }
 
 
-def _longrope(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
+def _longrope(metadata: Metadata, file: MappedFiles) -> dict[str, Any]:
     original = metadata.integer(f"{_SCALING}.original_context_length")
     factors = {
         name: _factors(metadata, file, tensor).tolist()
@@ -107,7 +104,7 @@ def _longrope(metadata: Metadata, file: MappedFile) -> dict[str, Any]:
     return parameters
 
 
-def _factors(metadata: Metadata, file: MappedFile, name: str) -> torch.Tensor:
+def _factors(metadata: Metadata, file: MappedFiles, name: str) -> torch.Tensor:
     """Return the factors of a tensor in float32: one for each frequency."""
     count = metadata.integer("rope.dimension_count", metadata.head_size()) // 2
     stored = file.read_plain(name).float()

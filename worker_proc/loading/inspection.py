@@ -109,7 +109,7 @@ def _inspect(
     modules = sentence_modules(directory, kind)
     check_dense(modules.dense, text_config.hidden_size)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
-    has_codes = format is not None and format.source is None  # those of GGUF state bfloat16
+    has_codes = format is not None and not format.sources  # those of GGUF state bfloat16
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
     if format is not None and kind is ModelKind.CLASSIFIES:
         raise UnsupportedModel(

@@ -166,7 +166,7 @@ def check_model(
         other_bytes=other_bytes,
     )
     stored = read_headers(directory)
-    if not stored and (inspected.format is None or inspected.format.source is None):
+    if not stored and (inspected.format is None or not inspected.format.sources):
         raise CheckpointError(f"{directory} holds no model.safetensors, or nothing is in it")
     files = None if inspected.format is None else _open(directory, stored, inspected.format)
     check_stored_dtypes(directory, stored if files is None else files.plain)
@@ -240,8 +240,8 @@ def _report_nothing(phase: str, done: int, total: int) -> None:
 
 def _open(directory: str, stored: dict[str, StoredTensor], format: CheckpointFormat) -> WeightFiles:
     """Check the headers of the files of a quantized checkpoint, and return its weights."""
-    if format.source is not None:
-        return GgufFiles(format.source)
+    if format.sources:
+        return GgufFiles(format.sources)
     return QuantizedFiles(directory, stored, format)
 
 

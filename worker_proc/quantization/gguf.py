@@ -1,6 +1,7 @@
-"""What config.json of a directory that stands for a GGUF file states of the file."""
+"""What config.json of a directory that stands for a GGUF model states of its files."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,43 @@ from worker_proc.quantization.scheme import CheckpointFormat, Scheme, Settings, 
 
 METHOD = "gguf"
 """`quant_method`."""
-LINK = "model.gguf"
-"""The link to the file, in the directory."""
-_SIZE, _TIME = "num_bytes", "mtime_ns"
+_SIZES, _TIMES = "num_bytes", "mtime_ns"
 
 
-def file_state(path: Path) -> dict[str, Any]:
-    """Return the settings that state which file is meant, so that a change is noticed."""
-    state = path.stat()
-    return {"quant_method": METHOD, _SIZE: state.st_size, _TIME: state.st_mtime_ns}
+def link_names(count: int) -> list[str]:
+    """Return the names of the links to the files of a model, in the directory."""
+    return [f"model-{number}.gguf" for number in range(1, count + 1)]
+
+
+def file_states(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the settings that state which files are meant, so that a change is noticed."""
+    states = [path.stat() for path in paths]
+    return {
+        "quant_method": METHOD,
+        _SIZES: [state.st_size for state in states],
+        _TIMES: [state.st_mtime_ns for state in states],
+    }
 
 
 def read_gguf(settings: Settings) -> CheckpointFormat:
-    """Return the format, whose file must be there; what is in it is checked later."""
-    link = settings.directory / LINK
-    numbers = [settings.get(key) for key in (_SIZE, _TIME)]
-    if not os.path.isfile(link) or not all(isinstance(number, int) for number in numbers):
-        target = os.readlink(link) if link.is_symlink() else link
-        raise CheckpointError(f"{target} is not there; give the path of a GGUF file")
-    source = SourceFile(link.resolve(), *numbers)
-    return CheckpointFormat(METHOD, "", frozenset(), _no_scheme, source=source)
+    """Return the format, whose files must be there; what is in them is checked later."""
+    sizes, times = settings.get(_SIZES), settings.get(_TIMES)
+    if not _are_numbers(sizes) or not _are_numbers(times) or len(sizes) != len(times):
+        raise CheckpointError(
+            f"{settings.directory} is not a directory that stands for GGUF files; give their path"
+        )
+    sources = []
+    for name, size, time in zip(link_names(len(sizes)), sizes, times, strict=True):
+        link = settings.directory / name
+        if not os.path.isfile(link):
+            target = os.readlink(link) if link.is_symlink() else link
+            raise CheckpointError(f"{target} is not there; give the path of a GGUF file")
+        sources.append(SourceFile(link.resolve(), size, time))
+    return CheckpointFormat(METHOD, "", frozenset(), _no_scheme, sources=tuple(sources))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
 def check_unchanged(source: SourceFile) -> None:

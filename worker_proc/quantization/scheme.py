@@ -58,7 +58,7 @@ class StackedScheme(Protocol):
 
 
 class SourceFile(NamedTuple):
-    """The file that a directory stands for, and its state when the directory was made."""
+    """A file that a directory stands for, and its state when the directory was made."""
 
     path: Path
     num_bytes: int
@@ -78,8 +78,8 @@ class CheckpointFormat(NamedTuple):
     """Returns the scheme of a layer by its name."""
     experts: StackedScheme | None = None
     """How weights of all experts are stored together."""
-    source: SourceFile | None = None
-    """A GGUF file that has all tensors; then there are no schemes."""
+    sources: tuple[SourceFile, ...] = ()
+    """GGUF files that have all tensors; then there are no schemes."""
 
 
 CODE_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
