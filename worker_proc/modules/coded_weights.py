@@ -40,7 +40,13 @@ def pack_weight(
         if packed is not None:
             return packed
         weight = weight.dequantize()
-    return library.pack(weight.detach(), bias, format, gates=gates)
+    return library.pack(weight.detach(), bias, smallest(format, weight.dtype), gates=gates)
+
+
+def smallest(format: Format, dtype: torch.dtype) -> Format:
+    """Return the format that takes the least memory, of those with the same numbers."""
+    is_plain = format is Format.UNITS and dtype == torch.bfloat16
+    return Format.COMPACT if is_plain else format
 
 
 def pack_expert_weights(
@@ -60,6 +66,7 @@ def pack_expert_weights(
         if packed is not None:
             return packed
         weights = weights.dequantize()
+    format = smallest(format, weights[0].dtype)
     return library.pack_experts(weights, format, gates=gates, biases=biases)
 
 

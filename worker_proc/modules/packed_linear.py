@@ -262,7 +262,7 @@ def _merged(
         if whole is None:
             return {}
     else:
-        whole = library.pack(weight, bias, format)
+        whole = pack_weight(library, weight, bias, format)
     parts: dict[nn.Module, PackedLinear] = {}
     first = 0
     for linear in linears:

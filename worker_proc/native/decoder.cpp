@@ -200,10 +200,20 @@ class Executor {
       if (i.format == kInt4 && troika_has_tiles) return f(T{}, coded<CodedGroups, Int4>(i), rows);
 #endif
       if (i.format == kInt4) return f(T{}, coded<CodedPanels<Int4>, Int4>(i), rows);
+#ifdef __AVX512BW__
+      if (i.format == kCompact) return f(T{}, compact(i), rows);
+#endif
     }
     if (i.format >= kGroupedInt4) return f(T{}, grouped(i), rows);
     f(T{}, panels, rows);
   }
+
+#ifdef __AVX512BW__
+  static CompactPanels compact(const Instruction& i) {
+    return {static_cast<const uint8_t*>(i.weight), static_cast<const uint8_t*>(i.scales),
+            i.num_units, i.num_pairs};
+  }
+#endif
 
   static GroupedPanels<T> grouped(const Instruction& i) {
     const auto* codes = static_cast<const uint8_t*>(i.weight);

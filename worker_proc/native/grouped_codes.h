@@ -168,8 +168,9 @@ template <class Codes, class Place>
 // Weights in codes for rows of type T: float, with units of one input, or Bf16, with units of two.
 template <typename T>
 struct GroupedPanels {
-  static constexpr bool kAreCodes = true;
-  static constexpr int64_t kTurnedRows = 0;
+  static constexpr bool kAreCodes = true, kMakesVectors = false;
+  static constexpr int64_t kStepLines = 0;
+  static constexpr int64_t kMostCodedRows = 0;
   static constexpr int64_t kUnitInputs = sizeof(Unit) / sizeof(T);
   static constexpr int64_t kStepInputs = kUnitInputs * kUnitStep;  // of a tile of units
 

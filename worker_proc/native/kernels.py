@@ -52,6 +52,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_selective_scan": (_POINTER, _POINTER),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
+    "troika_compact_bytes": (_INT, _POINTER, _POINTER),
+    "troika_pack_compact": (_POINTER, *[_INT] * 3, *[_POINTER] * 3),
     "troika_round": (_POINTER, *[_INT] * 3),
     "troika_project": (*[_POINTER] * 4, _INT, _INT),
     "troika_adapt": (_POINTER, _INT, *[_POINTER] * 3, _INT, _INT),
@@ -70,10 +72,12 @@ class Format(enum.IntEnum):
     INT4 = 2
     INT8_FOR_CODES = 3
     """The codes of INT8, for rows that are codes, too."""
-    GROUPED_INT4 = 4
+    COMPACT = 4
+    """Values of bfloat16 in 12 bits each, without loss (compact_weights.h)."""
+    GROUPED_INT4 = 5
     """Whole numbers of a quantized checkpoint, as grouped_codes.h reads them."""
-    GROUPED_INT8 = 5
-    GROUPED_E4M3 = 6
+    GROUPED_INT8 = 6
+    GROUPED_E4M3 = 7
 
 
 class _Codes(NamedTuple):
@@ -342,7 +346,7 @@ class PackedWeight(NamedTuple):
     """A weight in a layout of weights.h or grouped_codes.h, with its bias."""
 
     panels: torch.Tensor
-    scales: torch.Tensor | None  # of codes
+    scales: torch.Tensor | None  # of codes; or what COMPACT has beside them
     bias: torch.Tensor | None  # float32, in the order of the panels
     num_inputs: int
     num_units: int
@@ -501,7 +505,8 @@ class NativeLibrary:
     ) -> PackedWeight:
         """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates.
 
-        Codes need weights in bfloat16, and stand for what `round` makes of them.
+        Codes need weights in bfloat16, and stand for what `round` makes of them. What cannot be
+        COMPACT becomes UNITS: exponents may differ too much, and some processors gain nothing.
         """
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
@@ -509,26 +514,51 @@ class NativeLibrary:
         num_units = _round_up(num_inputs, per_unit * _UNIT_STEP) // per_unit
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
-        shape = num_outputs, num_inputs, gates
+        if bias is not None:
+            bias = packed_bias(bias, gates=gates)
+        sizes = num_inputs, num_units, num_pairs
         assert format not in GROUPED  # whose codes are read, and not made of weights
+        assert format is Format.UNITS or weight.dtype == torch.bfloat16
+        if format is Format.COMPACT:
+            parts = self._pack_compact(weight, num_units, num_pairs, gates=gates)
+            if parts is not None:
+                return PackedWeight(*parts, bias, *sizes, format)
+            format = Format.UNITS
+        shape = num_outputs, num_inputs, gates
         if format is Format.UNITS:
-            scales = None
             panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
             is_bf16 = weight.dtype == torch.bfloat16
             self._library.troika_pack(weight.data_ptr(), is_bf16, *shape, panels.data_ptr())
-        else:
-            assert weight.dtype == torch.bfloat16
-            codes = _CODES[format]
-            width = _round_up(num_inputs, self._library.troika_coded_inputs(format))
-            num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
-            num_panel_outputs = num_pairs * PANEL_OUTPUTS
-            panels = torch.zeros(num_panel_outputs * width // codes.per_byte, dtype=torch.uint8)
-            scales = torch.zeros(num_panel_outputs * num_groups, dtype=codes.scale_dtype)
-            pointers = panels.data_ptr(), scales.data_ptr()
-            self._library.troika_pack_codes(weight.data_ptr(), format, *shape, *pointers)
-        if bias is not None:
-            bias = packed_bias(bias, gates=gates)
-        return PackedWeight(panels, scales, bias, num_inputs, num_units, num_pairs, format)
+            return PackedWeight(panels, None, bias, *sizes, format)
+        codes = _CODES[format]
+        width = _round_up(num_inputs, self._library.troika_coded_inputs(format))
+        num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
+        num_panel_outputs = num_pairs * PANEL_OUTPUTS
+        panels = torch.zeros(num_panel_outputs * width // codes.per_byte, dtype=torch.uint8)
+        scales = torch.zeros(num_panel_outputs * num_groups, dtype=codes.scale_dtype)
+        pointers = panels.data_ptr(), scales.data_ptr()
+        self._library.troika_pack_codes(weight.data_ptr(), format, *shape, *pointers)
+        return PackedWeight(panels, scales, bias, *sizes, format)
+
+    def _pack_compact(
+        self, weight: torch.Tensor, num_units: int, num_pairs: int, *, gates: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the codes of a weight and what lies beside them; None: it has none."""
+        sizes = _LONG(), _LONG()
+        self._library.troika_compact_bytes(num_units, *map(ctypes.byref, sizes))
+        if not sizes[0].value:
+            return None
+        codes, others = (torch.empty(num_pairs * size.value, dtype=torch.uint8) for size in sizes)
+        is_packed = _INT()
+        self._library.troika_pack_compact(
+            weight.data_ptr(),
+            *weight.shape,
+            gates,
+            codes.data_ptr(),
+            others.data_ptr(),
+            ctypes.byref(is_packed),
+        )
+        return (codes, others) if is_packed.value else None
 
     def round(self, weight: torch.Tensor, format: Format) -> None:
         """Round a weight in place to what codes can stand for.
@@ -566,6 +596,8 @@ class NativeLibrary:
         assert panels is not None
         for number in range(count):
             one = pack(number) if number > 0 else first
+            if one.format is not first.format:  # not all can be COMPACT
+                return self.pack_experts(weights, Format.UNITS, gates=gates, biases=biases)
             panels[number] = one.panels
             if scales is not None and one.scales is not None:
                 scales[number] = one.scales

@@ -22,24 +22,55 @@ extern "C" void troika_enable_tiles() {
 
 namespace {
 
-// Packs 16 outputs into one panel: 16 units of each at a time, a cache line on both sides. `rows`
-// has the outputs of the panel, null where there is none; their last unit may be incomplete.
-void pack_panel(const char* const* rows, int64_t num_bytes, int64_t units, char* panel) {
-  constexpr int64_t kUnit = sizeof(Unit);
-  const int64_t whole = num_bytes / kUnit, rest = num_bytes % kUnit;
-  for (int64_t first = 0; first < units; first += kUnitStep) {
-    Unit block[kUnitStep][kLanes] = {};
-    const int64_t count = std::max<int64_t>(0, std::min(kUnitStep, whole - first));
-    for (int64_t lane = 0; lane < kLanes; lane++) {
-      if (!rows[lane]) continue;
-      const char* from = rows[lane] + first * kUnit;
-      for (int64_t i = 0; i < count; i++) std::memcpy(&block[i][lane], from + i * kUnit, kUnit);
-      if (rest && whole >= first && whole < first + kUnitStep)
-        std::memcpy(&block[count][lane], from + count * kUnit, rest);
-    }
-    std::memcpy(panel + first * kLanes * kUnit, block, sizeof block);
+// A weight as a checkpoint has it, [num_outputs, num_inputs].
+struct PlainWeight {
+  const void* data;
+  int64_t num_outputs, num_inputs, item_bytes;
+  bool gates;  // half of the outputs are gates and half factors, and the panels alternate
+
+  int64_t num_units() const {  // of a panel
+    constexpr int64_t kStep = kUnitStep * sizeof(Unit);
+    return (num_inputs * item_bytes + kStep - 1) / kStep * kUnitStep;
   }
-}
+
+  int64_t num_columns() const { return gates ? num_outputs / 2 : num_outputs; }
+
+  int64_t num_pairs() const {
+    const int64_t per_pair = gates ? kLanes : kPairOutputs;
+    return (num_columns() + per_pair - 1) / per_pair;
+  }
+
+  // Packs 16 outputs, 16 units of each at a time: a cache line on both sides. The last unit of an
+  // output may be incomplete.
+  void pack_panel(int64_t panel, Unit* to) const {
+    constexpr int64_t kUnit = sizeof(Unit);
+    const int64_t num_bytes = num_inputs * item_bytes;
+    const int64_t whole = num_bytes / kUnit, rest = num_bytes % kUnit;
+    const char* rows[kLanes];
+    for (int64_t lane = 0; lane < kLanes; lane++) rows[lane] = row(panel, lane);
+    for (int64_t first = 0; first < num_units(); first += kUnitStep) {
+      Unit block[kUnitStep][kLanes] = {};
+      const int64_t count = std::max<int64_t>(0, std::min(kUnitStep, whole - first));
+      for (int64_t lane = 0; lane < kLanes; lane++) {
+        if (!rows[lane]) continue;
+        const char* from = rows[lane] + first * kUnit;
+        for (int64_t i = 0; i < count; i++) std::memcpy(&block[i][lane], from + i * kUnit, kUnit);
+        if (rest && whole >= first && whole < first + kUnitStep)
+          std::memcpy(&block[count][lane], from + count * kUnit, rest);
+      }
+      std::memcpy(to + first * kLanes, block, sizeof block);
+    }
+  }
+
+ private:
+  // An output of a panel; null: there is none.
+  const char* row(int64_t panel, int64_t lane) const {
+    const int64_t column = (gates ? panel / 2 : panel) * kLanes + lane;
+    if (column >= num_columns()) return nullptr;
+    const int64_t output = column + (gates && panel % 2 ? num_columns() : 0);
+    return static_cast<const char*>(data) + output * num_inputs * item_bytes;
+  }
+};
 
 // Where an output lies in the panels. With `gates`, half of the outputs are gates and half factors,
 // and the panels alternate between them.
@@ -125,24 +156,50 @@ void round_to_codes(Bf16* weight, int64_t num_outputs, int64_t num_inputs) {
 // written.
 extern "C" void troika_pack(const void* weight, int32_t is_bf16, int32_t num_outputs,
                             int32_t num_inputs, int32_t gates, void* packed) {
-  const int64_t num_bytes = num_inputs * int64_t(is_bf16 ? 2 : 4);
-  const int64_t step = kUnitStep * sizeof(Unit);
-  const int64_t units = (num_bytes + step - 1) / step * kUnitStep;
-  const int64_t columns = gates ? num_outputs / 2 : num_outputs;
-  const int64_t per_pair = gates ? kLanes : kPairOutputs;
-  const int64_t num_panels = (columns + per_pair - 1) / per_pair * 2;
-  const char* from = static_cast<const char*>(weight);
-  char* to = static_cast<char*>(packed);
+  const PlainWeight plain{weight, num_outputs, num_inputs, is_bf16 ? 2 : 4, gates != 0};
+  Unit* const units = static_cast<Unit*>(packed);
 #pragma omp parallel for schedule(static)
-  for (int64_t panel = 0; panel < num_panels; panel++) {
-    const char* rows[kLanes];
-    for (int64_t lane = 0; lane < kLanes; lane++) {
-      const int64_t column = (gates ? panel / 2 : panel) * kLanes + lane;
-      const int64_t output = column + (gates && panel % 2 ? columns : 0);
-      rows[lane] = column < columns ? from + output * num_bytes : nullptr;
+  for (int64_t panel = 0; panel < 2 * plain.num_pairs(); panel++)
+    plain.pack_panel(panel, units + panel * plain.num_units() * kLanes);
+}
+
+// Of a pair of panels in bfloat16 with this many units: the bytes of its codes, and of what lies beside
+// them (compact_weights.h). Zeros where kernels gain nothing by them.
+extern "C" void troika_compact_bytes(int32_t num_units, int64_t* codes, int64_t* others) {
+  *codes = *others = 0;
+#ifdef __AVX512BW__
+  if (troika_has_tiles) return;
+  const CompactPanels pair{nullptr, nullptr, num_units, 1};
+  *codes = pair.pair_bytes();
+  *others = pair.other_bytes();
+#endif
+}
+
+// Packs a weight in bfloat16 in 12 bits a value, and writes whether it can be.
+extern "C" void troika_pack_compact(const void* weight, int32_t num_outputs, int32_t num_inputs,
+                                    int32_t gates, void* codes, void* others, int32_t* is_packed) {
+  *is_packed = false;
+#ifdef __AVX512BW__
+  const PlainWeight plain{weight, num_outputs, num_inputs, 2, gates != 0};
+  const int64_t num_units = plain.num_units(), panel_units = num_units * kLanes;
+  const CompactPanels sizes{nullptr, nullptr, num_units, plain.num_pairs()};
+  std::atomic<bool> has_room{true};
+#pragma omp parallel
+  {
+    std::vector<Unit> units(2 * panel_units);
+#pragma omp for schedule(dynamic)
+    for (int64_t pair = 0; pair < plain.num_pairs(); pair++) {
+      if (!has_room) continue;
+      for (int half = 0; half < 2; half++)
+        plain.pack_panel(2 * pair + half, &units[half * panel_units]);
+      CompactPair compact({units.data(), num_units, 1},
+                          static_cast<uint8_t*>(codes) + pair * sizes.pair_bytes(),
+                          static_cast<uint8_t*>(others) + pair * sizes.other_bytes());
+      if (!compact.pack()) has_room = false;
     }
-    pack_panel(rows, num_bytes, units, to + panel * units * kLanes * sizeof(Unit));
   }
+  *is_packed = has_room;
+#endif
 }
 
 // The multiple of inputs that codes are padded to.

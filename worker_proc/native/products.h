@@ -11,8 +11,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "compact_weights.h"
 #include "team.h"
-#include "weights.h"
 
 // Whether this process may use AMX; set when the library is loaded.
 extern bool troika_has_tiles;
@@ -42,23 +42,23 @@ constexpr int kFirstCache = 3, kSecondCache = 2;
 
 // Weights that a thread reads after the present pair of panels, fetched while it multiplies.
 struct WeightsAhead {
-  const Unit *next = nullptr, *end = nullptr;
-  int64_t vectors_per_step = 0;  // fetched at each step of kUnitStep units
+  const char *next = nullptr, *end = nullptr;
+  int64_t lines_per_step = 0;  // fetched at each step of kUnitStep units
 
   template <int Locality>
   [[gnu::always_inline]] void fetch() {
-    const Unit* const last = std::min(next + vectors_per_step * kLanes, end);
-    for (; next < last; next += kLanes) __builtin_prefetch(next, 0, Locality);
+    const char* const last = std::min(next + lines_per_step * kLine, end);
+    for (; next < last; next += kLine) __builtin_prefetch(next, 0, Locality);
   }
 };
 
 // The weights of a pair, if it comes before the last one. The tiles of rows that are computed until
-// then share in fetching them, so that memory is never idle. Tiles of codes fetch their own weights.
+// then share in fetching them, so that memory is never idle. Tiles of other codes fetch their own.
 template <class W>
 WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t num_tiles) {
-  if constexpr (!W::kAreCodes)
+  if constexpr (W::kStepLines > 0)
     if (pair < last_pair)
-      return {w.panel(pair), w.panel(pair + 1), (kPairOutputs + num_tiles - 1) / num_tiles};
+      return {w.start(pair), w.start(pair + 1), (W::kStepLines + num_tiles - 1) / num_tiles};
   return {};
 }
 
@@ -121,11 +121,33 @@ template <typename T, int R, int P, class W>
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++) sums[r][p] = SumsOf<T>{};
   for (int64_t first = 0; first < w.num_units; first += kUnitStep) {
+    ahead.fetch<kSecondCache>();
+    if constexpr (W::kMakesVectors)
+      if (!w.has_exceptions(pair, first)) {
+        static_assert(P == 2);
+        constexpr int kVectors = W::kQuarterVectors;
+        const typename W::Step step(w, pair, first);
+#pragma GCC unroll 1
+        for (int quarter = 0; quarter < W::kQuarters; quarter++) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; v++) {
+            const VecBits low = step.vector(quarter, v, 0), high = step.vector(quarter, v, 1);
+#pragma GCC unroll 32
+            for (int r = 0; r < R; r++) {
+              const Unit x = inputs[r / kRowsPerPointer][r % kRowsPerPointer * rows.stride + v];
+              sums[r][0] = add_product<T>(sums[r][0], x, low);
+              sums[r][1] = add_product<T>(sums[r][1], x, high);
+            }
+          }
+#pragma GCC unroll 32
+          for (int r = 0; r < R; r += kRowsPerPointer) inputs[r / kRowsPerPointer] += kVectors;
+        }
+        continue;
+      }
     const Unit* tiles[P];
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++)
       tiles[p] = w.tile(pair + p / 2, p % 2, first, space[W::kAreCodes ? p : 0]);
-    ahead.fetch<kSecondCache>();
 #pragma GCC unroll 1
     for (int64_t unit = 0; unit < kUnitStep; unit++) {
       VecBits weights[P];
@@ -710,7 +732,7 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row,
 template <typename T, class W>
 bool unpacks(int64_t num_rows) {
   constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
-  return kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
+  return kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kMostCodedRows);
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
@@ -730,9 +752,10 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
   if (num_rows == 0) return;
   const bool shares_units = unpacks<T, W>(num_rows);
-  // Tiles of codes fetch the weights that lie behind them, not those of the pair taken next.
-  const bool takes_pairs = kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && !W::kAreCodes;
-  if (!takes_pairs && num_rows <= std::max(kFewRows, W::kTurnedRows))
+  // Tiles of other codes fetch the weights that lie behind them, not those of the pair taken next.
+  const bool takes_pairs =
+      kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && W::kStepLines > 0 && !shares_units;
+  if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMostCodedRows))
     return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
                              team.last(w.num_pairs), out);
   const int64_t most = rows_in_cache<T>();

@@ -32,6 +32,7 @@ enum Format : int32_t {
   kInt8,
   kInt4,
   kInt8ForCodes,  // rows are codes, too
+  kCompact,       // that of compact_weights.h
   kGroupedInt4,   // those of grouped_codes.h
   kGroupedInt8,
   kGroupedE4m3,
@@ -39,14 +40,17 @@ enum Format : int32_t {
 
 // Weights as units, [outputs / 16][units][16].
 struct Panels {
-  static constexpr bool kAreCodes = false;
-  static constexpr int64_t kTurnedRows = 0;
+  static constexpr bool kAreCodes = false;  // else `tile` makes units of them
+  static constexpr bool kMakesVectors = false;  // else a Step makes single vectors of units
+  static constexpr int64_t kMostCodedRows = 0;  // for more rows, all units are made beforehand
+  static constexpr int64_t kStepLines = kPairOutputs;  // to fetch ahead for a step; 0: `tile` does
 
   const Unit* units;
   int64_t num_units;  // of a panel
   int64_t num_pairs;  // of panels
 
   const Unit* panel(int64_t pair) const { return units + pair * kPairOutputs * num_units; }
+  const char* start(int64_t pair) const { return reinterpret_cast<const char*>(panel(pair)); }
 
   // The weight of one expert, of several that lie one after another.
   Panels expert(int64_t number) const { return {panel(number * num_pairs), num_units, num_pairs}; }
@@ -233,9 +237,10 @@ struct CodedTile {
 // Weights as codes, [outputs / 32][tiles][2 panels][tile].
 template <class Code>
 struct CodedPanels {
-  static constexpr bool kAreCodes = true;
+  static constexpr bool kAreCodes = true, kMakesVectors = false;
+  static constexpr int64_t kStepLines = 0;
   static constexpr int64_t kUnitInputs = 2;
-  static constexpr int64_t kTurnedRows = 0;
+  static constexpr int64_t kMostCodedRows = 0;
 
   const uint8_t* codes;
   const typename Code::Scale* scales;  // [outputs / 32][groups][2 panels][16]
@@ -345,9 +350,10 @@ inline void transpose(__m512i (&rows)[kLanes]) {
 // in use. The codes of an output that share a scale are one vector: word i has inputs i, 32 + i,
 // 64 + i and 96 + i, from the lowest bits on. A table of 16 products makes units of all of them.
 struct CodedGroups {
-  static constexpr bool kAreCodes = true;
+  static constexpr bool kAreCodes = true, kMakesVectors = false;
+  static constexpr int64_t kStepLines = 0;
   static constexpr int64_t kUnitInputs = 2;
-  static constexpr int64_t kTurnedRows = 128;  // most rows that multiply_columns computes
+  static constexpr int64_t kMostCodedRows = 128;  // most rows that multiply_columns computes
   static constexpr int64_t kGroupTiles = Int4::kGroupTiles;
   static constexpr int64_t kGroupInputs = kGroupTiles * kTileInputs;
   static constexpr int64_t kBytes = kLanes * kGroupInputs / 2;  // of a panel
