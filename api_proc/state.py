@@ -154,7 +154,8 @@ class ApiState:
 
     def is_base_model(self, name: str | None) -> bool:
         """Whether a name stands for the model without an adapter."""
-        return name is None or name in (*self.model_names, self.config.model.model)
+        model = self.config.model
+        return name is None or name in (*self.model_names, model.model, model.shown_model)
 
     def require_model(self, name: str | None) -> Adapter | None:
         """Return the adapter that a name stands for, None for the model alone, or raise a 404."""

@@ -126,7 +126,7 @@ def _model_card(state: ApiState, name: str) -> dict[str, object]:
         own = {"root": named.adapter.path, "parent": parent, "created": named.created}
         return {"id": name, **own, **card}
     shown = name if name in state.model_names else state.model_name
-    root = state.config.model.model
+    root = state.config.model.shown_model
     return {"id": shown, "root": root, "parent": None, "created": state.created, **card}
 
 

@@ -138,6 +138,13 @@ class ModelConfig(Section):
     ahead for this one: see num_speculative_tokens. Default: they are guessed from repetitions."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Base of the seeds drawn for requests that bring none; 0: unpredictable."""
+    given_model: Annotated[str | None, Meta(extra={"is_setting": False})] = None
+    """What `model` was before the supervisor replaced it by a directory."""
+
+    @property
+    def shown_model(self) -> str:
+        """The model as its user names it."""
+        return self.given_model or self.model
 
 
 class CacheConfig(Section):

@@ -99,6 +99,9 @@ def settings() -> Iterator[Setting]:
     for section in msgspec.structs.fields(EngineConfig):
         hints = typing.get_type_hints(section.type, include_extras=True)
         for item in msgspec.structs.fields(section.type):
+            extra = next(_bounds(hints[item.name], "extra"), {})
+            if not extra.get("is_setting", True):
+                continue
             default = item.default
             if default is msgspec.NODEFAULT:
                 default = item.default_factory()

@@ -39,6 +39,7 @@ def resolve(model: ModelConfig) -> ModelConfig:
         draft = str(_place("speculative_model", draft)[0] or draft)
     return msgspec.structs.replace(
         model,
+        given_model=model.model,
         model=model.model if directory is None else str(directory),
         served_model_name=model.served_model_name or (name,),
         speculative_model=draft,

@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_proc.metrics import VLLM_NAMES, Histogram
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
+from protocol.config.settings import configure
 from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
 from protocol.version import version
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FACTS, FakeClient, ids_of, wait_until
+from tests.api.fake_engine import FACTS, FakeClient, LiveServer, ids_of, wait_until
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,18 @@ def test_served_model_name(make_server: MakeServer) -> None:
     for name, status in (("team/chat", 200), ("null", 200), ("other", 404)):
         body = {"model": name, "prompt": "x"}
         assert httpx.post(live.url + "/v1/completions", json=body).status_code == status
+
+
+def test_the_root_of_a_model_is_what_was_asked_for() -> None:
+    """Not the directory of a cache, where it lies; clients may name it so, too."""
+    name = "org/model:Q4_K_M"
+    config = configure(model="null", served_model_name="chat")
+    model = msgspec.structs.replace(config.model, given_model=name)
+    with LiveServer(msgspec.structs.replace(config, model=model), FakeClient()) as live:
+        [card] = httpx.get(live.url + "/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == ("chat", name)
+        body = {"model": name, "prompt": "x"}
+        assert httpx.post(live.url + "/v1/completions", json=body).json()["model"] == "chat"
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:

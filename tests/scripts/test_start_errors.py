@@ -69,6 +69,7 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     assert model.served_model_name == ("Qwen/Qwen3-8B",)
     local = with_directories(model, {"model": "/snapshot", "speculative_model": "/draft"})
     assert (local.model, local.speculative_model, hub_names(local)) == ("/snapshot", "/draft", {})
+    assert local.shown_model == "Qwen/Qwen3-8B"
     (models / "Qwen").mkdir()
     (models / "Qwen3-0.6B").rename(models / "Qwen" / "Qwen3-8B")
     model = startup.complete(configure(model="Qwen/Qwen3-8B")).model
@@ -78,7 +79,7 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     assert hub_names(one) == {"model": "Qwen/Qwen3-8B-GGUF:Q4_K_M"}
     file = startup.complete(configure(model="x.gguf")).model
     assert (hub_names(file), gguf_files(file)) == ({}, {"model": str(models / "x.gguf")})
-    assert file.served_model_name == ("x",)
+    assert (file.served_model_name, file.shown_model) == (("x",), "x.gguf")
     with pytest.raises(ConfigError) as caught:
         startup.complete(configure(model="Qwen/Qwen3-8B", revision="v1"))
     assert str(caught.value).startswith("revision v1 belongs to a model of the hub")

@@ -38,7 +38,7 @@ def check_draft(
     if abs(own - other) > MAX_PADDING:
         raise CheckpointError(
             f"speculative_model {model.speculative_model} has {own} tokens, and"
-            f" {model.model} has {other}: both must have the same tokenizer"
+            f" {model.shown_model} has {other}: both must have the same tokenizer"
         )
     return draft
 

@@ -79,7 +79,8 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
         num_state_blocks_override=None,
         kv_cache_memory_bytes=None,
     )
-    settings = (config.model, cache, config.scheduler, config.parallel, config.worker)
+    model = msgspec.structs.replace(config.model, given_model=None)
+    settings = (model, cache, config.scheduler, config.parallel, config.worker)
     yield msgspec.msgpack.encode(settings)
     for name in filter(None, (config.model.model, config.model.speculative_model)):
         directory = Path(name).resolve()

@@ -98,7 +98,7 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
     if model.max_model_len is not None and model.max_model_len > inspected.model_len:
         raise CheckpointError(
             f"max_model_len {model.max_model_len} is greater than the {inspected.model_len} tokens"
-            f" that {model.model} can compute"
+            f" that {model.shown_model} can compute"
         )
     check_own_attention(checked, model.max_model_len)
     _check_attention(checked, config.worker.attention_backend)
@@ -107,7 +107,8 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
     vocab_size = inspected.text_config.vocab_size
     if vocab_size > MAX_VOCAB_SIZE:
         raise UnsupportedModel(
-            f"{model.model}: vocab_size is {vocab_size}, and at most {MAX_VOCAB_SIZE} are supported"
+            f"{model.shown_model}: vocab_size is {vocab_size}, and at most {MAX_VOCAB_SIZE} are"
+            " supported"
         )
     if inspected.kind is not ModelKind.GENERATES:
         _check_pooling(checked, config)
@@ -145,7 +146,7 @@ def check_own_attention(checked: CheckedModel, max_model_len: int | None) -> Non
 
 def _check_pooling(checked: CheckedModel, config: EngineConfig) -> None:
     """Refuse settings that a model without output layer or cache has not."""
-    name, kv_cache_dtype = config.model.model, config.cache.kv_cache_dtype
+    name, kv_cache_dtype = config.model.shown_model, config.cache.kv_cache_dtype
     if number := config.scheduler.num_speculative_tokens:
         raise UnsupportedModel(
             f"num_speculative_tokens is {number}, and {name} generates no tokens"
