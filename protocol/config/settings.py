@@ -99,7 +99,7 @@ def settings() -> Iterator[Setting]:
     for section in msgspec.structs.fields(EngineConfig):
         hints = typing.get_type_hints(section.type, include_extras=True)
         for item in msgspec.structs.fields(section.type):
-            extra = next(_bounds(hints[item.name], "extra"), {})
+            extra: dict[str, Any] = next(_bounds(hints[item.name], "extra"), {})
             if not extra.get("is_setting", True):
                 continue
             default = item.default

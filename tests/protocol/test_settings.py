@@ -54,7 +54,7 @@ def test_every_setting_has_a_flag_and_a_description() -> None:
         assert texts[setting.name], setting.name
 
 
-def test_what_the_supervisor_notes_is_no_setting() -> None:
+def test_what_the_supervisor_notes_is_not_a_setting() -> None:
     assert "given_model" not in {setting.name for setting in settings()}
     with pytest.raises(ConfigError, match="unknown setting given_model"):
         resolve({"given_model": "demo"}, {})

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 
@@ -119,6 +119,28 @@ def write_gguf(
     if tensors_per_part:
         [path] = directory.glob("tiny-00001-of-*.gguf")
     return path, reference
+
+
+def write_random_gguf(path: Path, config: PretrainedConfig, type: Type) -> None:
+    """Write a file of some size, with random blocks, the same in all tensors of a shape."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = dict(model.named_parameters())
+    architecture = _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_keys(writer, config, {})
+    _add_vocabulary(writer, byte_vocabulary(config.vocab_size))
+    made: dict[tuple[int, ...], np.ndarray] = {}
+    for name, [source] in _stored_names(weights, architecture, config).items():
+        shape = tuple(weights[source].shape)
+        if shape not in made:
+            is_plain = len(shape) == 1
+            made[shape] = np.ones(shape, np.float32) if is_plain else random_blocks(shape, type)
+        writer.add_tensor(name, made[shape], raw_dtype=Type.F32 if len(shape) == 1 else type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add_keys(

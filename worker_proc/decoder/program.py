@@ -31,6 +31,7 @@ from worker_proc.native.kernels import (
     PackedWeight,
     ProgramArgs,
     coded_stride,
+    embedding,
     projection,
 )
 
@@ -199,19 +200,11 @@ class ProgramWriter:
         inputs = Columns(INNER, 0, layer.mlp.size)
         self._residual(layer, Projection.DOWN, layer.down, inputs, norms.after_mlp)
 
-    def add_embedding(self, table: torch.Tensor, factor: float) -> None:
+    def add_embedding(
+        self, table: torch.Tensor | PackedWeight, num_tokens: int, factor: float
+    ) -> None:
         """Write what makes the residual of the step's tokens: rows of a table times a factor."""
-        num_tokens, size = table.shape
-        self.instructions.append(
-            Instruction(
-                kind=Kind.EMBED,
-                target=HIDDEN,
-                weight=table.data_ptr(),
-                num_units=num_tokens,
-                size=size,
-                factor=factor,
-            )
-        )
+        self.instructions.append(embedding(table, num_tokens, target=HIDDEN, factor=factor))
 
     def add_logits(self, norm: FusedRMSNorm, weight: PackedWeight) -> None:
         """Write the last norm and the output layer, for the rows that are kept."""

@@ -22,7 +22,8 @@ from worker_proc.decoder.stack import DecoderStack, pointers, restore_forwards
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.fused import FusedRMSNorm
 from worker_proc.modules.packed_linear import NativeLinear, output_layer
-from worker_proc.native.kernels import Format, RunArgs
+from worker_proc.modules.packed_table import PackedTable
+from worker_proc.native.kernels import Format, PackedWeight, RunArgs
 
 _NUM_TOKENS = 5
 """Of the text with which a decoder is read."""
@@ -45,8 +46,10 @@ class LogitEdit(NamedTuple):
 class Ends(NamedTuple):
     """What a model computes before and behind its layers."""
 
-    table: torch.Tensor
+    table: torch.Tensor | PackedWeight
     """Of the embedding."""
+    num_tokens: int
+    """Rows of the table."""
     factor: float
     """On what the embedding gives."""
     angles: list[AngleTable]
@@ -142,7 +145,7 @@ class WholeModel:
         program = self._programs.get(is_adapted)
         if program is None or program.key != key:
             writer = ProgramWriter((), stack.sites if is_adapted else None)
-            writer.add_embedding(ends.table, ends.factor)
+            writer.add_embedding(ends.table, ends.num_tokens, ends.factor)
             for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
                 writer.add_layer(layer, settings, kind, ends.angles[kind].cosines)
             writer.add_logits(ends.norm, ends.head.packed)
@@ -202,7 +205,17 @@ def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:
         getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
     )
     tables, kinds = found
-    return Ends(embedding.weight.detach(), factor, tables, kinds, norm, head, edit)
+    table = embedding.weight.detach()
+    return Ends(
+        table.packed if isinstance(table, PackedTable) else table,
+        len(table),
+        factor,
+        tables,
+        kinds,
+        norm,
+        head,
+        edit,
+    )
 
 
 def _fits(

@@ -108,11 +108,12 @@ def dequantize_weights(modules: Iterable[nn.Module], reason: str) -> None:
 
 
 def without_kernels(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose coded weights are neither those of linear layers nor of experts."""
+    """Return modules with weights in codes that are not of linear layers, embeddings or experts."""
     return [
         module
         for module in model.modules()
         if type(module) is not nn.Linear
+        and not isinstance(module, nn.Embedding)
         and any(
             isinstance(parameter, CodedTensor) and parameter.dim() == 2
             for parameter in module._parameters.values()

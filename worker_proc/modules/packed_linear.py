@@ -5,7 +5,7 @@ are compiled. Elsewhere oneDNN does, with two exceptions that are worked around:
 as two, and very wide outputs in bfloat16 run in slices of rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from worker_proc.modules.coded_weights import pack_coded, pack_weight
+from worker_proc.modules.packed_table import PackedTable, can_look_up
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
     Format,
@@ -146,7 +147,10 @@ def pack_linears(
     on_packed: Callable[[int, int], None],
     formats: Formats = PLAIN,
 ) -> int:
-    """Replace every linear layer, freeing its weights; calls `on_packed(done, total)` for each."""
+    """Replace every linear layer, freeing its weights; calls `on_packed(done, total)` for each.
+
+    Tables of embeddings that are codes are replaced, too.
+    """
     head = output_layer(model)
     found = [
         (parent, name, cast(nn.Linear, child))
@@ -171,7 +175,24 @@ def pack_linears(
         child._parameters.pop("weight", None)  # freed now, unless another module shares it
         setattr(parent, name, packed[key])
         on_packed(done, len(found))
+    if library is not None:
+        _pack_tables(model, library, packed)
     return len(packed)
+
+
+def _pack_tables(
+    model: nn.Module, library: NativeLibrary, packed: Mapping[tuple[int, int], PackedLinear]
+) -> None:
+    """Replace the weights of embeddings that are codes; one that is tied was packed already."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if not isinstance(module, nn.Embedding) or not isinstance(weight, CodedTensor):
+            continue
+        tied = packed.get((id(weight), id(None)))
+        codes = tied.packed if isinstance(tied, NativeLinear) else pack_coded(weight, None)
+        if codes is not None and can_look_up(codes):
+            table = PackedTable(library, codes, weight.shape, weight.dtype)
+            module.weight = nn.Parameter(table, requires_grad=False)
 
 
 def round_linears(modules: Iterable[nn.Module], library: NativeLibrary, format: Format) -> None:

@@ -166,20 +166,40 @@ class Executor {
                     row(i.target, r), i.size, i.epsilon, i.rounds_first);
   }
 
-  // target = factor * the row of the token in the table `weight`, which has num_units rows. What is
-  // no token gets a row that is not a number.
+  // target = factor * the row of the token in the table `weight`, which has num_outputs rows, of values
+  // or of grouped codes. What is no token gets a row that is not a number.
   void embed(const Instruction& i) {
     const int64_t width = run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T));
     for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++) {
       const int64_t token = run_.tokens[r];
-      const bool is_token = token >= 0 && token < i.num_units;
+      const bool is_token = token >= 0 && token < i.num_outputs;
       const float factor = is_token ? i.factor : std::numeric_limits<float>::quiet_NaN();
-      const T* from = static_cast<const T*>(i.weight) + (is_token ? token : 0) * i.size;
+      const int64_t index = is_token ? token : 0;
       T* out = row(i.target, r);
-      for_vectors(i.size, [&](int d, auto count) {
-        save(load_any(from + d, count) * factor, out + d, count);
-      });
+      if (i.format >= kGroupedInt4) {
+        look_up(grouped(i), index, i.size, factor, out);
+      } else {
+        const T* from = static_cast<const T*>(i.weight) + index * i.size;
+        for_vectors(i.size, [&](int d, auto count) {
+          save(load_any(from + d, count) * factor, out + d, count);
+        });
+      }
       std::memset(static_cast<void*>(out + i.size), 0, (width - i.size) * sizeof(T));
+    }
+  }
+
+  // out = factor * the weights of an output, rounded to T before. A tile has them in one column.
+  static void look_up(const GroupedPanels<T>& w, int64_t output, int32_t size, float factor, T* out) {
+    constexpr int64_t kStep = GroupedPanels<T>::kStepInputs;
+    const int64_t lane = output % kLanes;
+    alignas(64) Unit tile[kStep * kPairOutputs];
+    alignas(64) float weights[kStep];
+    for (int64_t first = 0, unit = 0; first < size; first += kStep, unit += kUnitStep) {
+      w.widen_tile(output / kPairOutputs, output % kPairOutputs / kLanes, unit, tile);
+      for (int64_t k = 0; k < kStep; k++) weights[k] = float_of(tile[k * kPairOutputs + lane]);
+      for_vectors(static_cast<int32_t>(std::min<int64_t>(kStep, size - first)), [&](int d, auto count) {
+        save(round(load(weights + d)) * factor, out + first + d, count);
+      });
     }
   }
 
@@ -592,6 +612,17 @@ extern "C" void troika_project(const Instruction* instruction, const Buffer* row
   code.target = 2;
   if (has_codes) project.source = 2;
   const Program program{has_codes ? &code : &project, has_codes ? 2 : 1, is_bf16};
+  troika_execute(&program, &run);
+}
+
+// Rows of a table outside of a program: those of `tokens`, in `out`.
+extern "C" void troika_look_up(const Instruction* instruction, const int64_t* tokens, const Buffer* out,
+                               int32_t num_rows, int32_t is_bf16) {
+  Run run{};
+  run.buffers = out;
+  run.tokens = tokens;
+  run.num_rows = num_rows;
+  const Program program{instruction, 1, is_bf16};
   troika_execute(&program, &run);
 }
 

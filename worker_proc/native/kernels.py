@@ -56,6 +56,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_pack_compact": (_POINTER, *[_INT] * 3, *[_POINTER] * 3),
     "troika_round": (_POINTER, *[_INT] * 3),
     "troika_project": (*[_POINTER] * 4, _INT, _INT),
+    "troika_look_up": (*[_POINTER] * 3, _INT, _INT),
     "troika_adapt": (_POINTER, _INT, *[_POINTER] * 3, _INT, _INT),
     "troika_copy_low_rank": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _INT, _POINTER),
     "troika_execute": (_POINTER, _POINTER),
@@ -639,6 +640,18 @@ class NativeLibrary:
         )
         return out
 
+    def look_up(
+        self, instruction: Instruction, tokens: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return rows of a table, `[len(tokens), size]`, as one instruction makes them."""
+        tokens = tokens.contiguous()
+        assert tokens.dtype == torch.int64
+        out = torch.empty(len(tokens), instruction.size, dtype=dtype)
+        buffer = BufferArgs(out.data_ptr(), out.stride(0) * out.itemsize)
+        arguments = (tokens.data_ptr(), ctypes.byref(buffer), len(tokens), dtype == torch.bfloat16)
+        self._library.troika_look_up(ctypes.byref(instruction), *arguments)
+        return out
+
     def adapt(
         self,
         site: AdaptedSiteArgs,
@@ -723,7 +736,6 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
     Its rows must be in the weight's order of inputs.
     """
     instruction = Instruction(
-        kind=Kind.PROJECT,
         weight=weight.panels.data_ptr(),
         scales=None if weight.scales is None else weight.scales.data_ptr(),
         format=weight.format,
@@ -731,7 +743,7 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
         size=weight.num_inputs,
         num_units=weight.num_units,
         num_pairs=weight.num_pairs,
-        **{"target": 1, "factor": 1.0, **fields},
+        **{"kind": Kind.PROJECT, "target": 1, "factor": 1.0, **fields},
     )
     if weight.grouping is not None and weight.scales is not None:
         for name, tensor in weight.grouping.tensors.items():
@@ -741,6 +753,19 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
         instruction.group_inputs = weight.grouping.num_inputs
         instruction.section_inputs = weight.grouping.section_inputs
     return instruction
+
+
+def embedding(table: "torch.Tensor | PackedWeight", num_tokens: int, **fields: Any) -> Instruction:
+    """Return the instruction that makes the rows of tokens, of a table or of a weight's outputs.
+
+    A weight must be in grouped codes, with its inputs in their own order.
+    """
+    fields = {"factor": 1.0, "num_outputs": num_tokens, **fields, "kind": Kind.EMBED}
+    if isinstance(table, PackedWeight):
+        assert table.format in GROUPED
+        assert table.order is None
+        return projection(table, **{"target": 0, **fields})
+    return Instruction(weight=table.data_ptr(), size=table.shape[1], **fields)
 
 
 def by_panels(values: torch.Tensor, *, gates: bool = False) -> torch.Tensor:

@@ -172,7 +172,7 @@ def _library_for(
         if one.dtype not in NATIVE_DTYPES:
             reason = f"no kernel computes in {str(one.dtype).removeprefix('torch.')}"
         others = without_kernels(one.model)
-        dequantize_weights(others, "it is not the weight of a linear layer or of experts")
+        dequantize_weights(others, "it is not that of a linear layer, an embedding or experts")
         if reason:
             dequantize_weights(one.model.modules(), reason)
     return library
