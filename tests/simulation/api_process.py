@@ -130,7 +130,7 @@ class ApiProcess(ClientProcess):
         sessions, plan = self._sessions, connection.plan
         sessions.attach(session)
         try:
-            reader = sessions.submit(session, plan.prompt, plan.params)
+            reader = sessions.submit(session, plan.prompt, plan.params, adapter=plan.adapter)
         except RequestFailed:  # the engine is starting: nothing was accepted
             sessions.remove(session)
             sessions.detach(session, is_known=False, is_sent=False)
@@ -159,7 +159,7 @@ class ApiProcess(ClientProcess):
                     connection.send(output)
                 is_sent = not connection.is_closed
         except RequestFailed as failure:
-            connection.fail(failure.error.message)
+            connection.fail(failure.error)
         else:
             if is_sent:
                 connection.finish()

@@ -246,7 +246,11 @@ class ClientProcess(Process):
             return
         try:
             stream = self.engine.submit(
-                plan.prompt, plan.params, priority=plan.priority, cache_salt=plan.salt
+                plan.prompt,
+                plan.params,
+                priority=plan.priority,
+                cache_salt=plan.salt,
+                adapter=plan.adapter,
             )
         except RequestFailed:  # the engine is starting: nothing was accepted
             if not self._to_retry:
@@ -272,6 +276,8 @@ class ClientProcess(Process):
             await coroutine
         except KilledHere:
             self._loop.is_killed = True
+        except Violation as violation:
+            self.world.fail(violation)
         except Exception as error:
             violation = Violation(f"{self.name} raised {type(error).__name__}: {error}")
             self.world.fail(violation)

@@ -6,9 +6,20 @@ from typing import cast
 from core_proc.engine import EngineCore
 from core_proc.invariants import check_invariants
 from core_proc.loop import CoreLoop
+from protocol.adapters import Adapter
 from protocol.api_core import StepOutputs
 from protocol.config import EngineConfig
-from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import (
+    NULL_BLOCK,
+    AdapterLoaded,
+    KVGroup,
+    LoadAdapter,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    UnloadAdapter,
+)
+from tests.simulation.adapters import LoadWatch, SimulatedAdapterService, TurnWatch
 from tests.simulation.child import Incarnation, SimulatedChild
 from tests.simulation.grammars import SimulatedCompiler, SimulatedGrammarService
 from tests.simulation.model import SimulatedModel
@@ -16,6 +27,7 @@ from tests.simulation.patched_os import SimulatedPoller, SimulatedProcesses
 from tests.simulation.sockets import SimulatedSocket
 from tests.simulation.wire import Wire
 from tests.simulation.world import SECOND, Process, SimulatedClock, Violation
+from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.service import GrammarService
 from worker_proc.loop import WorkerLoop
@@ -94,11 +106,39 @@ class EngineProcess(Process):
 
 
 class CheckedEngine(EngineCore):
-    """The real engine; it accepts results of the current adoption only."""
+    """The real engine; it accepts results of the current adoption only.
 
-    def __init__(self, config: EngineConfig) -> None:
+    What it does with adapters is followed, if there are any.
+    """
+
+    def __init__(self, config: EngineConfig, loads: LoadWatch | None) -> None:
         super().__init__(config)
         self.watched_link: SimulatedSocket | None = None
+        self._loads = loads
+        self._turns = TurnWatch(config.scheduler.max_num_seqs)
+
+    def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
+        if self._loads is not None:
+            self._loads.adopted()
+        return super().adopt_workers(facts, swap_cost_tokens)
+
+    def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
+        messages = super().take_adapters()
+        for message in messages:
+            if self._loads is not None and isinstance(message, LoadAdapter):
+                self._loads.sent(message.adapter.adapter_id)
+        return messages
+
+    def adapter_loaded(self, message: AdapterLoaded) -> None:
+        if self._loads is not None:
+            self._loads.answered(message.adapter_id)
+        super().adapter_loaded(message)
+
+    def schedule(self) -> SchedulerOutput | None:
+        step = super().schedule()
+        if step is not None and self._loads is not None and self.running is not None:
+            self._turns.scheduled(self.running.adapters, step)
+        return step
 
     def update(self, output: ModelRunnerOutput) -> dict[bytes, StepOutputs]:
         if self.watched_link is not None:
@@ -115,6 +155,8 @@ class CheckedEngine(EngineCore):
         check_invariants(scheduler)
         if scheduler.has_unfinished or self._owners.num_open:
             return f"{len(scheduler.requests)} requests are left in the core"
+        if self.running.adapters.holds_steps:
+            return "adapters hold steps with nothing open"
         usage = scheduler.kv_cache_usage
         return f"KV cache usage is {usage} with nothing open" if usage else None
 
@@ -122,8 +164,23 @@ class CheckedEngine(EngineCore):
 class CoreProcess(EngineProcess):
     """Runs the real CoreLoop."""
 
+    def __init__(
+        self,
+        wire: Wire,
+        life: Incarnation,
+        start_s: float,
+        *,
+        loads: LoadWatch | None,
+        is_standby: bool = False,
+    ) -> None:
+        """`loads` follows adapters, if there are any."""
+        super().__init__(wire, life, start_s, is_standby=is_standby)
+        self._loads = loads
+        if loads is not None:
+            self.on_death.append(loads.core_died)
+
     def begin(self) -> tuple[Loop, list[Sized]]:
-        self.engine = CheckedEngine(self.child.config)
+        self.engine = CheckedEngine(self.child.config, self._loads)
         loop = CoreLoop(
             self.child,
             self.engine,
@@ -154,6 +211,7 @@ class CheckedModel(SimulatedModel):
         *,
         clock: SimulatedClock,
         grammars: SimulatedCompiler,
+        adapters: KeptAdapters[Adapter] | None,
         num_speculative_tokens: int,
         num_draft_states: int | None,
     ) -> None:
@@ -165,6 +223,7 @@ class CheckedModel(SimulatedModel):
             token_delay_s=step_s / 8,
             clock=clock,
             grammars=cast(GrammarCompiler, grammars),
+            adapters=adapters,
         )
         self._read_epoch = read_epoch
         self._epoch = -1
@@ -176,7 +235,21 @@ class CheckedModel(SimulatedModel):
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self._read_epoch() != self._epoch:
             raise Violation(f"fence: a step of link epoch {self._read_epoch()} was computed")
-        return super().execute(step)
+        output = super().execute(step)
+        if self.adapters is not None:
+            self._check_prefixes(step)
+        return output
+
+    def _check_prefixes(self, step: SchedulerOutput) -> None:
+        """Check that cached KV was computed with the adapter of the request that reads it."""
+        for new in step.scheduled_new_reqs:
+            num_cached = -(-new.num_cached_tokens // self.facts.block_size)
+            for block_id in (b for t in self._kv_tables(new.block_ids) for b in t[:num_cached]):
+                writer = self._writers.get(block_id)
+                if block_id == NULL_BLOCK or writer is None:
+                    continue
+                if writer.request.adapter_id != new.adapter_id:
+                    raise Violation("mismatched: a request reads the KV of another adapter")
 
 
 class WorkerProcess(EngineProcess):
@@ -190,10 +263,15 @@ class WorkerProcess(EngineProcess):
         *,
         facts: ModelFacts,
         step_s: float,
+        loads: LoadWatch | None,
         num_draft_states: int | None = None,
         is_standby: bool = False,
     ) -> None:
-        """A step takes `step_s`, and each of its tokens an eighth of that."""
+        """A step takes `step_s`, and each of its tokens an eighth of that.
+
+        `loads` follows adapters, if there are any.
+        """
+        self._loads = loads
         self._facts = facts
         self._num_draft_states = num_draft_states
         self._step_s = step_s
@@ -201,12 +279,16 @@ class WorkerProcess(EngineProcess):
 
     def begin(self) -> tuple[Loop, list[Sized]]:
         grammars = SimulatedCompiler(self._facts, may_compile_late=self.child.rank > 0)
+        lora, adapters = self.child.config.lora, None
+        if lora.enable_lora:
+            adapters = KeptAdapters[Adapter](lambda adapter: adapter, lora.num_kept)
         model = CheckedModel(
             self._facts,
             self._step_s,
             self._last_epoch_read,
             clock=self.world.clock,
             grammars=grammars,
+            adapters=adapters,
             num_speculative_tokens=self.child.config.scheduler.num_speculative_tokens,
             num_draft_states=self._num_draft_states,
         )
@@ -217,9 +299,16 @@ class WorkerProcess(EngineProcess):
             clock=self.world.clock,
             poller=SimulatedPoller(self.world),
             make_grammars=lambda compiler: cast(GrammarService, service),
+            make_adapters=self._adapter_service,
         )
         self._socket = cast(SimulatedSocket, loop._core.socket)
         return loop, [self._socket.inbox, self.child.inbox]
+
+    def _adapter_service(self, kept: KeptAdapters[Adapter]) -> SimulatedAdapterService:
+        loads = self._loads
+        assert loads is not None
+        self.on_death.append(lambda: loads.worker_died(self.status))
+        return SimulatedAdapterService(self, kept, loads)
 
     def _last_epoch_read(self) -> int:
         return self._socket.last_epoch_read

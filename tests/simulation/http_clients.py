@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from protocol.api_core import RequestOutput
+from protocol.api_core import RequestError, RequestOutput
 from protocol.core_worker import PromptLogprobs
 from tests.simulation.disk import Disk
 from tests.simulation.oracle import Oracle, Stream
@@ -164,14 +164,10 @@ class HttpClient:
         elif self.stream.is_open:
             self.stream.cancelled()
 
-    def on_failure(self, connection: "Connection", text: str) -> None:
-        """The answer ends with an error.
-
-        Raises:
-            Violation: an accepted request must not fail.
-        """
+    def on_failure(self, connection: "Connection", error: RequestError) -> None:
+        """The answer ends with an error."""
         if connection is self._connection and self.stream.is_open:
-            raise Violation(f"lost: {self.stream.name}: failed: {text}")
+            self.stream.failed(error)
 
     def on_end(self, connection: "Connection") -> None:
         """The connection is closed."""
@@ -230,9 +226,9 @@ class Connection:
         self._later(lambda: self._client.on_refusal(self, status))
         self.finish()
 
-    def fail(self, text: str) -> None:
+    def fail(self, error: RequestError) -> None:
         """Send an error in the middle of an answer."""
-        self._later(lambda: self._client.on_failure(self, text))
+        self._later(lambda: self._client.on_failure(self, error))
         self.finish()
 
     def finish(self) -> None:

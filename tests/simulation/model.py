@@ -1,9 +1,9 @@
 """The model of the simulation and its expected streams.
 
-A token is a pure function of the tokens before it, the length of the prompt, and the seed; with a
-grammar it is one of the allowed ones. A token that is lost or repeated, an output taken for prompt,
-a grammar that has lost its place, or a draw that depends on anything else therefore changes the
-following tokens.
+A token is a pure function of the tokens before it, the length of the prompt, the seed and the
+adapter; with a grammar it is one of the allowed ones. A token that is lost or repeated, an output
+taken for prompt, a grammar that has lost its place, or a draw that depends on anything else
+therefore changes the following tokens.
 """
 
 from array import array
@@ -25,9 +25,12 @@ def next_token_id(
     seed: int,
     vocab_size: int,
     allowed: Sequence[int] | None = None,
+    *,
+    adapter_id: int = 0,
 ) -> int:
     """Return the token that follows `token_ids`: one of `allowed`, if that is given."""
     tail = array("I", token_ids[-CONTEXT_TOKENS:]).tobytes()
+    seed += adapter_id
     digest = crc32(tail, len(token_ids) * 1_000_003 + num_prompt_tokens * 8191 + seed & 0xFFFFFFFF)
     if allowed:
         return allowed[digest % len(allowed)]
@@ -35,7 +38,7 @@ def next_token_id(
 
 
 def expected_stream(
-    prompt: list[int], params: SamplingParams, facts: ModelFacts
+    prompt: list[int], params: SamplingParams, facts: ModelFacts, adapter_id: int = 0
 ) -> tuple[list[int], FinishReason]:
     """Return all tokens of a request, and the reason of its end; a vector comes without tokens."""
     if params.pooling is not None:
@@ -45,7 +48,14 @@ def expected_stream(
     matcher = None if params.grammar is None else SimulatedMatcher(params.grammar, facts)
     while True:
         allowed = None if matcher is None else matcher.allowed()
-        token_id = next_token_id(token_ids, len(prompt), params.seed, facts.vocab_size, allowed)
+        token_id = next_token_id(
+            token_ids,
+            len(prompt),
+            params.seed,
+            facts.vocab_size,
+            allowed,
+            adapter_id=adapter_id,
+        )
         token_ids.append(token_id)
         num_outputs = len(token_ids) - len(prompt)
         is_complete = matcher is not None and token_id in facts.eos_token_ids
@@ -76,6 +86,7 @@ class SimulatedModel(NullRunner):
             request.sampling_params.seed,
             self.facts.vocab_size,
             allowed,
+            adapter_id=request.adapter_id,
         )
 
     def _guess(self, request: MirroredRequest) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
 from protocol.core_worker import ModelFacts
 from protocol.sampling import FinishReason
+from tests.simulation.adapters import WRONG_TEXT, LoadWatch
 from tests.simulation.grammars import WRONG
 from tests.simulation.model import expected_stream, expected_vector
 from tests.simulation.plan import RequestPlan
@@ -55,7 +56,7 @@ class Stream:
         if not self.is_open:
             self._wrong("duplicated", "an output came after the end")
         if self.must_fail:
-            self._wrong("mismatched", "an output came, though its grammar is wrong")
+            self._wrong("mismatched", "an output came, though its grammar or adapter is wrong")
         if output.embedding != self.vector:
             self._wrong("mismatched", f"got the vector {output.embedding!r}")
         self.oracle.world.counts["vector"] += self.vector is not None
@@ -102,18 +103,33 @@ class Stream:
 
     @property
     def must_fail(self) -> bool:
-        """Whether no worker can compile its grammar."""
-        return self.plan.params.grammar == WRONG
+        """Whether no worker can compile its grammar or load its adapter."""
+        loads = self.oracle.loads
+        is_unusable = loads is not None and loads.plan.is_unusable(self.plan.adapter)
+        return self.plan.params.grammar == WRONG or is_unusable
 
     def failed(self, error: RequestError) -> None:
-        """Fail the run: an accepted request must not fail, except for a wrong grammar."""
-        if self.must_fail and (error.code, error.param) == (ErrorCode.INVALID, "grammar"):
-            self.oracle.world.counts["grammar wrong"] += 1
+        """Fail the run: an accepted request must not fail, except for its grammar or adapter."""
+        reason = self._known_reason(error)
+        if reason is not None:
+            self.oracle.world.counts[reason] += 1
             self._close()
             return
         kind = "mismatched" if "came again" in error.message else "lost"
         text = f"{kind}: {self.name}: failed: {error.code} {error.message}"
         self.oracle.world.fail(Violation(text))
+
+    def _known_reason(self, error: RequestError) -> str | None:
+        """Return why a request may fail with an error; None: it may not."""
+        what, loads, adapter = (error.code, error.param), self.oracle.loads, self.plan.adapter
+        if what == (ErrorCode.INVALID, "grammar") and self.plan.params.grammar == WRONG:
+            return "grammar wrong"
+        if loads is None or adapter is None:
+            return None
+        if what == (ErrorCode.QUARANTINED, "model") and loads.may_refuse(adapter):
+            return "adapter refused"
+        is_wrong = adapter.adapter_id in loads.plan.wrong and WRONG_TEXT in error.message
+        return "adapter wrong" if is_wrong and what == (ErrorCode.INVALID, "model") else None
 
     def cancelled(self) -> None:
         """Stop expecting outputs: the reader has left."""
@@ -132,9 +148,16 @@ class Stream:
 class Oracle:
     """All streams of a run."""
 
-    def __init__(self, world: World, facts: ModelFacts, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        facts: ModelFacts,
+        on_change: Callable[[], None],
+        loads: LoadWatch | None = None,
+    ) -> None:
         """`on_change` is called when a stream has ended."""
         self.world = world
+        self.loads = loads
         self.on_change = on_change
         self.num_open = 0
         self._facts = facts
@@ -156,7 +179,8 @@ class Oracle:
         params, vector = plan.params, None
         token_ids, reason = [], FinishReason.ERROR
         if params.grammar != WRONG:
-            token_ids, reason = expected_stream(plan.prompt, params, self._facts)
+            adapter_id = 0 if plan.adapter is None else plan.adapter.adapter_id
+            token_ids, reason = expected_stream(plan.prompt, params, self._facts, adapter_id)
         if params.pooling is not None:
             vector = expected_vector(plan.prompt, params, self._facts)
         name = f"{client}/{plan.number}"

@@ -22,13 +22,13 @@ class Operator:
     """Sends controls through the clients that are alive."""
 
     def __init__(
-        self, oracle: Oracle, clients: Sequence[ClientProcess], max_steps_in_flight: int
+        self, oracle: Oracle, clients: Sequence[ClientProcess], num_in_flight: int
     ) -> None:
-        """A step in flight may still return a token after a pause has begun."""
+        """`num_in_flight`: tokens that the steps in flight may still return to a stream."""
         self._oracle = oracle
         self._world = oracle.world
         self._clients = clients
-        self._max_steps_in_flight = max_steps_in_flight
+        self._num_in_flight = num_in_flight
 
     def ask(self, pause: Pause) -> None:
         """Request a pause, and schedule its end."""
@@ -70,7 +70,7 @@ class Operator:
         if kind not in ("pause all", "sleep"):
             return None
         # A sleep begins when no step is in flight any more.
-        return Hold(client.name, 0 if kind == "sleep" else self._max_steps_in_flight)
+        return Hold(client.name, 0 if kind == "sleep" else self._num_in_flight)
 
     async def _send_control(self, engine: AsyncEngineClient, kind: str) -> bool:
         if kind == "sleep":

@@ -1,14 +1,17 @@
 """The plan of one seed: a configuration, a workload, and faults."""
 
 import random
+import signal
 from dataclasses import dataclass, field
 
 import msgspec
 
+from protocol.adapters import Adapter
 from protocol.config import (
     ApiConfig,
     CacheConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     RecoveryConfig,
@@ -16,6 +19,7 @@ from protocol.config import (
     SchedulerConfig,
 )
 from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_params
+from tests.simulation.adapters import AdapterPlan, make_adapters
 from tests.simulation.disk import DISK_FAULTS
 from tests.simulation.grammars import FIRST_TOKEN_ID, WRONG, make_grammar
 from tests.simulation.wire import FRAME_FAULTS
@@ -42,6 +46,10 @@ _STATES_RATE = 0.25
 """Share of seeds in which the model has recurrent layers."""
 _DRAFTS_RATE = 0.25
 """Share of seeds with speculation."""
+_ADAPTERS_RATE = 0.25
+"""Share of seeds with adapters, of those with one rank."""
+_DEADLY_RATE = 0.3
+"""Share of these in which loads of one adapter kill workers."""
 
 
 @dataclass
@@ -55,6 +63,7 @@ class RequestPlan:
     priority: int = 0
     salt: str = ""
     cancel_after_s: float | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -121,6 +130,7 @@ class Plan:
     """By time in seconds."""
     num_draft_states: int | None = None
     """Blocks for the states before drafts; None: as many as are needed."""
+    adapters: AdapterPlan | None = None
     failpoint_rate: float = 0.0
     """Probability that a process is killed when it reaches a failpoint."""
     heal_at_s: float = 0.0
@@ -155,6 +165,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
     _draw_features(random.Random(f"{seed} {mode}"), plan)
     _draw_states(random.Random(f"{seed} {mode} states"), plan)
     _draw_drafts(random.Random(f"{seed} {mode} drafts"), plan)
+    _draw_adapters(random.Random(f"{seed} {mode} adapters"), plan, duration_s, kinds)
     _draw_faults(rng, plan, mode, kinds)
     plan.heal_at_s = max([plan.heal_at_s, *(fault.time_s for fault in plan.faults)])
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
@@ -211,34 +222,41 @@ def _config(rng: random.Random, *, has_journal: bool) -> EngineConfig:
 def _requests(
     rng: random.Random, config: EngineConfig, duration_s: float
 ) -> list[list[RequestPlan]]:
-    token_ids = range(FIRST_TOKEN_ID, VOCAB_SIZE)
-    head = rng.choices(token_ids, k=24)
-    longest = config.cache.num_gpu_blocks_override or 0
-    longest = min((longest - 1) * config.cache.block_size, _MAX_MODEL_LEN - 1)
+    head = rng.choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=24)
     clients: list[list[RequestPlan]] = [[] for _ in range(rng.choice((1, 1, 2)))]
     for number in range(rng.randrange(3, 9)):
-        num_shared, length = rng.randrange(0, 25), rng.randrange(1, 25)
-        prompt = head[: min(num_shared, length)]
-        prompt += rng.choices(token_ids, k=length - len(prompt))
-        max_tokens = min(rng.randrange(1, 16), longest - length)
-        plan = RequestPlan(
-            number,
-            rng.uniform(0.0, duration_s),
-            prompt,
-            SamplingParams(
-                max_tokens=max_tokens,
-                seed=rng.randrange(2**31),
-                min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.2 else 0,
-                stop_token_ids=rng.sample(token_ids, rng.choice((0, 0, 2, 8))),
-                logprobs=rng.choice((None, None, None, 1)),
-                prompt_logprobs=rng.choice((None,) * 7 + (1,)),
-            ),
-            priority=rng.randrange(3),
-            salt=rng.choice(("", "", "", "x")),
-            cancel_after_s=rng.uniform(0, 0.3) if rng.random() < 0.15 else None,
-        )
+        plan = _request(rng, number, config, duration_s, head)
         rng.choice(clients).append(plan)
     return clients
+
+
+def _request(
+    rng: random.Random, number: int, config: EngineConfig, duration_s: float, head: list[int]
+) -> RequestPlan:
+    """Draw a request; its prompt may begin like others, with tokens of `head`."""
+    token_ids = range(FIRST_TOKEN_ID, VOCAB_SIZE)
+    longest = config.cache.num_gpu_blocks_override or 0
+    longest = min((longest - 1) * config.cache.block_size, _MAX_MODEL_LEN - 1)
+    num_shared, length = rng.randrange(0, 25), rng.randrange(1, 25)
+    prompt = head[: min(num_shared, length)]
+    prompt += rng.choices(token_ids, k=length - len(prompt))
+    max_tokens = min(rng.randrange(1, 16), longest - length)
+    return RequestPlan(
+        number,
+        rng.uniform(0.0, duration_s),
+        prompt,
+        SamplingParams(
+            max_tokens=max_tokens,
+            seed=rng.randrange(2**31),
+            min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.2 else 0,
+            stop_token_ids=rng.sample(token_ids, rng.choice((0, 0, 2, 8))),
+            logprobs=rng.choice((None, None, None, 1)),
+            prompt_logprobs=rng.choice((None,) * 7 + (1,)),
+        ),
+        priority=rng.randrange(3),
+        salt=rng.choice(("", "", "", "x")),
+        cancel_after_s=rng.uniform(0, 0.3) if rng.random() < 0.15 else None,
+    )
 
 
 def _draw_features(rng: random.Random, plan: Plan) -> None:
@@ -286,6 +304,42 @@ def _draw_drafts(rng: random.Random, plan: Plan) -> None:
     )
     plan.config = msgspec.structs.replace(plan.config, scheduler=scheduler)
     plan.num_draft_states = rng.choice((None, None, 2, 5))
+
+
+def _draw_adapters(
+    rng: random.Random, plan: Plan, duration_s: float, kinds: frozenset[str]
+) -> None:
+    """Draw more adapters than have a turn at once, further requests, most of them for the first
+    one, and loads that end badly.
+    """
+    config, replace = plan.config, msgspec.structs.replace
+    if config.parallel.tensor_parallel_size > 1 or rng.random() >= _ADAPTERS_RATE:
+        return
+    adapters = make_adapters(rng.choice((2, 3, 5)))
+    max_loras = rng.choice((1, 1, 2)) if len(adapters) > 2 else 1
+    max_cpu_loras = rng.choice((None, max_loras, max_loras + 1))
+    lora = LoraConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+    max_num_seqs = min(config.scheduler.max_num_seqs, rng.choice((1, 2, 2, 8)))
+    scheduler = replace(config.scheduler, max_num_seqs=max_num_seqs)
+    plan.config = replace(config, lora=lora, scheduler=scheduler)
+    plan.adapters = AdapterPlan(adapters)
+    requests = [request for client in plan.requests for request in client]
+    head = requests[0].prompt
+    for number in range(len(requests), len(requests) + rng.choice((0, 8, 16))):
+        request = _request(rng, number, config, duration_s, head)
+        rng.choice(plan.requests).append(request)
+        requests.append(request)
+    for request in requests:
+        if rng.random() < 0.8:
+            request.adapter = adapters[0] if rng.random() < 0.5 else rng.choice(adapters)
+    wrong_or_deadly = adapters[-1].adapter_id
+    if "kill" in kinds and rng.random() < _DEADLY_RATE:
+        number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV))
+        plan.adapters.deadly[wrong_or_deadly] = rng.choice((0.3, 1.0)), number
+    elif rng.random() < 0.2:
+        plan.adapters.wrong.add(wrong_or_deadly)
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        plan.adapters.loads.append((rng.uniform(0.5, 1.0 + duration_s), rng.choice(adapters)))
 
 
 def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:

@@ -13,17 +13,22 @@ import msgspec
 from api_proc.resumption import session_log, sessions
 from api_proc.resumption.history import History
 from core_proc import running_engine
+from core_proc.kv import kv_cache
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.links import owners
+from core_proc.links.adapters import Adapters
 from core_proc.links.grammars import Grammars
 from core_proc.links.worker_link import WorkerLink
 from core_proc.loop import CoreLoop
 from core_proc.pausing import Pausing
+from core_proc.recovery.adapter_trials import REFUSED_POINTS, AdapterTrials
+from core_proc.request import Request
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.ledger import Ledger
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import NULL_BLOCK, CoreToWorker, NewRequestData, WorkerToCore
 from protocol.process.child_runtime import ChildProcess
+from protocol.sampling import SamplingParams
 from tests.simulation.model import FIRST_TOKEN_ID, SimulatedModel
 from worker_proc import mirror
 from worker_proc.drafting.draft_states import HasDraftStates
@@ -197,6 +202,46 @@ def _keep_wrong_drafts() -> list[Place]:
     return [(mirror, "state_after", after_all)]
 
 
+def _forget_adapters() -> list[Place]:
+    """The core takes a new worker's adapters for loaded."""
+    return [(Adapters, "workers_lost", lambda adapters: None)]
+
+
+def _keep_turns() -> list[Place]:
+    """A turn keeps all requests that it had when another adapter asked for one."""
+    return [(Adapters, "_cut", lambda adapters, entry: None)]
+
+
+def _share_prefixes() -> list[Place]:
+    """Requests with different adapters share cached prefixes."""
+    root = kv_cache.prefix_root
+
+    def without_adapter(request: Request) -> bytes:
+        return root(Request(0, [5], SamplingParams(), cache_salt=request.cache_salt))
+
+    return [(kv_cache, "prefix_root", without_adapter)]
+
+
+def _load_for_ever() -> list[Place]:
+    """Signals from outside do not count against the load in which workers die."""
+    attribute = AdapterTrials.attribute_death
+
+    def only_faults(trials: AdapterTrials, *, is_fault: bool) -> list[int]:
+        return attribute(trials, is_fault=True) if is_fault else []
+
+    return [(AdapterTrials, "attribute_death", only_faults)]
+
+
+def _refuse_at_once() -> list[Place]:
+    """One death during the load of an adapter refuses it."""
+    give = AdapterTrials._give
+
+    def most(trials: AdapterTrials, adapter_id: int, points: int) -> None:
+        give(trials, adapter_id, REFUSED_POINTS)
+
+    return [(AdapterTrials, "_give", most)]
+
+
 _with = msgspec.structs.replace
 
 PLANTS: dict[str, Callable[[], list[Place]]] = {
@@ -214,6 +259,11 @@ PLANTS: dict[str, Callable[[], list[Place]]] = {
     "swap-vectors": _swap_vectors,
     "stale-states": _stale_states,
     "keep-wrong-drafts": _keep_wrong_drafts,
+    "forget-adapters": _forget_adapters,
+    "keep-turns": _keep_turns,
+    "share-prefixes": _share_prefixes,
+    "load-for-ever": _load_for_ever,
+    "refuse-at-once": _refuse_at_once,
 }
 
 

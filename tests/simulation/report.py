@@ -37,7 +37,8 @@ def table(tallies: Mapping[str, Tally], wall_s: float) -> str:
         counts_by_kind += tally.counts
     by_title: dict[str, list[str]] = {"kills": [], "other faults": [], "requests": []}
     for kind, count in sorted(counts_by_kind.items()):
-        is_kill, is_feature = kind.startswith("kill"), kind.startswith(("grammar", "vector"))
+        is_kill = kind.startswith("kill")
+        is_feature = kind.startswith(("grammar", "vector", "adapter"))
         title = "kills" if is_kill else "requests" if is_feature else "other faults"
         by_title[title].append(f"{kind.removeprefix('kill ')} {count:,}")
     lines += [f"{title}: {', '.join(found) or 'none'}" for title, found in by_title.items()]

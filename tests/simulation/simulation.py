@@ -4,7 +4,9 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from protocol.adapters import Adapter
 from protocol.lifecycle import Role
+from tests.simulation.adapters import LoadWatch
 from tests.simulation.api_process import ApiProcess
 from tests.simulation.child import Incarnation, SimulatedChild
 from tests.simulation.children import StartOrder, Zygote
@@ -69,7 +71,8 @@ class Simulation:
         self._plan = plan
         self._mode = mode
         self._facts = facts_of(plan.config, VOCAB_SIZE, plan.num_host_blocks)
-        self.oracle = Oracle(self.world, self._facts, self._on_change)
+        self._loads = None if plan.adapters is None else LoadWatch(self.world, plan.adapters)
+        self.oracle = Oracle(self.world, self._facts, self._on_change, self._loads)
         self._clients: list[ClientProcess] = []
         self._supervisor: SupervisorProcess | None = None
         journal = plan.journal
@@ -80,7 +83,8 @@ class Simulation:
                 self.oracle, self._disk, journal.kill_after_answers, self._kill_api
             )
         self._http_plans = list(plan.requests[0])
-        num_in_flight = plan.config.scheduler.max_steps_in_flight
+        scheduler = plan.config.scheduler
+        num_in_flight = scheduler.max_steps_in_flight * (1 + scheduler.num_speculative_tokens)
         self._operator = Operator(self.oracle, self._clients, num_in_flight)
 
     def run(self) -> None:
@@ -102,6 +106,8 @@ class Simulation:
                 world.at(START_TIME + int(fault.time_s * SECOND), self._inject, fault)
             for time_s, pause in plan.pauses:
                 world.at(START_TIME + int(time_s * SECOND), self._operator.ask, pause)
+            for time_s, adapter in () if plan.adapters is None else plan.adapters.loads:
+                world.at(START_TIME + int(time_s * SECOND), self._load_adapter, adapter)
             self.wire.harm(plan.frame_rates)
             if plan.frame_rates:
                 world.excuse = "frames are harmed"
@@ -131,6 +137,13 @@ class Simulation:
     def _disconnect(self) -> None:
         self.world.counts["disconnect"] += 1
         self._internet.break_one()
+
+    def _load_adapter(self, adapter: Adapter) -> None:
+        living = [client for client in self._clients if client.is_alive]
+        if living:
+            client = self.world.rng.choice(living)
+            assert self._loads is not None
+            client.run(self._loads.load(client.engine, adapter))
 
     def close(self) -> None:
         """Release all resources of the operating system."""
@@ -220,7 +233,7 @@ class Simulation:
         if life.role is Role.ZYGOTE:
             return Zygote(self.world, life, start_s, self._start_process)
         if life.role is Role.CORE:
-            return CoreProcess(wire, life, start_s, is_standby=order.is_standby)
+            return CoreProcess(wire, life, start_s, loads=self._loads, is_standby=order.is_standby)
         if life.role is Role.WORKER:
             return WorkerProcess(
                 wire,
@@ -229,6 +242,7 @@ class Simulation:
                 facts=self._facts,
                 step_s=plan.step_s,
                 num_draft_states=plan.num_draft_states,
+                loads=self._loads,
                 is_standby=order.is_standby,
             )
         client = self._new_api(life, start_s)

@@ -42,9 +42,12 @@ RARE = {
     "resume-other-seed": frozenset({"kill", "disconnect"}),
     "drain-at-once": frozenset({"kill"}),
     "forget-grammars": frozenset({"kill"}),
+    "stale-states": frozenset({"kill", "failpoint"}),
+    "forget-adapters": frozenset({"kill"}),
+    "load-for-ever": frozenset({"kill"}),
 }
 """Faults under which a bug shows often that is rare under all of them."""
-ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once"}
+ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once", "load-for-ever"}
 """Bugs that are found only in the mode in which faults end."""
 
 
@@ -74,6 +77,11 @@ def test_no_violation_under_any_fault(mode: str) -> None:
         "grammar late",
         "grammar wrong",
         "vector",
+        "adapter",
+        "adapter slow",
+        "adapter wrong",
+        "adapter loaded again",
+        "killed by a load",
         *FRAME_FAULTS,
     }
     assert kinds <= set(tally.counts), "a kind of fault did not happen"
@@ -134,7 +142,7 @@ def run_seeds(mode: str, seeds: Iterable[int], kinds: frozenset[str]) -> Tally:
 def test_clients_resume_after_the_death_of_the_api_on_a_failing_disk(mode: str) -> None:
     kinds = frozenset({"kill", "disconnect", "disk"})
     seeds = [seed for seed in range(200) if make_plan(seed, mode, kinds).journal is not None]
-    tally = run_seeds(mode, seeds[:30], kinds)
+    tally = run_seeds(mode, seeds[:40], kinds)
     assert tally.violations == []
     assert tally.counts["came back"] > 3
     assert tally.counts["kill api"] > 3
@@ -164,7 +172,9 @@ def test_every_stream_ends_without_faults() -> None:
     tally = run_chunk(Batch("progress", 0, 20, frozenset()))
     assert tally.violations == []
     ends = {"end", "end at rest"}
-    assert set(tally.counts) == {"grammar", "grammar late", "grammar wrong", "vector", *ends}
+    kinds = {kind for kind in tally.counts if not kind.startswith("adapter")}
+    assert kinds == {"grammar", "grammar late", "grammar wrong", "vector", *ends}
+    assert tally.counts["adapter"] > 0
     assert sum(tally.counts[kind] for kind in ends) == 20
 
 
@@ -177,6 +187,18 @@ def test_grammars_and_vectors_survive_deaths() -> None:
     tally = run_seeds("progress", seeds[:40], kinds)
     assert tally.violations == []
     for kind in ("grammar late", "grammar wrong", "vector", "kill worker", "kill core"):
+        assert tally.counts[kind] > 0, kind
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adapters_survive_deaths(mode: str) -> None:
+    """Loaded again by each worker, late or never; one whose loads kill workers is refused."""
+    kinds = frozenset({"kill", "failpoint"})
+    plans = {seed: make_plan(seed, mode, kinds).adapters for seed in range(400)}
+    seeds = [seed for seed, plan in plans.items() if plan is not None and plan.deadly]
+    tally = run_seeds(mode, seeds[:15], kinds)
+    assert tally.violations == []
+    for kind in ("adapter slow", "adapter refused", "killed by a load", "kill worker", "kill core"):
         assert tally.counts[kind] > 0, kind
 
 
