@@ -283,6 +283,10 @@ class WorkerConfig(Section):
     """On CUDA, what computes attention: the engine's own Triton kernels (triton, also triton_attn)
     or FlashInfer, which must be installed (flashinfer). auto: Triton where its kernels cover the
     model, else PyTorch."""
+    batch_invariant: bool = False
+    """On CUDA, compute attention and products with one shape of tiles, whatever the batch, so that
+    a request's tokens do not depend on it. Slower; refused where a check at the start finds that
+    they do."""
     enforce_eager: bool = False
     """On CUDA, launch the kernels of every decode step one by one instead of replaying graphs."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0

@@ -213,6 +213,19 @@ def _attention_rules(config: EngineConfig) -> Iterator[Rule]:
         wanted is not AttentionName.AUTO and config.model.device is Device.CPU,
         f"attention_backend {wanted} needs device cuda",
     )
+    is_invariant = config.worker.batch_invariant
+    yield (
+        is_invariant and config.model.model == _NULL,
+        "batch_invariant needs a model: the null model computes nothing",
+    )
+    yield (
+        is_invariant and config.model.device is Device.CPU,
+        "batch_invariant needs device cuda: on the CPU the kernels do not depend on the batch",
+    )
+    yield (
+        is_invariant and wanted is AttentionName.FLASHINFER,
+        "batch_invariant needs attention_backend triton: FlashInfer divides work by the batch",
+    )
 
 
 _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (

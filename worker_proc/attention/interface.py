@@ -41,6 +41,8 @@ class AttentionBackend(Protocol):
 
     name: str
     """For people."""
+    depends_on_batch: bool
+    """Whether a row's result may depend on the rows beside it, or on the cut of its text."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return the shapes of a layer's pools of keys and, unless it is latent, of values."""

@@ -65,6 +65,7 @@ class NativeBackend:
     """Attention by the native kernel, in place."""
 
     name = "native kernel"
+    depends_on_batch = False
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ class NoAttention:
 
     def __init__(self, *, has_kernels: bool) -> None:
         """Take whether the recurrent layers are computed by the native kernels."""
-        self.has_kernels = has_kernels
+        self.depends_on_batch = not has_kernels
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         raise NotImplementedError

@@ -69,6 +69,7 @@ class SdpaBackend:
     """Attention by torch's `scaled_dot_product_attention` over gathered blocks."""
 
     name = PORTABLE_ATTENTION
+    depends_on_batch = True
 
     def __init__(
         self, rules: set[Rule], block_size: int, dtype: torch.dtype, device: torch.device

@@ -21,6 +21,7 @@ class TextBackend:
     """Attention by the native kernel: a row has the same bits beside any other texts."""
 
     name = "native kernel for whole texts"
+    depends_on_batch = False
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         self._library = library
@@ -50,6 +51,7 @@ class PortableTextBackend:
     """Attention by torch, one call for each text."""
 
     name = PORTABLE_ATTENTION
+    depends_on_batch = True
 
     def __init__(self) -> None:
         self._parts: Sequence[slice] = ()

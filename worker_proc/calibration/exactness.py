@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend
-from worker_proc.attention.native import NativeBackend
 from worker_proc.attention.no_attention import NoAttention
-from worker_proc.attention.texts import TextBackend
 from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
+from worker_proc.modules.rowwise_linear import is_rowwise
 from worker_proc.recurrent.layers import PackedLayer
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
@@ -45,21 +44,22 @@ def check_exactness(
 
 def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
     """Return the first part that is known to depend on the batch, if any."""
-    if loaded.device.type != "cpu":
+    on_cpu = loaded.device.type == "cpu"
+    if not on_cpu and backend.depends_on_batch:
         return f"matrix products on {loaded.device.type} may depend on the batch"
-    if loaded.dtype not in PACKED_DTYPES:
+    if on_cpu and loaded.dtype not in PACKED_DTYPES:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return f"plain matrix products, which depend on the batch, for dtype {dtype}"
     if plain := next(_plain_products(loaded.model), None):
         return f"plain matrix products, which depend on the batch, in {plain}"
+    if not backend.depends_on_batch:
+        return ""
     if isinstance(backend, NoAttention):
-        return "" if backend.has_kernels else "the native kernels were not compiled at the load"
-    if not isinstance(backend, NativeBackend | TextBackend):
-        return (
-            "plain attention, which depends on the batch: the native kernel was not compiled when"
-            " the model was loaded, or does not cover its heads"
-        )
-    return ""
+        return "the native kernels were not compiled at the load"
+    return (
+        "plain attention, which depends on the batch: the native kernel was not compiled when"
+        " the model was loaded, or does not cover its heads"
+    )
 
 
 def _plain_products(model: nn.Module) -> Iterator[str]:
@@ -77,6 +77,8 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     }
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
+            continue
+        if is_rowwise(module):
             continue
         layer: PackedLayer | None = module.__dict__.get("recurrent_layer")
         if any(
@@ -161,7 +163,7 @@ def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int
     Results have rows in the dimension before the last: some, such as a router's, have no batch.
     """
     once = args[0].shape[1]
-    index = torch.arange(num_rows) % once
+    index = torch.arange(num_rows, device=args[0].device) % once
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))
     wanted, found = (out if isinstance(out, tuple) else (out,) for out in (want, got))
     return all(

@@ -28,6 +28,7 @@ class RoundedRows:
 
     def __init__(self, backend: AttentionBackend, format: KVFormat) -> None:
         self.name = backend.name
+        self.depends_on_batch = backend.depends_on_batch
         self._backend = backend
         self._format = format
 

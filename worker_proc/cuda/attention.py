@@ -104,10 +104,13 @@ def attend(
     spec: LayerSpec,
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
+    *,
+    is_batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attend for `[T, num_heads, head_dim]` over stored KV; returns `[T, num_heads, value_dim]`.
 
-    `sinks` are logits, one for each head, that take a share of the softmax.
+    `sinks` are logits, one for each head, that take a share of the softmax. If the result is not to
+    depend on the batch, prefill tiles take decodes, too: a tile's shape may change the last bits.
     """
     step, table, kv = place
     heads, value_dim = spec.num_heads, spec.value_head_dim
@@ -144,6 +147,7 @@ def attend(
             scoring.softcap or 0.0,
             IS_DECODE=is_decode,
             IS_SPLIT=is_split,
+            LEAST_TOKENS=1 if is_batch_invariant else 2,
             TILE_ROWS=tile_rows,
             TILE_TOKENS=1 if is_decode else tile_rows // group,
             **options,
@@ -153,9 +157,9 @@ def attend(
                 sums, stats, sinks, out, step.first_rows, num_splits, **sizes
             )
 
-    if step.num_decodes:
+    if step.num_decodes and not is_batch_invariant:
         launch(step.num_parts, tiles.decode_rows, step.num_splits, True)
-    if step.num_decodes < step.num_parts:
+    if step.num_decodes < step.num_parts or is_batch_invariant:
         num_tiles = step.num_rows // (tiles.prefill_rows // group) + step.num_parts
         launch(num_tiles, tiles.prefill_rows, 1, False)
     return out
@@ -166,7 +170,14 @@ class TritonAttention:
 
     name = "Triton"
 
-    def __init__(self, specs: Sequence[LayerSpec], device: torch.device) -> None:
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        device: torch.device,
+        *,
+        is_batch_invariant: bool = False,
+    ) -> None:
+        self.depends_on_batch = not is_batch_invariant
         self._spec = max(specs, key=lambda spec: spec.num_kv_heads)
         self._num_units = INTERPRETED_UNITS
         if device.type == "cuda":
@@ -186,4 +197,5 @@ class TritonAttention:
         self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
     ) -> torch.Tensor:
         """Return `[T, num_heads, value_dim]` for the queries of a step's rows."""
-        return attend(place, query, layer.spec, scoring, layer.sinks)
+        exact = not self.depends_on_batch
+        return attend(place, query, layer.spec, scoring, layer.sinks, is_batch_invariant=exact)

@@ -113,6 +113,7 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     IS_DECODE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    LEAST_TOKENS: tl.constexpr,  # of a part that prefill tiles take
     TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -134,7 +135,7 @@ def attend_kernel(
     if IS_DECODE:
         is_mine = num_tokens == 1
     else:
-        is_mine = (num_tokens > 1) & (first_token < num_tokens)
+        is_mine = (num_tokens >= LEAST_TOKENS) & (first_token < num_tokens)
     if is_mine:
         start = tl.load(starts + part)
         index = tl.arange(0, TILE_ROWS)

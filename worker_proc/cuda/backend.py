@@ -21,6 +21,10 @@ class StepAttention(Protocol):
     def name(self) -> str:
         """The backend's name, for people."""
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether a row's result may depend on others."""
+
     def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
         """Return over how many programs the contexts of decodes are divided."""
 
@@ -46,6 +50,7 @@ class CudaBackend:
         self._device = device
         self.attention = attention
         self.name = attention.name
+        self.depends_on_batch = attention.depends_on_batch
         self.tables = BlockTables(num_groups, device)
         self.step: DeviceStep | None = None
         """The present step."""

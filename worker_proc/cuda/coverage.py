@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from protocol.config import AttentionName
+from protocol.config import AttentionName, WorkerConfig
 from worker_proc.attention.probe import ProbedLayer
 from worker_proc.cuda.device import uses_triton
 from worker_proc.errors import UnsupportedModel
@@ -17,27 +17,27 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def choose_attention(
-    layers: Sequence[ProbedLayer], dtype: torch.dtype, device: torch.device, wanted: AttentionName
+    layers: Sequence[ProbedLayer], dtype: torch.dtype, device: torch.device, worker: WorkerConfig
 ) -> AttentionName | None:
     """Return what attends on a device: TRITON, FLASHINFER, or None for another backend.
 
-    UnsupportedModel: the one that is wanted cannot.
+    UnsupportedModel: a setting asks for what is not there, or does not cover the layers.
     """
+    wanted, setting = worker.attention_backend, f"attention_backend {worker.attention_backend}"
+    if worker.batch_invariant:
+        wanted, setting = AttentionName.TRITON, "batch_invariant"
     if wanted is AttentionName.AUTO:
         covers = uses_triton(device) and not _why_not_triton(layers)
         return AttentionName.TRITON if covers else None
     if not uses_triton(device):
         raise UnsupportedModel(
-            f"attention_backend {wanted} needs a CUDA device, and the model is computed on"
-            f" {device.type}"
+            f"{setting} needs a CUDA device, and the model is computed on {device.type}"
         )
-    if wanted is AttentionName.FLASHINFER:
-        reason = _why_not_flashinfer(layers, dtype)
-    else:
-        wanted, reason = AttentionName.TRITON, _why_not_triton(layers)
+    is_flashinfer = wanted is AttentionName.FLASHINFER
+    reason = _why_not_flashinfer(layers, dtype) if is_flashinfer else _why_not_triton(layers)
     if reason:
-        raise UnsupportedModel(f"attention_backend {wanted}: {reason}")
-    return wanted
+        raise UnsupportedModel(f"{setting}: {reason}")
+    return AttentionName.FLASHINFER if is_flashinfer else AttentionName.TRITON
 
 
 def _why_not_triton(layers: Sequence[ProbedLayer]) -> str:

@@ -38,6 +38,7 @@ class FlashInferAttention:
     """Plans a step, and attends with the plans."""
 
     name = "FlashInfer"
+    depends_on_batch = True
 
     def __init__(
         self, block_size: int, max_blocks: int, dtype: torch.dtype, device: torch.device

@@ -19,9 +19,11 @@ from worker_proc.cuda.pointwise import (
     add_and_norm,
     rotate_and_store,
 )
+from worker_proc.cuda.products import multiply
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.loading.layer_executor import Angles
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.modules.rowwise_linear import Multiply, multiply_rowwise
 
 
 class TritonExecutor:
@@ -29,8 +31,10 @@ class TritonExecutor:
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_batch_invariant: bool = False) -> None:
         self.kernels = TritonLibrary()
+        self.rowwise: Multiply | None = multiply if is_batch_invariant else None
+        """What multiplies, if rows must not depend on the batch."""
 
     def covers(self, backend: AttentionBackend) -> bool:
         return isinstance(backend, CudaBackend)
@@ -43,36 +47,43 @@ class TritonExecutor:
         self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings], dtype: torch.dtype
     ) -> "CudaStack":
         """Return what computes the layers."""
-        return CudaStack(layers, settings)
+        return CudaStack(layers, settings, self.rowwise or linear)
 
 
 def install_kernels(loaded: LoadedModel, executor: TritonExecutor) -> None:
     """Replace norms by kernels that are proven, and merge matrices, for modules and executor."""
     fuse_norms(loaded.model, executor.kernels, loaded.dtype)
     merge_matrices(loaded.model)
+    if executor.rowwise is not None:
+        multiply_rowwise(loaded.model, executor.rowwise)
 
 
 class CudaStack:
     """Computes layers whose attention modules are attached to a pool and a `CudaBackend`."""
 
-    def __init__(self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings]) -> None:
+    def __init__(
+        self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings], multiply: Multiply
+    ) -> None:
         """Take layers of one hidden size, and what their modules do not show."""
         self._layers = layers
         self._settings = settings
+        self._multiply = multiply
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
+        multiply = self._multiply
         hidden = hidden_states[0].clone(memory_format=torch.contiguous_format)
         before = [layer.norms.before_attention for layer in self._layers]
         normed = add_and_norm(hidden, None, None, 1.0, before[0])
         layers = zip(self._layers, self._settings, angles, [*before[1:], None], strict=True)
         for layer, settings, layer_angles, next_norm in layers:
             norms, factor = layer.norms, layer.residual_factor
-            attended = self._attend(layer, settings, layer_angles, linear(normed, *layer.qkv))
-            added = linear(attended, *layer.out)
+            qkv = multiply(normed, *layer.qkv)
+            attended = self._attend(layer, settings, layer_angles, qkv)
+            added = multiply(attended, *layer.out)
             normed = add_and_norm(hidden, added, norms.after_attention, factor, norms.before_mlp)
-            inner = activate_and_multiply(linear(normed, *layer.gate_up), layer.activation)
-            added = linear(inner, *layer.down)
+            inner = activate_and_multiply(multiply(normed, *layer.gate_up), layer.activation)
+            added = multiply(inner, *layer.down)
             normed = add_and_norm(hidden, added, norms.after_mlp, factor, next_norm)
         return hidden.unsqueeze(0)
 

@@ -12,6 +12,7 @@ from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.adapter_proof import AdapterProof, prove_adapters
 from worker_proc.decoder.install import decoding, find_settings, is_whole_exact, uninstall
 from worker_proc.decoder.layers import LayerSettings
+from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
@@ -54,7 +55,7 @@ def calibrate(
 def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     loaded = prepared.loaded
     layout = make_layout(loaded, config)
-    backend = make_backend(loaded, layout, prepared.kernels, config.worker.attention_backend)
+    backend = make_backend(loaded, layout, prepared.kernels, config.worker)
     # Codes round what transformers does not: with them, the modules are not compared with it.
     plain_layout, plain = as_plain(layout), backend
     if layout.format is not KVFormat.PLAIN:
@@ -73,6 +74,8 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         if settings:
             stepwise = compute_stepwise(loaded, backend, layout)
         exactness = check_exactness(loaded, backend, layout, stepwise)
+        if config.worker.batch_invariant and not exactness.holds:
+            raise UnsupportedModel(f"batch_invariant: {exactness.reason}")
         least_bytes = block_bytes_of(loaded, layout) or state_bytes(loaded.recurrent, loaded.dtype)
         can_swap = config.cache.swap_space_bytes >= least_bytes
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0

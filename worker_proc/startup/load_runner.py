@@ -61,7 +61,7 @@ def build_runner(
     loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
     layout = make_layout(loaded, config)
-    backend = make_backend(loaded, layout, prepared.kernels, config.worker.attention_backend)
+    backend = make_backend(loaded, layout, prepared.kernels, config.worker)
     sampler = make_sampler(loaded, prepared.kernels)
     if prepared.adapters is not None:
         calibration.adapters.apply(prepared.adapters.sites)

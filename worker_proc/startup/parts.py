@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from protocol.config import AttentionName, EngineConfig
+from protocol.config import AttentionName, EngineConfig, WorkerConfig
 from protocol.core_worker import ModelFacts
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
@@ -104,12 +104,13 @@ def make_backend(
     loaded: LoadedModel,
     layout: KVLayout,
     library: NativeLibrary | None,
-    wanted: AttentionName = AttentionName.AUTO,
+    worker: WorkerConfig | None = None,
 ) -> AttentionBackend:
     """Return the backend whose kernels cover the layers, else the portable one.
 
-    UnsupportedModel: the one that is wanted on CUDA does not cover them.
+    UnsupportedModel: what the settings ask for on CUDA does not cover them.
     """
+    worker = worker or WorkerConfig()
     specs = [layer.spec for layer in loaded.layers]
     if not specs:
         return NoAttention(has_kernels=library is not None)
@@ -128,9 +129,9 @@ def make_backend(
             f"kv_cache_dtype {layout.format.config_name} needs the native attention kernel, which"
             f" does not cover this model's heads in {dtype}"
         )
-    chosen = choose_attention(loaded.layers, loaded.dtype, loaded.device, wanted)
+    chosen = choose_attention(loaded.layers, loaded.dtype, loaded.device, worker)
     if chosen is not None:
-        return _make_cuda_backend(loaded, layout, chosen)
+        return _make_cuda_backend(loaded, layout, chosen, worker)
     rules = {
         Rule(number, specs[index].window, specs[index].is_chunked)
         for number, group in enumerate(layout.groups)
@@ -140,7 +141,7 @@ def make_backend(
 
 
 def _make_cuda_backend(
-    loaded: LoadedModel, layout: KVLayout, chosen: AttentionName
+    loaded: LoadedModel, layout: KVLayout, chosen: AttentionName, worker: WorkerConfig
 ) -> "CudaBackend":
     from worker_proc.cuda.attention import TritonAttention
     from worker_proc.cuda.backend import CudaBackend
@@ -153,7 +154,9 @@ def _make_cuda_backend(
         max_blocks = -(-loaded.model_len // size)
         attention = FlashInferAttention(size, max_blocks, loaded.dtype, device)
     else:
-        attention = TritonAttention([layer.spec for layer in loaded.layers], device)
+        specs = [layer.spec for layer in loaded.layers]
+        exact = worker.batch_invariant
+        attention = TritonAttention(specs, device, is_batch_invariant=exact)
     return CudaBackend(len(layout.groups), size, device, attention)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from protocol.config import EngineConfig, KVCacheDtype, Quantization
+from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
 from worker_proc.adapters.sites import Sites
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
@@ -94,7 +94,7 @@ def prepare_model(
         _finish_codes(one)
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
-    executor = _make_executor(loaded, draft, library)
+    executor = _make_executor(loaded, draft, library, config.worker)
     grammars = _load_grammars(vocabulary)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)
     return PreparedModel(loaded, library, grammars, executor, proofs, draft, adapters)
@@ -268,7 +268,10 @@ def _attend_to_latent_rows(
 
 
 def _make_executor(
-    loaded: LoadedModel, draft: LoadedModel | None, library: NativeLibrary | None
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    library: NativeLibrary | None,
+    worker: WorkerConfig,
 ) -> LayerExecutor | None:
     """Return what computes layers in place of their modules; on CUDA the models change for it."""
     if library is not None:
@@ -277,7 +280,7 @@ def _make_executor(
         return None
     from worker_proc.cuda.stack import TritonExecutor, install_kernels
 
-    executor = TritonExecutor()
+    executor = TritonExecutor(is_batch_invariant=worker.batch_invariant)
     for one in filter(None, (loaded, draft)):
         install_kernels(one, executor)
     return executor

@@ -7,7 +7,7 @@ model of the meta device, once for a checkpoint and its settings.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from protocol.config import AttentionName, EngineConfig, KVCacheDtype, Quantization
+from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
 from worker_proc.attention.native import can_attend
 from worker_proc.calibration.memory import most_cache_bytes
 from worker_proc.cuda.coverage import choose_attention
@@ -101,7 +101,7 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f" that {model.shown_model} can compute"
         )
     check_own_attention(checked, model.max_model_len)
-    _check_attention(checked, config.worker.attention_backend)
+    _check_attention(checked, config.worker)
     if model.quantization is not None:
         check_rounded_dtype(inspected.dtype, model.quantization)
     vocab_size = inspected.text_config.vocab_size
@@ -120,11 +120,11 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
     check_swap_space(config.cache.swap_space_bytes)
 
 
-def _check_attention(checked: CheckedModel, wanted: AttentionName) -> None:
+def _check_attention(checked: CheckedModel, worker: WorkerConfig) -> None:
     """Refuse what should attend and cannot; a model's own attention is known after its load."""
     inspected = checked.inspected
     if not inspected.probed.has_own_attention:
-        choose_attention(inspected.probed.layers, inspected.dtype, checked.device, wanted)
+        choose_attention(inspected.probed.layers, inspected.dtype, checked.device, worker)
 
 
 def check_own_attention(checked: CheckedModel, max_model_len: int | None) -> None:

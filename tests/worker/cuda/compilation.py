@@ -12,11 +12,18 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker_proc.cuda import attention_kernels, choice_kernels, pointwise_kernels, swap_kernels
+from worker_proc.cuda import (
+    attention_kernels,
+    choice_kernels,
+    pointwise_kernels,
+    product_kernels,
+    swap_kernels,
+)
 from worker_proc.cuda.attention import choose_tiles
 from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
 from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 from worker_proc.cuda.device_sampler import FEED_TILE
+from worker_proc.cuda.products import TILE_BYTES, TILE_OUTPUTS, TILE_ROWS
 from worker_proc.cuda.swap import TILE_WORDS
 from worker_proc.kv.kv_groups import LayerSpec
 
@@ -34,7 +41,7 @@ FLOAT_ARRAYS = {"partial_out", "partial_stats", "sinks", "added_weight", "weight
 FLOAT_ARRAYS |= {"query_norm", "key_norm"}
 STRIDES = {"query_strides", "key_strides", "value_strides"}
 INTS = {"num_parts", "num_splits", "size", "hidden_stride", "added_stride", "out_stride"}
-INTS |= {"logits_stride", "vocab_size", "num_tokens", "num_blocks"}
+INTS |= {"num_rows", "logits_stride", "vocab_size", "num_tokens", "num_blocks"}
 INTS |= {"gates_stride", "factors_stride", "table_stride", "qkv_stride", "angle_stride"}
 
 
@@ -75,6 +82,7 @@ def compile_attention(dtype: str, dim: int, group: int) -> None:
     for is_decode in (True, False):
         rows = tiles.decode_rows if is_decode else tiles.prefill_rows
         tile = {
+            "LEAST_TOKENS": 2,
             "TILE_ROWS": rows,
             "TILE_TOKENS": 1 if is_decode else rows // group,
             "TILE_KEYS": tiles.keys,
@@ -108,6 +116,11 @@ def main() -> None:
     compile_for(pointwise_kernels.norm_kernel, "bf16", usual | norm)
     activation = {"ACTIVATION": 0, "MULTIPLIES": True, "TILE": 1024}
     compile_for(pointwise_kernels.activate_kernel, "bf16", activation)
+    tiles = {"TILE_ROWS": TILE_ROWS, "TILE_OUTPUTS": TILE_OUTPUTS, "HAS_BIAS": True}
+    for dtype, kind in DTYPES.items():
+        sizes = tiles | {"NUM_INPUTS": 1024, "NUM_OUTPUTS": 3000}
+        sizes |= {"TILE_INPUTS": TILE_BYTES // kind.itemsize}
+        compile_for(product_kernels.product_kernel, dtype, sizes)
     for dtype in DTYPES:
         sizes = {"CAPACITY": MOST_NEAR, "TILE": MOST_TILE_TOKENS}
         compile_for(choice_kernels.choose_kernel, dtype, sizes)
