@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.worker.checkpoints import ARCHITECTURES, SHAPE, WINDOW
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE, THREE_ROWS, VISION, WINDOW
 from tests.worker.families import FAMILIES as FURTHER_ARCHITECTURES
 from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.recurrent_models import RECURRENT
@@ -55,8 +55,45 @@ _SIZES: dict[str, Any] = SHAPE | {
 }
 """Values of the keys that a configuration may have."""
 
+_TOWER: dict[str, Any] = {
+    **VISION,
+    **{"num_key_value_heads": 2, "depth": 2, "num_heads": 2, "num_layers": 2, "n_layers": 2},
+    **{"embed_dim": 32, "d_model": 32, "width": 32, "head_dim": 16, "layers": 2, "heads": 2},
+    **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64},
+    **{"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64},
+    **{"ffn_dim": 64, "mlp_dim": 64, "attention_dim": 32, "num_position_embeddings": 16},
+    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]},
+    **dict.fromkeys(
+        (
+            *("out_hidden_size", "output_dim", "projector_hidden_size", "projector_input_dim"),
+            *("projector_output_dim", "vision_output_dim"),
+        ),
+        64,
+    ),
+}
+"""Values of the keys that the configuration of a part may have which text does not reach."""
+
+_WHOLE_ANGLES: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": THREE_ROWS | {"partial_rotary_factor": 1.0},
+}
+
 _OTHER: Mapping[str, dict[str, Any]] = {
     "axk1": {"head_dim": 8},
+    "dbrx": {
+        **{"d_model": 64, "n_heads": 4, "n_layers": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), _WHOLE_ANGLES),
+    "kimi_k25": {"head_dim": 8},
+    "longcat_flash": {
+        **{"head_dim": 8, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2},
+        **{"expert_ffn_hidden_size": 48, "ffn_hidden_size": 96},
+    },
+    "moshi": {"sliding_window": MAX_LENGTH},
+    "paddleocr_vl": {"rope_parameters": THREE_ROWS},
+    "step3p7": {"sliding_window": WINDOW},
     "youtu": {"head_dim": 8},
 }
 """What single types need beside these."""
@@ -70,27 +107,77 @@ TYPES = (
     *("granitemoe_swa", "granitemoeshared"),
     *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3"),
     *("iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2"),
-    *("ministral",),
+    *("ministral", "moshi"),
     *("modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo3", "persimmon", "phi", "phimoe"),
     *("qwen2_moe", "seed_oss", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
+    # whose code differs more from that of others
+    *("dbrx", "longcat_flash", "openai-gpt"),
+    # with towers
+    *("aria", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
+    *("deepseek_vl_hybrid", "exaone4_5", "fuyu", "glmasr", "got_ocr2", "granite_docling"),
+    *("granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "lfm3_vl"),
+    *("lighton_ocr", "llava_next_video", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
+    *("minimax_m3_vl", "moss_transcribe_diarize", "ovis2", "phi4_multimodal", "pp_chart2table"),
+    *("qianfan_ocr", "qwen2_audio", "qwen3_5_moe", "qwen3_asr", "video_llama_3", "video_llava"),
+    *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
+    *("step3p7", "vipllava"),
 )
 """Model types beside those of the worker's tests; their configurations need only sizes."""
 
 
 def small_config(model_type: str) -> PretrainedConfig:
     """Return a configuration with two layers, or one for each type of layer that it has."""
-    config_class = CONFIG_MAPPING[model_type]
-    default = config_class()
+    return _small(CONFIG_MAPPING[model_type](), _OTHER.get(model_type, {}), is_text=True)
+
+
+def _small(
+    default: PretrainedConfig, others: Mapping[str, Any], *, is_text: bool
+) -> PretrainedConfig:
+    """Return a configuration of the same type; `others` are values of its text's keys."""
+    text = default.get_text_config(decoder=True)
+    parts = {name: getattr(default, name, None) for name in default.sub_configs}
+    small_parts = {
+        name: _small(part, others, is_text=part.get_text_config(decoder=True) is text).to_dict()
+        for name, part in parts.items()
+        if part is not None
+    }
+    known = set(default.to_dict()) | set(default.attribute_map)
+    own = {key: value for key, value in others.items() if is_text and key in known}
+    if not small_parts or text is default:
+        own = (_text_sizes(default) if is_text else _tower_sizes(default)) | own
+    return type(default)(**_special_tokens(default) | small_parts | own)
+
+
+def _text_sizes(default: PretrainedConfig) -> dict[str, Any]:
     known = set(default.to_dict()) | set(default.attribute_map)
     sizes = {key: value for key, value in _SIZES.items() if key in known}
     if sizes.get("kv_lora_rank"):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if getattr(default, "sliding_window", None) is None:
         sizes.pop("sliding_window", None)
+    if "mrope_section" in (rope := getattr(default, "rope_parameters", None) or {}):
+        sizes["rope_parameters"] = rope | {"mrope_section": THREE_ROWS["mrope_section"]}
     if layer_types := list(dict.fromkeys(getattr(default, "layer_types", None) or ())):
         sizes["num_hidden_layers"] = max(2, len(layer_types))
         sizes["layer_types"] = (layer_types * 2)[: sizes["num_hidden_layers"]]
-    return config_class(**sizes | _OTHER.get(model_type, {}))
+    return sizes
+
+
+def _tower_sizes(default: PretrainedConfig) -> dict[str, Any]:
+    known = set(default.to_dict()) | set(default.attribute_map)
+    return {key: value for key, value in _TOWER.items() if key in known}
+
+
+def _special_tokens(default: PretrainedConfig) -> dict[str, Any]:
+    """Return numbers of tokens that stand for images and such, within the small vocabulary."""
+    large = [
+        key
+        for key, value in default.to_dict().items()
+        if key.endswith(("token_id", "token_index"))
+        and isinstance(value, int)
+        and value >= SHAPE["vocab_size"]
+    ]
+    return {key: SHAPE["vocab_size"] - 1 - number for number, key in enumerate(large)}
 
 
 def _longer(make: Callable[[], PretrainedConfig]) -> Callable[[], PretrainedConfig]:

@@ -19,6 +19,7 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    MllamaConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen2VLConfig,
@@ -158,6 +159,19 @@ VISION_LANGUAGE = (
             vision_config=_SIGLIP,
             image_token_index=500,
             video_token_index=501,
+        ),
+    ),
+    Architecture(
+        "mllama",
+        lambda: MllamaConfig(
+            text_config=_WITHOUT_HEAD_DIM | {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+            vision_config={
+                **{key: VISION[key] for key in ("hidden_size", "num_hidden_layers", "image_size")},
+                **{"num_global_layers": 1, "attention_heads": 2, "intermediate_size": 64},
+                **{"patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0]},
+                **{"max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2]]},
+            },
+            image_token_index=500,
         ),
     ),
     Architecture(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from worker_proc.attention.own_attention import OWN_ATTENTION
 from worker_proc.inputs import StepInputs
@@ -79,8 +79,9 @@ def set_implementation(model: nn.Module, name: str) -> None:
     transformers' own method warns of every part in config.json that has not been built.
     """
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.config._attn_implementation_internal = name
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation_internal = name
 
 
 def has_own_attention(model: nn.Module) -> bool:

@@ -157,7 +157,7 @@ class WholeModel:
 def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
     """Let a model's forward over a packed step be one call."""
     model: Any = loaded.model
-    by_modules = type(model).forward.__get__(model)
+    by_modules = model.forward
     observed = [part for part in (model.base_model, model.get_decoder()) if part is not model]
 
     def forward(
@@ -174,11 +174,14 @@ def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
         return Logits(logits.unsqueeze(0))
 
     model.__dict__["forward"] = forward
+    model.__dict__["forward_by_modules"] = by_modules
 
 
 def uninstall_whole(loaded: LoadedModel) -> None:
     """Let a model's own forward compute its steps again."""
-    loaded.model.__dict__.pop("forward", None)
+    names = loaded.model.__dict__
+    if (by_modules := names.pop("forward_by_modules", None)) is not None:
+        names["forward"] = by_modules
 
 
 def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:

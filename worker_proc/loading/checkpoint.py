@@ -27,6 +27,7 @@ _LEAST: dict[str, int] = {
 """Keys of config.json that hold one integer, and the smallest that makes sense."""
 _UNUSED_BUFFER = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$|(^|\.)decoder\.version$"
+    r"|\.num_batches_tracked$"
 )
 _UNUSED_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$")
 
@@ -143,7 +144,10 @@ def check_stored_dtypes(directory: str, stored: Mapping[str, StoredTensor]) -> N
 
 
 def is_unused_buffer(name: str, tensor: StoredTensor | None) -> bool:
-    """Return whether old versions of transformers stored this tensor, and models compute it now."""
+    """Return whether a tensor is stored that a forward does not read.
+
+    Old versions of transformers stored some that models compute now; batch norms count batches.
+    """
     if _UNUSED_BUFFER.search(name):
         return True
     # Causal masks of GPT-2 and others. A bias that is added has one dimension.

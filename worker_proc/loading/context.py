@@ -5,10 +5,12 @@ LongRoPE does if the engine is asked for a longer context than the original one.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
+
+from worker_proc.kv.kv_groups import LayerSpec
 
 UNBOUNDED_MODEL_LEN = 2**20
 """Of a model without attention whose configuration bounds no positions."""
@@ -45,6 +47,27 @@ def context_length(
             _KEY,
         )
     return length
+
+
+def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> int | None:
+    """Return how long texts are that transformers computes alike with a cache and without.
+
+    None: texts of any length. A cache drops what sliding windows of config.json have passed. Where
+    attention has no such window (Moshi), tokens of longer texts depend on how they are cut.
+    """
+    known = {spec.window for spec in layers}
+    cached = (
+        getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers
+    )
+    lengths = [int(window) for window in cached if window is not None and window not in known]
+    if not lengths:
+        return None
+    _log.info(
+        "the context is %d tokens at most: transformers' cache keeps as many (sliding_window), and"
+        " attention sees all",
+        min(lengths),
+    )
+    return min(lengths)
 
 
 def length_key(text_config: PretrainedConfig) -> str | None:

@@ -25,15 +25,17 @@ from worker_proc.errors import (
 )
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import DTYPES, check_config_files, describe_rejection
-from worker_proc.loading.context import context_length
+from worker_proc.loading.context import certain_length, context_length
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.frequencies import fix_frequencies
 from worker_proc.loading.host_limits import available_memory
+from worker_proc.loading.kept_rows import keep_rows
 from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
 from worker_proc.loading.pooling_model import drop_pooler
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import auto_class, building_without_libraries
+from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.sampling.heads import check_dense
@@ -121,6 +123,9 @@ def _inspect(
     )
     model_len -= probed.position_offset
     model_len = min(model_len, modules.max_seq_length or model_len)
+    if kind is ModelKind.GENERATES:
+        specs = [layer.spec for layer in probed.layers]
+        model_len = min(model_len, certain_length(config, specs) or model_len)
     return InspectedModel(
         config, text_config, probed, model_len, torch_dtype, format, kind, modules
     )
@@ -161,6 +166,8 @@ def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
             drop_pooler(model)
     model.tie_weights()  # which is left out where weights are not initialized
     ignore_padding(model)
+    keep_rows(model)
+    route_uncached(model)
     return cast(PreTrainedModel, model.eval())
 
 

@@ -24,8 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import PoolingType
-from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
-from worker_proc.attention.probe import ProbedLayer, is_within
+from worker_proc.attention.interface import IMPLEMENTATION, paged_attention, set_implementation
+from worker_proc.attention.probe import is_within
+from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import (
     CheckpointError,
     unsupported_failures,
@@ -44,8 +45,9 @@ from worker_proc.loading.inspection import (
     ignore_padding,
     inspect_config,
 )
+from worker_proc.loading.kept_rows import keep_rows
 from worker_proc.loading.model_kind import ModelKind
-from worker_proc.loading.plain_linears import make_linears_plain
+from worker_proc.loading.plain_linears import keep_read, make_linears_plain
 from worker_proc.loading.pooling_model import (
     INNER,
     POOLER,
@@ -60,6 +62,7 @@ from worker_proc.loading.text_model import (
     building_without,
     building_without_libraries,
 )
+from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.quantization.files import QuantizedFiles, WeightFiles
 from worker_proc.quantization.headers import StoredTensor, read_headers
@@ -71,7 +74,7 @@ from worker_proc.runner import ReportProgress
 from worker_proc.sampling.heads import DenseHead, Head, SequenceHead
 
 _OPTIONS: dict[str, Any] = {
-    "attn_implementation": IMPLEMENTATION,
+    "attn_implementation": "eager",  # towers may know transformers' names only
     "local_files_only": True,
     "ignore_mismatched_sizes": True,  # they are reported by name
     "output_loading_info": True,
@@ -208,7 +211,10 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     model = _load_weights(checked, _reader(checked), progress).to(device)
     _release_unused(model, probed.parameters)
     ignore_padding(model)
+    keep_rows(model)
+    route_uncached(model)
     make_linears_plain(model)
+    keep_read(model, probed.read_linears)
     fix_frequencies(model, inspected.model_len)
     give_positions(model, probed.layers, inspected.model_len)
     model = model.eval().requires_grad_(False)
@@ -289,8 +295,6 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
             building_without(unused_modules),
         ):
             options = _OPTIONS | placement
-            if inspected.probed.has_own_attention:  # which has forms by transformers' names only
-                options |= {"attn_implementation": "eager"}
             try:
                 model, info = read(options)
             except NotImplementedError:  # a module computes something while it is built
@@ -312,6 +316,8 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
+    if not inspected.probed.has_own_attention:
+        set_implementation(model, IMPLEMENTATION)
     return model
 
 

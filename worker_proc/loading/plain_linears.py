@@ -5,6 +5,7 @@ and adapted like those of any model.
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,6 +38,16 @@ def make_linears_plain(model: nn.Module) -> None:
             tried[kind] = _is_plain(module)
         if tried[kind]:
             module.__class__ = nn.Linear
+
+
+class ReadLinear(nn.Linear):
+    """A linear layer whose weight the code of other modules reads: it is not packed nor rounded."""
+
+
+def keep_read(model: nn.Module, names: Iterable[str]) -> None:
+    """Let linear layers keep their weights as they are."""
+    for name in names:
+        model.get_submodule(name).__class__ = ReadLinear
 
 
 def _kind(module: nn.Linear) -> _Kind:

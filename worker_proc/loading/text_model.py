@@ -29,13 +29,15 @@ _CONVERSIONS = "get_model_conversion_mapping"
 def auto_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that finds the model for a configuration.
 
-    A configuration with both a causal and a multimodal model gets the causal one.
+    A configuration with both a causal and a multimodal model gets the causal one, if its part for
+    texts has one by itself.
     """
     kind = model_kind(config)
     if kind is not ModelKind.GENERATES:
         return headless_class(config, kind)
     is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
-    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    of_texts = (config, config.get_text_config(decoder=True))
+    is_causal = all(type(one) in AutoModelForCausalLM._model_mapping for one in of_texts)
     return AutoModelForMultimodalLM if is_multimodal and not is_causal else AutoModelForCausalLM
 
 
@@ -51,6 +53,16 @@ class MissingTower(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Fail: text reaches it."""
         raise UnsupportedModel(self._problem)
+
+
+class LeftOut(nn.Module):
+    """Takes the place of a module that text does not reach; models may look for its device."""
+
+    device = torch.device("meta")
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Fail: text reaches it."""
+        raise UnsupportedModel("text reaches a module that was not built")
 
 
 @contextmanager
@@ -90,7 +102,7 @@ def building_without(modules: Collection[str]) -> Iterator[None]:
     def remove_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         for name in modules:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, None)
+            setattr(model.get_submodule(parent), leaf, LeftOut())
         tied = model.all_tied_weights_keys
         model.all_tied_weights_keys = {
             name: source for name, source in tied.items() if not is_within(name, modules)

@@ -24,7 +24,7 @@ from worker_proc.attention.latent_products import (
     TorchProducts,
 )
 from worker_proc.attention.native import can_attend
-from worker_proc.attention.probe import ProbedLayer
+from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel

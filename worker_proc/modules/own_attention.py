@@ -32,7 +32,7 @@ from worker_proc.attention.own_attention import (
     OwnCall,
     OwnMask,
 )
-from worker_proc.attention.probe import ProbedLayer
+from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator

@@ -1,0 +1,227 @@
+"""Takes the place of attention, masks and experts while a model runs without weights.
+
+What a forward asks of them is recorded; see probe.py.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
+from worker_proc.attention.own_attention import OwnCall, OwnMask
+from worker_proc.errors import UnsupportedModel
+from worker_proc.kv.kv_groups import LayerSpec
+
+NUM_PROBE_TOKENS = 8
+
+_HARMLESS_ARGUMENTS = frozenset(
+    {
+        *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
+        *("logits_to_keep", "output_hidden_states", "output_router_logits"),
+        *("position_embeddings", "position_ids"),
+        *("return_dict", "s_aux", "scaling", "sin", "sliding_window", "softcap", "target_dtype"),
+        *("use_cache", "use_top_left_mask"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedMask:
+    """Takes the place of a mask, with what it shows."""
+
+    visible: Visibility
+    problem: str = ""  # raised only if a layer uses the mask
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModel(f"its own code computes with a mask ({name})")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayer:
+    """One attention call of the forward."""
+
+    module_name: str
+    spec: LayerSpec
+    sinks: str | None = None
+    """The parameter that has its sinks, one for each head."""
+    biases: str | None = None
+    """The buffer that has what is added to scores, by head and position of the key."""
+    bias_origin: int | None = None
+    """The column of a row's own key there; see `PagedLayer`."""
+
+
+class _UsedStorages(TorchDispatchMode):
+    """Records the storages of all tensors that are computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._used: set[int] = set()
+
+    def add(self, tensors: Iterable[object]) -> None:
+        self._used.update(
+            leaf.untyped_storage()._cdata for leaf in tensors if isinstance(leaf, torch.Tensor)
+        )
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._used
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.add(tree_leaves((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder:
+    """Takes the place of attention, masks and experts, and records how they are called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[ProbedLayer] = []
+        self.storages = _UsedStorages()
+        self._module_names = {module: name for name, module in model.named_modules()}
+        self._parameters = dict(model.named_parameters())
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
+        self.running: list[nn.Module] = []
+        """The modules whose forward runs, the inner last."""
+        self.called: set[nn.Module] = set()
+        """The modules whose forward ran."""
+        self.experts_names: list[str] = []
+        """Of the mixtures of experts whose place has been taken."""
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        """Record the call, and return an output of the right shape."""
+        name = self._module_names.get(module, type(module).__name__)
+        visible = self._visible(name, module, attention_mask, args, kwargs)
+        batch, num_heads, length, _ = query.shape
+        _, num_kv_heads, key_length, head_dim = key.shape
+        _, num_value_heads, value_length, value_head_dim = value.shape
+        if not length == key_length == value_length == NUM_PROBE_TOKENS:
+            raise UnsupportedModel(f"{name} attends to other tokens than its own row's")
+        if num_heads % num_kv_heads or num_kv_heads != num_value_heads:
+            raise UnsupportedModel(
+                f"{name} has {num_heads} query, {num_kv_heads} key"
+                f" and {num_value_heads} value heads"
+            )
+        shape = (num_heads, num_kv_heads, head_dim, value_head_dim)
+        source = self._source(name, key, value, visible)
+        spec = LayerSpec(
+            *(*shape, visible.window),
+            is_chunked=visible.is_chunked,
+            kv_source=source,
+            is_causal=visible.is_causal,
+        )
+        sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
+        self.layers.append(ProbedLayer(name, spec, sinks))
+        return query.new_empty(batch, length, num_heads, value_head_dim), None
+
+    def own_attention(self, call: OwnCall) -> torch.Tensor:
+        """Record a call of a model's own code, and return an output of the right shape."""
+        module = self.running[-1]
+        name = self._module_names[module]
+        if call.layer != len(self.layers):
+            raise UnsupportedModel(f"{name} stores keys and values in another order than layers")
+        common = [mask.content for mask in call.terms.masks if isinstance(mask, OwnMask)]
+        own = [mask for mask in call.terms.masks if not isinstance(mask, OwnMask)]
+        # What its own masks show is observed when they have values.
+        mask = common[0] if common else ProbedMask(Visibility(None)) if own else None
+        rows = (rows.transpose(0, 1).unsqueeze(0) for rows in (call.query, call.key, call.value))
+        out, _ = self.attention(module, *rows, mask)
+        return out[0]
+
+    def _source(
+        self, name: str, key: torch.Tensor, value: torch.Tensor, visible: Visibility
+    ) -> int | None:
+        """Return the earlier layer whose keys and values a call has, if they are not its own."""
+        self._stored.append((key, value))
+        for index, layer in enumerate(self.layers):
+            earlier_key, earlier_value = self._stored[index]
+            if key is not earlier_key and value is not earlier_value:
+                continue
+            earlier = layer.spec
+            same = Visibility(earlier.window, earlier.is_chunked, earlier.is_causal) == visible
+            if key is earlier_key and value is earlier_value and same:
+                return index
+            raise UnsupportedModel(
+                f"{name} shares keys or values with {layer.module_name}, and attends otherwise"
+            )
+        return None
+
+    def _sinks(self, name: str, sinks: object, num_heads: int) -> str | None:
+        """Return the name of the parameter that a call has for sinks, if it has any."""
+        if sinks is None:
+            return None
+        for parameter_name, parameter in self._parameters.items():
+            if parameter is sinks and parameter.shape == (num_heads,):
+                self.storages.add([parameter])
+                return parameter_name
+        raise UnsupportedModel(f"{name} has attention sinks that are not a parameter of each head")
+
+    @staticmethod
+    def _visible(
+        name: str,
+        module: nn.Module,
+        mask: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Visibility:
+        """Return what a call of plain attention shows; other calls are rejected."""
+        is_causal = getattr(module, "is_causal", True) is not False
+        is_causal = is_causal and kwargs.get("is_causal") is not False
+        if mask is None and not is_causal:
+            mask = ProbedMask(Visibility(None, is_causal=False))
+        if not isinstance(mask, ProbedMask):
+            raise UnsupportedModel(f"{name} does not attend under a causal mask of its own row")
+        if mask.problem:
+            raise UnsupportedModel(f"{name}: {mask.problem}")
+        given = {key for key, value in kwargs.items() if value is not None}
+        unknown = given - _HARMLESS_ARGUMENTS
+        if args or unknown:
+            described = ", ".join(sorted(unknown)) or "positional arguments"
+            raise UnsupportedModel(f"{name} asks for more than attention: {described}")
+        window = kwargs.get("sliding_window")
+        if window is not None and (mask.visible.window is None or mask.visible.is_chunked):
+            raise UnsupportedModel(f"{name} has a sliding window of {window} and a mask without")
+        if mask.visible.is_causal and not is_causal:
+            raise UnsupportedModel(f"{name} is not causal, and has a causal mask")
+        return mask.visible
+
+    @staticmethod
+    def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
+        """Return what a mask shows instead of the mask."""
+        try:
+            return ProbedMask(observe(mask_function))
+        except UnsupportedModel as error:
+            return ProbedMask(Visibility(None), str(error))
+        except Exception as error:
+            return ProbedMask(
+                Visibility(None), f"its mask depends on more than positions ({error})"
+            )
+
+    @staticmethod
+    def own_mask(*, mask_function: MaskFunction, **kwargs: Any) -> OwnMask:
+        """Return a stand-in with what a mask shows."""
+        return OwnMask.make(**kwargs, content=Recorder.mask(mask_function=mask_function))
+
+    def experts(
+        self, module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Record parameters that are computed with; the experts' code branches on values."""
+        self.storages.add(module.parameters())
+        self.experts_names.append(self._module_names[module])
+        return torch.empty_like(hidden)
