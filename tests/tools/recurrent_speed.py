@@ -1,10 +1,10 @@
 """Times recurrent layers on the CPU: `python -m tests.tools.recurrent_speed`.
 
-First the gated delta rule in Qwen3-Next's sizes, and the selective scan in Falcon-Mamba-7B's:
-transformers' functions in PyTorch, and the scan over packed rows. Then the decode of one request at
-several lengths of context: a model of four layers with the sizes of Qwen3-Next and small MLPs, of
-which three have a state and one attends. The contexts are not computed: their keys, values and
-states are what the memory holds.
+First the gated delta rule in Qwen3-Next's sizes, the selective scan in Falcon-Mamba-7B's, and the
+scans of RecurrentGemma-2B and RWKV-4-3B: transformers' functions in PyTorch, and the scan over
+packed rows. Then the decode of one request at several lengths of context: a model of four layers
+with the sizes of Qwen3-Next and small MLPs, of which three have a state and one attends. The
+contexts are not computed: their keys, values and states are what the memory holds.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import Qwen3_5TextConfig
 from transformers.models.mamba import modeling_mamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.rwkv import modeling_rwkv
 from transformers.utils import logging as transformers_logging
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
@@ -30,14 +31,17 @@ from tests.worker.checkpoints import build_checkpoint
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.recurrent.delta_rule import DeltaRule
+from worker_proc.recurrent.gated_recurrence import GatedRecurrence
 from worker_proc.recurrent.selective_scan import SelectiveScan
 from worker_proc.recurrent.state_pool import StatePool
-from worker_proc.recurrent.state_spec import RecurrentSpec
+from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE, StepTexts, Text
+from worker_proc.recurrent.weighted_average import WeightedAverage
 from worker_proc.startup.load_runner import load_model_runner
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
 CHANNELS, STATE_SIZE = 8192, 16
+NARROW_CHANNELS = 2560
 PROMPT_LENGTH = 512
 CONTEXTS = (1_000, 10_000, 100_000)
 NUM_DECODES = 20
@@ -126,6 +130,39 @@ def time_selective_scan(num_tokens: int, library: NativeLibrary) -> None:
     print(f"selective scan, {num_tokens} tokens: transformers {theirs:.2f} ms, here {ours:.2f} ms")
 
 
+@torch.inference_mode()
+def time_channel_scans(num_tokens: int, library: NativeLibrary) -> None:
+    """Print the times of scans whose channels have one number of state, or three."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, others = (
+        torch.randn(num_tokens, NARROW_CHANNELS, generator=generator) for _ in range(2)
+    )
+    decays = torch.sigmoid(others)
+
+    def recurrence(kernels: NativeLibrary | None) -> GatedRecurrence:
+        pool = _pool_of(num_tokens, NARROW_CHANNELS)
+        return GatedRecurrence(pool, pool.tensors[""][0], kernels)
+
+    pool = _pool_of(num_tokens, 3, NARROW_CHANNELS)
+    average = WeightedAverage(pool, pool.tensors[""][0], library)
+    given = (inputs[0], others[0], inputs[None], others[None])
+    in_torch, in_kernel = recurrence(None), recurrence(library)
+    theirs = median_ms(lambda: in_torch(inputs, decays))
+    ours = median_ms(lambda: in_kernel(inputs, decays))
+    print(f"gated recurrence, {num_tokens} tokens: PyTorch {theirs:.2f} ms, here {ours:.2f} ms")
+    theirs = median_ms(lambda: modeling_rwkv.rwkv_linear_attention_cpu(*given))
+    ours = median_ms(lambda: average(*given))
+    print(f"average of RWKV, {num_tokens} tokens: transformers {theirs:.2f} ms, here {ours:.2f} ms")
+
+
+def _pool_of(num_tokens: int, *shape: int) -> StatePool:
+    """Return a pool whose step is one text from its beginning."""
+    spec = RecurrentSpec("", 0, (StateSpec("", shape, is_window=False),))
+    pool = StatePool([spec], 2, BLOCK_SIZE, torch.float32)
+    pool.texts = StepTexts([Text(0, num_tokens, NO_STATE, {1: num_tokens})])
+    return pool
+
+
 def make_runner(directory: Path) -> ModelRunner:
     """Write a checkpoint of four layers, and load it."""
     config = Qwen3_5TextConfig(
@@ -185,6 +222,7 @@ def main() -> None:
     for num_tokens in (PROMPT_LENGTH, 1):
         time_functions(num_tokens, library)
         time_selective_scan(num_tokens, library)
+        time_channel_scans(num_tokens, library)
     with tempfile.TemporaryDirectory() as directory:
         time_decodes(make_runner(Path(directory)))
 

@@ -76,6 +76,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "block_types": ["recurrent", "recurrent", "attention"],
     },
+    "rwkv": _BARE | {"context_length": 256, "intermediate_size": 96, "rescale_every": 1},
     "zamba": {
         **SHAPE,
         **{"num_hidden_layers": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},

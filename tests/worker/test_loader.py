@@ -79,11 +79,10 @@ def change_config(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("idefics", "cannot be prepared (AttributeError"),
         ("blt", "cannot be prepared (AttributeError"),
         ("pi0", "cannot be prepared (AttributeError"),
         ("jetmoe", "its forward over one row of tokens with positions fails (NotImplementedError"),
-        ("longcat_flash", "tokens with positions fails (NotImplementedError"),
+        ("idefics", "tokens with positions fails (ValueError"),
         ("doge", "its own code computes with a mask"),
     ],
 )

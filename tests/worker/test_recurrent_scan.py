@@ -17,12 +17,13 @@ from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.convolution import CausalConvolution
 from worker_proc.recurrent.delta_rule import DeltaRule
-from worker_proc.recurrent.functions import Operation
+from worker_proc.recurrent.gated_recurrence import GatedRecurrence
 from worker_proc.recurrent.mamba2 import Mamba2Scan
 from worker_proc.recurrent.selective_scan import SelectiveScan
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE, StepTexts, Text
+from worker_proc.recurrent.weighted_average import WeightedAverage
 
 LENGTHS = (37, 9, 1, 20)
 NUM_BLOCKS = 40
@@ -30,7 +31,7 @@ KEY_HEADS, HEADS, KEYS, VALUES = 2, 4, 19, 37
 """Neither keys nor values fill whole vectors."""
 CHANNELS, TAPS = 75, 4
 
-Compute = Callable[[Operation, slice], torch.Tensor]
+Compute = Callable[[Any, slice], torch.Tensor]
 """Computes some rows of all texts by an operation: `[T, ...]`."""
 
 
@@ -38,8 +39,10 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-TYPES: dict[str, type[Operation]] = {
+TYPES: dict[str, Callable[..., Any]] = {
+    "average": WeightedAverage,
     "convolution": CausalConvolution,
+    "gated": GatedRecurrence,
     "mamba2": Mamba2Scan,
     "selective": SelectiveScan,
 }
@@ -61,9 +64,11 @@ class Case:
         decay, skip = -rows(HEADS, seed=9).exp(), rows(HEADS, seed=10)
         gates, steps = (rows(1, total, CHANNELS, seed=n).to(dtype) for n in (11, 12))
         channel_decays = -rows(CHANNELS, KEYS, seed=13).exp()
+        channel_gates = torch.sigmoid(steps.float())
+        decay_speeds = rows(CHANNELS, seed=14)
         self.type = TYPES.get(kind, DeltaRule)
 
-        def compute(op: Operation, at: torch.Tensor) -> torch.Tensor:
+        def compute(op: Any, at: torch.Tensor) -> torch.Tensor:
             if kind == "convolution":
                 part = channels[:, at].transpose(1, 2)
                 out = op(part, weight, bias, activation="silu").transpose(1, 2)
@@ -78,6 +83,11 @@ class Case:
                     delta_bias=bias,
                     delta_softplus=True,
                 ).transpose(1, 2)
+            elif kind == "average":
+                logs_of_weights = (channels[:, at].float() * 8.0).to(dtype)
+                out, _ = op(decay_speeds, bias.float(), logs_of_weights, gates[:, at])
+            elif kind == "gated":
+                out = op(channels[0, at].float(), channel_gates[0, at])[None]
             elif kind == "mamba2":
                 out = op(
                     values[:, at],
@@ -110,6 +120,8 @@ class Case:
             shape = TAPS - 1, CHANNELS
         elif kind == "selective":
             shape = -(-CHANNELS // 16), KEYS, 16
+        elif kind in ("average", "gated"):
+            shape = (3, CHANNELS) if kind == "average" else (CHANNELS,)
         self.spec = StateSpec("", shape, is_window=kind == "convolution")
         self.dtype = dtype
 
@@ -117,7 +129,7 @@ class Case:
         return StatePool([RecurrentSpec("m", 1, (self.spec,))], NUM_BLOCKS, 4, self.dtype)
 
 
-KINDS = ("convolution", "delta", "key_decays", "mamba2", "selective")
+KINDS = ("average", "convolution", "delta", "gated", "key_decays", "mamba2", "selective")
 
 
 def computed(

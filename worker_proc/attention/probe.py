@@ -105,6 +105,7 @@ def probe_model(
     offset = 0 if has_output_layer else position_offset(model)
     elsewhere = [*(spec.module_name for spec in recurrent), *recorder.experts_names]
     read = _read_linears(model, used, recorder.called, elsewhere)
+    is_own = is_own and bool(layers)
     return ProbedModel(layers, used, unused_modules, num_weights, recurrent, offset, is_own, read)
 
 

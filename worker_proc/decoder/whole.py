@@ -61,6 +61,9 @@ class Ends(NamedTuple):
     edit: LogitEdit
 
 
+_BY_MODULES = "forward_by_modules"
+
+
 class Logits(NamedTuple):
     """What the forward returns, like that of transformers."""
 
@@ -157,7 +160,7 @@ class WholeModel:
 def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
     """Let a model's forward over a packed step be one call."""
     model: Any = loaded.model
-    by_modules = model.forward
+    by_modules = model.forward  # of the class, or of kept_rows.py
     observed = [part for part in (model.base_model, model.get_decoder()) if part is not model]
 
     def forward(
@@ -173,15 +176,19 @@ def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
         logits = whole.compute(input_ids[0], position_ids[0], logits_to_keep)
         return Logits(logits.unsqueeze(0))
 
-    model.__dict__["forward"] = forward
-    model.__dict__["forward_by_modules"] = by_modules
+    names = model.__dict__
+    if "forward" in names:
+        names[_BY_MODULES] = by_modules
+    names["forward"] = forward
 
 
 def uninstall_whole(loaded: LoadedModel) -> None:
     """Let a model's own forward compute its steps again."""
     names = loaded.model.__dict__
-    if (by_modules := names.pop("forward_by_modules", None)) is not None:
-        names["forward"] = by_modules
+    if _BY_MODULES in names:
+        names["forward"] = names.pop(_BY_MODULES)
+    else:
+        names.pop("forward", None)
 
 
 def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:

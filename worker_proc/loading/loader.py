@@ -218,6 +218,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     fix_frequencies(model, inspected.model_len)
     give_positions(model, probed.layers, inspected.model_len)
     model = model.eval().requires_grad_(False)
+    _rescale(model)
     loaded = LoadedModel(
         model=model,
         layers=probed.layers,
@@ -234,6 +235,14 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         recurrent=probed.recurrent,
     )
     return _with_head(loaded, model, checked)
+
+
+def _rescale(model: PreTrainedModel) -> None:
+    """Let models divide weights that do so in their first forward, when they are packed (RWKV)."""
+    for module in model.modules():
+        rescale: Any = getattr(module, "_rescale_layers", None)
+        if rescale is not None:
+            rescale()
 
 
 def _is_causal(layers: Sequence[ProbedLayer]) -> bool:

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM
 from worker_proc.attention.probe import is_within
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.model_kind import ModelKind, headless_class, model_kind
+from worker_proc.loading.pooling_model import POOLER
 
 _CONVERSIONS = "get_model_conversion_mapping"
 
@@ -102,7 +103,8 @@ def building_without(modules: Collection[str]) -> Iterator[None]:
     def remove_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         for name in modules:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, LeftOut())
+            # Encoders ask whether there is a pooler, and call it.
+            setattr(model.get_submodule(parent), leaf, None if leaf == POOLER else LeftOut())
         tied = model.all_tied_weights_keys
         model.all_tied_weights_keys = {
             name: source for name, source in tied.items() if not is_within(name, modules)

@@ -20,10 +20,12 @@ from worker_proc.native.build import library_path, prebuilt_path
 from worker_proc.native.recurrence import (
     ConvolutionArgs,
     GatedNormArgs,
+    GatedRecurrenceArgs,
     HeadRowsArgs,
     RecurrentTexts,
     ScanArgs,
     SelectiveScanArgs,
+    WeightedAverageArgs,
 )
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -50,6 +52,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_prepare_heads": (_POINTER,),
     "troika_scan": (_POINTER, _POINTER),
     "troika_selective_scan": (_POINTER, _POINTER),
+    "troika_gated_recurrence": (_POINTER, _POINTER),
+    "troika_weighted_average": (_POINTER, _POINTER),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
     "troika_compact_bytes": (_INT, _POINTER, _POINTER),
@@ -495,6 +499,14 @@ class NativeLibrary:
     def selective_scan(self, scan: SelectiveScanArgs, texts: RecurrentTexts) -> None:
         """Scan the channels of each text, and save the states at its cuts."""
         self._library.troika_selective_scan(ctypes.byref(scan), ctypes.byref(texts))
+
+    def gated_recurrence(self, scan: GatedRecurrenceArgs, texts: RecurrentTexts) -> None:
+        """Scan the channels of each text, and save the states at its cuts."""
+        self._library.troika_gated_recurrence(ctypes.byref(scan), ctypes.byref(texts))
+
+    def weighted_average(self, scan: WeightedAverageArgs, texts: RecurrentTexts) -> None:
+        """Scan the channels of each text, and save the states at its cuts."""
+        self._library.troika_weighted_average(ctypes.byref(scan), ctypes.byref(texts))
 
     def pack(
         self,

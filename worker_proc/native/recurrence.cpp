@@ -1,5 +1,6 @@
 // Causal convolutions and recurrent states of one module; called by worker_proc/recurrent.
 
+#include "channel_scan.h"
 #include "recurrence.h"
 #include "selective_scan.h"
 
@@ -45,4 +46,15 @@ extern "C" void troika_scan(const Scan* s, const RecurrentTexts* texts) {
 // out = Σ query · state + skip · input, times SiLU(gate); a step is softplus(step + bias).
 extern "C" void troika_selective_scan(const SelectiveScan* s, const RecurrentTexts* texts) {
   s->is_bf16 ? selective_scan<Bf16>(*s, *texts) : selective_scan<float>(*s, *texts);
+}
+
+// For each token and channel: state = decay · state + input, and out = state.
+extern "C" void troika_gated_recurrence(const GatedRecurrence* g, const RecurrentTexts* texts) {
+  gated_recurrence(*g, *texts);
+}
+
+// For each token and channel: the average of the values so far, weighted by exp(key) · exp(decay) to
+// the power of their distance; the token's own weight is exp(key + bonus).
+extern "C" void troika_weighted_average(const WeightedAverage* w, const RecurrentTexts* texts) {
+  w->is_bf16 ? weighted_average<Bf16>(*w, *texts) : weighted_average<float>(*w, *texts);
 }

@@ -70,3 +70,18 @@ class SelectiveScanArgs(ctypes.Structure):
         *_fields("input_stride step_stride key_stride query_stride gate_stride", _LONG),
         *_fields("num_channels num_keys is_bf16", _INT),
     )
+
+
+class GatedRecurrenceArgs(ctypes.Structure):
+    """`GatedRecurrence` of channel_scan.h."""
+
+    _fields_ = (*_fields("inputs decays states out", _POINTER), ("num_channels", _INT))
+
+
+class WeightedAverageArgs(ctypes.Structure):
+    """`WeightedAverage` of channel_scan.h."""
+
+    _fields_ = (
+        *_fields("keys values decays bonuses states out", _POINTER),
+        *_fields("num_channels is_bf16", _INT),
+    )

@@ -12,10 +12,10 @@ from torch import nn
 
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.convolution import CausalConvolution
+from worker_proc.recurrent.gated_recurrence import GatedRecurrence
 from worker_proc.recurrent.rowwise import RowwiseFunctions
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
-from worker_proc.recurrent.step_texts import NO_STATE
 
 _CHILDREN = {"act_fn", "conv_1d", "linear_out", "linear_x", "linear_y", "rg_lru"}
 
@@ -46,15 +46,14 @@ class GriffinLayer:
         self.plain_products: Sequence[str] = ()
         self._block: Any = module
         self._library = library
-        self._pool: StatePool | None = None
         self._convolution: CausalConvolution | None = None
-        self._states = torch.empty(0)
+        self._recurrence: GatedRecurrence | None = None
 
     def attach(self, pool: StatePool) -> None:
         """Compute with the states of a pool from now on."""
-        windows, self._states = pool.tensors[self.spec.module_name]
+        windows, states = pool.tensors[self.spec.module_name]
         self._convolution = CausalConvolution(pool, windows, self._library)
-        self._pool = pool
+        self._recurrence = GatedRecurrence(pool, states, self._library)
 
     def forward(
         self, hidden: torch.Tensor, *, position_ids: torch.Tensor, **others: Any
@@ -77,19 +76,7 @@ class GriffinLayer:
     def _scan(
         self, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Take the place of the module's scan, of `[1, T, num_channels]`.
-
-        Products and sums of single values have the same bits in all tensors.
-        """
-        assert self._pool is not None
-        rows, decays = hidden_states[0].float(), recurrent_gate[0].float()
-        out = torch.empty_like(rows)
-        for text in self._pool.texts_with(len(rows)):
-            state = torch.zeros_like(rows[0])
-            if text.source != NO_STATE:
-                state = self._states[text.source]
-            for row in range(text.first_row, text.first_row + text.num_rows):
-                state = torch.add(state * decays[row], rows[row], out=out[row])
-            for block, end in text.cuts.items():
-                self._states[block] = out[text.first_row + end - 1]
+        """Take the place of the module's scan, of `[1, T, num_channels]`."""
+        assert self._recurrence is not None
+        out = self._recurrence(hidden_states[0].float(), recurrent_gate[0].float())
         return out.to(hidden_states.dtype).unsqueeze(0), None

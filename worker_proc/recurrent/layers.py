@@ -10,6 +10,7 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.functions import RecurrentLayer
 from worker_proc.recurrent.griffin import GriffinLayer, is_griffin
 from worker_proc.recurrent.lightning import LightningLayer, is_lightning
+from worker_proc.recurrent.rwkv import RwkvLayer, is_rwkv
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
@@ -38,6 +39,8 @@ def make_layer(
         return LightningLayer(module, spec, library)
     if is_griffin(module):
         return GriffinLayer(module, spec, library)
+    if is_rwkv(module):
+        return RwkvLayer(module, spec, library)
     return RecurrentLayer(module, spec, library)
 
 

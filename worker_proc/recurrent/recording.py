@@ -11,6 +11,7 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent
 from worker_proc.recurrent.griffin import griffin_spec, is_griffin
 from worker_proc.recurrent.lightning import is_lightning, lightning_spec
+from worker_proc.recurrent.rwkv import is_rwkv, rwkv_spec
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 
@@ -71,4 +72,6 @@ def _spec_by_parts(module: nn.Module, name: str) -> RecurrentSpec | None:
     """Return the states of a module that is known by its parts."""
     if is_lightning(module):
         return lightning_spec(module, name)
+    if is_rwkv(module):
+        return rwkv_spec(module, name)
     return griffin_spec(module, name) if is_griffin(module) else None
