@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     PretrainedConfig,
-    RwkvConfig,
     T5Config,
     modeling_utils,
+    xLSTMConfig,
 )
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
@@ -159,7 +159,10 @@ Refusal = tuple[Callable[[], PretrainedConfig], str]
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED: dict[str, Refusal] = {
     "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
-    "linear_attention": (lambda: RwkvConfig(**SMALL), "2 layers call the attention interface"),
+    "linear_attention": (
+        lambda: xLSTMConfig(**SMALL, num_heads=4),
+        "2 layers call the attention interface",
+    ),
 }
 
 
