@@ -9,7 +9,6 @@ _WITHOUT_EFFECT = frozenset(
     {
         "disable_custom_all_reduce",
         "disable_log_stats",
-        "enforce_eager",
         "swap_space",
         "trust_remote_code",
     }

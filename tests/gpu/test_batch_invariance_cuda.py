@@ -1,4 +1,4 @@
-"""With --batch-invariant a row on a GPU has the same bits in every batch: products, whole models."""
+"""With --batch-invariant a row on a GPU has the same bits, and tokens, in every batch."""
 
 from pathlib import Path
 

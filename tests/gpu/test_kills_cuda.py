@@ -1,4 +1,7 @@
-"""A request on a GPU continues exactly after kill -9 of the worker and of the core, in fp32."""
+"""A request on a GPU continues exactly after kill -9 of the worker and of the core.
+
+In float32, and in bfloat16 with batch invariance.
+"""
 
 import json
 import threading
@@ -34,11 +37,14 @@ def complete(engine: Engine) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-def test_requests_continue_exactly() -> None:
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_requests_continue_exactly(is_invariant: bool) -> None:
     with EngineFactory() as start_engine:
-        flags = ("--device", "cuda", "--dtype", "float32")
-        engine = start_engine(*flags, model="demo", timeout_s=START_S)
-        engine.readiness()
+        flags = (
+            ("--dtype", "bfloat16", "--batch-invariant") if is_invariant else ("--dtype", "float32")
+        )
+        engine = start_engine("--device", "cuda", *flags, model="demo", timeout_s=START_S)
+        assert engine.readiness()["exact_resume"] == is_invariant
         expected = complete(engine)
         assert len(expected) == BODY["max_tokens"]
         for role in (Role.WORKER, Role.CORE):

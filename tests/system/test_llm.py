@@ -645,7 +645,9 @@ def test_arguments_of_vllm_become_settings() -> None:
         "tokenizer": Path("/t"),
         "trust_remote_code": True,
     }
-    model = engine_config("m", arguments).model
+    config = engine_config("m", arguments)
+    model = config.model
+    assert config.worker.enforce_eager
     assert (model.model, model.tokenizer, model.dtype) == ("m", "/t", Dtype.FLOAT16)
     assert (model.max_model_len, model.seed) == (512, 0)
     assert engine_config("m", {"seed": 7}).model.seed == 7

@@ -1,6 +1,7 @@
 """What a start reports: capacity, attention path, a missing compiler; and what it refuses."""
 
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -103,6 +104,40 @@ def test_a_gpu_without_triton_is_refused(name: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedModel, match=r"Triton.* pip install triton, or use --device cpu"):
         resolve_device(name)
     assert resolve_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [
+        (None, r"Triton needs a C compiler, and gcc or clang is missing; install gcc, or set CC"),
+        ("no-such-compiler", r"Triton needs a C compiler, and no-such-compiler is missing"),
+    ],
+)
+def test_a_gpu_without_a_c_compiler_is_refused(
+    variable: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would fail at its first kernel, in the midst of the load."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CC", variable)
+    with pytest.raises(UnsupportedModel, match=rf"^device cuda: {reason}.* or use --device cpu$"):
+        resolve_device("cuda")
+
+
+def test_a_gpu_without_pythons_headers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(UnsupportedModel, match=rf"Triton needs {tmp_path}/Python\.h, which is"):
+        resolve_device("cuda")
+    (tmp_path / "Python.h").touch()
+    assert resolve_device("cuda").type == "cuda"
 
 
 def test_weights_larger_than_memory_are_refused_before_they_are_read() -> None:

@@ -55,3 +55,12 @@ def test_the_worst_steps_are_computed(tmp_path: Path, monkeypatch: pytest.Monkey
     chunk = (LONGEST - (NUM_TOKENS - len(decodes)), LONGEST)
     assert steps == [[*decodes, chunk], [(0, NUM_TOKENS)]]
     assert rows == [("sampled", NUM_SEQS), ("described", NUM_TOKENS)]
+
+
+def test_a_cache_on_a_gpu_has_whole_steps() -> None:
+    """So a worker that replaces another has as many blocks, though others use a little more."""
+    step = memory.CUDA_STEP_BYTES
+    assert (
+        memory.whole_steps(9 * step + 70_000_000) == memory.whole_steps(9 * step + 12) == 9 * step
+    )
+    assert memory.whole_steps(-5) == memory.whole_steps(step - 1) == 0

@@ -19,6 +19,7 @@ from worker_proc.sampling.sampler import Sampler
 DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
 CUDA_MARGIN_BYTES = 1024**3
 """Left free for what is allocated later: CUDA graphs, and what the allocator cannot use."""
+CUDA_STEP_BYTES = 128 * 1024**2
 NUM_TOP_LOGPROBS = 20
 _WORST_SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=NUM_TOP_LOGPROBS
@@ -47,7 +48,16 @@ def available_cache_bytes(
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
-    return max(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES, 0)
+    return whole_steps(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES)
+
+
+def whole_steps(num_bytes: int) -> int:
+    """Round down what a cache may have, so that a small difference does not show.
+
+    A worker that takes the place of another must have as many blocks, though the memory that others
+    use is never quite the same.
+    """
+    return max(num_bytes, 0) // CUDA_STEP_BYTES * CUDA_STEP_BYTES
 
 
 def most_cache_bytes(device: torch.device, config: EngineConfig) -> int:

@@ -2,6 +2,9 @@
 
 import importlib.util
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -20,12 +23,26 @@ def resolve_device(name: str) -> torch.device:
             "device cuda: PyTorch finds no CUDA device; check nvidia-smi and that PyTorch was"
             " installed with CUDA, or use --device cpu"
         )
-    if name == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UnsupportedModel(
-            "device cuda: its kernels need Triton, which PyTorch's builds for CUDA install, and it"
-            " is missing; run pip install triton, or use --device cpu"
-        )
+    if name == "cuda" and (missing := _missing_part()):
+        raise UnsupportedModel(f"device cuda: {missing}, or use --device cpu")
     return torch.device(name)
+
+
+def _missing_part() -> str:
+    """Return what Triton needs and is not there, with how to get it; empty: all is there."""
+    if importlib.util.find_spec("triton") is None:
+        return (
+            "its kernels need Triton, which PyTorch's builds for CUDA install, and it is missing;"
+            " run pip install triton"
+        )
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        found = " or ".join(compilers)
+        return f"Triton needs a C compiler, and {found} is missing; install gcc, or set CC"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        return f"Triton needs {header}, which is missing; install Python's headers (python3-dev)"
+    return ""
 
 
 def prepare_device(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch
 from worker_proc.attention.interface import PagedLayer, Scoring
 from worker_proc.cuda.attention import PagedStep
 from worker_proc.cuda.page_table import PageTable, page_table
+from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.mirror import ScheduledRequest
 
 WORKSPACE_BYTES = 384 * 2**20
@@ -44,7 +45,11 @@ class FlashInferAttention:
         self, block_size: int, max_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Import the library. Takes the most blocks of a request, and the type of its rows."""
-        self._library: Any = importlib.import_module("flashinfer")
+        try:
+            self._library: Any = importlib.import_module("flashinfer")
+        except Exception as error:  # whatever a library of its own may raise
+            reason = f"its import fails ({describe(error)})"
+            raise UnsupportedModel(f"attention_backend flashinfer: {reason}") from error
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._dtype = dtype
@@ -148,9 +153,10 @@ class FlashInferAttention:
                 "paged_kv_indices_buffer": self._static_indices_of(view, size),
                 "paged_kv_last_page_len_buffer": last_page_len,
             }
-        # With tensor cores the kernels are those for prompts, for any number of query heads.
+        # With tensor cores the kernels are those for prompts, for any number of query heads. Those
+        # of FlashAttention 2 divide contexts, and always alike as far as a graph is concerned.
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, LAYOUT, use_tensor_cores=True, **buffers
+            self._workspace, LAYOUT, use_tensor_cores=True, backend="fa2", **buffers
         )
 
     def _static_indices_of(self, view: _View, size: int) -> torch.Tensor:

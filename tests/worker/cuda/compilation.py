@@ -20,12 +20,14 @@ from worker_proc.cuda import (
     swap_kernels,
 )
 from worker_proc.cuda.attention import choose_tiles
+from worker_proc.cuda.attention_kernels import BY_PART
 from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
 from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 from worker_proc.cuda.device_sampler import FEED_TILE
 from worker_proc.cuda.products import TILE_BYTES, TILE_OUTPUTS, TILE_ROWS
 from worker_proc.cuda.swap import TILE_WORDS
 from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.native.kernels import Activation, Rotation
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TARGETS = [GPUTarget("cuda", capability, 32) for capability in (80, 90)]
@@ -33,12 +35,14 @@ MAX_SHARED_BYTES = 99 * 1024  # of a program on the smallest devices since 8.0
 HEADS = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 16}
 PADDED_HEADS = {"PADDED_HEADS": 16, "PADDED_KV_HEADS": 8}
 FLAGS = {"HAS_SOFTCAP": True, "HAS_SINKS": True, "ROUNDS_FIRST": True, "ROTATION": 0}
+PLAIN = FLAGS | {"HAS_SOFTCAP": False, "HAS_SINKS": False}
 FLOATS = {"scale", "softcap", "factor", "added_epsilon", "epsilon"}
 INT_ARRAYS = {"table", "first_rows", "starts", "table_rows", "kept_from", "lines", "positions"}
 INT_ARRAYS |= {"nearby"}
 LONG_ARRAYS = {"parameters", "chosen", "token_ids", "tensors", "block_ids"}
 FLOAT_ARRAYS = {"partial_out", "partial_stats", "sinks", "added_weight", "weight"}
 FLOAT_ARRAYS |= {"query_norm", "key_norm"}
+UNALIGNED = {*BY_PART, "num_rows", "num_splits", "num_tokens", "num_blocks", "lines", "positions"}
 STRIDES = {"query_strides", "key_strides", "value_strides"}
 INTS = {"num_parts", "num_splits", "size", "hidden_stride", "added_stride", "out_stride"}
 INTS |= {"num_rows", "logits_stride", "vocab_size", "num_tokens", "num_blocks"}
@@ -60,16 +64,28 @@ def _type(name: str, dtype: str) -> Any:
     return "i32" if name in INTS else f"*{dtype}"
 
 
+def _is_aligned(name: str) -> bool:
+    """Return whether a launch finds a pointer or stride to be a multiple of 16."""
+    return name not in UNALIGNED and name not in FLOATS
+
+
 def compile_for(kernel: Any, dtype: str, sizes: dict[str, Any]) -> None:
-    """Compile one variant for all targets; an error ends the program."""
+    """Compile one variant for all targets, as it is launched; an error ends the program.
+
+    Alignment counts: only with it are loads of the next tile begun early, which takes memory.
+    """
     signature, constants = {}, {}
+    aligned = {}
     for place, name in enumerate(kernel.arg_names):
         if name.isupper():
             signature[name], constants[(place,)] = "constexpr", sizes[name]
         else:
             signature[name] = _type(name, dtype)
+            if _is_aligned(name):
+                parts = [(place, 0), (place, 1)] if name in STRIDES else [(place,)]
+                aligned |= {part: [["tt.divisibility", 16]] for part in parts}
     for target in TARGETS:
-        compiled = compile_kernel(ASTSource(kernel, signature, constants), target=target)
+        compiled = compile_kernel(ASTSource(kernel, signature, constants, aligned), target=target)
         shared = compiled.metadata.shared
         name = f"{kernel.__name__} {dtype} for {target.arch}"
         print(f"{name}: {shared} bytes of shared memory", flush=True)
@@ -92,7 +108,8 @@ def compile_attention(dtype: str, dim: int, group: int) -> None:
             "NUM_HEADS": group,
             "NUM_KV_HEADS": 1,
         }
-        compile_for(attention_kernels.attend_kernel, dtype, HEADS | FLAGS | _dims(dim) | tile)
+        flags = FLAGS if dim == MAX_HEAD_DIM else PLAIN
+        compile_for(attention_kernels.attend_kernel, dtype, HEADS | flags | _dims(dim) | tile)
 
 
 def main() -> None:
@@ -109,13 +126,16 @@ def main() -> None:
     compile_for(attention_kernels.combine_kernel, "bf16", usual)
     compile_for(attention_kernels.store_kernel, "bf16", usual)
     for head_norm in (0, 1, 2):
-        sizes = usual | {"HEAD_NORM": head_norm, "ROTATION": head_norm % 2}
+        sizes = usual | {"HEAD_NORM": head_norm, "ROTATION": head_norm}
+        if head_norm == Rotation.NONE:
+            sizes |= {"NUM_ROTATED": 0}
         compile_for(pointwise_kernels.rotate_and_store_kernel, "bf16", sizes)
     norm = {"ADDS": True, "NORMS_ADDED": True, "SCALES_ADDED": True, "NORMS": True}
     norm |= {"SIZE": 1024, "PADDED_SIZE": 1024, "ADDED_ROUNDS_FIRST": True}
     compile_for(pointwise_kernels.norm_kernel, "bf16", usual | norm)
-    activation = {"ACTIVATION": 0, "MULTIPLIES": True, "TILE": 1024}
-    compile_for(pointwise_kernels.activate_kernel, "bf16", activation)
+    for activation in Activation:
+        sizes = {"ACTIVATION": int(activation), "MULTIPLIES": not activation, "TILE": 1024}
+        compile_for(pointwise_kernels.activate_kernel, "bf16", sizes)
     tiles = {"TILE_ROWS": TILE_ROWS, "TILE_OUTPUTS": TILE_OUTPUTS, "HAS_BIAS": True}
     for dtype, kind in DTYPES.items():
         sizes = tiles | {"NUM_INPUTS": 1024, "NUM_OUTPUTS": 3000}

@@ -161,8 +161,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__(workspace, kv_layout)
+        assert backend == "fa2", "others may choose otherwise at the next plan of a graph"
         assert use_tensor_cores, "other kernels know some numbers of query heads only"
         if use_cuda_graph:
             assert paged_kv_indptr_buffer is not None

@@ -1,6 +1,7 @@
 """FlashInfer attends over the engine's blocks; a stand-in checks each call and computes."""
 
 import math
+import sys
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,13 @@ def test_a_backend_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel, match=r"not installed; run pip install 'troika\[flash"):
         choose_attention([LAYER], DTYPE, CUDA, wanting(AttentionName.FLASHINFER))
+
+
+def test_a_library_that_cannot_be_imported_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    reason = r"^attention_backend flashinfer: its import fails \(ModuleNotFoundError"
+    with pytest.raises(UnsupportedModel, match=reason):
+        flashinfer()
 
 
 def test_triton_is_chosen_where_it_covers_a_model() -> None:
