@@ -282,8 +282,9 @@ class AsyncEngineClient:
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
         """Have the workers load an adapter, or check it where they have no room; errors as `pause`.
 
-        Returns what is wrong with it; empty: requests can use it. RequestFailed: it was not tried,
-        as the engine is starting, too many are being loaded, or its load has killed workers.
+        One that is refused, because workers died of its load, is tried again. Returns what is wrong
+        with it; empty: requests can use it. RequestQuarantined: workers died of this load, too.
+        RequestFailed: it was not tried, as the engine is starting or too many are being loaded.
         """
         done = await self._ask(timeout_s, ControlAction.LOAD_ADAPTER, adapter=adapter)
         if done.error and done.code is not ErrorCode.INVALID:

@@ -27,7 +27,7 @@ class Overloaded(RequestFailed):
 
 
 class RequestQuarantined(RequestFailed):
-    """The request has killed workers whenever it ran; it is refused for some time."""
+    """Workers have died of the request, or of loads of its adapter; it is refused for some time."""
 
 
 class EngineFailed(RequestFailed):

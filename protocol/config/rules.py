@@ -123,6 +123,10 @@ def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
     yield kept < lora.max_loras, f"max_cpu_loras {kept} must be at least max_loras {lora.max_loras}"
     is_on = lora.enable_lora
     yield bool(lora.lora_modules) and not is_on, "lora_modules needs enable_lora"
+    yield (
+        is_on and config.parallel.tensor_parallel_size > 1,
+        "enable_lora needs tensor_parallel_size 1: one rank answers when an adapter is loaded",
+    )
     for text in lora.lora_modules:
         try:
             name = parse_lora_module(text).name

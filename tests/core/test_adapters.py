@@ -5,7 +5,7 @@ import pytest
 
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import prefix_root
-from core_proc.links.adapters import MAX_LOADS
+from core_proc.links.adapters import MAX_LOADS, MAX_SENT
 from core_proc.recovery.adapter_trials import MAX_KNOWN, REFUSED_POINTS, AdapterTrials
 from core_proc.recovery.quarantine import Stage, fingerprint
 from core_proc.request import Request
@@ -425,15 +425,35 @@ def test_cores_that_die_alone_make_no_suspect() -> None:
 def test_a_cause_that_is_known_late_does_not_count_against_a_load_that_has_ended() -> None:
     engine = make_engine()
     engine.add(CLIENT, adapted(1, A))
-    for _ in range(10):
-        engine.take_adapters()
-        engine.lose_workers()
-        engine.adopt_workers(FACTS)
-        load_all(engine)
-        engine.attribute_death()
-        engine.lose_workers()
-        engine.adopt_workers(FACTS)
+    engine.add(CLIENT, add(2))
+    engine.take_adapters()
+    engine.lose_workers()
+    engine.adopt_workers(FACTS)
+    load_all(engine)
+    engine.attribute_death()
+    engine.lose_workers()
+    engine.adopt_workers(FACTS)
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    assert names(scheduled(engine)) == [2], "it is not a suspect"
+
+
+def test_only_a_death_in_a_load_alone_refuses_an_adapter() -> None:
+    """The cause of a first death is known when the next workers load both beside a step."""
+    engine = make_engine(max_loras=2)
+    engine.add(CLIENT, adapted(1, A))
+    engine.add(CLIENT, adapted(2, B))
+    engine.add(CLIENT, add(3))
+    engine.take_adapters()
+    engine.lose_workers()
+    engine.adopt_workers(FACTS)
+    assert engine.take_adapters() == [LoadAdapter(A), LoadAdapter(B)]
+    assert names(scheduled(engine)) == [3]
+    engine.attribute_death(in_step=False)
+    die(engine)
     assert refusals(engine) == {}
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    die(engine)
+    assert refusals(engine) == {1: ErrorCode.QUARANTINED}
 
 
 def test_the_number_of_adapters_that_are_remembered_is_bounded() -> None:
@@ -476,6 +496,36 @@ def test_a_request_and_not_the_adapter_that_was_loaded_meanwhile_is_found() -> N
     assert refusals(engine) == {1: ErrorCode.QUARANTINED}
     assert deaths <= 4
     assert not engine.has_unfinished
+
+
+def test_an_adapter_is_loaded_beside_no_step_while_a_request_is_searched_for() -> None:
+    engine = make_engine()
+    for number in range(4):
+        engine.add(CLIENT, add(number, prompt=[5, 6, number]))
+    scheduled(engine)
+    die(engine, in_step=True)
+    step = scheduled(engine)
+    engine.add(CLIENT, adapted(9, A))
+    assert engine.take_adapters() == []
+    assert engine.schedule() is None
+    engine.update(answer(engine, step))
+    assert engine.take_adapters() == [LoadAdapter(A)]
+    assert engine.schedule() is None
+    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    assert engine.schedule() is not None
+
+
+def test_no_more_loads_are_sent_than_a_link_may_queue() -> None:
+    engine = make_engine(max_loras=10)
+    adapters = [Adapter(str(i), f"/{i}", bytes([i + 1]) * 32) for i in range(10)]
+    for number, adapter in enumerate(adapters):
+        engine.add(CLIENT, adapted(number, adapter))
+    sent = engine.take_adapters()
+    for adapter in adapters:
+        assert sent.pop(0) == LoadAdapter(adapter)
+        assert len(sent) < MAX_SENT
+        engine.adapter_loaded(AdapterLoaded(adapter.adapter_id))
+        sent += engine.take_adapters()
 
 
 def done(engine: EngineCore) -> list[tuple[int, bool, str]]:

@@ -90,6 +90,10 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"enable_kv_events": True, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"max_model_len": 10, "long_prefill_token_threshold": 20}, "at most max_model_len 10"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        (
+            {"model": "null", "enable_lora": True, "tensor_parallel_size": 2},
+            "enable_lora needs tensor_parallel_size 1",
+        ),
         ({"max_num_batched_tokens": None}, "must have a value"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy.*fcfs"),
         ({"victim_choice": "random"}, "--victim-choice.*cheapest"),
