@@ -20,7 +20,7 @@ namespace {
 // of its second one, and the lower byte the others.
 struct CompactPanels {
   static constexpr bool kAreCodes = true, kMakesVectors = true;
-  static constexpr int64_t kMostCodedRows = 256;
+  static constexpr int64_t kMostCodedRows = std::numeric_limits<int64_t>::max();
   static constexpr int64_t kUnitInputs = 2;
   static constexpr int kQuarters = 4, kQuarterLines = 3, kQuarterVectors = kUnitStep / kQuarters;
   static constexpr int64_t kBytes = kQuarters * kQuarterLines * kLine;  // of a tile
@@ -76,9 +76,10 @@ struct CompactPanels {
         : lines(w.codes + pair * w.pair_bytes() + unit / kUnitStep * 2 * kBytes),
           table(table_of(w.beside(pair))) {}
 
-    [[gnu::always_inline]] VecBits vector(int quarter, int v, int half) const {
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      const int quarter = number / kQuarterVectors;
       const uint8_t* const at = lines + half * kBytes + quarter * kQuarterLines * kLine;
-      return unpacked(at, v, table);
+      return unpacked(at, number % kQuarterVectors, table);
     }
 
     const uint8_t* const lines;

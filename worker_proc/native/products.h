@@ -125,13 +125,13 @@ template <typename T, int R, int P, class W>
     if constexpr (W::kMakesVectors)
       if (!w.has_exceptions(pair, first)) {
         static_assert(P == 2);
-        constexpr int kVectors = W::kQuarterVectors;
+        constexpr int kVectors = 4;  // made by the same instructions in each part of a step
         const typename W::Step step(w, pair, first);
 #pragma GCC unroll 1
-        for (int quarter = 0; quarter < W::kQuarters; quarter++) {
+        for (int part = 0; part < kUnitStep; part += kVectors) {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; v++) {
-            const VecBits low = step.vector(quarter, v, 0), high = step.vector(quarter, v, 1);
+            const VecBits low = step.vector(part + v, 0), high = step.vector(part + v, 1);
 #pragma GCC unroll 32
             for (int r = 0; r < R; r++) {
               const Unit x = inputs[r / kRowsPerPointer][r % kRowsPerPointer * rows.stride + v];
@@ -272,29 +272,6 @@ void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. After a pair, the thread
-// reads the next one; or probably the one at a distance from it, if other threads take those between.
-template <typename T, class W, class Out>
-void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                           int64_t last_pair, const Out& out, int64_t distance = 1) {
-  const int64_t num_rows = last_row - row;
-  if (num_rows == 0) return;
-  WeightsAhead none;
-  if (kPairsOfOneRow > 1 && num_rows == 1)
-    for (; pair + kPairsOfOneRow <= last_pair; pair += kPairsOfOneRow)
-      multiply_rows<T>(w, rows, row, 1, pair, kPairsOfOneRow, none, out);
-  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
-  const int64_t last_ahead = distance == 1 ? last_pair : w.num_pairs;
-  for (; pair < last_pair; pair++) {
-    WeightsAhead ahead = weights_ahead(w, pair + distance, last_ahead, num_tiles);
-    for (int64_t tile = 0; tile < num_tiles; tile++) {
-      const int64_t first = row + num_rows * tile / num_tiles;
-      const int64_t last = row + num_rows * (tile + 1) / num_tiles;
-      multiply_rows<T>(w, rows, first, static_cast<int>(last - first), pair, 1, ahead, out);
-    }
-  }
-}
-
 // Memory of a thread for units, one for each use.
 template <class Use>
 Unit* space_for(int64_t num_units) {
@@ -309,6 +286,52 @@ Unit* space_for(int64_t num_units) {
     space.reset(::operator new(size * sizeof(Unit), std::align_val_t{64}));
   }
   return static_cast<Unit*>(space.get());
+}
+
+// Rows [row, row + num_rows) of a pair, in tiles [tile, num_tiles) of few rows each.
+template <typename T, class W, class Out>
+void multiply_tiles_of(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t tile,
+                       int64_t num_tiles, int64_t pair, WeightsAhead& ahead, const Out& out) {
+  for (; tile < num_tiles; tile++) {
+    const int64_t first = row + num_rows * tile / num_tiles;
+    const int64_t last = row + num_rows * (tile + 1) / num_tiles;
+    multiply_rows<T>(w, rows, first, static_cast<int>(last - first), pair, 1, ahead, out);
+  }
+}
+
+// Rows of a pair. Where vectors of units are made in registers, the first tile keeps them for the others.
+template <typename T, class W, class Out>
+void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t num_tiles,
+                   int64_t pair, WeightsAhead ahead, const Out& out) {
+  if constexpr (W::kMakesVectors)
+    if (num_tiles > 1) {
+      const KeptUnits<W> kept{w, space_for<KeptUnits<W>>(kPairOutputs * w.num_units)};
+      multiply_tiles_of<T>(kept, rows, row, num_rows / num_tiles, 0, 1, pair, ahead, out);
+      const auto out_of_pair = [&](int64_t r, int64_t, auto low, auto high) {
+        out(r, pair, low, high);
+      };
+      return multiply_tiles_of<T>(kept.panels(), rows, row, num_rows, 1, num_tiles, 0, ahead,
+                                  out_of_pair);
+    }
+  multiply_tiles_of<T>(w, rows, row, num_rows, 0, num_tiles, pair, ahead, out);
+}
+
+// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. After a pair, the thread
+// reads the next one; or probably the one at a distance from it, if other threads take those between.
+template <typename T, class W, class Out>
+void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                           int64_t last_pair, const Out& out, int64_t distance = 1) {
+  const int64_t num_rows = last_row - row;
+  if (num_rows == 0) return;
+  WeightsAhead none;
+  if (kPairsOfOneRow > 1 && num_rows == 1)
+    for (; pair + kPairsOfOneRow <= last_pair; pair += kPairsOfOneRow)
+      multiply_rows<T>(w, rows, row, 1, pair, kPairsOfOneRow, none, out);
+  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t last_ahead = distance == 1 ? last_pair : w.num_pairs;
+  for (; pair < last_pair; pair++)
+    multiply_pair<T>(w, rows, row, num_rows, num_tiles, pair,
+                     weights_ahead(w, pair + distance, last_ahead, num_tiles), out);
 }
 
 #ifndef __AVX512F__

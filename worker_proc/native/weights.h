@@ -41,7 +41,7 @@ enum Format : int32_t {
 // Weights as units, [outputs / 16][units][16].
 struct Panels {
   static constexpr bool kAreCodes = false;  // else `tile` makes units of them
-  static constexpr bool kMakesVectors = false;  // else a Step makes single vectors of units
+  static constexpr bool kMakesVectors = false;  // else a Step makes them one by one, in registers
   static constexpr int64_t kMostCodedRows = 0;  // for more rows, all units are made beforehand
   static constexpr int64_t kStepLines = kPairOutputs;  // to fetch ahead for a step; 0: `tile` does
 
@@ -437,6 +437,42 @@ struct CodedGroups {
 };
 
 #endif
+
+// Weights whose units are kept as a kernel makes them, of one pair: it must read all of its tiles.
+template <class W>
+struct KeptUnits {
+  static constexpr bool kAreCodes = true, kMakesVectors = W::kMakesVectors;
+  static constexpr int64_t kStepLines = W::kStepLines, kMostCodedRows = W::kMostCodedRows;
+
+  const W& weights;
+  Unit* const units;
+  const int64_t num_units = weights.num_units;
+
+  Panels panels() const { return {units, num_units, 1}; }
+
+  bool has_exceptions(int64_t pair, int64_t unit) const {
+    return weights.has_exceptions(pair, unit);
+  }
+
+  struct Step {
+    [[gnu::always_inline]] Step(const KeptUnits& kept, int64_t pair, int64_t unit)
+        : made(kept.weights, pair, unit),
+          to{kept.units + unit * kLanes, kept.units + (kept.num_units + unit) * kLanes} {}
+
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      const VecBits units = made.vector(number, half);
+      *reinterpret_cast<VecBits*>(to[half] + number * kLanes) = units;
+      return units;
+    }
+
+    const typename W::Step made;
+    Unit* const to[2];
+  };
+
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit*) const {
+    return weights.tile(pair, half, unit, units + (half * num_units + unit) * kLanes);
+  }
+};
 
 // The units of some pairs, made in `space`.
 template <class W>
