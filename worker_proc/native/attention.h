@@ -445,7 +445,7 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   };
   attend_pieces<Exponential>(
       team, layer, step,
-      [&](const Piece& piece, int kv_head) {
+      [&](const Piece& piece, int kv_head, const PieceOfHead&) {
         Head<T>(tile, copy, layer, step, kv_head, query, value, scale).attend_piece(piece, write);
       },
       write);

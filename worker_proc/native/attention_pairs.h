@@ -69,6 +69,37 @@ inline __m512i bf16_of(const Fp8Code* p) {
   return _mm512_ternarylogic_epi32(sign, _mm512_slli_epi16(codes, 8), size, 0xca);
 }
 
+// Memory that is fetched while a thread computes, line by line, so that neither waits for the other.
+class LinesAhead {
+ public:
+  void clear() { at_ = num_parts_ = 0; }
+
+  void add(const void* begin, int64_t num_bytes) {
+    const char* const from = static_cast<const char*>(begin);
+    parts_[num_parts_++] = {from, from + num_bytes};
+  }
+
+  [[gnu::always_inline]] void fetch(int num_lines) {
+    for (; num_lines > 0 && at_ < num_parts_; num_lines--) {
+      Part& part = parts_[at_];
+      _mm_prefetch(part.next, _MM_HINT_T1);
+      part.next += kLine;
+      if (part.next >= part.end) at_++;
+    }
+  }
+
+  void fetch_all() {
+    while (at_ < num_parts_) fetch(1);
+  }
+
+ private:
+  struct Part {
+    const char *next, *end;
+  };
+  Part parts_[4 * kSpanGroups];  // keys, values and the scales of both
+  int at_ = 0, num_parts_ = 0;
+};
+
 // Some query rows of one KV head, with the state of their softmax over the present section. Scores
 // are in powers of two.
 struct PairTile {
@@ -86,6 +117,8 @@ struct PairTile {
   alignas(64) Unit copied_values[kSpanGroups * kGroupPairs * kMaxDim];
   alignas(64) Unit widened_keys[kSpanGroups * kLanes * kMaxDim / 2];
   EndedSections<kPairRows, PowerOfTwo> ended;
+  LinesAhead ahead;
+  const Unit* fetched = nullptr;  // the keys of the span that was fetched for the next context
 
   void begin_section(int r) {
     top[r] = kNegInf;
@@ -149,7 +182,9 @@ void widen_values(PairTile& tile, PairSpan& span) {
     widen_group<Code>(span.values[g], size, tile.copied_values + g * size);
 }
 
-template <int R>
+constexpr int kLinesPerStep = 4;  // so that scores and values of a span fetch another one
+
+template <int R, bool kFetches>
 void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
                         float (*scores)[kSpanSlots]) {
   Vec sums[R][kSpanGroups];
@@ -160,6 +195,7 @@ void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
 #pragma GCC unroll 4
     for (int g = 0; g < kSpanGroups; g++)
       keys[g] = *reinterpret_cast<const VecBits*>(span.keys[g] + d * kLanes);
+    if constexpr (kFetches) tile.ahead.fetch(kLinesPerStep);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -171,7 +207,7 @@ void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
       std::memcpy(scores[first + r] + g * kLanes, &sums[r][g], sizeof(Vec));
 }
 
-template <int R, int C>
+template <int R, int C, bool kFetches>
 void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& span) {
   Vec sums[R][C];
   for (int r = 0; r < R; r++)
@@ -183,6 +219,7 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
       VecBits v[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) v[c] = *reinterpret_cast<const VecBits*>(values + c * kLanes);
+      if constexpr (kFetches) tile.ahead.fetch(kLinesPerStep);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         Unit weights;
@@ -196,26 +233,33 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
       std::memcpy(tile.out(first + r) + column + c * kLanes, &sums[r][c], sizeof(Vec));
 }
 
-template <int R>
+template <int R, bool kFetches>
 void add_rows_with_vectors(PairTile& tile, int first, const PairSpan& span) {
   int column = 0;
   for (; column + 4 * kLanes <= tile.vdim; column += 4 * kLanes)
-    add_with_vectors<R, 4>(tile, first, column, span);
-  for (; column < tile.vdim; column += 2 * kLanes) add_with_vectors<R, 2>(tile, first, column, span);
+    add_with_vectors<R, 4, kFetches>(tile, first, column, span);
+  for (; column < tile.vdim; column += 2 * kLanes)
+    add_with_vectors<R, 2, kFetches>(tile, first, column, span);
 }
 
-// Calls f(number of rows as a constant, first row) for parts of a tile.
+template <int N>
+using Count = std::integral_constant<int, N>;
+
+// Calls f(number of rows, first row, whether lines are fetched meanwhile) for parts of a tile. More
+// rows leave no registers for that.
 template <class F>
-void for_parts(RowRange rows, const F& f) {
+void for_parts(RowRange rows, bool fetches, const F& f) {
+  constexpr std::true_type kFetches;
+  constexpr std::false_type kDoesNot;
   int first = rows.first;
   const int end = rows.first + rows.count;
-  for (; first + 6 <= end; first += 6) f(std::integral_constant<int, 6>{}, first);
+  for (; first + 6 <= end; first += 6) f(Count<6>{}, first, kDoesNot);
   switch (end - first) {
-    case 1: return f(std::integral_constant<int, 1>{}, first);
-    case 2: return f(std::integral_constant<int, 2>{}, first);
-    case 3: return f(std::integral_constant<int, 3>{}, first);
-    case 4: return f(std::integral_constant<int, 4>{}, first);
-    case 5: return f(std::integral_constant<int, 5>{}, first);
+    case 1: return fetches ? f(Count<1>{}, first, kFetches) : f(Count<1>{}, first, kDoesNot);
+    case 2: return fetches ? f(Count<2>{}, first, kFetches) : f(Count<2>{}, first, kDoesNot);
+    case 3: return fetches ? f(Count<3>{}, first, kFetches) : f(Count<3>{}, first, kDoesNot);
+    case 4: return fetches ? f(Count<4>{}, first, kFetches) : f(Count<4>{}, first, kDoesNot);
+    case 5: return f(Count<5>{}, first, kDoesNot);
   }
 }
 
@@ -446,16 +490,18 @@ void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores)
   _mm512_store_ps(tile.sums[r], _mm512_add_ps(_mm512_load_ps(tile.sums[r]), total));
 }
 
-[[gnu::always_inline]] inline void prefetch_to_second_cache(const void* begin, int64_t num_bytes) {
-  const char* p = static_cast<const char*>(begin);
-  for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
-}
+// What a thread will probably compute next: a row of a segment and a KV head, over some positions.
+struct UpcomingRow {
+  int segment = -1;  // negative: nothing is known
+  int kv_head, earliest, last;
+};
 
 // The context of one segment, as one KV head of a layer holds it.
 class PairContext {
  public:
   PairContext(const PairTile& tile, const Layer& layer, const Step& step, int segment, int kv_head)
       : layer_(layer),
+        step_(step),
         tables_(step.tables),
         table_(step.table_offset[segment]),
         kv_head_(kv_head),
@@ -464,6 +510,10 @@ class PairContext {
         values_(layer, layer.values, tile.vdim) {}
 
   const Layer& layer() const { return layer_; }
+
+  PairContext of(const PairTile& tile, const UpcomingRow& row) const {
+    return PairContext(tile, layer_, step_, row.segment, row.kv_head);
+  }
 
   // The span from `base` on, of rows that see positions from `earliest` to `last`.
   PairSpan span(int base, int earliest, int last) const {
@@ -489,13 +539,13 @@ class PairContext {
   }
 
   // Blocks lie anywhere, so the hardware does not foresee the next one.
-  [[gnu::always_inline]] void prefetch_span(const PairSpan& span) const {
+  void add_to(LinesAhead& lines, const PairSpan& span) const {
     for (int g = span.first_group; g < span.num_groups; g++) {
-      prefetch_to_second_cache(span.keys[g], keys_.group_bytes);
-      prefetch_to_second_cache(span.values[g], values_.group_bytes);
+      lines.add(span.keys[g], keys_.group_bytes);
+      lines.add(span.values[g], values_.group_bytes);
       if (layer_.kv_format == kPlainPools) continue;
-      prefetch_to_second_cache(span.key_scales[g], kLanes * sizeof(float));
-      prefetch_to_second_cache(span.value_scales[g], kLanes * sizeof(float));
+      lines.add(span.key_scales[g], kLanes * sizeof(float));
+      lines.add(span.value_scales[g], kLanes * sizeof(float));
     }
   }
 
@@ -522,6 +572,7 @@ class PairContext {
   };
 
   const Layer& layer_;
+  const Step& step_;
   const int32_t* tables_;
   const int64_t table_;  // may be negative
   const int kv_head_, groups_per_block_;
@@ -532,7 +583,7 @@ class PairContext {
 // there are more than kHalfRows rows, the first one is the tile's first, so that the row too many of
 // the second half is in the tile, too.
 inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context,
-                             Positions positions) {
+                             Positions positions, const UpcomingRow& upcoming = {}) {
   const int earliest = std::max(tile.visible_from[rows.first], positions.begin);
   const int last = std::min(tile.position[rows.first + rows.count - 1], positions.end - 1);
   if (earliest > last) return;
@@ -555,8 +606,8 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
       return score_with_tiles(tile, rows.first, span, scores);
     }
 #endif
-    for_parts(rows, [&](auto count, int first) {
-      score_with_vectors<decltype(count)::value>(tile, first, span, scores);
+    for_parts(rows, waits_for_memory, [&](auto count, int first, auto fetches) {
+      score_with_vectors<count.value, fetches.value>(tile, first, span, scores);
     });
   };
   const auto prepare_values = [&](PairSpan& span) {
@@ -574,16 +625,30 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
       return add_with_tiles(tile, rows.first, span);
     }
 #endif
-    for_parts(rows, [&](auto count, int first) {
-      add_rows_with_vectors<decltype(count)::value>(tile, first, span);
+    for_parts(rows, waits_for_memory, [&](auto count, int first, auto fetches) {
+      add_rows_with_vectors<count.value, fetches.value>(tile, first, span);
     });
+  };
+  // Spans are fetched two ahead: those of this context, and then the first two of the upcoming one.
+  const auto fetch_ahead = [&](int base) {
+    tile.ahead.fetch_all();
+    tile.ahead.clear();
+    if (base <= last) return context.add_to(tile.ahead, context.span(base, earliest, last));
+    if (upcoming.segment < 0) return;
+    const PairContext next = context.of(tile, upcoming);
+    const int past = (base - 1 - last) / kSpanSlots;
+    const int next_base = (upcoming.earliest / kSpanSlots + past) * kSpanSlots;
+    if (next_base > upcoming.last) return;
+    const PairSpan first = next.span(next_base, upcoming.earliest, upcoming.last);
+    if (past == 0) tile.fetched = first.keys[first.first_group];
+    next.add_to(tile.ahead, first);
   };
   int turn = 0;
   PairSpan span = context.span(earliest / kSpanSlots * kSpanSlots, earliest, last);
   if (waits_for_memory) {
-    context.prefetch_span(span);
-    if (span.base + kSpanSlots <= last)
-      context.prefetch_span(context.span(span.base + kSpanSlots, earliest, last));
+    const bool is_fetched = tile.fetched == span.keys[span.first_group];
+    if (!is_fetched) fetch_ahead(span.base);
+    if (!is_fetched || span.base + kSpanSlots > last) fetch_ahead(span.base + kSpanSlots);
   }
   score(span, tile.scores[turn]);
   for (bool has_next = true; has_next; turn ^= 1) {
@@ -592,9 +657,10 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
     has_next = span.base + kSpanSlots <= last;
     if (has_next) {
       next = context.span(span.base + kSpanSlots, earliest, last);
+      if (waits_for_memory) fetch_ahead(next.base + kSpanSlots);
       score(next, tile.scores[turn ^ 1]);
-      if (waits_for_memory && next.base + kSpanSlots <= last)
-        context.prefetch_span(context.span(next.base + kSpanSlots, earliest, last));
+    } else if (waits_for_memory) {
+      fetch_ahead(span.base + 2 * kSpanSlots);
     }
     prepare_values(span);
     const auto weigh_rows = [&](auto has_scales) {
@@ -633,25 +699,40 @@ class PairHead {
         query_(query),
         value_(value) {}
 
+  // The upcoming row is the first one of the piece that this thread will probably take next.
   template <class Write>
-  void attend_piece(const Piece& piece, const Write& write) {
+  void attend_piece(const Piece& piece, const UpcomingRow& upcoming, const Write& write) {
     if (piece.num_items == 1)
-      attend_item(piece, write);
+      attend_item(piece, upcoming, write);
     else
-      attend_group(piece, write);
+      attend_group(piece, upcoming, write);
+  }
+
+  static UpcomingRow first_row(const Layer& layer, const Step& step, const Piece& piece,
+                               int kv_head) {
+    const int segment = step.item_segment[piece.first_item];
+    const int position = step.start[segment] + step.item_token[piece.first_item];
+    return row_of(layer, segment, kv_head, position, piece.positions());
   }
 
  private:
+  static UpcomingRow row_of(const Layer& layer, int segment, int kv_head, int position,
+                            Positions positions) {
+    const int earliest = std::max(first_visible(layer, position), positions.begin);
+    const int last = std::min(position, positions.end - 1);
+    return {earliest > last ? -1 : segment, kv_head, earliest, last};
+  }
+
   // Computes the tokens of an item. Tiles are full, so that they may end within a token.
   template <class Write>
-  void attend_item(const Piece& piece, const Write& write) {
+  void attend_item(const Piece& piece, const UpcomingRow& upcoming, const Write& write) {
     const int item = piece.first_item, segment = step_.item_segment[item];
     const int token = step_.item_token[item];
     const int num_tokens = std::min(step_.num_tokens[segment] - token, step_.item_size);
     const int end = (token + num_tokens) * per_kv_;
     for (int row = token * per_kv_, count; row < end; row += count) {
       count = num_tile_rows(segment, row, std::min(kPairRows, end - row));
-      attend_tile(piece, {segment, row, {0, count}, -token}, write);
+      attend_tile(piece, {segment, row, {0, count}, -token}, upcoming, write);
     }
   }
 
@@ -667,32 +748,39 @@ class PairHead {
 
   // Computes items of one token each. The positions that they share are read once.
   template <class Write>
-  void attend_group(const Piece& piece, const Write& write) {
+  void attend_group(const Piece& piece, const UpcomingRow& upcoming, const Write& write) {
     const auto queries_of = [&](int i, int first_row) -> PairQueries {
       return {step_.item_segment[piece.first_item + i], 0, {first_row, per_kv_}, i};
     };
     // With a window each row sees others of them.
     if (layer_.window || piece.num_items * per_kv_ > kPairRows) {
-      for (int i = 0; i < piece.num_items; i++) attend_tile(piece, queries_of(i, 0), write);
+      for (int i = 0; i < piece.num_items; i++)
+        attend_tile(piece, queries_of(i, 0), upcoming, write);
       return;
     }
     for (int i = 0; i < piece.num_items; i++) add_queries(queries_of(i, i * per_kv_));
     const auto [begin, end] = piece.positions();
     attend_pair_rows(tile_, {0, piece.num_items * per_kv_}, context_of(queries_of(0, 0)),
                      {begin, std::min(end, piece.num_shared)});
+    const Positions own{std::max(begin, piece.num_shared), end};
     for (int i = 0; i < piece.num_items; i++) {
       const PairQueries queries = queries_of(i, i * per_kv_);
-      attend_pair_rows(tile_, queries.rows, context_of(queries),
-                       {std::max(begin, piece.num_shared), end});
+      UpcomingRow next = upcoming;
+      if (i + 1 < piece.num_items) {
+        const int segment = step_.item_segment[piece.first_item + i + 1];
+        next = row_of(layer_, segment, kv_head_, step_.start[segment], own);
+      }
+      attend_pair_rows(tile_, queries.rows, context_of(queries), own, next);
       finish(piece, queries, write);
     }
   }
 
   // Computes at most kPairRows query rows of a segment.
   template <class Write>
-  void attend_tile(const Piece& piece, const PairQueries& queries, const Write& write) {
+  void attend_tile(const Piece& piece, const PairQueries& queries, const UpcomingRow& upcoming,
+                   const Write& write) {
     add_queries(queries);
-    attend_pair_rows(tile_, queries.rows, context_of(queries), piece.positions());
+    attend_pair_rows(tile_, queries.rows, context_of(queries), piece.positions(), upcoming);
     finish(piece, queries, write);
   }
 
@@ -781,6 +869,8 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   tile.has_biases = layer.biases != nullptr;
   tile.scale = scale;
   tile.softcap = softcap;
+  tile.ahead.clear();
+  tile.fetched = nullptr;
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     Bf16* o = out + row * out_stride + head * layer.value_head_dim;
     const float factor = averaging_factor<PowerOfTwo>(layer, head, sums);
@@ -792,8 +882,10 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   };
   attend_pieces<PowerOfTwo>(
       team, layer, step,
-      [&](const Piece& piece, int kv_head) {
-        PairHead(tile, layer, step, kv_head, query, value).attend_piece(piece, write);
+      [&](const Piece& piece, int kv_head, const PieceOfHead& next) {
+        UpcomingRow upcoming;
+        if (next.exists()) upcoming = PairHead::first_row(layer, step, next.piece(), next.kv_head());
+        PairHead(tile, layer, step, kv_head, query, value).attend_piece(piece, upcoming, write);
       },
       write);
 }

@@ -351,7 +351,7 @@ void attend_latent(Team& team, const Layer& layer, const Step& step, const Rows&
   };
   attend_pieces<LatentPower>(
       team, shared, step,
-      [&](const Piece& piece, int group) {
+      [&](const Piece& piece, int group, const PieceOfHead&) {
         LatentHeads<T>(tile, shared, step, group, query, value, scale).attend_piece(piece, write);
       },
       write);

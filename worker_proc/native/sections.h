@@ -178,8 +178,20 @@ int num_tile_tokens(const Layer& layer, const Rows& values, int kv_head, int64_t
   return most;
 }
 
+// The piece of a KV head at a place; there is none at a negative one.
+struct PieceOfHead {
+  const Layer& layer;
+  const Step& step;
+  int place;
+
+  bool exists() const { return place >= 0; }
+  Piece piece() const { return Piece(layer, step, place / layer.num_kv_heads); }
+  int kv_head() const { return place % layer.num_kv_heads; }
+};
+
 // Lets the threads take the pieces of a step, and merges the sections of the groups that are split.
-// attend(piece, kv_head) computes; write(row, head, sums) takes a result.
+// attend(piece, kv_head, the piece that the thread will probably take next) computes; write(row, head,
+// sums) takes a result.
 template <class Power, class Attend, class Write>
 void attend_pieces(Team& team, const Layer& layer, const Step& step, const Attend& attend,
                   const Write& write) {
@@ -187,7 +199,8 @@ void attend_pieces(Team& team, const Layer& layer, const Step& step, const Atten
   const int total = step.num_pieces * layer.num_kv_heads;
   for (int64_t taken; (taken = team.take(total)) < total;) {
     const int place = total - 1 - static_cast<int>(taken);
-    attend(Piece(layer, step, place / layer.num_kv_heads), place % layer.num_kv_heads);
+    const PieceOfHead taken_piece{layer, step, place}, next{layer, step, place - team.size};
+    attend(taken_piece.piece(), taken_piece.kv_head(), next);
   }
   if (step.num_splits == 0) return;
   team.barrier();
