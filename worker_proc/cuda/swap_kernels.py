@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_ids", "num_blocks"])
 def copy_blocks_kernel(tensors, block_ids, num_blocks, WORD: tl.constexpr, TILE: tl.constexpr):
     """Copy blocks of several tensors, words of type WORD at a time. Grid: blocks, tensors.
 

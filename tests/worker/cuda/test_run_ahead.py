@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from protocol.config import NativeDecoder
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.cuda.interpreter import prepare_triton
+from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.test_cuda_path import SMALL, make_runner, take_cuda_path
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import Run, drive
@@ -19,6 +19,7 @@ from worker_proc import model_runner
 from worker_proc.model_runner import NOT_FINITE, ModelRunner
 
 prepare_triton()
+from tests.worker.cuda.variants import note_variants  # noqa: E402
 
 MAX_TOKENS = 4
 PROMPTS = [prompt[:7] for prompt in make_prompts()[:3]]
@@ -101,6 +102,20 @@ def test_requests_that_are_preempted_continue_exactly(
     assert run.num_preemptions
     assert run.num_ahead
     assert run.output_token_ids == expected
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="notes what is interpreted")
+def test_steps_of_other_sizes_need_no_other_kernels(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled while requests wait: variants depend on the model alone."""
+    variants = note_variants(monkeypatch)
+    params = [FOR_THE_HOST, *SAMPLED[1:]]  # the others run ahead when the first one has ended
+    drive(runner, PROMPTS[:2], params[:2], max_num_seqs=1, max_steps_in_flight=2)
+    before = set(variants)
+    prompts = [prompt[:size] for prompt, size in zip(make_prompts()[:3], (3, 16, 5), strict=True)]
+    drive(runner, prompts, params, max_num_seqs=3, max_num_batched_tokens=17)
+    assert variants == before
 
 
 def test_requests_that_end_in_a_step_leave_the_next_one_and_their_blocks(
