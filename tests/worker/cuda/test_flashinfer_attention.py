@@ -23,7 +23,7 @@ from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
 from tests.worker.test_parity import make_prompts
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
-from worker_proc.attention.probe import ProbedLayer
+from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.cuda.coverage import choose_attention
 from worker_proc.cuda.page_table import page_table
 from worker_proc.errors import UnsupportedModel
