@@ -46,7 +46,8 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
     """Return the first part that is known to depend on the batch, if any."""
     on_cpu = loaded.device.type == "cpu"
     if not on_cpu and backend.depends_on_batch:
-        return f"matrix products on {loaded.device.type} may depend on the batch"
+        device = loaded.device.type
+        return f"matrix products on {device} may depend on the batch (see --batch-invariant)"
     if on_cpu and loaded.dtype not in PACKED_DTYPES:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return f"plain matrix products, which depend on the batch, for dtype {dtype}"

@@ -20,7 +20,7 @@ from worker_proc.mirror import ScheduledRequest
 
 WORKSPACE_BYTES = 384 * 2**20
 """For partial results. The planner asks for up to about 2 · multiprocessors · query heads of a KV
-head · 128 rows of float32: 277 MiB for 8 heads of 256 dimensions on an H100."""
+head · 128 rows of float32: 264 MiB for 8 heads of 256 dimensions on an H100."""
 LAYOUT = "NHD"  # [page, slot, head, dim]
 
 

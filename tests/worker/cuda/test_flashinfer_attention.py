@@ -147,6 +147,31 @@ def test_a_graph_that_is_replayed_sees_the_pages_of_its_new_step(stand_in: Any) 
     torch.testing.assert_close(found[2], pool[1][0, 0])
 
 
+def test_a_plan_waits_for_the_copies_of_the_ones_before(stand_in: Any) -> None:
+    """The planner's pinned memory is written at once, and read when the device comes to it."""
+    attention, spec = flashinfer(), LayerSpec(2, 2, 64, 64, None)
+    pool = [torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 64, device=DEVICE, dtype=DTYPE)] * 2
+    place: Any = SimpleNamespace(kv=KVTensors(*pool))
+    query = torch.zeros(1, 2, 64, device=DEVICE, dtype=DTYPE)
+    events: list[tuple[str, int]] = []
+
+    def note(name: str) -> Any:
+        return lambda: events.append((name, len(stand_in.plans)))
+
+    stand_in.plans.clear()
+    event: Any = SimpleNamespace(synchronize=note("waited"), record=note("recorded"))
+    attention._copied = event
+    for group in (0, 0, 1):
+        part = part_of(3, 1, [5])
+        part.request.block_tables.append(array("i", [6]))
+        attention.begin_step([part], [0, 1])
+        layer: Any = SimpleNamespace(spec=spec, group=group)
+        attention.attend(place, query, layer, Scoring(0.1, None))
+    expected = [("waited", 0), ("recorded", 1)]
+    expected += [("waited", 1), ("recorded", 2), ("waited", 2), ("recorded", 3), ("recorded", 4)]
+    assert events == expected
+
+
 def test_a_model_is_planned_once_for_layers_that_are_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Any
 ) -> None:
