@@ -144,7 +144,9 @@ VARIANTS = {
             "llama_mlp_bias-auto-bfloat16 gpt2_gelu_tanh-auto-float32 gpt2-auto-float32 "
             "gemma3-auto-float32 llama-off-bfloat16 granite-auto-float32 glm4-auto-bfloat16 "
             "olmo2-auto-float32 phi3-auto-float32 gpt2_gelu_tanh-auto-bfloat16 "
-            "granite-auto-bfloat16 phi3-auto-bfloat16"
+            "granite-auto-bfloat16 phi3-auto-bfloat16 gemma3n_shared-auto-float32 "
+            "llama4-auto-float32 gpt_oss-auto-float32 granite_swa-auto-float32 "
+            "falcon_h1-auto-float32 gemma3n_shared-auto-bfloat16"
         ),
     },
     "worker/test_hybrid_kv.py": {
@@ -168,7 +170,9 @@ VARIANTS = {
             "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4 "
             "sdpa-gemma3_vision native-llama_tied native-granite4_dense native-smollm3 native-opt "
             "sdpa-olmoe native-qwen2 native-mixtral native-olmoe sdpa-deepseek_v2 "
-            "sdpa-glm4_moe_lite native-glm4_moe_lite native-minicpm3"
+            "sdpa-glm4_moe_lite native-glm4_moe_lite native-minicpm3 "
+            "sdpa-gemma3n_shared sdpa-gemma4_shared sdpa-gemma3 sdpa-llama4 sdpa-jamba sdpa-bamba "
+            "sdpa-gpt_oss"
         ),
     },
     "worker/test_speculation.py": {

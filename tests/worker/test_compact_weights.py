@@ -82,7 +82,7 @@ def test_values_far_from_the_others_stay_exact(num_rows: int, library: NativeLib
 
 
 @pytest.mark.parametrize("num_rows", [1, 12, 300])
-def test_values_that_are_no_numbers_stay_so(num_rows: int, library: NativeLibrary) -> None:
+def test_nan_and_infinities_stay_what_they_are(num_rows: int, library: NativeLibrary) -> None:
     weight = random_weight(64, 96)
     weight[3, 5], weight[40, 7], weight[50, 9] = torch.nan, torch.inf, -torch.inf
     units, compact = both(library, weight)
