@@ -57,7 +57,7 @@ class FlashInferAttention:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._views: list[_View] = []
         """All that layers have asked for; each step plans for them before its forward."""
-        self._wrappers: dict[tuple[_View, object], Any] = {}
+        self._wrappers: dict[tuple[_View, int, bool], Any] = {}
         self._static_indices: dict[_View, torch.Tensor] = {}
         self._planned: dict[_View, Any] = {}
         """The wrappers of the present step."""
@@ -132,7 +132,7 @@ class FlashInferAttention:
 
     def _wrapper(self, view: _View, size: int, *, is_decode: bool) -> Any:
         """Return what plans and attends for a kind of steps; it has a workspace of its own."""
-        kind = (view, size or is_decode)
+        kind = (view, size, is_decode)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
             wrapper = self._wrappers[kind] = self._make_wrapper(view, size, is_decode=is_decode)

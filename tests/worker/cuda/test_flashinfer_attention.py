@@ -147,6 +147,18 @@ def test_a_graph_that_is_replayed_sees_the_pages_of_its_new_step(stand_in: Any) 
     torch.testing.assert_close(found[2], pool[1][0, 0])
 
 
+def test_a_graph_of_one_row_has_a_wrapper_that_other_decodes_do_not_plan(stand_in: Any) -> None:
+    attention, spec, scoring = flashinfer(), LayerSpec(2, 2, 64, 64, None), Scoring(0.1, None)
+    pool = [torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 64, device=DEVICE, dtype=DTYPE)] * 2
+    place: Any = SimpleNamespace(kv=KVTensors(*pool))
+    layer: Any = SimpleNamespace(spec=spec, group=0)
+    attention.begin_static_step((), 1)
+    attention.attend(place, torch.zeros(1, 2, 64).to(DEVICE, DTYPE), layer, scoring)
+    captured = stand_in.plans[-1]
+    attention.begin_step([part_of(4, 1, [6, 7]), part_of(0, 1, [5])], [0, 1, 2])
+    assert stand_in.plans[-1] is not captured
+
+
 def test_a_plan_waits_for_the_copies_of_the_ones_before(stand_in: Any) -> None:
     """The planner's pinned memory is written at once, and read when the device comes to it."""
     attention, spec = flashinfer(), LayerSpec(2, 2, 64, 64, None)
