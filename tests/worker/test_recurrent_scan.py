@@ -85,7 +85,8 @@ class Case:
                 ).transpose(1, 2)
             elif kind == "average":
                 logs_of_weights = (channels[:, at].float() * 8.0).to(dtype)
-                out, _ = op(decay_speeds, bias.float(), logs_of_weights, gates[:, at])
+                wider = torch.cat([gates[:, at], channels[:, at]], dim=2)  # as of merged products
+                out, _ = op(decay_speeds, bias.float(), logs_of_weights, wider[..., :CHANNELS])
             elif kind == "gated":
                 out = op(channels[0, at].float(), channel_gates[0, at])[None]
             elif kind == "mamba2":

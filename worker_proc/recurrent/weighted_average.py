@@ -44,9 +44,7 @@ class WeightedAverage:
         keys, values = key[0], value[0].to(key.dtype)
         if self._library is None:
             return self._by_torch(decays, bonuses, keys, values).unsqueeze(0), None
-        keys, values = (
-            rows if rows.stride(1) == 1 else rows.contiguous() for rows in (keys, values)
-        )
+        keys, values = keys.contiguous(), values.contiguous()
         out = torch.empty(keys.shape, dtype=keys.dtype)
         tensors = keys, values, decays, bonuses, self._states, out
         arguments = WeightedAverageArgs(
