@@ -242,15 +242,16 @@ class Transfer:
     def _read(self, file: RemoteFile, begin: int, num_bytes: int) -> bytes:
         data = bytearray()
         with _get(file, f"{begin}-{begin + num_bytes - 1}") as response:
-            # A hub that knows no ranges sends the file from its begin on.
-            first = begin if response.status_code != _PARTIAL_CONTENT else 0
+            # A hub without ranges sends the file from its begin on.
+            left_out = begin if response.status_code != _PARTIAL_CONTENT else 0
             for chunk in response.iter_raw():
-                data += chunk
-                if len(data) >= first + num_bytes:
-                    return bytes(data[first : first + num_bytes])
+                data += chunk[left_out:]
+                left_out -= min(left_out, len(chunk))
+                if len(data) >= num_bytes:
+                    return bytes(data[:num_bytes])
                 if self._stopped.is_set():
                     raise _Stopped
-        raise CutShort(f"{file.path} ended after {begin - first + len(data)} bytes")
+        raise CutShort(f"{file.path} ended after {begin - left_out + len(data)} bytes")
 
     def _append(self, file: RemoteFile, partial: BinaryIO) -> None:
         """Fetch the rest of a file; an error leaves what has arrived."""

@@ -213,7 +213,7 @@ def test_a_header_without_an_end_is_given_up(
     assert hub.num_sent["m-F16.gguf"] <= 2 << 20
 
 
-def test_a_hub_that_knows_no_ranges_is_read_from_the_begin(
+def test_a_hub_without_ranges_is_read_from_the_begin(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hub, "has_ranges", False)
