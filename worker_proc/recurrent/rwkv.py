@@ -1,6 +1,6 @@
 """The modules of RWKV's blocks, which mix each token with the one before it.
 
-transformers' modules shift rows by a child, `time_shift`, which knows of single texts only. Their
+transformers' modules shift rows by a child, `time_shift`, which takes a row for one text only. Their
 own forward runs with another shift, and with another average in place of transformers' function.
 """
 
