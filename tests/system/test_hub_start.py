@@ -156,16 +156,16 @@ def test_a_cold_cache_a_killed_fetch_killed_processes_and_no_hub(
 def test_a_model_that_cannot_run_is_refused_without_its_weights(
     start_engine: EngineFactory, hub: Hub, tmp_path: Path
 ) -> None:
-    directory = tmp_path / "rwkv"
+    directory = tmp_path / "t5"
     directory.mkdir()
-    (directory / CONFIG).write_text('{"model_type": "rwkv", "hidden_size": 64}')
+    (directory / CONFIG).write_text('{"model_type": "t5"}')
     for file in ("tokenizer.json", WEIGHTS):
         (directory / file).write_text("{}")
-    hub.add("tiny/rwkv", directory)
+    hub.add("tiny/t5", directory)
     start_engine.environ |= hub.environ(tmp_path / "home")
-    engine = start_engine(model="tiny/rwkv")
+    engine = start_engine(model="tiny/t5")
     assert engine.process.wait(90) == 1
-    assert engine.log.startswith("troika: model tiny/rwkv cannot run: ")
+    assert engine.log.startswith("troika: model tiny/t5 cannot run: ")
     assert engine.log.count("\n") == 1
     assert not hub.fetched(WEIGHTS)
 

@@ -245,15 +245,23 @@ void add_rows_with_vectors(PairTile& tile, int first, const PairSpan& span) {
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-// Calls f(number of rows, first row, whether lines are fetched meanwhile) for parts of a tile. More
-// rows leave no registers for that.
+constexpr int kMostPartRows = 6;
+
+// Whether a part of a tile has few rows, so that there are registers to fetch lines meanwhile.
+inline bool fetches_in_parts(RowRange rows) {
+  const int rest = rows.count % kMostPartRows;
+  return rest > 0 && rest < 5;
+}
+
+// Calls f(number of rows, first row, whether lines are fetched meanwhile) for parts of a tile.
 template <class F>
 void for_parts(RowRange rows, bool fetches, const F& f) {
   constexpr std::true_type kFetches;
   constexpr std::false_type kDoesNot;
   int first = rows.first;
   const int end = rows.first + rows.count;
-  for (; first + 6 <= end; first += 6) f(Count<6>{}, first, kDoesNot);
+  for (; first + kMostPartRows <= end; first += kMostPartRows)
+    f(Count<kMostPartRows>{}, first, kDoesNot);
   switch (end - first) {
     case 1: return fetches ? f(Count<1>{}, first, kFetches) : f(Count<1>{}, first, kDoesNot);
     case 2: return fetches ? f(Count<2>{}, first, kFetches) : f(Count<2>{}, first, kDoesNot);
@@ -629,19 +637,24 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
       add_rows_with_vectors<count.value, fetches.value>(tile, first, span);
     });
   };
-  // Spans are fetched two ahead: those of this context, and then the first two of the upcoming one.
-  const auto fetch_ahead = [&](int base) {
-    tile.ahead.fetch_all();
-    tile.ahead.clear();
+  const auto add_lines = [&](int base) {
     if (base <= last) return context.add_to(tile.ahead, context.span(base, earliest, last));
     if (upcoming.segment < 0) return;
     const PairContext next = context.of(tile, upcoming);
-    const int past = (base - 1 - last) / kSpanSlots;
-    const int next_base = (upcoming.earliest / kSpanSlots + past) * kSpanSlots;
+    const int number = (base - 1 - last) / kSpanSlots;  // of the upcoming context's span
+    const int next_base = (upcoming.earliest / kSpanSlots + number) * kSpanSlots;
     if (next_base > upcoming.last) return;
-    const PairSpan first = next.span(next_base, upcoming.earliest, upcoming.last);
-    if (past == 0) tile.fetched = first.keys[first.first_group];
-    next.add_to(tile.ahead, first);
+    const PairSpan next_span = next.span(next_base, upcoming.earliest, upcoming.last);
+    if (number == 0) tile.fetched = next_span.keys[next_span.first_group];
+    next.add_to(tile.ahead, next_span);
+  };
+  // Spans are fetched two ahead: those of this context, and then the first two of the upcoming one.
+  const bool fetches_meanwhile = !troika_has_tiles && fetches_in_parts(rows);
+  const auto fetch_ahead = [&](int base) {
+    tile.ahead.fetch_all();
+    tile.ahead.clear();
+    add_lines(base);
+    if (!fetches_meanwhile) tile.ahead.fetch_all();
   };
   int turn = 0;
   PairSpan span = context.span(earliest / kSpanSlots * kSpanSlots, earliest, last);

@@ -299,7 +299,8 @@ void multiply_tiles_of(const W& w, UnitRows rows, int64_t row, int64_t num_rows,
   }
 }
 
-// Rows of a pair. Where vectors of units are made in registers, the first tile keeps them for the others.
+// Rows [row, row + num_rows) of a pair. Where a Step makes vectors, the first tile of rows keeps them
+// for the other ones.
 template <typename T, class W, class Out>
 void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t num_tiles,
                    int64_t pair, WeightsAhead ahead, const Out& out) {
