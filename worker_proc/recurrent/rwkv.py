@@ -1,7 +1,7 @@
 """The modules of RWKV's blocks, which mix each token with the one before it.
 
-transformers' modules shift rows by a child, `time_shift`, which takes a row for one text only. Their
-own forward runs with another shift, and with another average in place of transformers' function.
+transformers' modules shift rows by a child, `time_shift`, which takes a row for one text. Their own
+forward runs with another shift, and with another average in place of transformers' function.
 """
 
 from collections.abc import Sequence
