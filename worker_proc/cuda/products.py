@@ -19,7 +19,7 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     out = flat.new_empty(num_rows, num_outputs)
     grid = triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(num_outputs, TILE_OUTPUTS)
     product_kernel[grid](
-        *(flat, weight, bias, out, num_rows),
+        *(flat, weight.contiguous(), bias, out, num_rows),
         NUM_INPUTS=num_inputs,
         NUM_OUTPUTS=num_outputs,
         HAS_BIAS=bias is not None,

@@ -54,6 +54,8 @@ def test_a_product_has_the_same_bits_in_every_batch(dtype: torch.dtype, has_bias
     for first, end in ((0, 1), (3, 4), (60, 70), (num_rows - 1, num_rows)):
         assert torch.equal(multiply(rows[first:end], weight, bias), whole[first:end])
     assert torch.equal(multiply(rows[None, :5], weight, bias), whole[None, :5])
+    transposed = weight.T.contiguous().T
+    assert torch.equal(multiply(rows[:5], transposed, bias), whole[:5])
 
 
 @pytest.mark.parametrize("dtype", MAX_ERROR)
