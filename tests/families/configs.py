@@ -78,8 +78,15 @@ _WHOLE_ANGLES: dict[str, Any] = {
     "rope_parameters": THREE_ROWS | {"partial_rotary_factor": 1.0},
 }
 
+_INDEXED: dict[str, Any] = {
+    **{"head_dim": 8, "index_topk": MAX_LENGTH, "index_n_heads": 4, "index_head_dim": 16},
+    "layer_types": ["indexed_attention"] * 2,
+}
+
 _OTHER: Mapping[str, dict[str, Any]] = {
     "axk1": {"head_dim": 8},
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text"), _INDEXED),
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), _INDEXED | {"indexer_types": ["full", "shared"]}),
     "dbrx": {
         **{"d_model": 64, "n_heads": 4, "n_layers": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
@@ -91,6 +98,8 @@ _OTHER: Mapping[str, dict[str, Any]] = {
         **{"head_dim": 8, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2},
         **{"expert_ffn_hidden_size": 48, "ffn_hidden_size": 96},
     },
+    "mistral4": {"head_dim": 8},
+    "mistral_large4": _INDEXED | {"head_dim": 24},
     "moshi": {"sliding_window": MAX_LENGTH},
     "paddleocr_vl": {"rope_parameters": THREE_ROWS},
     "step3p7": {"sliding_window": WINDOW},
@@ -112,6 +121,8 @@ TYPES = (
     *("qwen2_moe", "seed_oss", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
     # whose code differs more from that of others
     *("dbrx", "longcat_flash", "openai-gpt"),
+    # with indexers
+    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     # with towers
     *("aria", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
     *("deepseek_vl_hybrid", "exaone4_5", "fuyu", "glmasr", "got_ocr2", "granite_docling"),
@@ -120,7 +131,7 @@ TYPES = (
     *("minimax_m3_vl", "moss_transcribe_diarize", "ovis2", "phi4_multimodal", "pp_chart2table"),
     *("qianfan_ocr", "qwen2_audio", "qwen3_5_moe", "qwen3_asr", "video_llama_3", "video_llava"),
     *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
-    *("step3p7", "vipllava"),
+    *("mistral4", "mistral_large4", "step3p7", "vipllava"),
 )
 """Model types beside those of the worker's tests; their configurations need only sizes."""
 

@@ -59,6 +59,16 @@ def test_a_context_ends_where_a_cache_would_drop_what_attention_sees(
     assert inspect(config, tmp_path).model_len == length
 
 
+@pytest.mark.parametrize(("chosen", "length"), [(24, 24), (2000, 1024)])
+def test_a_context_ends_where_indexers_choose_some_tokens_only(
+    chosen: int, length: int, tmp_path: Path
+) -> None:
+    """The second layer takes the choice of the first one."""
+    config = small_config("glm_moe_dsa")
+    config.index_topk = chosen
+    assert inspect(config, tmp_path).model_len == length
+
+
 class _WithoutRows(LlamaForCausalLM):
     """A model whose forward computes logits of all rows."""
 

@@ -7,12 +7,14 @@ Prompts and decodes are computed alike: a token's bits do not depend on how its 
 
 import sys
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.latent_products import Angles, LatentProducts, LatentShape
 
 
@@ -31,7 +33,7 @@ class LatentAttention(nn.Module):
         """Take the parts of a module whose sizes `modules.latent.find_shape` has found."""
         super().__init__()
         for name, child in module.named_children():
-            if name != "kv_b_proj":
+            if name not in {"kv_b_proj", "indexer"}:
                 setattr(self, name, child)
         self.config: Any = module.config
         self.num_key_value_groups = shape.num_heads
@@ -40,6 +42,7 @@ class LatentAttention(nn.Module):
         self._eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         self._shape = shape
         self._products = products
+        self._passes_on_choice = "prev_topk_indices" in signature(type(module).forward).parameters
 
     def forward(
         self,
@@ -47,8 +50,11 @@ class LatentAttention(nn.Module):
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Return `[1, T, hidden_size]` and no weights, for rows `[1, T, hidden_size]`."""
+    ) -> tuple[Any, ...]:
+        """Return `[1, T, hidden_size]` and no weights, for rows `[1, T, hidden_size]`.
+
+        Where the next layer takes the choice of an indexer, all tokens are returned as the third.
+        """
         shape, num_tokens = self._shape, hidden_states.shape[1]
         query = self._queries(hidden_states)[0].view(num_tokens, shape.num_heads, shape.head_dim)
         row = self.kv_a_proj_with_mqa(hidden_states)[0]
@@ -70,7 +76,7 @@ class LatentAttention(nn.Module):
         )
         values = self._products.values(attended[0].view(num_tokens, shape.num_heads, shape.rank))
         out: torch.Tensor = self.o_proj(values.unsqueeze(0))
-        return out, None
+        return (out, None, ALL_TOKENS) if self._passes_on_choice else (out, None)
 
     def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
         query: torch.Tensor

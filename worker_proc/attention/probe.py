@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from worker_proc.attention.indexers import choose_all, indexers_of
 from worker_proc.attention.interface import has_own_attention
 from worker_proc.attention.own_attention import OwnCache
 from worker_proc.attention.recorder import NUM_PROBE_TOKENS, ProbedLayer, Recorder
@@ -40,6 +41,8 @@ class ProbedModel:
     depend on values there, are observed when its weights are loaded."""
     read_linears: tuple[str, ...] = ()
     """Linear layers that are not called: the code of other modules computes with their weights."""
+    indexed_length: int | None = None
+    """Of texts whose tokens are all chosen by indexers, if there are some (indexers.py)."""
 
 
 def probe_model(
@@ -54,6 +57,9 @@ def probe_model(
     """
     recorder = Recorder(model)
     config = model.config
+    indexed_length = choose_all(model)
+    for _, indexer in indexers_of(model):  # which the comparison with its own forward computes
+        recorder.storages.add(indexer.parameters())
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
     is_own = has_own_attention(model)
     with (
@@ -103,10 +109,15 @@ def probe_model(
     built = {id(p): p for name, p in parameters.items() if not is_within(name, unused_modules)}
     num_weights = sum(parameter.numel() for parameter in built.values())
     offset = 0 if has_output_layer else position_offset(model)
-    elsewhere = [*(spec.module_name for spec in recurrent), *recorder.experts_names]
+    inner = {module: name for name, module in model.named_modules()}
+    elsewhere = [inner[indexer] for _, indexer in indexers_of(model)]
+    elsewhere += [*(spec.module_name for spec in recurrent), *recorder.experts_names]
     read = _read_linears(model, used, recorder.called, elsewhere)
     is_own = is_own and bool(layers)
-    return ProbedModel(layers, used, unused_modules, num_weights, recurrent, offset, is_own, read)
+    return ProbedModel(
+        *(layers, used, unused_modules, num_weights, recurrent, offset, is_own, read),
+        indexed_length,
+    )
 
 
 def position_offset(model: PreTrainedModel) -> int:

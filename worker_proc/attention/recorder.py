@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
 from worker_proc.attention.own_attention import OwnCall, OwnMask
 from worker_proc.errors import UnsupportedModel
@@ -41,6 +42,10 @@ class ProbedMask:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnsupportedModel(f"its own code computes with a mask ({name})")
+
+    def __getitem__(self, place: object) -> "ProbedMask":
+        """Return what an indexer is given."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,9 @@ class Recorder:
             raise UnsupportedModel(f"{name} does not attend under a causal mask of its own row")
         if mask.problem:
             raise UnsupportedModel(f"{name}: {mask.problem}")
-        given = {key for key, value in kwargs.items() if value is not None}
+        given = {
+            key for key, value in kwargs.items() if value is not None and value is not ALL_TOKENS
+        }
         unknown = given - _HARMLESS_ARGUMENTS
         if args or unknown:
             described = ", ".join(sorted(unknown)) or "positional arguments"

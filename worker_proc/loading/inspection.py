@@ -41,7 +41,9 @@ from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.sampling.heads import check_dense
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+}
 _RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _ROW_LAYER_TYPES = {"mlp", "moe"}
 """Layers that compute each row alone."""
@@ -126,6 +128,13 @@ def _inspect(
     if kind is ModelKind.GENERATES:
         specs = [layer.spec for layer in probed.layers]
         model_len = min(model_len, certain_length(config, specs) or model_len)
+    if probed.indexed_length is not None and probed.indexed_length < model_len:
+        model_len = probed.indexed_length
+        _log.info(
+            "the context is %d tokens at most (index_topk): sparse attention is that to all tokens"
+            " up to there, and is not computed beyond",
+            model_len,
+        )
     return InspectedModel(
         config, text_config, probed, model_len, torch_dtype, format, kind, modules
     )

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import PoolingType
+from worker_proc.attention.indexers import choose_all
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention, set_implementation
 from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
@@ -213,6 +214,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     ignore_padding(model)
     keep_rows(model)
     route_uncached(model)
+    choose_all(model)
     make_linears_plain(model)
     keep_read(model, probed.read_linears)
     fix_frequencies(model, inspected.model_len)

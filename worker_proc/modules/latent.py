@@ -39,6 +39,7 @@ MAX_ERROR = 1e-4
 """Of a row, relative to its length: larger rows make scores of some hundreds."""
 _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
+_CHOICE = "prev_topk_indices"
 _Call = dict[str, Any]
 """The arguments of an attention module but its rows."""
 
@@ -124,6 +125,7 @@ def _find_layers(loaded: LoadedModel) -> list[_Layer]:
 def find_shape(module: nn.Module, spec: LayerSpec) -> LatentShape | None:
     """Return the sizes of a module with the parts of latent attention, by its attention call."""
     parts = dict(module.named_children())
+    parts.pop("indexer", None)  # which chooses all tokens
     if set(parts) - _PARTS not in _QUERIES or not set(parts) >= _PARTS:
         return None
     down, up, out = parts["kv_a_proj_with_mqa"], parts["kv_b_proj"], parts["o_proj"]
@@ -236,6 +238,10 @@ def _error(module: nn.Module, candidate: nn.Module, call: _Call) -> float:
     """Return the greatest error of a row at any scale, relative to its length."""
     if angles_of(call.get("position_embeddings")) is None:
         return math.inf
+    if _CHOICE in call:  # of all tokens, by an indexer of another layer
+        call = call | {
+            _CHOICE: torch.arange(NUM_TOKENS, dtype=torch.int32).expand(1, NUM_TOKENS, -1)
+        }
     generator = make_generator(1)
     size = cast(nn.Linear, module.kv_a_proj_with_mqa).in_features
     errors = []
