@@ -13,7 +13,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from scripts.gguf.locks import alone
+from scripts.gguf.locks import alone, has_locks
 from worker_proc import gguf
 from worker_proc.gguf.model_header import Header
 from worker_proc.gguf.parts import part_name
@@ -51,7 +51,7 @@ def make_room(directory: Path) -> Path:
     """Return the existing directory with those of all files, with room for another one.
 
     Those that an engine uses, or that were used a short time ago, stay: there may be more than
-    `MAX_DIRECTORIES`. On a file system without locks all stay.
+    `MAX_DIRECTORIES`. On a file system without locks all stay (`why_not_bounded`).
     """
     keys = directory.parent.parent
     for place in (keys.parent, keys):
@@ -65,6 +65,20 @@ def make_room(directory: Path) -> Path:
             if is_alone:
                 remove(path)
     return keys
+
+
+def why_not_bounded() -> str:
+    """Return why more directories are there than are kept, if no start will remove them."""
+    keys = cache_directory() / "gguf"
+    found = list(keys.iterdir()) if keys.is_dir() else []
+    if len(found) <= MAX_DIRECTORIES or has_locks(keys):
+        return ""
+    sizes = (path.lstat().st_size for path in keys.rglob("*") if not path.is_symlink())
+    return (
+        f"{keys} has {len(found)} directories of GGUF files, {sum(sizes) / 1e6:,.0f} MB, and none"
+        " is removed, since its file system has no locks that show which are in use; remove old"
+        " ones while no engine runs"
+    )
 
 
 def remove(path: Path) -> None:

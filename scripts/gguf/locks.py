@@ -18,6 +18,23 @@ def hold(directories: Iterable[Path]) -> list[int]:
     return held
 
 
+def has_locks(directory: Path) -> bool:
+    """Return whether directories of a file system can be locked."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return True  # which is not known, and nothing is kept there
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
 @contextlib.contextmanager
 def alone(key: Path) -> Iterator[bool]:
     """Yield whether no engine holds a directory below a key's; none does until the exit."""

@@ -18,6 +18,7 @@ import msgspec
 from protocol.config import EngineConfig, LogFormat, LogLevel, ModelConfig
 from protocol.process.child_runtime import watch_parent
 from protocol.process.prctl import die_with_parent
+from scripts.gguf.cache import why_not_bounded
 from scripts.hub.check import Checker
 from scripts.hub.folders import snapshots_folder
 from scripts.hub.gguf import directory_of
@@ -26,6 +27,7 @@ from scripts.hub.messages import (
     Fetched,
     Fetching,
     Line,
+    Note,
     Refusal,
     encode,
     gguf_files,
@@ -96,6 +98,8 @@ def main() -> None:
         directories = convert(config.model, has_api=has_api)
         if hub_names(config.model):
             directories |= fetch(config.model, reporter, has_api=has_api)
+        if text := why_not_bounded():
+            reporter.report(Note(text))
         last: Line = Fetched(directories)
     except Refusal as refusal:
         if config.run.log_level is LogLevel.DEBUG:

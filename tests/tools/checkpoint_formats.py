@@ -3,7 +3,8 @@
 `error` compares the demo model, rounded to the nearest codes of each format, with its weights.
 `speed DIRECTORY` makes checkpoints of Qwen3-0.6B's shape with random weights there, serves each in
 a process of its own, in turn, and prints memory, processor time and wall time. Output layers stay
-plain, but for those of the rows that name them; NAME:w8a16 rounds them at the load.
+plain, but for those of the rows that name them; NAME:w8a16 rounds them at the load. Layouts that
+end with .gguf are files of one type, such as Q4_K.gguf.
 """
 
 import argparse
@@ -17,14 +18,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from protocol.config import Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
+from scripts.gguf.directory import make_directory
 from tests.tools.quantization_error import DEMO, Rounding, held_out_windows, measure
 from tests.worker.driving import drive
+from tests.worker.gguf_files import write_random_gguf
 from tests.worker.quantized_checkpoints import LAYOUTS, Layout, is_quantized
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ReportProgress
@@ -46,9 +50,11 @@ MEASURED = (
     *("gptq4_128_sym_v1", "gptq4_64_asym_order_v1", "awq_128", "pack_quantized4_32_asym"),
     *("pack_quantized8_-1_sym", "int_quantized_w8a8", "float_quantized_channel", "fp8_blocks"),
 )
+TURNS = ("pack_quantized8_-1_sym", MEASURED[0], "Q8_0.gguf", "Q4_K.gguf")
 NUM_TOKENS = 24
 NUM_TURN_TOKENS = 8
 HEAD = "+head"
+GGUF = ".gguf"
 
 
 def layout_named(name: str) -> Layout:
@@ -61,7 +67,11 @@ def quantize(source: Path, target: Path, name: str, *, repeats_shapes: bool = Fa
     """Write a checkpoint with the weights of another one in a layout.
 
     With `repeats_shapes` all weights of a shape are the first one: for figures of speed and memory.
+    A GGUF file has the shape only.
     """
+    if name.endswith(GGUF):
+        write_random_gguf(target, SHAPE, GGMLQuantizationType[name.removesuffix(GGUF)])
+        return
     shutil.copytree(source, target)
     layout, stored = layout_named(name), {}
     encoded: dict[torch.Size, dict[str, torch.Tensor]] = {}
@@ -115,7 +125,7 @@ def load_in_bf16(
 ) -> ModelRunner:
     """Load a checkpoint, for one thread."""
     config = configure(
-        model=str(directory),
+        model=str(make_directory(directory) if directory.suffix == GGUF else directory),
         dtype="bfloat16",
         device="cpu",
         quantization=Quantization(quantization) if quantization else None,
@@ -154,7 +164,10 @@ def print_turns(directory: Path, names: list[str], num_rounds: int) -> None:
     cases: dict[str, tuple[Path, str]] = {"bf16": (directory / "plain", "")}
     for each in (Quantization.W8A16, Quantization.W4A16):
         cases[f"`{each}` at load"] = directory / "plain", str(each)
-    cases |= {name: (directory / name, "") for name in names}
+    for name in names:
+        if not (directory / name).exists():
+            quantize(directory / "plain", directory / name, name, repeats_shapes=True)
+        cases[name] = directory / name, ""
     runners = {name: load_in_bf16(*case) for name, case in cases.items()}
     params = SamplingParams(max_tokens=NUM_TURN_TOKENS, temperature=0.0, ignore_eos=True)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
@@ -219,7 +232,7 @@ def main() -> None:
     speed.add_argument("--rounds", type=int, default=1)
     turns = commands.add_parser("turns", help="decode in turn, in one process, after `speed`")
     turns.add_argument("directory", type=Path)
-    turns.add_argument("--layouts", nargs="*", default=["pack_quantized8_-1_sym", MEASURED[0]])
+    turns.add_argument("--layouts", nargs="*", default=TURNS)
     turns.add_argument("--rounds", type=int, default=9)
     load = commands.add_parser("load", help="one row of `speed`")
     load.add_argument("directory", type=Path)

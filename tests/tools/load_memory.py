@@ -20,7 +20,8 @@ from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from protocol.config import Quantization
 from protocol.config.settings import configure
-from tests.tools.checkpoint_formats import SHAPE, quantize, resident
+from scripts.gguf.directory import make_directory
+from tests.tools.checkpoint_formats import GGUF, SHAPE, quantize, resident
 from tests.worker.hollow_checkpoints import write_hollow
 from worker_proc.startup.prepare import prepare_model
 
@@ -51,6 +52,8 @@ CASES: dict[str, tuple[str, str, str]] = {
     "int4 (GPTQ)": ("dense", "gptq4_128_sym_v1", ""),
     "int8 (compressed-tensors), output layer `w8a16`": ("dense", "int_quantized_w8a16", "w8a16"),
     "int4 (GPTQ), output layer `w8a16`": ("dense", "gptq4_128_sym_v1", "w8a16"),
+    "Q8_0 (GGUF)": ("dense", "Q8_0.gguf", ""),
+    "Q4_K (GGUF)": ("dense", "Q4_K.gguf", ""),
     "nf4 (bitsandbytes)": ("dense", "bitsandbytes_nf4_nested", ""),
     "mixture, bf16": ("mixture", "", ""),
     "mixture, int4 (compressed-tensors)": ("mixture", "pack_quantized4_32_asym", ""),
@@ -108,13 +111,17 @@ def checkpoint(directory: Path, case: str) -> Path:
             quantize(plain, coded, layout, repeats_shapes=True)
         except BaseException:
             shutil.rmtree(coded, ignore_errors=True)
+            coded.unlink(missing_ok=True)
             raise
     return coded
 
 
 def print_load(directory: Path, quantization: str | None) -> None:
     """Load a checkpoint in this process, and print what it took."""
-    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    if directory.suffix == GGUF:
+        directory = make_directory(directory)
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.gguf")]
+    stored = sum(file.stat().st_size for file in files)
     before, most, is_loading = resident("RssAnon"), 0, True
 
     def watch() -> None:

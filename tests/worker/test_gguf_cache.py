@@ -1,5 +1,6 @@
 """The checkpoint directories of GGUF files in the user's cache: what is kept, and what is made."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -81,6 +82,25 @@ def test_directories_that_were_used_a_short_time_ago_stay(keys: Path) -> None:
         os.utime(directory.parent)
     make_room(keys / "another" / "name")
     assert [directory.exists() for directory in made] == [False] + [True] * (FEW + 1)
+
+
+def test_without_locks_all_stay_and_a_sentence_states_it(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fill(keys, FEW + 1)
+    (made[0] / "tokenizer.json").write_bytes(bytes(3_000_000))
+    (made[0] / "model-1.gguf").symlink_to(__file__)
+    assert cache.why_not_bounded() == ""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    make_room(keys / "another" / "name")
+    assert all(directory.exists() for directory in made)
+    assert f"{keys} has {FEW + 1} directories of GGUF files, 3 MB, and" in cache.why_not_bounded()
+    shutil.rmtree(made[0].parent)
+    assert cache.why_not_bounded() == ""
 
 
 def test_what_is_not_a_directory_is_not_held(tmp_path: Path) -> None:
