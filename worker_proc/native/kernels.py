@@ -610,6 +610,7 @@ class NativeLibrary:
         for number in range(count):
             one = pack(number) if number > 0 else first
             if one.format is not first.format:  # not all can be COMPACT
+                del first, one, panels, scales, bias  # there may be no memory for both
                 return self.pack_experts(weights, Format.UNITS, gates=gates, biases=biases)
             panels[number] = one.panels
             if scales is not None and one.scales is not None:
