@@ -12,6 +12,8 @@ from protocol.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
+from tests.system.test_lora import TARGETS, demo_model, greedy, have
+from tests.worker.peft_adapters import write_adapter
 from worker_proc.null_runner import next_token_id
 from worker_proc.startup.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
 
@@ -83,14 +85,14 @@ def has_stopped(pid: int) -> bool:
     return all(text.rpartition(")")[2].split()[0] == "T" for text in texts)
 
 
-def worker_pid(engine: Engine) -> int | None:
-    """Return the pid of the worker, which may be starting."""
+def find_pid(engine: Engine, role: Role) -> int | None:
+    """Return the pid of a process, which may be starting."""
     status = engine.status()
     rows = () if status is None else status.processes
-    return next((row.pid for row in rows if row.role is Role.WORKER), None)
+    return next((row.pid for row in rows if row.role is role), None)
 
 
-def kill_in_load(engine: Engine, adapter: Path, not_pid: int | None = None) -> int:
+def kill_in_load(engine: Engine, adapter: Path, not_pid: int, *, with_core: bool = False) -> int:
     """Kill a worker, another one than `not_pid`, during its load of an adapter; returns its pid.
 
     It is stopped first: its load has begun, and has not ended, if it is still reading then.
@@ -98,7 +100,7 @@ def kill_in_load(engine: Engine, adapter: Path, not_pid: int | None = None) -> i
     weights = adapter / WEIGHTS_FILE
 
     def find() -> int | None:
-        pid = worker_pid(engine)
+        pid = find_pid(engine, Role.WORKER)
         return None if pid == not_pid else pid
 
     pid = eventually(find, "there is another worker")
@@ -106,6 +108,8 @@ def kill_in_load(engine: Engine, adapter: Path, not_pid: int | None = None) -> i
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: has_stopped(pid), "the worker has stopped")
     assert is_reading(pid, weights), "the load has ended before the worker could be killed"
+    if with_core:
+        os.kill(eventually(lambda: find_pid(engine, Role.CORE), "a core runs"), signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -143,13 +147,17 @@ def test_requests_survive_workers_that_are_killed_while_they_load(
 def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is_loaded_again(
     engine: Engine, paths: list[Path]
 ) -> None:
-    """Its requests get one error, and others go on; the core's successor refuses it, too."""
+    """Its requests get one error, and others go on.
+
+    A death counts also if the core dies with its worker, and the core's successor refuses what it
+    has refused.
+    """
     streams = Streams(engine, paths)
     eventually(streams.have_tokens, "all streams have tokens")
     killed = engine.pid(Role.WORKER)
     os.kill(killed, signal.SIGKILL)
-    for _ in range(MOST_DEATHS):
-        killed = kill_in_load(engine, paths[0], killed)
+    for number in range(MOST_DEATHS):
+        killed = kill_in_load(engine, paths[0], killed, with_core=number == 1)
     reason = "adapter 'large': workers died when they loaded it"
     for stream in streams.of["large"]:
         assert reason in (stream.join().error or "")
@@ -161,3 +169,30 @@ def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is
     answer = httpx.post(f"{engine.url()}/v1/load_lora_adapter", json=body, timeout=60.0)
     assert answer.status_code == 200, answer.text
     Streams(engine, paths).check("null", "large", "small")
+
+
+@pytest.mark.slow
+def test_texts_of_a_model_are_exact_though_workers_are_killed_while_they_load(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """With the standby and the zygote, which replace a worker within a fraction of a second."""
+    model = demo_model()
+    large = write_adapter(tmp_path / "large", model, TARGETS, rank=512, seed=1, strength=0.5)
+    small = write_adapter(tmp_path / "small", model, TARGETS, rank=4, seed=2, strength=0.5)
+    engine = start_engine(
+        *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "512"),
+        *("--num-gpu-blocks-override", "1024"),
+        *("--lora-modules", f"large={large}", f"small={small}"),
+        model="demo",
+    )
+    engine.ready()
+    names = ["demo", "large", "small"]
+    undisturbed = {name: greedy(engine, name, num_tokens=200).join().token_ids for name in names}
+    streams = {name: greedy(engine, name, num_tokens=200) for name in names}
+    eventually(have(list(streams.values()), 10), "10 tokens have arrived")
+    killed = engine.pid(Role.WORKER)
+    os.kill(killed, signal.SIGKILL)
+    for number in range(MOST_DEATHS - 1):
+        killed = kill_in_load(engine, large, killed, with_core=number == 1)
+    assert {name: stream.join().token_ids for name, stream in streams.items()} == undisturbed
+    assert not any(stream.error for stream in streams.values())
