@@ -18,6 +18,7 @@ from protocol.config.engine_config import NativeDecoder as NativeDecoder
 from protocol.config.engine_config import ParallelConfig as ParallelConfig
 from protocol.config.engine_config import Quantization as Quantization
 from protocol.config.engine_config import RecoveryConfig as RecoveryConfig
+from protocol.config.engine_config import RoutingPolicy as RoutingPolicy
 from protocol.config.engine_config import RunConfig as RunConfig
 from protocol.config.engine_config import SchedulerConfig as SchedulerConfig
 from protocol.config.engine_config import WorkerConfig as WorkerConfig

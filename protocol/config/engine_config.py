@@ -77,6 +77,12 @@ class AttentionName(enum.StrEnum):
         return cls.__members__.get(str(value).upper())  # vLLM writes these names in capitals
 
 
+class RoutingPolicy(enum.StrEnum):
+    PREFIX_AWARE = "prefix_aware"
+    LEAST_TOKENS = "least_tokens"
+    ROUND_ROBIN = "round_robin"
+
+
 class AccessLog(enum.StrEnum):
     OFF = "off"
     SAMPLED = "sampled"
@@ -262,10 +268,17 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many workers share one model."""
+    """How many workers share one model, and how many replicas of the engine there are."""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ranks that the model is split over."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Replicas of the engine, each with a core and workers of its own. A request whose replica is
+    lost goes on at another one."""
+    routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
+    """How a replica is chosen for a request. prefix_aware: the one that has most of the prompt
+    cached, unless it has much more to do; least_tokens: the one with the fewest tokens to compute;
+    round_robin: each in turn."""
 
 
 class WorkerConfig(Section):
@@ -378,6 +391,9 @@ class RecoveryConfig(Section):
     """Limit in seconds for steps of sizes that a worker has not computed yet."""
     stall_timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 120.0
     """Seconds without a serving engine after which open requests fail."""
+    failover_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.75
+    """Seconds without a serving core or worker after which the requests of a replica go on at
+    another one."""
     give_up_after_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
     """Seconds of repeated deaths of a process after which the engine ends with a status other than
     0. Default: it is restarted without limit."""
@@ -404,6 +420,10 @@ class RunConfig(Section):
     """Check the scheduler's books after every step: for debugging."""
     log_stats_interval_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0
     """Seconds between statistics lines while busy."""
+    replica: Annotated[int | None, Meta(extra={"is_setting": False})] = None
+    """Number of this replica of the engine; None: there is one engine only."""
+    num_replicas: Annotated[int, Meta(ge=1, extra={"is_setting": False})] = 1
+    """Replicas that share this machine."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -306,7 +306,8 @@ def log_label(role: Role, rank: int, config: EngineConfig) -> str:
     """Return the name of a process in the log."""
     if role is Role.API and config.api.api_server_count > 1:
         return f"{role}-{rank}"
-    return f"{role} {rank}" if role is Role.WORKER else str(role)
+    name = f"{role} {rank}" if role is Role.WORKER else str(role)
+    return name if config.run.replica is None else f"replica-{config.run.replica} {name}"
 
 
 class JsonFormatter(logging.Formatter):

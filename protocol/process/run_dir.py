@@ -1,6 +1,7 @@
 """The directory of an engine's sockets: every process that can enter it is trusted.
 
-Its mode is the only access control, so only processes of the same user can connect.
+Its mode is the only access control, so only processes of the same user can connect. Each of several
+replicas of an engine has a directory of its own in that of the engine.
 """
 
 import os
@@ -8,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from protocol.transport.channel import lifecycle_address
+from protocol.transport.channel import client_address, lifecycle_address
 
 MAX_IPC_PATH_BYTES = 107
 """The kernel's limit on the path of a socket file."""
@@ -37,3 +38,15 @@ def make_run_dir(path: str | None) -> str:
     if info.st_mode & 0o077:
         raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
     return path
+
+
+def replica_dir(run_dir: str, replica: int) -> str:
+    """Return the run directory of one of several replicas."""
+    return f"{run_dir}/replica-{replica}"
+
+
+def core_addresses(run_dir: str, num_replicas: int) -> list[str]:
+    """Return the addresses for clients of the cores of all replicas, in their order."""
+    if num_replicas == 1:
+        return [client_address(run_dir)]
+    return [client_address(replica_dir(run_dir, number)) for number in range(num_replicas)]

@@ -13,13 +13,15 @@ import msgspec
 from api_proc.http.listener import close_listener
 from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, LogFormat
-from protocol.process.child_runtime import configure_logging
+from protocol.lifecycle import Role
+from protocol.process.child_runtime import configure_logging, log_label
 from protocol.process.prctl import set_subreaper
 from scripts.gguf.locks import hold
 from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor.console import Console
 from scripts.supervisor.fetching import Interrupted, ModelFetch
 from scripts.supervisor.loop import Supervisor
+from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
 from scripts.supervisor.startup import (
     complete,
@@ -37,7 +39,8 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     started_at = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     arguments, config = parse(program, argv)
-    configure_logging("supervisor", config.run.log_level, config.run.log_format)
+    label = log_label(Role.SUPERVISOR, 0, config)
+    configure_logging(label, config.run.log_level, config.run.log_format)
     signal_fd = watch_signals()
     is_embedded = arguments.parent_fd is not None
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -78,11 +81,13 @@ def _serve(
         text = f"run_dir {config.run.run_dir} cannot be used: {error.strerror}"
         raise ConfigError(text) from error
     is_abandoned = False
-    listener = None
+    listener = reports = None
     held: list[int] = []
     try:
         remove_all(run_dir.path)
         run_dir.raise_epoch(arguments.epoch or 0)
+        if config.run.replica is not None:
+            reports = ReplicaReports(config, arguments.epoch, arguments.progress_fd)
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
         has_api = not arguments.no_api
@@ -103,17 +108,28 @@ def _serve(
             parent_fd=arguments.parent_fd,
             started_at=started_at,
             system=System(),
+            reports=reports,
         )
-        run_dir.register()
+        if reports is None:
+            run_dir.register()
         status = supervisor.run(signal_fd)
         is_abandoned = supervisor.was_orphaned
-        return status, supervisor.policy.failure
+        failure = supervisor.policy.failure
+        if reports is not None and failure is not None:
+            reports.failed(failure)
+        return status, failure
+    except (ConfigError, ValueError) as error:
+        if reports is not None:
+            reports.failed(str(error))
+        raise
     except Interrupted as interrupted:
         is_abandoned = interrupted.is_orphaned
         return 0, None
     finally:
         if listener is not None:
             close_listener(listener)
+        if reports is not None:
+            reports.close()
         remove_all(run_dir.path)
         run_dir.close(is_abandoned=is_abandoned)
         for fd in held:

@@ -28,6 +28,11 @@ def api_slot(index: int, count: int, *, is_spare: bool = False) -> Slot:
     return Slot(Role.API, index + count * is_spare, name)
 
 
+def replica_slot(index: int) -> Slot:
+    """Return the slot of the supervisor of a replica."""
+    return Slot(Role.REPLICA, index, f"replica-{index}")
+
+
 class Origin(enum.Enum):
     """How a process comes into its slot."""
 

@@ -12,6 +12,8 @@ import zmq
 from api_proc.http.listener import api_root, url_of
 from protocol.config import EngineConfig
 from protocol.lifecycle import (
+    Command,
+    Drain,
     Fatal,
     Hello,
     Progress,
@@ -19,17 +21,18 @@ from protocol.lifecycle import (
     RestartReply,
     StatusQuery,
     StatusReply,
+    Stop,
     decode_to_supervisor,
 )
 from protocol.message import ProtocolError
 from protocol.process.child_handle import ChildHandle
 from protocol.process.child_runtime import EXIT_FATAL
 from protocol.process.failpoints import failpoint
+from protocol.process.run_dir import core_addresses
 from protocol.transport.channel import (
     HighWaterMark,
     Received,
     RouterChannel,
-    client_address,
     lifecycle_address,
 )
 from scripts.supervisor import actions
@@ -38,6 +41,7 @@ from scripts.supervisor.console import Console
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
+from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name
 from scripts.supervisor.system import System
@@ -63,12 +67,15 @@ class Supervisor:
         parent_fd: int | None,
         started_at: float,
         system: System,
+        reports: ReplicaReports | None = None,
     ) -> None:
         """Listen for children; `run` starts them. Without a `listener` there is no API.
 
         EOF of `parent_fd`, or the end of this process's parent, ends everything at once. The start
-        counts from `started_at`, in monotonic seconds.
+        counts from `started_at`, in monotonic seconds. `reports`: of a replica, to the supervisor
+        above.
         """
+        self._reports = reports
         self._config = config
         self._console = console
         is_tls = config.api.ssl_certfile is not None
@@ -106,10 +113,14 @@ class Supervisor:
     def run(self, signal_fd: int) -> int:
         """Run all processes to their end; `signal_fd` has one byte for each signal to stop."""
         self._poller.register(signal_fd, zmq.POLLIN)
+        if self._reports is not None:
+            self._poller.register(self._reports.socket, zmq.POLLIN)
         self._perform(self.policy.begin(self._clock.monotonic()))
         while self._exit_status is None:
             ready = dict(self._poller.poll(self._poll_ms()))
             self.policy.on_turn(self._clock.monotonic())
+            if self._reports is not None:
+                self._on_commands(self._reports.commands())
             if signal_fd in ready:
                 os.read(signal_fd, 64)
                 self._perform(self.policy.on_signal(self._clock.monotonic()))
@@ -139,7 +150,9 @@ class Supervisor:
         policy = self.policy
         deadlines = [policy.next_deadline(), policy.next_look, self._console.next_tick()]
         deadline = min(due for due in deadlines if due is not None)
-        return max(0, int((deadline - self._clock.monotonic()) * 1000) + 1)
+        poll_ms = max(0, int((deadline - self._clock.monotonic()) * 1000) + 1)
+        longest_ms = None if self._reports is None else self._reports.longest_poll_ms
+        return poll_ms if longest_ms is None else min(poll_ms, longest_ms)
 
     # Events -------------------------------------------------------------------------------------
 
@@ -149,6 +162,15 @@ class Supervisor:
         self._parent_fds.clear()
         self.was_orphaned = True
         self._perform(self.policy.on_orphaned(self._clock.monotonic()))
+
+    def _on_commands(self, commands: Sequence[Command]) -> None:
+        """Handle what the supervisor above a replica has sent."""
+        for command in commands:
+            now = self._clock.monotonic()
+            if isinstance(command, Stop):
+                self._perform(self.policy.on_stop(now))
+            elif isinstance(command, Drain) and not self.policy.is_ending:
+                self._perform(self.policy.on_signal(now))
 
     def _drain_link(self) -> None:
         for received in self._link.drain(_DRAIN_LIMIT):
@@ -265,15 +287,20 @@ class Supervisor:
         now = self._clock.monotonic()
         if isinstance(action.message, Progress):
             self._console.progress(action.slot, action.message, now)
+            if self._reports is not None:
+                self._reports.progress(action.message)
         else:
             self._console.ready(action.slot, action.message, now)
             self._facts = action.message.facts or self._facts
             self._table.keep_num_blocks(action.message)
 
     def _announce(self) -> None:
+        if self._reports is not None:
+            self._reports.ready(self._facts)
         name = served_name(self._config)
-        core = client_address(str(self._config.run.run_dir))
-        place = core if self._url is None else api_root(self._url)
+        run_dir, num_replicas = str(self._config.run.run_dir), self._config.parallel.data_parallel_size
+        cores = ", ".join(core_addresses(run_dir, num_replicas))
+        place = cores if self._url is None else api_root(self._url)
         seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")
         for fact in self._facts:

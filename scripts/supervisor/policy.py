@@ -1,7 +1,7 @@
 """The supervisor's decisions, as a state machine: events and times in, actions out.
 
 Theory of operation. The ranks of one role form a group, and are replaced together; each API process
-is a group of its own, because it holds only its own requests. A group is started again, with
+is a group of its own, because it holds only its own requests, and so is the supervisor of each replica. A group is started again, with
 greater epochs, only when all its processes are dead and reaped. A death after
 useful work restarts it at once (`Process.was_useful`); the pause doubles only while successors die
 before they have done any. Until the engine was ready once, failures that would repeat end it.
@@ -76,6 +76,11 @@ class SupervisorPolicy:
         """Whether all processes serve that requests need."""
         needed = [group for group in self._groups if group.role not in HELPERS]
         return not self._shutdown.has_begun and all(group.is_ready for group in needed)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the shutdown has begun."""
+        return self._shutdown.has_begun
 
     @property
     def state(self) -> ProcessState:
@@ -167,7 +172,8 @@ class SupervisorPolicy:
         group.count_death(status, was_useful=was_useful)
         if self._is_hopeless(group, process) or self._crash_loop.is_over(now):
             return self._give_up(process, text, now)
-        actions: list[Action] = [Note(logging.WARNING, text), *notices]
+        is_end = status == 0 and self._shutdown.is_front(group.role)
+        actions: list[Action] = [Note(logging.INFO if is_end else logging.WARNING, text), *notices]
         delay_s = group.delay_s(self._recovery.restart_backoff_max_s, self._rng)
         actions += self._replace(group, now + delay_s, now)
         return actions + self._crash_loop.report(now)
@@ -191,6 +197,11 @@ class SupervisorPolicy:
     def on_signal(self, now: float) -> list[Action]:
         """Drain and end the engine; end it at once at the second signal."""
         return self._planned.cancel() + self._shutdown.on_signal(now)
+
+    def on_stop(self, now: float) -> list[Action]:
+        """End the engine without finishing its requests: the supervisor above a replica asks."""
+        stops = [] if self._shutdown.is_stopping else self._shutdown.stop(now)
+        return self._planned.cancel() + stops
 
     def on_orphaned(self, now: float) -> list[Action]:
         """Kill all processes: the parent is gone."""

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
-from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start, api_slot
+from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start, api_slot, replica_slot
 
 LEAST_SERVICE_S = 1.0
 """Time as Ready after which a process without work counts as useful, if its start took less."""
@@ -166,7 +166,7 @@ class Process:
 
 
 class Group:
-    """Processes that are replaced together: all ranks of one role, or one API process.
+    """Processes that are replaced together: all ranks of one role, one API process, or one replica.
 
     Only the methods of this class change its fields.
     """
@@ -299,7 +299,7 @@ class Groups:
         return self.of(role)[0]
 
     def of(self, role: Role) -> list[Group]:
-        """All groups of a role: one for each API process, at most one of other roles."""
+        """All groups of a role: one for each API process and replica, at most one of others."""
         return [group for group in self._groups if group.role is role]
 
     def find(self, slot: Slot) -> tuple[Group, Process]:
@@ -314,6 +314,8 @@ def make_groups(num_ranks: Mapping[Role, int]) -> Groups:
             for index in range(number):
                 spare = api_slot(index, number, is_spare=True)
                 groups.append(Group([api_slot(index, number)], spare))
+        elif role is Role.REPLICA:
+            groups += [Group([replica_slot(index)]) for index in range(number)]
         else:
             groups.append(Group([Slot(role, rank) for rank in range(number)]))
     return Groups(groups)

@@ -28,6 +28,7 @@ from scripts.supervisor.actions import Origin, RecordDeath, Slot, Start
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import HELPERS, STANDBY_OF
 from scripts.supervisor.process_state import Process
+from scripts.supervisor.replica import replica_config
 from scripts.supervisor.system import System
 
 MODULES = {
@@ -35,7 +36,9 @@ MODULES = {
     Role.CORE: "core_proc",
     Role.WORKER: "worker_proc",
     Role.STANDBY_CORE: "core_proc",
+    Role.REPLICA: "scripts.supervisor",
 }
+_ARGUMENTS = {Role.STANDBY_CORE: ["--standby"], Role.REPLICA: ["--no-api"]}
 ZYGOTE = Slot(Role.ZYGOTE)
 _SUPERVISOR_EPOCH = 0
 
@@ -125,17 +128,19 @@ class ProcessTable:
             self._poller.register(self._zygote.link, zmq.POLLIN)
             self._enter(slot, self._zygote.child)
         else:
-            listener, rank = None, slot.rank
+            listener, rank, config = None, slot.rank, self._config
+            if slot.role is Role.REPLICA:
+                config = replica_config(config, rank)
             if slot.role is Role.API:  # a successor has the index of its predecessor
                 listener, rank = self._listener, rank % self._config.api.api_server_count
             child = self._system.start_child(
                 MODULES[slot.role],
-                self._config,
+                config,
                 epoch=epoch,
                 rank=rank,
                 listen_fd=None if listener is None else listener.fileno(),
                 progress_fd=row.page_fd,
-                arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
+                arguments=_ARGUMENTS.get(slot.role, []),
             )
             self._enter(slot, child)
 
@@ -349,6 +354,10 @@ class ProcessTable:
 
 def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
     """How many processes of each role an engine has, in the order in which they are started."""
+    num_apis = config.api.api_server_count if has_api else 0
+    if config.parallel.data_parallel_size > 1:
+        numbers = {Role.REPLICA: config.parallel.data_parallel_size, Role.API: num_apis}
+        return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)
     numbers = {
         Role.ZYGOTE: int(has_standby),
@@ -356,6 +365,6 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         Role.STANDBY: int(has_standby),
         Role.CORE: 1,
         Role.STANDBY_CORE: int(bool(config.recovery.standby_cores)),
-        Role.API: config.api.api_server_count if has_api else 0,
+        Role.API: num_apis,
     }
     return {role: number for role, number in numbers.items() if number}

@@ -13,8 +13,8 @@ No sockets, no clock. The states follow one another and never go back:
 | STOPPING | signal, no parent, deadline     | STOPPING, and all processes are killed         |
 | STOPPING | deadline, all killed before     | ENDED, with status 1                           |
 
-The front is the outermost role that still has to finish: the API needs the core for that. It is
-drained once each of its groups is. `advance` enters the next stage while the present one is
+The front is the outermost role that still has to finish: the API needs the core, or the replicas,
+for that. It is drained once each of its groups is. `advance` enters the next stage while the present one is
 complete.
 """
 
@@ -29,8 +29,8 @@ from scripts.supervisor.process_state import Group, Groups, Process
 
 STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""
-_STOP_ORDER = (Role.API, Role.CORE, Role.WORKER, *HELPERS)
-_DRAIN_ORDER = (Role.API, Role.CORE)
+_STOP_ORDER = (Role.API, Role.REPLICA, Role.CORE, Role.WORKER, *HELPERS)
+_DRAIN_ORDER = (Role.API, Role.REPLICA, Role.CORE)
 _MAX_FAILURES = 3
 """Failures in a row after which a front is not started again."""
 

@@ -142,7 +142,7 @@ def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Engine
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", help="this text")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--no-api", action="store_true", help="start no HTTP server")
-    for flag in ("--config-fd", "--parent-fd", "--epoch", "--rank"):
+    for flag in ("--config-fd", "--parent-fd", "--progress-fd", "--epoch", "--rank"):
         parser.add_argument(flag, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--temporary-run-dir", action="store_true", help=argparse.SUPPRESS)
     settings.add_flags(parser)

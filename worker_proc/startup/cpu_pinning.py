@@ -21,8 +21,10 @@ def pin_worker(config: EngineConfig, rank: int) -> None:
     if config.worker.cpu_pinning is CpuPinning.OFF:
         return
     present = os.sched_getaffinity(0)
-    num_workers = config.parallel.tensor_parallel_size
-    chosen = worker_cpus(present, available_cpus(), num_workers, rank)
+    num_ranks = config.parallel.tensor_parallel_size
+    num_workers = num_ranks * config.run.num_replicas
+    place = num_ranks * (config.run.replica or 0) + rank
+    chosen = worker_cpus(present, available_cpus(), num_workers, place)
     # More threads than CPUs would wait for each other in every part of a step.
     if chosen != present and (config.worker.num_threads or 0) <= len(chosen):
         os.sched_setaffinity(0, chosen)

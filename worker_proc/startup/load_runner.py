@@ -46,9 +46,14 @@ def load_model_runner(
 
     With `keeps_proofs`, what is proven here is not proven again at the next start.
     """
-    torch.set_num_threads(config.worker.num_threads or available_cpus())
+    torch.set_num_threads(num_threads(config))
     prepared = prepare_model(config, progress, keeps_proofs=keeps_proofs)
     return build_runner(prepared, config, calibrate(prepared, config, progress), progress)
+
+
+def num_threads(config: EngineConfig) -> int:
+    """Return how many threads compute: as configured, else this replica's share of the CPUs."""
+    return config.worker.num_threads or max(1, available_cpus() // config.run.num_replicas)
 
 
 def build_runner(

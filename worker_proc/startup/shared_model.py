@@ -14,12 +14,11 @@ from worker_proc.calibration.self_check import num_blocks_needed
 from worker_proc.cuda.device import resolve_device
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ReportProgress, RunnerFactory
 from worker_proc.startup.calibrate import Calibration, calibrate
-from worker_proc.startup.load_runner import build_runner
+from worker_proc.startup.load_runner import build_runner, num_threads
 from worker_proc.startup.parts import make_backend, make_draft_layout, make_layout
 from worker_proc.startup.prepare import prepare_model
 
@@ -53,12 +52,12 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
     forked_config = msgspec.structs.replace(config, cache=cache)
 
     def make(progress: ReportProgress) -> ModelRunner:
-        num_threads = config.worker.num_threads or available_cpus()
-        torch.set_num_threads(num_threads)
-        calibration = found.of(num_threads)
+        count = num_threads(config)
+        torch.set_num_threads(count)
+        calibration = found.of(count)
         if calibration is None:
             calibration = calibrate(prepared, config, progress)
-            found.keep(num_threads, calibration)
+            found.keep(count, calibration)
         return build_runner(prepared, forked_config, calibration, progress)
 
     return make

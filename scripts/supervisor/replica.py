@@ -1,0 +1,89 @@
+"""Replicas: each is an engine with a supervisor of its own, which reports to the one above.
+
+A replica's supervisor starts, watches and replaces its core and its workers, as that of a single
+engine does, in a run directory of its own. The supervisor above it starts the API and the replicas.
+It knows of a replica only whether its supervisor lives and whether it has served once.
+"""
+
+import os
+import sys
+
+import msgspec
+import zmq
+
+from protocol.config import EngineConfig
+from protocol.lifecycle import Command, Fatal, Hello, Progress, Ready, Role
+from protocol.message import MAX_TEXT
+from protocol.process.progress import ProgressReporter
+from protocol.process.run_dir import replica_dir
+from protocol.process.supervisor_link import SupervisorLink
+from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
+
+_CONNECT_TIMEOUT_MS = 60_000
+_LINGER_MS = 1000
+
+
+def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
+    """Return the settings of one replica of an engine with a run directory."""
+    parallel = msgspec.structs.replace(config.parallel, data_parallel_size=1)
+    run = msgspec.structs.replace(
+        config.run,
+        run_dir=replica_dir(str(config.run.run_dir), replica),
+        replica=replica,
+        num_replicas=config.parallel.data_parallel_size,
+    )
+    return msgspec.structs.replace(config, parallel=parallel, run=run)
+
+
+class ReplicaReports:
+    """What the supervisor of a replica sends to the one above, and the commands that it gets."""
+
+    def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None) -> None:
+        """Connect; the supervisor above listens before it starts replicas."""
+        assert config.run.replica is not None
+        above = os.path.dirname(str(config.run.run_dir))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel = DealerChannel(
+            self._context, lifecycle_address(above), HighWaterMark.LIFECYCLE_LINK
+        )
+        if not self._channel.socket.poll(_CONNECT_TIMEOUT_MS, zmq.POLLOUT):
+            sys.exit(f"no supervisor at {lifecycle_address(above)}")
+        self._link = SupervisorLink(self._channel, epoch)
+        self._link.send(Hello(Role.REPLICA, config.run.replica, os.getpid()))
+        # Starts of processes may hold the loop for a while, as long texts hold that of the API.
+        recovery = config.recovery
+        self._reporter = ProgressReporter(
+            progress_fd, epoch, recovery, recovery.api_hang_timeout_s
+        )
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """Socket to poll for `commands`."""
+        return self._channel.socket
+
+    @property
+    def longest_poll_ms(self) -> int | None:
+        """The longest poll with which the supervisor above sees that this one was not stopped."""
+        return self._reporter.tick_ms
+
+    def commands(self) -> list[Command]:
+        """Return the commands that have arrived. To be called in every turn of the loop."""
+        self._reporter.turn()
+        return [message for message in self._link.read() if isinstance(message, Command)]
+
+    def progress(self, message: Progress) -> None:
+        """A process of this replica continues its start."""
+        self._link.send(message)
+
+    def ready(self, facts: list[str]) -> None:
+        """Report that the replica serves; `facts` are lines for the console."""
+        self._link.hold(Ready(facts=facts))
+
+    def failed(self, failure: str) -> None:
+        """Report why the replica has given up its start."""
+        self._link.send(Fatal("start", failure[:MAX_TEXT], retry=False))
+
+    def close(self) -> None:
+        """Disconnect, once the last messages are written."""
+        self._channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._context.destroy()
