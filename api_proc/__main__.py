@@ -29,7 +29,8 @@ from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from protocol.adapters import Adapter, AdapterError
-from protocol.client.async_client import MAX_OPEN_TOKENS, AsyncEngineClient
+from protocol.client import ReplicatedClient
+from protocol.client.async_client import MAX_OPEN_TOKENS
 from protocol.client.errors import RequestFailed, RequestQuarantined
 from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
 from protocol.lifecycle import Role
@@ -38,6 +39,7 @@ from protocol.process.child_runtime import ChildProcess, log_label
 from protocol.process.failpoints import failpoint
 from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter
+from protocol.process.run_dir import core_addresses
 
 _PROGRESS_INTERVAL_S = 10.0
 _PAUSE_S = 1.0
@@ -181,7 +183,7 @@ async def _name_adapters(child: ChildProcess, state: ApiState) -> list[NamedAdap
 
 def _background(
     child: ChildProcess,
-    client: AsyncEngineClient,
+    client: ReplicatedClient,
     state: ApiState,
     server: HttpServer,
     named: list[NamedAdapter],
@@ -203,10 +205,12 @@ def _beat(reporter: ProgressReporter, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_later(reporter.tick_ms / 1000, _beat, reporter, loop)
 
 
-def _engine_client(child: ChildProcess) -> AsyncEngineClient:
+def _engine_client(child: ChildProcess) -> ReplicatedClient:
     config = child.config
-    return AsyncEngineClient(
-        child.core_client_address,
+    return ReplicatedClient(
+        core_addresses(child.run_dir, config.parallel.data_parallel_size),
+        policy=config.parallel.routing_policy,
+        failover_s=config.recovery.failover_s,
         max_open_requests=config.api.max_open_requests,
         max_open_tokens=max(MAX_OPEN_TOKENS, 2 * config.scheduler.max_waiting_tokens),
         stall_timeout_s=config.recovery.stall_timeout_s,
@@ -214,7 +218,7 @@ def _engine_client(child: ChildProcess) -> AsyncEngineClient:
 
 
 async def _report_ready(
-    child: ChildProcess, client: AsyncEngineClient, state: ApiState, named: list[NamedAdapter]
+    child: ChildProcess, client: ReplicatedClient, state: ApiState, named: list[NamedAdapter]
 ) -> None:
     """Report ready once requests are served, and progress before: loading a model may take long.
 
@@ -241,7 +245,7 @@ async def _report_ready(
     child.ready()
 
 
-async def _check_adapter(child: ChildProcess, client: AsyncEngineClient, adapter: Adapter) -> str:
+async def _check_adapter(child: ChildProcess, client: ReplicatedClient, adapter: Adapter) -> str:
     """Return what is wrong with an adapter, or nothing.
 
     A check that no worker could make is repeated. The supervisor ends this process if that takes

@@ -25,7 +25,7 @@ from api_proc.text.processor import TextProcessor
 from api_proc.unknown_fields import UnknownFields
 from protocol.adapters import Adapter
 from protocol.api_core import EngineState, EngineStats, ErrorCode, RequestError
-from protocol.client import AsyncEngineClient
+from protocol.client import ReplicatedClient
 from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
@@ -45,7 +45,7 @@ class ApiState:
 
     def __init__(
         self,
-        client: AsyncEngineClient,
+        client: ReplicatedClient,
         config: EngineConfig,
         text: TextProcessor,
         *,

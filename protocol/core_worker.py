@@ -130,6 +130,20 @@ class ModelFacts(Record):
             decoder=before.decoder if before.exact_resume else self.decoder,
         )
 
+    def computes_as(self, other: "ModelFacts") -> bool:
+        """Whether a request of a replica with the facts `other` can go on here, with equal tokens.
+
+        The memory of the two may differ.
+        """
+        memory = {
+            "num_gpu_blocks": self.num_gpu_blocks,
+            "num_host_blocks": self.num_host_blocks,
+            "num_state_blocks": self.num_state_blocks,
+            "num_host_state_blocks": self.num_host_state_blocks,
+            "state_swap_blocks": self.state_swap_blocks,
+        }
+        return self.can_replace(msgspec.structs.replace(other, **memory))
+
     def max_prompt_len(self, params: SamplingParams) -> int:
         """Tokens of the longest prompt: it leaves room for an output, unless there is none."""
         return self.max_model_len if params.pooling is not None else self.max_model_len - 1

@@ -5,7 +5,7 @@ import logging
 from typing import Protocol, Unpack
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
-from protocol.client import AsyncEngineClient
+from protocol.client import ReplicatedClient
 from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.request_stream import RequestStream
@@ -49,7 +49,7 @@ class ProcessEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._processes: EngineProcesses | None = None
-        self._client: AsyncEngineClient | None = None
+        self._client: ReplicatedClient | None = None
 
     @property
     def run_dir(self) -> str:
@@ -61,8 +61,12 @@ class ProcessEngine:
     async def start(self, timeout_s: float) -> ModelFacts:
         """As `Engine.start`; EngineStartError: it has ended, or is not ready in time."""
         self._processes = EngineProcesses(self._config)
-        self._client = AsyncEngineClient(
-            self._processes.address, stall_timeout_s=self._config.recovery.stall_timeout_s
+        recovery, parallel = self._config.recovery, self._config.parallel
+        self._client = ReplicatedClient(
+            self._processes.addresses,
+            policy=parallel.routing_policy,
+            failover_s=recovery.failover_s,
+            stall_timeout_s=recovery.stall_timeout_s,
         )
         await self._client.start()
         num_checks = 0

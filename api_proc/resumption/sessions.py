@@ -31,7 +31,7 @@ from api_proc.resumption.session_log import (
 )
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
-from protocol.client import AsyncEngineClient
+from protocol.client import ReplicatedClient
 from protocol.client.errors import RequestFailed
 from protocol.client.ledger import RequestOptions
 from protocol.client.packed_prompt import PromptIds
@@ -115,7 +115,7 @@ class Session:
 class Sessions:
     def __init__(
         self,
-        client: AsyncEngineClient,
+        client: ReplicatedClient,
         config: ApiConfig,
         on_end: Callable[[str], None] = lambda reason: None,
         *,

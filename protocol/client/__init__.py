@@ -1,6 +1,7 @@
 """Clients of the core: submit requests, stream tokens, and outlive the core and its workers."""
 
 from protocol.client.async_client import AsyncEngineClient
+from protocol.client.replicated_client import ReplicatedClient
 from protocol.client.sync_client import EngineClient, SyncStream
 
-__all__ = ["AsyncEngineClient", "EngineClient", "SyncStream"]
+__all__ = ["AsyncEngineClient", "EngineClient", "ReplicatedClient", "SyncStream"]

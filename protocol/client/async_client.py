@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Unpack
 
 import msgspec
@@ -40,10 +40,10 @@ from protocol.client.kv_feed import KVEventFeed
 from protocol.client.ledger import Ledger, RequestOptions, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.packed_prompt import PromptIds
-from protocol.client.request_stream import RequestStream
+from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
-from protocol.message import Message, ProtocolError, encode, unpack_floats
+from protocol.message import Message, ProtocolError, encode
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.runtime import Clock
 
@@ -66,6 +66,7 @@ class AsyncEngineClient:
         max_open_requests: int = MAX_OPEN_REQUESTS,
         max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        numbers: Iterator[int] | None = None,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
@@ -75,6 +76,7 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: open requests fail after this time without a serving engine.
+            numbers: unused numbers of requests, where clients of several replicas share them.
             make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
@@ -88,7 +90,7 @@ class AsyncEngineClient:
         self._link = make_link(
             address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock
         )
-        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic)
+        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers)
         self._open = OpenRequests(ledger, self._link.send)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
@@ -96,6 +98,8 @@ class AsyncEngineClient:
         self.status: Status | None = None
         self.last_status_time = 0.0
         """When `status` arrived, on the monotonic clock."""
+        self.num_other_requests = 0
+        """Requests of other clients at the core, when `status` arrived."""
         self.last_progress_time = clock.monotonic()
         """When a status showed more steps than the one before, or that none were to be computed."""
 
@@ -105,9 +109,30 @@ class AsyncEngineClient:
         return self._link.is_agreed
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the connected core."""
+        return self._link.epoch
+
+    @property
+    def serves(self) -> bool:
+        """Whether the core is connected and has its workers."""
+        status = self.status
+        return self.connected and status is not None and status.state is EngineState.READY
+
+    @property
     def num_open_requests(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._open)
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Tokens of the prompts of open requests."""
+        return self._open.ledger.num_prompt_tokens
+
+    @property
+    def num_unstarted_tokens(self) -> int:
+        """Tokens of the prompts of open requests that have no output token yet."""
+        return self._open.ledger.num_unstarted_tokens
 
     @property
     def num_fenced_frames(self) -> int:
@@ -190,14 +215,7 @@ class AsyncEngineClient:
         A task that is cancelled meanwhile aborts the request. RequestFailed: as `submit`, or the
         request has failed.
         """
-        stream = self.submit(prompt_token_ids, pooling_params(pooling), **options)
-        try:
-            async for output in stream:
-                if output.embedding is not None:
-                    return unpack_floats(output.embedding)
-        finally:
-            stream.cancel()
-        raise failure_of(RequestError(ErrorCode.INTERNAL, "the request ended without its vector"))
+        return await vector_of(self.submit(prompt_token_ids, pooling_params(pooling), **options))
 
     def submit_to(
         self,
@@ -222,6 +240,14 @@ class AsyncEngineClient:
         # The host's clock: monotonic clocks do not compare across reboots.
         self._open.adopt(add, receiver, age_s=max(0.0, self._clock.time() - add.arrival_time))
         return request_id
+
+    def open_ids(self) -> list[int]:
+        """Return the numbers of all open requests, oldest first."""
+        return list(self._open.ledger)
+
+    def move(self, request_id: int, other: "AsyncEngineClient") -> bool:
+        """Let a request go on at another replica; False: it has ended, or was moved too often."""
+        return self._open.move(request_id, other._open)
 
     def _check(
         self, prompt_token_ids: PromptIds, params: SamplingParams, options: RequestOptions
@@ -367,6 +393,8 @@ class AsyncEngineClient:
         if _shows_progress(status, self.status, self.num_open_requests):
             self.last_progress_time = self.last_status_time
         self.status = status
+        num_requests = status.stats.num_running_reqs + status.stats.num_waiting_reqs
+        self.num_other_requests = max(0, num_requests - len(self._open))
         if status.facts is not None:
             self.facts = status.facts
         if status.state in _SERVING:

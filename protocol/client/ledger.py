@@ -20,6 +20,7 @@ without comparing clocks.
 """
 
 import contextlib
+import itertools
 import re
 import time
 from array import array
@@ -45,6 +46,8 @@ from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pac
 from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
+MOVES_MAX = 3
+"""How often a request goes on at another replica without an output in between."""
 _PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
 """Where a decoding error lies: the index of a field, and of a field within that."""
 
@@ -118,8 +121,13 @@ def _out_of_bounds(problem: str) -> RequestError:
     return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
 
 
-class _Entry:
-    __slots__ = ("accepted_at", "add", "next_prompt_position", "num_repairs", "output_token_ids")
+class Entry:
+    """One open request, and what is known of its outputs."""
+
+    __slots__ = (
+        *("accepted_at", "add", "next_prompt_position", "num_moves", "num_repairs"),
+        "output_token_ids",
+    )
 
     def __init__(self, add: AddRequest, accepted_at: float) -> None:
         self.add = add
@@ -127,7 +135,14 @@ class _Entry:
         self.output_token_ids = array("i", add.output_token_ids)
         self.num_repairs = 0
         """Since the last output without a gap."""
+        self.num_moves = 0
+        """To other replicas, since the last output."""
         self.next_prompt_position = 0
+
+    @property
+    def num_unstarted_tokens(self) -> int:
+        """Tokens of the prompt, if there is no output token yet."""
+        return 0 if self.output_token_ids else self.add.num_prompt_tokens
 
     def resumed(self, now: float) -> AddRequest:
         """The request for a core that does not know it."""
@@ -158,24 +173,29 @@ class Ledger:
         max_open: int,
         max_open_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        """Bound open requests and the tokens of their prompts; `clock` is in monotonic seconds."""
+        """Bound open requests and the tokens of their prompts; `clock` is in monotonic seconds.
+
+        `numbers`: unused numbers of requests, where several ledgers share them.
+        """
         self._max_open = max_open
         self._max_open_tokens = max_open_tokens
         self.clock = clock
         self.num_prompt_tokens = 0
-        self._entries: dict[int, _Entry] = {}
+        self.num_unstarted_tokens = 0
+        """Of the prompts that have no output token yet."""
+        self._entries: dict[int, Entry] = {}
         self._repairing: set[int] = set()
         """Requests repaired since the last `allow_repairs`."""
-        self._next_id = 0
+        self._numbers = itertools.count(1) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def next_request_id(self) -> int:
         """Return an unused number."""
-        self._next_id += 1
-        return self._next_id
+        return next(self._numbers)
 
     def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
         """Enter a request accepted `age_s` ago; Overloaded past one of the bounds."""
@@ -190,8 +210,23 @@ class Ledger:
         if full is not None:
             message = f"{full} are open, the most this client takes"
             raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
-        self.num_prompt_tokens = num_tokens
-        self._entries[add.request_id] = _Entry(add, self.clock() - age_s)
+        self.enter(Entry(add, self.clock() - age_s))
+
+    def enter(self, entry: Entry) -> None:
+        """Enter a request that was accepted, without a bound."""
+        self.num_prompt_tokens += entry.add.num_prompt_tokens
+        self.num_unstarted_tokens += entry.num_unstarted_tokens
+        self._entries[entry.add.request_id] = entry
+
+    def num_moves(self, request_id: int) -> int:
+        """How often an open request was moved since its last output."""
+        return self._entries[request_id].num_moves
+
+    def leave(self, request_id: int) -> Entry:
+        """Remove an open request, which goes on in another ledger."""
+        entry = self._entries[request_id]
+        self.fail(request_id)
+        return entry
 
     def fail(self, request_id: int) -> bool:
         """Remove a request; returns whether it was open."""
@@ -199,6 +234,7 @@ class Ledger:
         if entry is None:
             return False
         self.num_prompt_tokens -= entry.add.num_prompt_tokens
+        self.num_unstarted_tokens -= entry.num_unstarted_tokens
         return True
 
     def __iter__(self) -> Iterator[int]:
@@ -238,13 +274,16 @@ class Ledger:
         if entry.num_repairs:
             entry.num_repairs = 0
             self._repairing.discard(output.request_id)
+        if not known and output.token_ids:
+            self.num_unstarted_tokens -= entry.num_unstarted_tokens
+        entry.num_moves = 0
         known.extend(output.token_ids)
         if output.finish_reason is not None:
             self.fail(output.request_id)
         return output
 
     def _take_overlapping(
-        self, output: RequestOutput, entry: _Entry, num_again: int
+        self, output: RequestOutput, entry: Entry, num_again: int
     ) -> RequestOutput | AddRequest | None:
         again, news = output.token_ids[:num_again], output.token_ids[num_again:]
         first = output.first_index

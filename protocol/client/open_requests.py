@@ -19,7 +19,7 @@ from protocol.api_core import (
     encode_add,
 )
 from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.ledger import Ledger
+from protocol.client.ledger import MOVES_MAX, Ledger
 from protocol.message import encode
 from protocol.process.failpoints import failpoint
 from protocol.transport.channel import MAX_FRAME_BYTES
@@ -72,6 +72,26 @@ class OpenRequests:
         self._receivers.pop(request_id, None)
         if self.ledger.fail(request_id):
             self._send(encode(AbortRequests([request_id])))
+
+    def move(self, request_id: int, other: "OpenRequests") -> bool:
+        """Let a request go on at the core of another client; here it ends.
+
+        False: it has ended, or was moved `MOVES_MAX` times since its last output. Then the cores
+        where it was have died of it, perhaps.
+        """
+        if request_id not in self._receivers or self.ledger.num_moves(request_id) >= MOVES_MAX:
+            return False
+        entry, receiver = self.ledger.leave(request_id), self._receivers.pop(request_id)
+        self._send(encode(AbortRequests([request_id])))
+        entry.num_moves += 1
+        entry.num_repairs = 0
+        other.ledger.enter(entry)
+        other._receivers[request_id] = receiver
+        if other._unsent:
+            other._unsent.append(request_id)
+        else:
+            other._send_again(entry.resumed(other.ledger.clock()))
+        return True
 
     def resend(self) -> Iterator[bytes]:
         """Begin to send everything open to a core that does not know it, oldest first."""

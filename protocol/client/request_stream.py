@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from protocol.api_core import RequestOutput
-from protocol.client.errors import RequestFailed
+from protocol.api_core import ErrorCode, RequestError, RequestOutput
+from protocol.client.errors import RequestFailed, failure_of
+from protocol.message import unpack_floats
 
 _MERGED_PAST = 16
 """Unread outputs past which they are merged: then only tokens (4 bytes each) and logprobs grow."""
@@ -25,7 +26,10 @@ class RequestStream:
     """
 
     def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
-        """`cancel` is called with the id when the reader cancels."""
+        """`cancel` is called with the id when the reader cancels.
+
+        The id may be set later, before the stream is read.
+        """
         self.request_id = request_id
         self._cancel = cancel
         self._pending: list[RequestOutput] = []
@@ -90,6 +94,17 @@ class RequestStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+async def vector_of(stream: RequestStream) -> "array[float]":
+    """Return the vector of a request with `pooling`; a cancelled task aborts the request."""
+    try:
+        async for output in stream:
+            if output.embedding is not None:
+                return unpack_floats(output.embedding)
+    finally:
+        stream.cancel()
+    raise failure_of(RequestError(ErrorCode.INTERNAL, "the request ended without its vector"))
 
 
 def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:

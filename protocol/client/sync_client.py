@@ -8,14 +8,15 @@ with EngineClient(client_address(run_dir)) as client:
 
 import functools
 from array import array
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput, Status
-from protocol.client.async_client import CONTROL_TIMEOUT_S, AsyncEngineClient
+from protocol.client.async_client import CONTROL_TIMEOUT_S
 from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.loop_thread import LoopThread
+from protocol.client.replicated_client import ReplicatedClient
 from protocol.client.request_stream import RequestStream, merge
 from protocol.core_worker import ModelFacts
 from protocol.sampling import Pooling, SamplingParams
@@ -70,7 +71,7 @@ class SyncStream:
 
 
 def _blocking(
-    control: Callable[Concatenate[AsyncEngineClient, P], Coroutine[Any, Any, bool]],
+    control: Callable[Concatenate[ReplicatedClient, P], Coroutine[Any, Any, bool]],
 ) -> "Callable[Concatenate[EngineClient, P], bool]":
     """Make a control of the asynchronous client one that waits for the answer."""
 
@@ -84,12 +85,12 @@ def _blocking(
 
 
 class EngineClient:
-    """An `AsyncEngineClient` in a background thread with a loop of its own."""
+    """A `ReplicatedClient` in a background thread with a loop of its own."""
 
-    def __init__(self, address: str) -> None:
-        """Connect to the core at `address`."""
+    def __init__(self, address: str | Sequence[str]) -> None:
+        """Connect to the core at `address`, or to the cores of several replicas."""
         self._thread = LoopThread("engine-client")
-        self._client = AsyncEngineClient(address)
+        self._client = ReplicatedClient([address] if isinstance(address, str) else address)
         try:
             self.run(self._client.start(), _CALL_TIMEOUT_S)
         except BaseException:
@@ -109,7 +110,7 @@ class EngineClient:
     def submit(
         self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> SyncStream:
-        """As `AsyncEngineClient.submit`."""
+        """As `ReplicatedClient.submit`."""
 
         async def submit() -> RequestStream:
             return self._client.submit(prompt_token_ids, params, **options)
@@ -124,15 +125,15 @@ class EngineClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> "array[float]":
-        """As `AsyncEngineClient.embed`; past `timeout_s` the request is aborted: TimeoutError."""
+        """As `ReplicatedClient.embed`; past `timeout_s` the request is aborted: TimeoutError."""
         work = self._client.embed(prompt_token_ids, pooling, **options)
         return self.run(work, timeout_s)
 
-    pause = _blocking(AsyncEngineClient.pause)
-    resume = _blocking(AsyncEngineClient.resume)
-    sleep = _blocking(AsyncEngineClient.sleep)
+    pause = _blocking(ReplicatedClient.pause)
+    resume = _blocking(ReplicatedClient.resume)
+    sleep = _blocking(ReplicatedClient.sleep)
     wake_up = resume
-    reset_prefix_cache = _blocking(AsyncEngineClient.reset_prefix_cache)
+    reset_prefix_cache = _blocking(ReplicatedClient.reset_prefix_cache)
 
     @property
     def status(self) -> Status | None:

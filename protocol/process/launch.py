@@ -19,9 +19,8 @@ import msgspec
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role, StatusReply
 from protocol.process.child_handle import Child
-from protocol.process.run_dir import make_run_dir
+from protocol.process.run_dir import core_addresses, make_run_dir
 from protocol.process.status import StatusLink
-from protocol.transport.channel import client_address
 
 CLOSE_GRACE_S = 3.0
 _POLL_S = 0.02
@@ -51,6 +50,7 @@ class EngineProcesses:
         EngineStartError: they cannot be started; nothing is left behind.
         """
         self._is_temporary = config.run.run_dir is None
+        self._num_replicas = config.parallel.data_parallel_size
         try:
             self.run_dir = make_run_dir(config.run.run_dir)
         except (OSError, ValueError) as error:
@@ -88,8 +88,13 @@ class EngineProcesses:
 
     @property
     def address(self) -> str:
-        """The address for clients of the core."""
-        return client_address(self.run_dir)
+        """The address for clients of the core; with replicas, of the first one's core."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses for clients of the cores of all replicas."""
+        return core_addresses(self.run_dir, self._num_replicas)
 
     @property
     def is_fetching(self) -> bool:

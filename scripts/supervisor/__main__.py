@@ -48,16 +48,21 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     console = Console(
         sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded, is_log_only=is_json
     )
+    reports = None
+    if config.run.replica is not None:
+        reports = ReplicaReports(config, arguments.epoch, arguments.progress_fd)
     try:
         for text in [] if arguments.no_api else warnings(argv, config):
             console.note(logging.WARNING, text)
         has_bars = is_terminal and not is_json
         status, failure = _serve(
-            arguments, config, console, signal_fd, started_at, has_bars=has_bars
+            arguments, config, console, signal_fd, started_at, reports=reports, has_bars=has_bars
         )
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)
-    if failure is not None:
+    if reports is not None:
+        reports.close(failure)
+    elif failure is not None:
         console.error(failure)
         if is_embedded:
             write_failure(config.run.run_dir, failure)
@@ -71,6 +76,7 @@ def _serve(
     signal_fd: int,
     started_at: float,
     *,
+    reports: ReplicaReports | None,
     has_bars: bool,
 ) -> tuple[int, str | None]:
     """Return the exit status, and the reason if the engine gave up."""
@@ -81,13 +87,11 @@ def _serve(
         text = f"run_dir {config.run.run_dir} cannot be used: {error.strerror}"
         raise ConfigError(text) from error
     is_abandoned = False
-    listener = reports = None
+    listener = None
     held: list[int] = []
     try:
         remove_all(run_dir.path)
         run_dir.raise_epoch(arguments.epoch or 0)
-        if config.run.replica is not None:
-            reports = ReplicaReports(config, arguments.epoch, arguments.progress_fd)
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
         has_api = not arguments.no_api
@@ -114,22 +118,13 @@ def _serve(
             run_dir.register()
         status = supervisor.run(signal_fd)
         is_abandoned = supervisor.was_orphaned
-        failure = supervisor.policy.failure
-        if reports is not None and failure is not None:
-            reports.failed(failure)
-        return status, failure
-    except (ConfigError, ValueError) as error:
-        if reports is not None:
-            reports.failed(str(error))
-        raise
+        return status, supervisor.policy.failure
     except Interrupted as interrupted:
         is_abandoned = interrupted.is_orphaned
         return 0, None
     finally:
         if listener is not None:
             close_listener(listener)
-        if reports is not None:
-            reports.close()
         remove_all(run_dir.path)
         run_dir.close(is_abandoned=is_abandoned)
         for fd in held:

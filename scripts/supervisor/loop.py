@@ -298,8 +298,8 @@ class Supervisor:
         if self._reports is not None:
             self._reports.ready(self._facts)
         name = served_name(self._config)
-        run_dir, num_replicas = str(self._config.run.run_dir), self._config.parallel.data_parallel_size
-        cores = ", ".join(core_addresses(run_dir, num_replicas))
+        num_replicas = self._config.parallel.data_parallel_size
+        cores = ", ".join(core_addresses(str(self._config.run.run_dir), num_replicas))
         place = cores if self._url is None else api_root(self._url)
         seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")

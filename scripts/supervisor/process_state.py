@@ -6,7 +6,17 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
-from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start, api_slot, replica_slot
+from scripts.supervisor.actions import (
+    Action,
+    Kill,
+    Note,
+    Origin,
+    Send,
+    Slot,
+    Start,
+    api_slot,
+    replica_slot,
+)
 
 LEAST_SERVICE_S = 1.0
 """Time as Ready after which a process without work counts as useful, if its start took less."""

@@ -52,9 +52,7 @@ class ReplicaReports:
         self._link.send(Hello(Role.REPLICA, config.run.replica, os.getpid()))
         # Starts of processes may hold the loop for a while, as long texts hold that of the API.
         recovery = config.recovery
-        self._reporter = ProgressReporter(
-            progress_fd, epoch, recovery, recovery.api_hang_timeout_s
-        )
+        self._reporter = ProgressReporter(progress_fd, epoch, recovery, recovery.api_hang_timeout_s)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -79,11 +77,9 @@ class ReplicaReports:
         """Report that the replica serves; `facts` are lines for the console."""
         self._link.hold(Ready(facts=facts))
 
-    def failed(self, failure: str) -> None:
-        """Report why the replica has given up its start."""
-        self._link.send(Fatal("start", failure[:MAX_TEXT], retry=False))
-
-    def close(self) -> None:
-        """Disconnect, once the last messages are written."""
+    def close(self, failure: str | None) -> None:
+        """Report why the replica has ended, if not in order, and disconnect."""
+        if failure is not None:
+            self._link.send(Fatal("start", failure[:MAX_TEXT], retry=False))
         self._channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._context.destroy()

@@ -14,8 +14,8 @@ No sockets, no clock. The states follow one another and never go back:
 | STOPPING | deadline, all killed before     | ENDED, with status 1                           |
 
 The front is the outermost role that still has to finish: the API needs the core, or the replicas,
-for that. It is drained once each of its groups is. `advance` enters the next stage while the present one is
-complete.
+for that. It is drained once each of its groups is. `advance` enters the next stage while the
+present one is complete.
 """
 
 import enum

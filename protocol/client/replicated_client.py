@@ -1,0 +1,469 @@
+"""The client of an engine with replicas: it routes requests, and moves those of a lost replica.
+
+    addresses = core_addresses(run_dir, num_replicas)
+    async with ReplicatedClient(addresses) as client:
+        ...
+
+It has an `AsyncEngineClient` for each replica, whose ledger holds the requests that are there. A
+request that was accepted stays at its replica while that serves, also through restarts of its core
+and workers. If the core is gone for `failover_s`, or without workers for much longer, its open
+requests go on at replicas with the same facts, from what the ledger has: outputs continue at the
+next token. The cores that return are told nothing of them, because a new connection has no
+requests; one that was only without workers gets an abort.
+
+With one replica it passes all calls on.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar, Unpack
+
+import msgspec
+
+from protocol.adapters import Adapter
+from protocol.api_core import (
+    AddRequest,
+    EngineState,
+    EngineStats,
+    ErrorCode,
+    PauseMode,
+    RequestError,
+    Status,
+)
+from protocol.client.async_client import (
+    ADAPTER_TIMEOUT_S,
+    CONTROL_TIMEOUT_S,
+    MAX_OPEN_REQUESTS,
+    MAX_OPEN_TOKENS,
+    STALL_TIMEOUT_S,
+    AsyncEngineClient,
+)
+from protocol.client.errors import failure_of
+from protocol.client.ledger import RequestOptions
+from protocol.client.open_requests import Receiver
+from protocol.client.packed_prompt import PackedPrompt, PromptIds
+from protocol.client.prefix_index import PrefixIndex, piece_names
+from protocol.client.request_stream import RequestStream, vector_of
+from protocol.client.routing import CachedPrefix, Load, choose
+from protocol.config import RoutingPolicy
+from protocol.core_worker import ModelFacts
+from protocol.sampling import Pooling, SamplingParams, pooling_params
+from protocol.transport.runtime import Clock
+
+FAILOVER_S = 0.75
+_WITHOUT_WORKERS = 10
+"""A core without workers is waited for this many times as long: it mostly gets them back, and knows
+which requests they have died of."""
+_TICK_S = 0.1
+_SLICE_S = 0.002
+"""Longest time for which moving requests holds the host's event loop."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("troika.client")
+
+
+class _Replica:
+    """A replica's client, and for how long it has not served."""
+
+    def __init__(self, number: int, client: AsyncEngineClient) -> None:
+        self.number = number
+        self.client = client
+        self.lost_s = 0.0
+        """Without a connection. Counted in ticks: while this loop was blocked, nothing is known."""
+        self.unready_s = 0.0
+        """Without workers, or draining."""
+        self.leaving: deque[int] = deque()
+        """Requests that are being moved."""
+
+    def load(self) -> Load:
+        client = self.client
+        return Load(
+            client.num_open_requests, client.num_unstarted_tokens, client.num_other_requests
+        )
+
+    def tick(self) -> None:
+        self.lost_s = 0.0 if self.client.connected else self.lost_s + _TICK_S
+        self.unready_s = 0.0 if self.client.serves else self.unready_s + _TICK_S
+
+    def is_given_up(self, failover_s: float) -> bool:
+        """Whether its requests are moved; one that drains could not finish long ones in time."""
+        status = self.client.status
+        is_draining = status is not None and status.state is EngineState.DRAINING
+        is_late = self.unready_s >= _WITHOUT_WORKERS * failover_s
+        return is_draining or is_late or self.lost_s >= failover_s
+
+
+def _time_lost(replica: _Replica) -> tuple[bool, float, float]:
+    return replica.client.facts is None, replica.lost_s, replica.unready_s
+
+
+class ReplicatedClient:
+    """A client inside the event loop in which `start` was awaited. Not thread-safe."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE,
+        failover_s: float = FAILOVER_S,
+        max_open_requests: int = MAX_OPEN_REQUESTS,
+        max_open_tokens: int = MAX_OPEN_TOKENS,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        clock: Clock = time,
+        rng: random.Random | None = None,
+        make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
+    ) -> None:
+        """Name the cores' addresses (see `run_dir.core_addresses`); nothing connects yet.
+
+        Args:
+            policy: how a replica is chosen for a request.
+            failover_s: seconds without a core after which the requests of a replica are moved.
+            max_open_requests: of all replicas together, as the other bounds.
+            max_open_tokens: see `AsyncEngineClient`.
+            stall_timeout_s: see `AsyncEngineClient`.
+            make_client: takes the arguments of `AsyncEngineClient`.
+        """
+        numbers = itertools.count(1)
+        self._replicas = [
+            _Replica(
+                number,
+                make_client(
+                    address,
+                    max_open_requests=max_open_requests,
+                    max_open_tokens=max_open_tokens,
+                    stall_timeout_s=stall_timeout_s,
+                    numbers=numbers,
+                    clock=clock,
+                ),
+            )
+            for number, address in enumerate(addresses)
+        ]
+        self._only = self._replicas[0].client if len(self._replicas) == 1 else None
+        self._policy = policy
+        self._failover_s = failover_s
+        self._max_open_requests = max_open_requests
+        self._max_open_tokens = max_open_tokens
+        self._clock = clock
+        self._rng = random.Random() if rng is None else rng
+        self._turn = 0
+        self._index = PrefixIndex()
+        self._epochs = [0] * len(self._replicas)
+        self.num_moved = 0
+        """Requests that went on at another replica."""
+
+    @property
+    def clients(self) -> list[AsyncEngineClient]:
+        """The client of each replica."""
+        return [replica.client for replica in self._replicas]
+
+    # State of all replicas ----------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether any core is connected."""
+        return any(client.connected for client in self.clients)
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return sum(client.num_open_requests for client in self.clients)
+
+    @property
+    def num_fenced_frames(self) -> int:
+        return sum(client.num_fenced_frames for client in self.clients)
+
+    @property
+    def num_bad_frames(self) -> int:
+        return sum(client.num_bad_frames for client in self.clients)
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """Facts of the model, as a replica has them that serves, or else has served."""
+        known = [client for client in self.clients if client.facts is not None]
+        return next((c.facts for c in known if c.serves), known[0].facts if known else None)
+
+    @property
+    def status(self) -> Status | None:
+        """The sums of all replicas that are connected, with the best of their states."""
+        if self._only is not None:
+            return self._only.status
+        return merged([c.status for c in self.clients if c.connected and c.status is not None])
+
+    @property
+    def last_status_time(self) -> float:
+        """When the last status of any replica arrived, on the monotonic clock."""
+        return max(client.last_status_time for client in self.clients)
+
+    @property
+    def last_progress_time(self) -> float:
+        """When the replica that has requests and has made no progress for longest made some."""
+        busy = [c.last_progress_time for c in self.clients if c.num_open_requests]
+        return min(busy, default=max(client.last_progress_time for client in self.clients))
+
+    # Connecting ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to connect to all replicas; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        for client in self.clients:
+            await client.start()
+        if self._only is None:
+            self._timer = self._loop.call_later(_TICK_S, self._tick)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Disconnect; open streams fail, and the cores abort them. Idempotent."""
+        if self._only is None:
+            self._timer.cancel()
+        for client in self.clients:
+            await client.close()
+
+    async def wait_ready(self, timeout_s: float) -> ModelFacts:
+        """Wait until one of the replicas serves; errors as `AsyncEngineClient.wait_ready`."""
+        waits = [asyncio.ensure_future(c.wait_ready(timeout_s)) for c in self.clients]
+        try:
+            for first in asyncio.as_completed(waits):
+                with contextlib.suppress(TimeoutError):
+                    return await first
+            raise TimeoutError
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RequestOptions]
+    ) -> RequestStream:
+        """Accept a request at one of the replicas; see `AsyncEngineClient.submit`."""
+        stream = RequestStream(0, self.cancel)
+        add = self.submit_to(stream, prompt_token_ids, params, **options)
+        stream.request_id = add.request_id
+        return stream
+
+    def submit_to(
+        self,
+        receiver: Receiver,
+        prompt_token_ids: PromptIds,
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> AddRequest:
+        """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
+        if self._only is not None:
+            return self._only.submit_to(receiver, prompt_token_ids, params, **options)
+        self._require_room()
+        names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
+        replica = self._choose(names)
+        add = replica.client.submit_to(receiver, prompt_token_ids, params, **options)
+        self._enter(replica, names)
+        return add
+
+    async def embed(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Pooling = Pooling(),  # noqa: B008 - immutable
+        **options: Unpack[RequestOptions],
+    ) -> "array[float]":
+        """Return the vector of a prompt; see `AsyncEngineClient.embed`."""
+        return await vector_of(self.submit(prompt_token_ids, pooling_params(pooling), **options))
+
+    def adopt(self, add: AddRequest, receiver: Receiver) -> int:
+        """Continue a request that an earlier incarnation of this client accepted."""
+        if self._only is not None:
+            return self._only.adopt(add, receiver)
+        self._require_room()
+        packed = add.packed_prompt
+        prompt = PackedPrompt(packed, 0) if packed else add.prompt_token_ids
+        names = self._names(prompt, add.cache_salt, add.adapter)
+        replica = self._choose(names)
+        number = replica.client.adopt(add, receiver)
+        self._enter(replica, names)
+        return number
+
+    def cancel(self, request_id: int) -> None:
+        """Abort a request, if it is open."""
+        for client in self.clients:
+            client.cancel(request_id)
+
+    def _require_room(self) -> None:
+        """Raise Overloaded past the bounds, which hold for all replicas together."""
+        num_tokens = sum(client.num_open_tokens for client in self.clients)
+        full = None
+        if self.num_open_requests >= self._max_open_requests:
+            full = f"{self._max_open_requests} requests"
+        elif num_tokens >= self._max_open_tokens:
+            full = f"prompts of {self._max_open_tokens} tokens"
+        if full is not None:
+            message = f"{full} are open, the most this client takes"
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+
+    def _names(self, prompt: PromptIds, cache_salt: str, adapter: Adapter | None) -> list[bytes]:
+        if self._policy is not RoutingPolicy.PREFIX_AWARE:
+            return []
+        return piece_names(prompt, cache_salt, adapter)
+
+    def _choose(self, names: Sequence[bytes]) -> _Replica:
+        """Return the replica for a new request: one that serves, if there is any."""
+        self._turn = (self._turn + 1) % len(self._replicas)
+        in_turn = self._replicas[self._turn :] + self._replicas[: self._turn]
+        serving = [replica.number for replica in in_turn if replica.client.serves]
+        if not serving:  # the request waits for the one that was lost last
+            return min(self._replicas, key=_time_lost)
+        self._forget_lost_caches()
+        cached = self._index.find(names)
+        holders = [number for number in cached.holders if number in serving]
+        return self._replicas[
+            choose(
+                self._policy,
+                serving,
+                lambda number: self._replicas[number].load(),
+                CachedPrefix(cached.num_tokens, holders),
+                self._rng,
+            )
+        ]
+
+    def _enter(self, replica: _Replica, names: Sequence[bytes]) -> None:
+        facts = replica.client.facts
+        if names and facts is not None:
+            self._index.add(replica.number, names, facts.num_gpu_blocks * facts.block_size)
+
+    def _forget_lost_caches(self) -> None:
+        """Forget what a core had cached once it has a successor."""
+        for replica in self._replicas:
+            epoch = replica.client.epoch
+            if replica.client.connected and epoch != self._epochs[replica.number]:
+                self._epochs[replica.number] = epoch
+                self._index.forget(replica.number)
+
+    # Failover -----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        for replica in self._replicas:
+            replica.tick()
+            if replica.leaving or not replica.client.num_open_requests:
+                continue
+            if replica.is_given_up(self._failover_s) and self._successors(replica):
+                replica.leaving.extend(replica.client.open_ids())
+                log.warning(
+                    "replica %d does not serve: %d requests go on at others",
+                    replica.number,
+                    len(replica.leaving),
+                )
+                self._move_some(replica)
+
+    def _successors(self, lost: _Replica) -> list[_Replica]:
+        """Return the replicas at which requests of another one can go on."""
+        facts = lost.client.facts
+        return [
+            replica
+            for replica in self._replicas
+            if replica is not lost
+            and replica.client.serves
+            and replica.client.facts is not None
+            and (facts is None or replica.client.facts.computes_as(facts))
+        ]
+
+    def _move_some(self, lost: _Replica) -> None:
+        """Move requests for a slice of time, oldest first, each to the replica with least to do."""
+        deadline = self._clock.monotonic() + _SLICE_S
+        successors = self._successors(lost)
+        while lost.leaving and successors:
+            if self._clock.monotonic() >= deadline:
+                self._loop.call_soon(self._move_some, lost)
+                return
+            target = min(successors, key=lambda replica: replica.load().num_tokens)
+            self.num_moved += lost.client.move(lost.leaving.popleft(), target.client)
+        lost.leaving.clear()
+
+    # Controls -----------------------------------------------------------------------------------
+
+    async def pause(
+        self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        """Pause all replicas; see `AsyncEngineClient.pause`, also for the others."""
+        return all(await self._of_all(lambda c: c.pause(mode, timeout_s=timeout_s)))
+
+    async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        return all(await self._of_all(lambda c: c.resume(timeout_s=timeout_s)))
+
+    async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        return all(await self._of_all(lambda c: c.sleep(timeout_s=timeout_s)))
+
+    wake_up = resume
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        """Drop the cached prefixes of all replicas."""
+        done = await self._of_all(
+            lambda c: c.reset_prefix_cache(reset_running_requests, timeout_s=timeout_s)
+        )
+        for replica in self._replicas:
+            self._index.forget(replica.number)
+        return all(done)
+
+    async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
+        """Have the workers of all replicas load an adapter; returns what is wrong with it."""
+        errors = await self._of_all(lambda c: c.load_adapter(adapter, timeout_s=timeout_s))
+        return next((error for error in errors if error), "")
+
+    async def unload_adapter(
+        self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        return all(await self._of_all(lambda c: c.unload_adapter(adapter, timeout_s=timeout_s)))
+
+    async def _of_all(self, control: Callable[[AsyncEngineClient], Awaitable[T]]) -> list[T]:
+        """Send a control to all replicas; the first error is raised once all have answered."""
+        results = await asyncio.gather(*map(control, self.clients), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+
+_BEST_FIRST = (
+    *(EngineState.READY, EngineState.RECOVERING, EngineState.DRAINING),
+    EngineState.STARTING,
+)
+
+
+def merged(statuses: Sequence[Status]) -> Status | None:
+    """Return the status of all replicas together; None: there is none."""
+    if len(statuses) < 2:
+        return statuses[0] if statuses else None
+    best = min(statuses, key=lambda status: _BEST_FIRST.index(status.state))
+    stats = [status.stats for status in statuses]
+    return msgspec.structs.replace(best, stats=_sum(stats))
+
+
+_SHARES = ("kv_cache_usage", "state_cache_usage")
+"""Of a replica's memory: the replicas' mean is theirs together."""
+
+
+def _sum(stats: Sequence[EngineStats]) -> EngineStats:
+    total: dict[str, Any] = {}
+    for name in EngineStats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if name in _SHARES:
+            known = [value for value in values if value is not None]
+            total[name] = sum(known) / len(known) if known else None
+        elif isinstance(values[0], list):
+            total[name] = [sum(row) for row in itertools.zip_longest(*values, fillvalue=0)]
+        else:
+            total[name] = sum(values)
+    return EngineStats(**total)
