@@ -103,6 +103,7 @@ _API_GAUGES = (
     ("api_servers_answering", "API processes whose gauges are in the sums."),
 )
 _API_COUNTERS = (
+    ("requests_moved", "Requests that went on at another replica."),
     ("requests_resumed", "Requests whose clients have come back."),
     ("journal_bytes", "Bytes handed to the journal."),
     ("journal_failures", "Failures to write the journal."),
@@ -225,9 +226,10 @@ class MetricsCollector(Collector):
         self,
         model_name: str,
         metrics: Sequence[Metrics],
-        engine_stats: Callable[[], EngineStats],
+        engine_stats: Callable[[], Sequence[EngineStats]],
         facts: Callable[[], ModelFacts | None],
     ) -> None:
+        """`engine_stats` returns those of each replica, which is a label if there are several."""
         self._model_name = model_name
         self._metrics = metrics
         self._engine_stats = engine_stats
@@ -241,12 +243,8 @@ class MetricsCollector(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        stats, gauges, metrics = self._engine_stats(), self._gauges, self._metrics
-        for name, text, field in _ENGINE_GAUGES:
-            if (value := getattr(stats, field)) is not None:
-                yield self._family(GaugeMetricFamily, name, text, value)
-        for name, text, field in _ENGINE_COUNTERS:
-            yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+        gauges, metrics = self._gauges, self._metrics
+        yield from self._of_engine(self._engine_stats())
         for name, text in _API_GAUGES:
             yield self._family(GaugeMetricFamily, name, text, gauges.get(name, 0))
         for name, text in _API_COUNTERS:
@@ -267,13 +265,33 @@ class MetricsCollector(Collector):
         )
         num_slow_readers = sum(each.num_slow_readers for each in metrics)
         yield self._family(CounterMetricFamily, name, text, num_slow_readers)
-        core_loop = Histogram("core_loop_seconds", "Iterations of the core's loop.", LOOP_BUCKETS_S)
-        core_loop.add(stats.loop_seconds_buckets, stats.loop_seconds_sum)
-        for histogram in (core_loop, *_sum(metrics)):
+        for histogram in _sum(metrics):
             name, text = metric_name(histogram.name), histogram.text
             family = HistogramMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
             yield family
+
+    def _of_engine(self, replicas: Sequence[EngineStats]) -> Iterator[Metric]:
+        """Yield what the cores have reported."""
+        names = ["model_name"] + ["replica"] * (len(replicas) > 1)
+        labels = [[self._model_name, str(number)][: len(names)] for number in range(len(replicas))]
+        kinds = ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS))
+        for kind, metrics in kinds:
+            for name, text, field in metrics:
+                family = kind(metric_name(name), text, labels=names)
+                for values, stats in zip(labels, replicas, strict=True):
+                    if (value := getattr(stats, field)) is not None:
+                        family.add_metric(values, value)
+                if family.samples:
+                    yield family
+        core_loop = HistogramMetricFamily(
+            metric_name("core_loop_seconds"), "Iterations of the core's loop.", labels=names
+        )
+        for values, stats in zip(labels, replicas, strict=True):
+            counts = Histogram("", "", LOOP_BUCKETS_S)
+            counts.add(stats.loop_seconds_buckets, stats.loop_seconds_sum)
+            core_loop.add_metric(values, counts.buckets(), counts.sum)
+        yield core_loop
 
     def _info(self, facts: ModelFacts) -> Metric:
         text = "What the worker reported about its model; always 1."

@@ -25,7 +25,7 @@ from api_proc.text.processor import TextProcessor
 from api_proc.unknown_fields import UnknownFields
 from protocol.adapters import Adapter
 from protocol.api_core import EngineState, EngineStats, ErrorCode, RequestError
-from protocol.client import ReplicatedClient
+from protocol.client import AsyncEngineClient, ReplicatedClient
 from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
@@ -75,7 +75,7 @@ class ApiState:
         self._exposition = MetricsCollector(
             self.model_name,
             [self.metrics, *others],
-            self.engine_stats,
+            self.replica_stats,
             lambda: self.client.facts,
         ).exposition
         self.is_draining = False
@@ -190,16 +190,18 @@ class ApiState:
         return self._health.is_degraded and not is_old
 
     def is_fresh(self) -> bool:
-        return time.monotonic() - self.client.last_status_time < STATUS_FRESH_S
+        return _is_fresh(self.client)
 
     def engine_state(self) -> EngineState:
-        """Return the core's last state; STARTING without one, RECOVERING if the core is lost."""
-        status = self.client.status
-        if status is None:
-            return EngineState.STARTING
-        if status.state is EngineState.READY and not (self.client.connected and self.is_fresh()):
-            return EngineState.RECOVERING
-        return status.state
+        """Return the core's last state; STARTING without one, RECOVERING if the core is lost.
+
+        With several replicas it is the best of their states.
+        """
+        return _state_of(self.client)
+
+    def replica_states(self) -> list[EngineState]:
+        """Return the state of each replica."""
+        return [_state_of(client) for client in self.client.clients]
 
     def is_serving(self) -> bool:
         """Whether requests make progress, or will as soon as a lost worker is replaced."""
@@ -223,6 +225,11 @@ class ApiState:
         status = self.client.status
         return EngineStats() if status is None else status.stats
 
+    def replica_stats(self) -> list[EngineStats]:
+        """Return the last statistics of each replica's core."""
+        statuses = [client.status for client in self.client.clients]
+        return [EngineStats() if status is None else status.stats for status in statuses]
+
     def gauges(self) -> dict[str, float]:
         """Measure what this process holds, and bring its counters up to date."""
         measured: dict[str, float] = {
@@ -232,19 +239,32 @@ class ApiState:
             "stored_responses": len(self.stored_responses),
             "stored_response_bytes": self.stored_responses.num_bytes,
         }
+        counters = {"requests_moved": self.client.num_moved}
         if self.sessions is not None:
             journaling = self.sessions.journaling
             measured["sessions"] = len(self.sessions)
             measured["journal_failed"] = int(journaling.is_failed)
-            self.metrics.take_measured(
-                {
-                    "requests_resumed": self.sessions.num_resumed,
-                    "journal_bytes": journaling.num_bytes,
-                    "journal_failures": journaling.num_failures,
-                }
-            )
+            counters |= {
+                "requests_resumed": self.sessions.num_resumed,
+                "journal_bytes": journaling.num_bytes,
+                "journal_failures": journaling.num_failures,
+            }
+        self.metrics.take_measured(counters)
         return measured
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """Render the metrics, with these sums of gauges."""
         return self._exposition({**gauges, "api_servers": self.ids.count})
+
+
+def _is_fresh(client: ReplicatedClient | AsyncEngineClient) -> bool:
+    return time.monotonic() - client.last_status_time < STATUS_FRESH_S
+
+
+def _state_of(client: ReplicatedClient | AsyncEngineClient) -> EngineState:
+    status = client.status
+    if status is None:
+        return EngineState.STARTING
+    if status.state is EngineState.READY and not (client.connected and _is_fresh(client)):
+        return EngineState.RECOVERING
+    return status.state

@@ -1,7 +1,8 @@
 """Replaces processes of a running engine: `python -m scripts.restart ROLE [--run-dir DIR]`.
 
 Open requests are finished, or continued by the successor. Several API processes are replaced one
-after the other; with `--index N` only that one.
+after the other; with `--index N` only that one. So are the cores, or the workers, of several
+replicas; with `--replica N` only those of that one.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import TypeVar
 from protocol.config.settings import OneLineParser
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
+from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
 from scripts.status import only_run_dir
 from scripts.supervisor.planned_restarts import ALREADY_REPLACED, RESTARTABLE
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
     parser.add_argument("--run-dir", help="which engine, if several run")
     parser.add_argument("--index", type=int, metavar="N", help="only this one of the API processes")
     parser.add_argument(
+        "--replica", type=int, metavar="N", help="only the core or the workers of this replica"
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=DEFAULT_TIMEOUT_S,
@@ -53,13 +58,31 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
     role, index = Role(arguments.role), arguments.index
     if index is not None and (role is not Role.API or not 0 <= index < 1024):
         parser.error("--index needs the role api, and a number from 0 to 1023")
+    replica = arguments.replica
+    if replica is not None and role is Role.API:
+        parser.error("--replica needs the role core or worker")
     try:
-        with contextlib.closing(StatusLink(arguments.run_dir or only_run_dir())) as link:
-            print(restart(link, role, arguments.timeout, index))
+        for run_dir in _run_dirs(arguments.run_dir or only_run_dir(), role, replica):
+            with contextlib.closing(StatusLink(run_dir)) as link:
+                print(restart(link, role, arguments.timeout, index))
     except (LookupError, ProtocolError, ValueError, RestartFailed) as error:
         print(error.args[0], file=sys.stderr)
         return 1
     return 0
+
+
+def _run_dirs(run_dir: str, role: Role, replica: int | None) -> list[str]:
+    """Return the run directories of the supervisors that are asked, one after the other."""
+    if role is Role.API:
+        return [run_dir]
+    with contextlib.closing(StatusLink(run_dir)) as link:
+        reply, _ = _query(link.query)
+    replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
+    if replica is None:
+        return [replica_dir(run_dir, number) for number in replicas] or [run_dir]
+    if replica not in replicas:
+        raise RestartFailed(f"this engine has no replica {replica}")
+    return [replica_dir(run_dir, replica)]
 
 
 def restart(link: StatusLink, role: Role, timeout_s: float, index: int | None = None) -> str:

@@ -2,20 +2,24 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from api_proc.http.listener import api_root
 from protocol.config.settings import OneLineParser
-from protocol.lifecycle import StatusReply
+from protocol.lifecycle import ProcessStatus, Role, StatusReply
 from protocol.message import ProtocolError
+from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
 from scripts.supervisor.run_dirs import live_run_dirs
 
 TIMEOUT_S = 2.0
 _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")
+Replicas = Mapping[int, StatusReply | None]
+"""What the supervisors of the replicas answer; None: nothing in time."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.status") -> int:
@@ -28,33 +32,45 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     arguments = parser.parse_args(argv)
     try:
         run_dir = arguments.run_dir or only_run_dir()
-        with contextlib.closing(StatusLink(run_dir)) as link:
-            reply = link.query(TIMEOUT_S)
+        reply = _query(run_dir)
         if reply is None:
             raise LookupError(f"no supervisor answers in run dir {run_dir}")
+        replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
+        inner = {number: _query(replica_dir(run_dir, number)) for number in replicas}
     except (LookupError, ProtocolError, ValueError) as error:
         print(error.args[0], file=sys.stderr)
         return 1
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(as_dict(reply)), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(as_dict(reply, inner)), indent=2).decode())
     else:
-        print(render(reply, run_dir))
+        print(render(reply, run_dir, inner))
     return 0
 
 
-def as_dict(reply: StatusReply) -> dict[str, Any]:
-    """The reply with names, as JSON shows it."""
+def _query(run_dir: str) -> StatusReply | None:
+    with contextlib.closing(StatusLink(run_dir)) as link:
+        return link.query(TIMEOUT_S)
+
+
+def as_dict(reply: StatusReply, replicas: Replicas = MappingProxyType({})) -> dict[str, Any]:
+    """The reply with names, as JSON shows it, and those of the replicas by their numbers."""
     rows = [msgspec.structs.asdict(row) for row in reply.processes]
-    return {**msgspec.structs.asdict(reply), "processes": rows}
+    body = {**msgspec.structs.asdict(reply), "processes": rows}
+    if replicas:
+        found = {str(number): inner and as_dict(inner) for number, inner in replicas.items()}
+        body["replicas"] = found
+    return body
 
 
-def render(reply: StatusReply, run_dir: str) -> str:
+def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyType({})) -> str:
     """Return a table of the processes, and a line about the engine."""
     table = [_COLUMNS]
     for row in reply.processes:
-        pid = "-" if row.pid is None else str(row.pid)
-        memory = f"{row.rss_bytes / 2**20:.0f} MiB"
-        table.append((row.name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)))
+        table.append(_cells(row, row.name))
+        inner = replicas.get(row.rank) if row.role is Role.REPLICA else None
+        if inner is not None:
+            rows = [one for one in inner.processes if one.role is not Role.SUPERVISOR]
+            table += [_cells(one, f"  {one.name}") for one in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -64,6 +80,12 @@ def render(reply: StatusReply, run_dir: str) -> str:
     where = f" at {api_root(reply.url)}" if reply.url else ""
     lines.append(f"{state}{where}, run dir {run_dir}")
     return "\n".join([*lines, *([reply.failure] if reply.failure else [])])
+
+
+def _cells(row: ProcessStatus, name: str) -> tuple[str, str, str, str, str, str]:
+    pid = "-" if row.pid is None else str(row.pid)
+    memory = f"{row.rss_bytes / 2**20:.0f} MiB"
+    return name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)
 
 
 def only_run_dir() -> str:

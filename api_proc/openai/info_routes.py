@@ -69,6 +69,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     """API processes that were to run."""
     api_servers_ready: int
     """Of those that answer in time."""
+    replicas: list[str]
+    """The state of each replica of the engine."""
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
@@ -156,6 +158,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         kv_cache_dtype=(facts and facts.kv_cache_dtype) or None,
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
+        replicas=list(map(str, state.replica_states())),
     )
 
 

@@ -268,7 +268,7 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many workers share one model, and how many replicas of the engine there are."""
+    """Ranks of a model, and replicas of the engine."""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ranks that the model is split over."""
