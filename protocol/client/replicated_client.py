@@ -8,8 +8,8 @@ It has an `AsyncEngineClient` for each replica, whose ledger holds the requests 
 request that was accepted stays at its replica while that serves, also through restarts of its core
 and workers. If the core is gone for `failover_s`, or without workers for much longer, its open
 requests go on at replicas with the same facts, from what the ledger has: outputs continue at the
-next token. The cores that return are told nothing of them, because a new connection has no
-requests; one that was only without workers gets an abort.
+next token. A core that returns has none of them, because a new connection has no requests; one that
+was only without workers gets an abort.
 
 With one replica it passes all calls on.
 """

@@ -1,4 +1,4 @@
-"""A stand-in for `protocol.client.AsyncEngineClient` with scripted tokens, and a live server."""
+"""A stand-in for `protocol.client.ReplicatedClient` with scripted tokens, and a live server."""
 
 import asyncio
 import inspect
@@ -120,6 +120,7 @@ class FakeClient:
         self.silent_since: float | None = None
         """Time of the core's last status message; None: always now."""
         self.connected = True
+        self.num_moved = 0
         self.script = script or repeating()
         self.is_paused = False
         self.stuck_since: float | None = None
@@ -134,6 +135,10 @@ class FakeClient:
         self._scripts: dict[int, Iterator[RequestOutput]] = {}
         if facts is not None:
             self.report(EngineState.READY)
+
+    @property
+    def clients(self) -> "list[FakeClient]":
+        return [self]
 
     @property
     def num_open_requests(self) -> int:

@@ -76,6 +76,7 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "kv_cache_dtype": None,
         "api_servers": 1,
         "api_servers_ready": 0,
+        "replicas": ["starting"],
     }
     assert httpx.get(live.url + "/v1/models").json()["data"][0]["max_model_len"] is None
 

@@ -1,0 +1,130 @@
+"""Replicas: a request whose replica is lost goes on at another one, with the same tokens."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from protocol.client import ReplicatedClient
+from protocol.config import EngineConfig
+from protocol.config.settings import configure
+from protocol.lifecycle import ProcessState, Role
+from protocol.process.launch import EngineProcesses
+from protocol.process.run_dir import replica_dir
+from protocol.process.status import StatusLink
+from protocol.sampling import SamplingParams
+from scripts.testing import TIMEOUT_S
+
+NUM_STREAMS = 40
+LONGEST_PAUSE_S = 5.0
+"""On a machine that is busy with other tests; 0.8 s on an idle one."""
+PARAMS = SamplingParams(max_tokens=300, seed=1, ignore_eos=True)
+Tokens = list[list[int]]
+
+
+def null_config(**values: object) -> EngineConfig:
+    return configure(model="null", null_step_ms=5.0, log_level="error", **values)
+
+
+async def stream(client: ReplicatedClient, number: int, tokens: list[int]) -> float:
+    """Read one request to its end; return the longest pause."""
+    longest, last = 0.0, time.monotonic()
+    async for output in client.submit([number, 2, 3], PARAMS):
+        assert output.first_index == len(tokens)
+        tokens.extend(output.token_ids)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+async def all_streams(client: ReplicatedClient, found: Tokens) -> list[float]:
+    works = [stream(client, number, tokens) for number, tokens in enumerate(found)]
+    return await asyncio.gather(*works)
+
+
+async def until_serving(client: ReplicatedClient) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not all(each.serves for each in client.clients):
+            await asyncio.sleep(0.01)
+
+
+async def until_half(found: Tokens) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while min(map(len, found)) < 30:
+            await asyncio.sleep(0.01)
+
+
+def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None:
+    config = null_config()
+
+    async def play(kept: EngineProcesses, lost: EngineProcesses) -> None:
+        async with ReplicatedClient([kept.address, lost.address]) as client:
+            await until_serving(client)
+            expected: Tokens = [[] for _ in range(NUM_STREAMS)]
+            await all_streams(client, expected)
+            found: Tokens = [[] for _ in range(NUM_STREAMS)]
+            streams = asyncio.create_task(all_streams(client, found))
+            await until_half(found)
+            num_there = client.clients[1].num_open_requests
+            assert num_there > NUM_STREAMS / 3
+            await asyncio.to_thread(lost.close)
+            pauses = await streams
+            assert found == expected
+            assert client.num_moved == num_there
+            assert client.num_open_requests == 0
+            assert max(pauses) < LONGEST_PAUSE_S
+
+    with EngineProcesses.start(config) as kept, EngineProcesses.start(config) as lost:
+        asyncio.run(play(kept, lost))
+
+
+def test_killed_supervisor_of_a_replica_is_replaced_and_the_others_serve() -> None:
+    config = null_config(data_parallel_size=2)
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses) as client:
+            await until_serving(client)
+            expected: Tokens = [[] for _ in range(NUM_STREAMS)]
+            await all_streams(client, expected)
+            found: Tokens = [[] for _ in range(NUM_STREAMS)]
+            streams = asyncio.create_task(all_streams(client, found))
+            await until_half(found)
+            link = StatusLink(replica_dir(engine.run_dir, 1))
+            reply = await asyncio.to_thread(link.query, TIMEOUT_S)
+            link.close()
+            assert reply is not None
+            for row in reply.processes:
+                if row.pid is not None:
+                    os.kill(row.pid, signal.SIGKILL)
+            await streams
+            assert found == expected
+            await until_serving(client)
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
+        reply = engine.status()
+        assert reply is not None
+        replicas = [row for row in reply.processes if row.role is Role.REPLICA]
+        assert [row.state for row in replicas] == [ProcessState.READY] * 2
+        assert [row.num_restarts for row in replicas] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ["least_tokens", "round_robin", "prefix_aware"])
+def test_requests_are_spread_evenly(policy: str) -> None:
+    config = null_config(data_parallel_size=2, routing_policy=policy)
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(
+            engine.addresses, policy=config.parallel.routing_policy
+        ) as client:
+            await until_serving(client)
+            streams = [client.submit([number, 2, 3], PARAMS) for number in range(NUM_STREAMS)]
+            counts = [each.num_open_requests for each in client.clients]
+            assert max(counts) <= 1.15 * min(counts)
+            for each in streams:
+                each.cancel()
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
