@@ -154,6 +154,7 @@ class ReplicatedClient:
         self._clock = clock
         self._rng = random.Random() if rng is None else rng
         self._turn = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._index = PrefixIndex()
         self._epochs = [0] * len(self._replicas)
         self.num_moved = 0
@@ -227,7 +228,7 @@ class ReplicatedClient:
 
     async def close(self) -> None:
         """Disconnect; open streams fail, and the cores abort them. Idempotent."""
-        if self._only is None:
+        if self._timer is not None:
             self._timer.cancel()
         for client in self.clients:
             await client.close()
