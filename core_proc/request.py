@@ -4,20 +4,13 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from core_proc.scheduling.acceptance import Acceptance
 from core_proc.scheduling.repetition import first_length
+from protocol.kv_events import PrefixHash
 from protocol.message import unpack_token_array
 from protocol.sampling import FinishReason, SamplingParams
-
-
-class _Hash(Protocol):
-    """The part of hashlib's objects that is used."""
-
-    def update(self, data: "array[int]", /) -> None: ...
-
-    def digest(self) -> bytes: ...
 
 
 class RequestStatus(enum.Enum):
@@ -156,7 +149,7 @@ class Request:
     of positions from i x block_size on; NULL_BLOCK where the group's window has passed."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Entry i is the hash of all tokens up to the end of block i; extended when needed."""
-    prefix_hash: _Hash | None = None
+    prefix_hash: PrefixHash | None = None
     num_hashed_blocks: int = 0
     """Leading blocks of the tables that are in the prefix cache."""
     swapped_out: SwappedOut | None = None

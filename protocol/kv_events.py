@@ -1,10 +1,13 @@
 """Changes of the prefix cache's contents, in order, for routers of requests.
 
 A subscriber keeps the set of known hashes: it adds those of BlocksStored, removes those of
-BlocksRemoved, and empties it on AllBlocksCleared. docs/protocol.md defines the hashes.
+BlocksRemoved, and empties it on AllBlocksCleared. A router computes the hashes of a prompt itself;
+docs/protocol.md defines them for clients in other languages.
 """
 
-from typing import Annotated
+import hashlib
+from array import array
+from typing import Annotated, Protocol
 
 from msgspec import Meta
 
@@ -78,3 +81,26 @@ class KVEventsRefused(Message, frozen=True):
 
     subscription: Subscription
     message: Text
+
+
+class PrefixHash(Protocol):
+    """The part of hashlib's objects that is used."""
+
+    def update(self, data: "array[int] | bytes | memoryview", /) -> None:
+        """Take further tokens, packed as 4 bytes each."""
+
+    def digest(self) -> bytes:
+        """Return the hash of the prefix up to here."""
+
+
+def prefix_root(cache_salt: str = "", adapter_id: int = 0, adapter_digest: bytes = b"") -> bytes:
+    """What a prefix depends on besides its tokens; no root is a prefix of another."""
+    salt = cache_salt.encode()
+    return (
+        adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt + adapter_digest
+    )
+
+
+def prefix_hash(root: bytes) -> PrefixHash:
+    """Return the hash of the empty prefix."""
+    return hashlib.sha256(root)

@@ -10,7 +10,6 @@ that the window has passed are freed, and a hit needs only the blocks that it st
 Recurrent layers form the last group, whose table holds state blocks: see `StateBlocks`.
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from core_proc.kv.event_recorder import EventRecorder, group_key
 from core_proc.kv.state_blocks import StateBlocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
+from protocol import kv_events
 from protocol.core_worker import NULL_BLOCK, KVGroup
 from protocol.kv_events import KVEvent
 
@@ -393,7 +393,7 @@ class KVCacheManager:
             return
         prefix = request.prefix_hash
         if prefix is None:
-            prefix = request.prefix_hash = hashlib.sha256(prefix_root(request))
+            prefix = request.prefix_hash = kv_events.prefix_hash(prefix_root(request))
         token_ids = request.token_ids
         for start in range(first * size, num_full * size, size):
             prefix.update(token_ids[start : start + size])
@@ -408,7 +408,5 @@ def live_blocks(table: list[int]) -> list[int]:
 
 
 def prefix_root(request: Request) -> bytes:
-    """What a prefix depends on besides its tokens; no root is a prefix of another."""
-    salt = request.cache_salt.encode()
-    adapter_id = request.adapter_id.to_bytes(8, "little")
-    return adapter_id + len(salt).to_bytes(4, "little") + salt + request.adapter_digest
+    """What a request's prefix depends on besides its tokens."""
+    return kv_events.prefix_root(request.cache_salt, request.adapter_id, request.adapter_digest)

@@ -1,54 +1,63 @@
-"""Which replicas have which prefixes cached, as far as this client's own requests show.
+"""Which replicas have which prefixes cached, as far as this client knows.
 
-A prompt is cut into pieces of 64 tokens, and each piece is named by a hash of all tokens up to its
-end. A replica gets the names of the prompts that were sent to it. It forgets those that were not
-used for the longest time once it has more of them than its cache has room for, as the cache itself
-does. So memory is bounded, and the index errs only where requests of other clients have displaced
-something, or where a request was cancelled: then a prefix is computed that was expected to be
-cached.
+A prompt is cut into pieces of 64 tokens, or of one block if that is longer. A piece is named by the
+hash of all tokens up to its end, as the core's blocks are. A replica gets the names of the prompts
+that were sent to it, and forgets those that were not used for the longest time once it has more of
+them than its cache has room for, as the cache itself does. If its KV events are followed, it gets
+the names of stored blocks and loses those of removed ones.
 
-Invariant: a replica that has a piece has all pieces before it.
+So memory is bounded. A name may be wrong: requests of other clients have displaced the prefix, or
+the request was cancelled. Then a prefix is computed that was expected to be cached.
+
+A replica that has a piece mostly has all pieces before it: the lengths of prefixes are found by
+bisection, and a piece that is missing in between makes a length too short or too long.
 """
 
-import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Sequence
 
 from protocol.adapters import Adapter
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
-from protocol.client.routing import CachedPrefix
+from protocol.kv_events import prefix_hash, prefix_root
+from protocol.message import pack_token_ids
 
-PIECE_TOKENS = 64
 MAX_PIECES = 1024
 """Pieces of a prompt that have names; what is behind them is not compared."""
-_DIGEST_BYTES = 8
-_PIECE_BYTES = 4 * PIECE_TOKENS
+_LEAST_PIECE_TOKENS = 64
+_NAME_BYTES = 8
+_NOTHING: OrderedDict[bytes, None] = OrderedDict()
+
+
+def piece_tokens(block_size: int) -> int:
+    """Return the tokens of a piece: whole blocks, at least 64 tokens."""
+    return block_size * -(-_LEAST_PIECE_TOKENS // block_size)
 
 
 def piece_names(
-    prompt: PromptIds, cache_salt: str = "", adapter: Adapter | None = None
+    prompt: PromptIds, num_tokens: int, cache_salt: str = "", adapter: Adapter | None = None
 ) -> list[bytes]:
-    """Return the names of a prompt's whole pieces. Salt and adapter are part of them."""
-    packed = _packed(prompt)
-    seed = f"{cache_salt}\0{0 if adapter is None else adapter.adapter_id}"
-    name = blake2b(seed.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+    """Return the names of a prompt's whole pieces of `num_tokens` tokens each."""
+    packed = memoryview(_packed(prompt, MAX_PIECES * num_tokens))
+    adapter_of = (adapter.adapter_id, adapter.digest) if adapter is not None else (0, b"")
+    prefix = prefix_hash(prefix_root(cache_salt, *adapter_of))
     names: list[bytes] = []
-    for end in range(_PIECE_BYTES, min(len(packed), MAX_PIECES * _PIECE_BYTES) + 1, _PIECE_BYTES):
-        piece = packed[end - _PIECE_BYTES : end]
-        name = blake2b(piece, key=name, digest_size=_DIGEST_BYTES).digest()
-        names.append(name)
+    size = 4 * num_tokens
+    for end in range(size, len(packed) + 1, size):
+        prefix.update(packed[end - size : end])
+        names.append(name_of(prefix.digest()))
     return names
 
 
-def _packed(prompt: PromptIds) -> bytes:
+def name_of(block_hash: bytes) -> bytes:
+    """Return the name of the prefix that has a hash."""
+    return block_hash[:_NAME_BYTES]
+
+
+def _packed(prompt: PromptIds, most: int) -> bytes:
     if isinstance(prompt, PackedPrompt):
-        return prompt.packed
-    ids = array("i", prompt[: MAX_PIECES * PIECE_TOKENS])
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
+        return prompt.packed[: 4 * most]
+    return pack_token_ids(array("I", prompt[:most]))
 
 
 class PrefixIndex:
@@ -63,35 +72,55 @@ class PrefixIndex:
         """Names of all replicas together."""
         return sum(map(len, self._known.values()))
 
-    def find(self, names: Sequence[bytes]) -> CachedPrefix:
-        """Return the longest prefix of a prompt that is cached anywhere."""
-        low, high = 0, len(names)
-        while low < high:
-            middle = (low + high) // 2
-            if names[middle] in self._holders:
-                low = middle + 1
-            else:
-                high = middle
-        return CachedPrefix(low * PIECE_TOKENS, self._holders[names[low - 1]] if low else ())
+    def longest(self, names: Sequence[bytes], serves: Callable[[int], bool]) -> int:
+        """Return how many pieces of a prompt some replica that serves has cached."""
+        return _length(names, lambda name: any(map(serves, self.holders(name))))
 
-    def add(self, replica: int, names: Sequence[bytes], cache_tokens: int) -> None:
-        """Enter a prompt that is sent to a replica, whose cache has room for `cache_tokens`."""
+    def num_cached(self, replica: int, names: Sequence[bytes]) -> int:
+        """Return how many pieces of a prompt a replica has cached."""
+        return _length(names, self._known.get(replica, _NOTHING).__contains__)
+
+    def holders(self, name: bytes) -> Sequence[int]:
+        """Return the replicas that have a piece and all before it."""
+        return self._holders.get(name, ())
+
+    def add(self, replica: int, names: Sequence[bytes], most: int) -> None:
+        """Enter consecutive pieces that a replica has, or will have; it keeps at most `most`."""
         known = self._known.setdefault(replica, OrderedDict())
         for name in reversed(names):  # so that the last pieces are forgotten first
             if name not in known:
                 known[name] = None
                 self._holders.setdefault(name, []).append(replica)
             known.move_to_end(name)
-        while len(known) > cache_tokens // PIECE_TOKENS:
-            self._remove(replica, known.popitem(last=False)[0])
+        while len(known) > most:
+            self._drop(replica, known.popitem(last=False)[0])
+
+    def remove(self, replica: int, names: Iterable[bytes]) -> None:
+        """Remove pieces that a replica no longer has."""
+        known = self._known.get(replica, _NOTHING)
+        for name in names:
+            if name in known:
+                del known[name]
+                self._drop(replica, name)
 
     def forget(self, replica: int) -> None:
         """Forget what a replica has: its cache is empty."""
         for name in self._known.pop(replica, ()):
-            self._remove(replica, name)
+            self._drop(replica, name)
 
-    def _remove(self, replica: int, name: bytes) -> None:
+    def _drop(self, replica: int, name: bytes) -> None:
         holders = self._holders[name]
         holders.remove(replica)
         if not holders:
             del self._holders[name]
+
+
+def _length(names: Sequence[bytes], is_cached: Callable[[bytes], bool]) -> int:
+    low, high = 0, len(names)
+    while low < high:
+        middle = (low + high) // 2
+        if is_cached(names[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low

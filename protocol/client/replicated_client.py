@@ -45,15 +45,16 @@ from protocol.client.async_client import (
     STALL_TIMEOUT_S,
     AsyncEngineClient,
 )
-from protocol.client.errors import failure_of
+from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
-from protocol.client.prefix_index import PrefixIndex, piece_names
+from protocol.client.prefix_index import piece_names, piece_tokens
 from protocol.client.request_stream import RequestStream, vector_of
-from protocol.client.routing import CachedPrefix, Load, choose
+from protocol.client.routing import Load, Router
 from protocol.config import RoutingPolicy
 from protocol.core_worker import ModelFacts
+from protocol.message import MAX_TEXT
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.runtime import Clock
 
@@ -82,6 +83,12 @@ class _Replica:
         """Without workers, or draining."""
         self.leaving: deque[int] = deque()
         """Requests that are being moved."""
+        self._cache_epoch = 0
+        """Of the core whose cache the index describes."""
+
+    @property
+    def serves(self) -> bool:
+        return self.client.serves
 
     def load(self) -> Load:
         client = self.client
@@ -92,6 +99,14 @@ class _Replica:
     def tick(self) -> None:
         self.lost_s = 0.0 if self.client.connected else self.lost_s + _TICK_S
         self.unready_s = 0.0 if self.client.serves else self.unready_s + _TICK_S
+
+    def has_lost_cache(self, failover_s: float) -> bool:
+        """Whether its core or its workers are new, or gone, since the last tick."""
+        client = self.client
+        if not client.connected:  # often for a moment, to the same core
+            return self.lost_s >= failover_s
+        is_new, self._cache_epoch = client.epoch != self._cache_epoch, client.epoch
+        return is_new or not client.serves
 
     def is_given_up(self, failover_s: float) -> bool:
         """Whether its requests are moved; one that drains could not finish long ones in time."""
@@ -147,16 +162,14 @@ class ReplicatedClient:
             for number, address in enumerate(addresses)
         ]
         self._only = self._replicas[0].client if len(self._replicas) == 1 else None
-        self._policy = policy
         self._failover_s = failover_s
         self._max_open_requests = max_open_requests
         self._max_open_tokens = max_open_tokens
         self._clock = clock
-        self._rng = random.Random() if rng is None else rng
-        self._turn = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._index = PrefixIndex()
-        self._epochs = [0] * len(self._replicas)
+        self._router = Router(policy, self._replicas, rng or random.Random())
+        self._piece_tokens = 0
+        """Of a prompt's piece; 0: no replica's block size is known yet."""
         self.num_moved = 0
         """Requests that went on at another replica."""
 
@@ -313,42 +326,26 @@ class ReplicatedClient:
             raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
 
     def _names(self, prompt: PromptIds, cache_salt: str, adapter: Adapter | None) -> list[bytes]:
-        if self._policy is not RoutingPolicy.PREFIX_AWARE:
+        if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
             return []
-        return piece_names(prompt, cache_salt, adapter)
+        if not self._piece_tokens and (facts := self.facts) is not None:
+            self._piece_tokens = piece_tokens(facts.block_size)
+        if not self._piece_tokens:
+            return []
+        return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
 
     def _choose(self, names: Sequence[bytes]) -> _Replica:
         """Return the replica for a new request: one that serves, if there is any."""
-        self._turn = (self._turn + 1) % len(self._replicas)
-        in_turn = self._replicas[self._turn :] + self._replicas[: self._turn]
-        serving = [replica.number for replica in in_turn if replica.client.serves]
-        if not serving:  # the request waits for the one that was lost last
+        number = self._router.choose(names, self._piece_tokens)
+        if number is None:  # the request waits for the one that was lost last
             return min(self._replicas, key=_time_lost)
-        self._forget_lost_caches()
-        cached = self._index.find(names)
-        holders = [number for number in cached.holders if number in serving]
-        return self._replicas[
-            choose(
-                self._policy,
-                serving,
-                lambda number: self._replicas[number].load(),
-                CachedPrefix(cached.num_tokens, holders),
-                self._rng,
-            )
-        ]
+        return self._replicas[number]
 
     def _enter(self, replica: _Replica, names: Sequence[bytes]) -> None:
         facts = replica.client.facts
         if names and facts is not None:
-            self._index.add(replica.number, names, facts.num_gpu_blocks * facts.block_size)
-
-    def _forget_lost_caches(self) -> None:
-        """Forget what a core had cached once it has a successor."""
-        for replica in self._replicas:
-            epoch = replica.client.epoch
-            if replica.client.connected and epoch != self._epochs[replica.number]:
-                self._epochs[replica.number] = epoch
-                self._index.forget(replica.number)
+            num_pieces = facts.num_gpu_blocks * facts.block_size // self._piece_tokens
+            self._router.index.add(replica.number, names, num_pieces)
 
     # Failover -----------------------------------------------------------------------------------
 
@@ -356,6 +353,8 @@ class ReplicatedClient:
         self._timer = self._loop.call_later(_TICK_S, self._tick)
         for replica in self._replicas:
             replica.tick()
+            if replica.has_lost_cache(self._failover_s):
+                self._router.index.forget(replica.number)
             if replica.leaving or not replica.client.num_open_requests:
                 continue
             if replica.is_given_up(self._failover_s) and self._successors(replica):
@@ -411,17 +410,22 @@ class ReplicatedClient:
         self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
         """Drop the cached prefixes of all replicas."""
-        done = await self._of_all(
-            lambda c: c.reset_prefix_cache(reset_running_requests, timeout_s=timeout_s)
-        )
-        for replica in self._replicas:
-            self._index.forget(replica.number)
-        return all(done)
+
+        async def reset(client: AsyncEngineClient) -> bool:
+            is_done = await client.reset_prefix_cache(reset_running_requests, timeout_s=timeout_s)
+            if is_done:
+                self._router.index.forget(self.clients.index(client))
+            return is_done
+
+        return all(await self._of_all(reset))
 
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
         """Have the workers of all replicas load an adapter; returns what is wrong with it."""
         errors = await self._of_all(lambda c: c.load_adapter(adapter, timeout_s=timeout_s))
-        return next((error for error in errors if error), "")
+        if self._only is not None:
+            return errors[0]
+        named = (f"replica {number}: {error}" for number, error in enumerate(errors) if error)
+        return next(named, "")
 
     async def unload_adapter(
         self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S
@@ -429,12 +433,24 @@ class ReplicatedClient:
         return all(await self._of_all(lambda c: c.unload_adapter(adapter, timeout_s=timeout_s)))
 
     async def _of_all(self, control: Callable[[AsyncEngineClient], Awaitable[T]]) -> list[T]:
-        """Send a control to all replicas; the first error is raised once all have answered."""
+        """Send a control to all replicas; once all have answered, the first error is raised."""
+        if self._only is not None:
+            return [await control(self._only)]
         results = await asyncio.gather(*map(control, self.clients), return_exceptions=True)
-        for result in results:
+        for number, result in enumerate(results):
             if isinstance(result, BaseException):
-                raise result
+                raise _of_replica(number, result) from result
         return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _of_replica(number: int, error: BaseException) -> BaseException:
+    """Return an error of the same kind, whose text names the replica."""
+    if isinstance(error, RequestFailed):
+        text = f"replica {number}: {error.error.message}"[:MAX_TEXT]
+        return failure_of(msgspec.structs.replace(error.error, message=text))
+    if isinstance(error, TimeoutError):
+        return TimeoutError(f"replica {number} has not answered")
+    return error
 
 
 _BEST_FIRST = (

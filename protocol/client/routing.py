@@ -1,18 +1,19 @@
-"""The choice of a replica for a request: a pure function of what is known about the replicas.
+"""The choice of a replica for a request.
 
 A request costs its replica the tokens that are computed before its first output: those of the
 requests before it, and those of its own prompt that are not cached. `prefix_aware` takes the
-replica where the sum is smallest, so that a cached prefix counts as much as the same number of
-waiting tokens. Few replicas are compared, however many there are: some of those that have the
-longest prefix, and two drawn at random. Two random choices spread requests almost as well as a
+replica where the sum is smallest, so that a cached token counts as much as a waiting one. Few
+replicas are compared, however many there are: some of those that have the longest prefix, some that
+have half of it, and two drawn at random. Two random choices spread requests almost as well as a
 comparison of all. Besides, several API processes, which do not know each other's requests, then do
 not all choose the same replica.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
+from protocol.client.prefix_index import PrefixIndex
 from protocol.config import RoutingPolicy
 
 OPEN_REQUEST_TOKENS = 16
@@ -20,7 +21,8 @@ OPEN_REQUEST_TOKENS = 16
 OTHER_REQUEST_TOKENS = 128
 """What a request of another client counts, whose prompt is not known here."""
 _NUM_DRAWN = 2
-_MOST_HOLDERS = 4
+_MOST_HOLDERS = 3
+"""Drawn of those that have the longest prefix, and of those that have half of it."""
 
 
 class Load(NamedTuple):
@@ -40,33 +42,107 @@ class Load(NamedTuple):
         return own + self.num_other_requests * OTHER_REQUEST_TOKENS
 
 
-class CachedPrefix(NamedTuple):
-    """The longest prefix of a prompt that is known to be cached, and the replicas that have it."""
+class Target(Protocol):
+    """A replica, as a router sees it."""
 
-    num_tokens: int = 0
-    holders: Sequence[int] = ()
+    @property
+    def serves(self) -> bool:
+        """Whether it gets new requests."""
 
-
-def choose(
-    policy: RoutingPolicy,
-    serving: Sequence[int],
-    load_of: Callable[[int], Load],
-    cached: CachedPrefix,
-    rng: random.Random,
-) -> int:
-    """Return the replica for a request, one of those that serve.
-
-    `serving` begins with the one whose turn it is.
-    """
-    if policy is RoutingPolicy.ROUND_ROBIN:
-        return serving[0]
-    costs = {replica: load_of(replica).num_tokens for replica in _drawn(serving, _NUM_DRAWN, rng)}
-    if policy is RoutingPolicy.PREFIX_AWARE:
-        for replica in _drawn(cached.holders, _MOST_HOLDERS, rng):
-            costs[replica] = load_of(replica).num_tokens - cached.num_tokens
-    return min(costs, key=lambda replica: (costs[replica], replica))
+    def load(self) -> Load:
+        """Return what it has to do."""
 
 
-def _drawn(replicas: Sequence[int], count: int, rng: random.Random) -> Sequence[int]:
-    """Return some of the replicas, or all if there are no more."""
-    return replicas if len(replicas) <= count else rng.sample(replicas, count)
+class Candidate(NamedTuple):
+    """A replica that a request may be sent to."""
+
+    number: int
+    load: Load
+    num_cached_tokens: int = 0
+    """Of the request's prompt."""
+
+    @property
+    def cost(self) -> int:
+        """Tokens that are computed before the request's first output, but for those of its prompt
+        that are cached nowhere."""
+        return self.load.num_tokens - self.num_cached_tokens
+
+
+def cheapest(candidates: Sequence[Candidate]) -> int:
+    """Return the number of the replica with the least cost, the first of several."""
+    return min(candidates, key=lambda candidate: candidate.cost).number
+
+
+class Router:
+    """Chooses replicas by a policy, and remembers what they have cached."""
+
+    def __init__(
+        self, policy: RoutingPolicy, targets: Sequence[Target], rng: random.Random
+    ) -> None:
+        self.policy = policy
+        self.index = PrefixIndex()
+        self._targets = targets
+        self._rng = rng
+        self._turn = 0
+
+    def choose(
+        self,
+        names: Sequence[bytes] = (),
+        piece_tokens: int = 0,
+        may: Callable[[int], bool] | None = None,
+    ) -> int | None:
+        """Return a replica that serves for a request; None: there is none.
+
+        Args:
+            names: of the pieces of its prompt.
+            piece_tokens: of each piece.
+            may: whether the request can be computed at a replica; by default at all of them.
+        """
+
+        def serves(number: int) -> bool:
+            return self._targets[number].serves and (may is None or may(number))
+
+        everyone = range(len(self._targets))
+        if self.policy is RoutingPolicy.ROUND_ROBIN:
+            number = next(_in_turn(everyone, self._turn, serves), None)
+            self._turn = self._turn if number is None else number + 1
+            return number
+        found = self._drawn(everyone, _NUM_DRAWN, serves)
+        longest = self.index.longest(names, serves)
+        for length in (longest, longest // 2):
+            if length:
+                holders = self.index.holders(names[length - 1])
+                found |= self._drawn(holders, _MOST_HOLDERS, serves)
+        if not found:
+            return None
+        return cheapest(
+            [
+                Candidate(
+                    number,
+                    self._targets[number].load(),
+                    self.index.num_cached(number, names) * piece_tokens,
+                )
+                for number in found
+            ]
+        )
+
+    def _drawn(
+        self, numbers: Sequence[int], count: int, serves: Callable[[int], bool]
+    ) -> dict[int, None]:
+        """Draw some replicas that serve; all of them, if there are no more."""
+        found: dict[int, None] = {}
+        for _ in range(min(count, len(numbers))):
+            in_turn = _in_turn(numbers, self._rng.randrange(len(numbers)), serves)
+            number = next((number for number in in_turn if number not in found), None)
+            if number is None:
+                break
+            found[number] = None
+        return found
+
+
+def _in_turn(numbers: Sequence[int], first: int, serves: Callable[[int], bool]) -> Iterator[int]:
+    """Yield the replicas that serve, beginning with that of index `first`."""
+    for index in range(first, first + len(numbers)):
+        number = numbers[index % len(numbers)]
+        if serves(number):
+            yield number

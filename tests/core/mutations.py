@@ -71,7 +71,8 @@ MUTATIONS = (
         "hash of a block without the blocks before it",
         "kv/kv_cache.py",
         "            prefix.update(",
-        "            prefix = hashlib.sha256(prefix_root(request))\n            prefix.update(",
+        "            prefix = kv_events.prefix_hash(prefix_root(request))\n"
+        "            prefix.update(",
     ),
     Mutation(
         "a hit block stays in the free queue",

@@ -5,81 +5,174 @@ from collections.abc import Sequence
 
 import pytest
 
+from protocol.adapters import Adapter
 from protocol.client.packed_prompt import PackedPrompt
-from protocol.client.prefix_index import PIECE_TOKENS, PrefixIndex, piece_names
-from protocol.client.routing import CachedPrefix, Load, choose
+from protocol.client.prefix_index import PrefixIndex, name_of, piece_names, piece_tokens
+from protocol.client.routing import Candidate, Load, Router, cheapest
 from protocol.config import RoutingPolicy
+from protocol.kv_events import prefix_hash, prefix_root
 from protocol.message import pack_token_ids
 
-CACHE_TOKENS = 100 * PIECE_TOKENS
+PIECE = 64
 IDLE = Load(0, 0, 0)
-NOTHING = CachedPrefix()
+BUSY = Load(0, 5000, 0)
+PREFIX_AWARE = RoutingPolicy.PREFIX_AWARE
 
 
 def prompt(*seeds: int) -> list[int]:
     """Return a piece of 64 tokens for each seed."""
-    return [token for seed in seeds for token in range(seed, seed + PIECE_TOKENS)]
+    return [token for seed in seeds for token in range(seed, seed + PIECE)]
 
 
-def chosen(policy: RoutingPolicy, loads: Sequence[Load], cached: CachedPrefix = NOTHING) -> int:
-    serving = range(len(loads))
-    return choose(policy, serving, loads.__getitem__, cached, random.Random(1))
+def names_of(*seeds: int) -> list[bytes]:
+    return piece_names(prompt(*seeds), PIECE)
+
+
+class FakeReplica:
+    def __init__(self, load: Load = IDLE) -> None:
+        self.now = load
+        self.serves = True
+        self.num_asked = 0
+
+    def load(self) -> Load:
+        self.num_asked += 1
+        return self.now
+
+
+def router(
+    replicas: Sequence[FakeReplica], policy: RoutingPolicy = PREFIX_AWARE, seed: int = 1
+) -> Router:
+    return Router(policy, replicas, random.Random(seed))
+
+
+def replicas(*loads: Load) -> list[FakeReplica]:
+    return [FakeReplica(load) for load in loads]
 
 
 def test_least_loaded_of_two_is_chosen() -> None:
-    loads = [Load(3, 0, 0), Load(2, 0, 0)]
-    assert chosen(RoutingPolicy.LEAST_TOKENS, loads) == 1
-    assert chosen(RoutingPolicy.LEAST_TOKENS, [IDLE, Load(0, 0, 1)]) == 0
+    least = RoutingPolicy.LEAST_TOKENS
+    assert router(replicas(Load(3, 0, 0), Load(2, 0, 0)), least).choose() == 1
+    assert router(replicas(IDLE, Load(0, 0, 1)), least).choose() == 0
 
 
 @pytest.mark.parametrize(("waiting", "expected"), [(0, 1), (900, 1), (1100, 0)])
 def test_cached_prefix_counts_as_much_as_waiting_tokens(waiting: int, expected: int) -> None:
-    loads = [IDLE, Load(0, waiting, 0)]
-    cached = CachedPrefix(1000, [1])
-    assert chosen(RoutingPolicy.PREFIX_AWARE, loads, cached) == expected
-    assert chosen(RoutingPolicy.LEAST_TOKENS, [IDLE, Load(0, 1, 0)], cached) == 0
+    assert cheapest([Candidate(0, IDLE), Candidate(1, Load(0, waiting, 0), 1000)]) == expected
+
+
+def test_replicas_take_turns_and_those_that_do_not_serve_are_left_out() -> None:
+    fleet = replicas(IDLE, IDLE, BUSY)
+    routed = router(fleet, RoutingPolicy.ROUND_ROBIN)
+    assert [routed.choose() for _ in range(4)] == [0, 1, 2, 0]
+    fleet[1].serves = False
+    assert [routed.choose() for _ in range(3)] == [2, 0, 2]
+    for one in fleet:
+        one.serves = False
+    assert routed.choose() is None
 
 
 def test_few_replicas_are_compared_however_many_there_are() -> None:
-    asked: list[int] = []
-
-    def load_of(replica: int) -> Load:
-        asked.append(replica)
-        return IDLE
-
-    cached = CachedPrefix(64, range(500))
-    choose(RoutingPolicy.PREFIX_AWARE, range(1000), load_of, cached, random.Random(1))
-    assert len(asked) <= 6
+    fleet = replicas(*[IDLE] * 1000)
+    routed = router(fleet)
+    for number in range(500):
+        routed.index.add(number, names_of(1, 2), 9)
+    routed.choose(names_of(1, 2, 3), PIECE)
+    assert sum(one.num_asked for one in fleet) <= 8
 
 
-def test_longest_prefix_is_found_with_its_holders() -> None:
+def test_each_candidate_is_credited_with_its_own_cached_prefix() -> None:
+    """All have 30 pieces of the prompt, and one that has a long queue has 31."""
+    shared = range(0, 3000, 100)
+    for seed in range(20):
+        routed = router(replicas(IDLE, IDLE, BUSY, IDLE), seed=seed)
+        for number in range(4):
+            routed.index.add(number, names_of(*shared), 99)
+        names = names_of(*shared, 9999)
+        routed.index.add(2, names, 99)
+        assert routed.choose(names, PIECE) != 2
+        # A replica without any of it is chosen only past a queue that is longer than the prefix.
+        routed.index.forget(0)
+        routed.index.forget(1)
+        routed.index.forget(2)
+        assert routed.choose(names, PIECE) == 3
+
+
+def test_half_of_a_prefix_elsewhere_is_seen_if_the_holder_of_all_is_busy() -> None:
+    fleet = replicas(*[Load(0, 900, 0)] * 50)
+    routed = router(fleet)
+    names = names_of(*range(40))
+    routed.index.add(7, names, 99)
+    routed.index.add(8, names[:25], 99)
+    fleet[7].now = BUSY
+    assert routed.choose(names, PIECE) == 8
+
+
+def test_shorter_prefix_counts_if_the_holder_of_the_longest_does_not_serve() -> None:
+    fleet = replicas(*[IDLE] * 50)
+    routed = router(fleet)
+    routed.index.add(7, names_of(1, 2, 3), 99)
+    routed.index.add(8, names_of(1, 2), 99)
+    assert routed.choose(names_of(1, 2, 3), PIECE) == 7
+    fleet[7].serves = False
+    assert routed.choose(names_of(1, 2, 3), PIECE) == 8
+
+
+def test_only_replicas_that_may_compute_it_get_a_request() -> None:
+    routed = router(replicas(IDLE, BUSY, IDLE))
+    assert routed.choose(may=lambda number: number == 1) == 1
+    assert routed.choose(may=lambda number: False) is None
+
+
+def test_cached_lengths_are_those_of_each_replica() -> None:
     index = PrefixIndex()
-    index.add(0, piece_names(prompt(1, 2)), CACHE_TOKENS)
-    index.add(1, piece_names(prompt(1, 2, 3)), CACHE_TOKENS)
-    assert index.find(piece_names(prompt(1, 2, 3, 4))) == CachedPrefix(3 * PIECE_TOKENS, [1])
-    assert index.find(piece_names(prompt(1, 2, 9))) == CachedPrefix(2 * PIECE_TOKENS, [0, 1])
-    assert index.find(piece_names(prompt(9))) == CachedPrefix()
+    index.add(0, names_of(1, 2), 99)
+    index.add(1, names_of(1, 2, 3), 99)
+
+    def lengths(*seeds: int) -> tuple[int, int, int]:
+        names = names_of(*seeds)
+        longest = index.longest(names, lambda number: True)
+        return longest, index.num_cached(0, names), index.num_cached(1, names)
+
+    assert lengths(1, 2, 3, 4) == (3, 2, 3)
+    assert lengths(1, 2, 9) == (2, 2, 2)
+    assert lengths(9) == (0, 0, 0)
+    index.remove(1, names_of(1, 2, 3)[2:])
+    assert lengths(1, 2, 3) == (2, 2, 2)
     index.forget(1)
-    assert index.find(piece_names(prompt(1, 2, 3))) == CachedPrefix(2 * PIECE_TOKENS, [0])
+    assert lengths(1, 2, 3) == (2, 2, 0)
+    index.forget(0)
+    assert len(index) == 0
 
 
 def test_index_is_bounded_and_keeps_whole_prefixes() -> None:
     index, rng = PrefixIndex(), random.Random(3)
-    capacity = 8
+    most = 8
     for _ in range(300):
-        seeds = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
-        names = piece_names(prompt(*seeds))
-        index.add(0, names, capacity * PIECE_TOKENS)
-        assert len(index) <= capacity
+        names = names_of(*(rng.randrange(3) for _ in range(rng.randrange(1, 6))))
+        index.add(0, names, most)
+        assert len(index) <= most
         # A piece is known only with all before it.
-        parts = [names[: end + 1] for end in range(len(names))]
-        known = [index.find(part).num_tokens == len(part) * PIECE_TOKENS for part in parts]
+        known = [bool(index.holders(name)) for name in names]
         assert known == sorted(known, reverse=True)
 
 
-def test_names_depend_on_salt_and_all_tokens_before_and_not_on_the_form() -> None:
+def test_names_depend_on_salt_adapter_and_all_tokens_before_and_not_on_the_form() -> None:
     ids = prompt(1, 2)
-    assert piece_names(ids) == piece_names(PackedPrompt(pack_token_ids(ids), 1000))
-    assert piece_names(ids, "a") != piece_names(ids, "b")
-    assert piece_names(prompt(3, 2))[1] != piece_names(ids)[1]
-    assert piece_names(ids[:63]) == []
+    names = piece_names(ids, PIECE)
+    assert names == piece_names(PackedPrompt(pack_token_ids(ids), 1000), PIECE)
+    assert piece_names(ids, PIECE, "a") != piece_names(ids, PIECE, "b")
+    assert piece_names(ids, PIECE, "", Adapter("a", "/a", b"a" * 32))[0] != names[0]
+    assert names_of(3, 2)[1] != names[1]
+    assert piece_names(ids[:63], PIECE) == []
+
+
+@pytest.mark.parametrize("block_size", [16, 24, 64, 100])
+def test_pieces_end_where_blocks_of_the_core_do(block_size: int) -> None:
+    ids = list(range(1000))
+    prefix = prefix_hash(prefix_root("salt"))
+    blocks = []
+    for end in range(block_size, len(ids) + 1, block_size):
+        prefix.update(pack_token_ids(ids[end - block_size : end]))
+        blocks.append(name_of(prefix.digest()))
+    each = piece_tokens(block_size) // block_size
+    assert piece_names(ids, piece_tokens(block_size), "salt") == blocks[each - 1 :: each]
