@@ -125,6 +125,9 @@ class AddRequest(Message):
     """The prompt as packed ids; `prompt_token_ids` is empty then."""
     adapter: Adapter | None = None
     """The adapter that computes it together with the model."""
+    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+    """Of the facts of the engine that computes it, for the client's ledger and journal; the core
+    does not read it. Empty: not known."""
 
     @property
     def prompt(self) -> list[int] | bytes:

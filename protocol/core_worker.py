@@ -37,6 +37,7 @@ has written to entries behind the first draft is not read. The core lets drafts 
 entry to the table, and end where an entry becomes a kept state.
 """
 
+import hashlib
 from typing import Annotated
 
 import msgspec
@@ -50,6 +51,7 @@ StepId = Annotated[int, Meta(ge=0, lt=2**53)]
 GrammarId = Annotated[int, Meta(ge=0, lt=2**53)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
 
+_FINGERPRINT_BYTES = 8
 MAX_DRAFTS = 16
 """Most drafts of a request in one step."""
 NULL_BLOCK = 0
@@ -117,32 +119,47 @@ class ModelFacts(Record):
     state_swap_blocks: Annotated[float, Meta(ge=0.0)] = 0.0
     """Cost of copying a state to the host and back, in copies of KV blocks; without KV blocks, 1:
     `swap_cost_tokens` is that of a state."""
+    checkpoint: Text = ""
+    """Names the contents of the model's files, wherever they lie; empty: there are none."""
+    build: Text = ""
+    """What else the results depend on: versions, instructions or device, ranks and, where they are
+    exact, the kernels."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names all that decides which tokens a request gets.
+
+        A request goes on exactly where the fingerprint is that of the engine that began it. Sizes
+        of memory are no part of it, nor, where computing again is not exact, the kernels.
+        """
+        decisive = msgspec.structs.replace(
+            self,
+            model="" if self.checkpoint else self.model,
+            exact_resume_reason="",
+            decoder=self.decoder if self.exact_resume else "",
+            speculation="",
+            num_gpu_blocks=2,
+            num_host_blocks=0,
+            num_state_blocks=0,
+            num_host_state_blocks=0,
+            state_swap_blocks=0.0,
+        )
+        encoded = msgspec.msgpack.encode(decisive)
+        return hashlib.blake2b(encoded, digest_size=_FINGERPRINT_BYTES).hexdigest()
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.
 
         Only `exact_resume` may differ, and what computes the layers where that promises nothing.
         """
+        is_promised = self.exact_resume and before.exact_resume
         return self == msgspec.structs.replace(
             before,
             exact_resume=self.exact_resume,
             exact_resume_reason=self.exact_resume_reason,
             decoder=before.decoder if before.exact_resume else self.decoder,
+            build=before.build if is_promised else self.build,
         )
-
-    def computes_as(self, other: "ModelFacts") -> bool:
-        """Whether a request of a replica with the facts `other` can go on here, with equal tokens.
-
-        The memory of the two may differ.
-        """
-        memory = {
-            "num_gpu_blocks": self.num_gpu_blocks,
-            "num_host_blocks": self.num_host_blocks,
-            "num_state_blocks": self.num_state_blocks,
-            "num_host_state_blocks": self.num_host_state_blocks,
-            "state_swap_blocks": self.state_swap_blocks,
-        }
-        return self.can_replace(msgspec.structs.replace(other, **memory))
 
     def max_prompt_len(self, params: SamplingParams) -> int:
         """Tokens of the longest prompt: it leaves room for an output, unless there is none."""

@@ -67,6 +67,7 @@ class ProcessEngine:
             policy=parallel.routing_policy,
             failover_s=recovery.failover_s,
             stall_timeout_s=recovery.stall_timeout_s,
+            allow_inexact_resume=recovery.allow_inexact_resume,
         )
         await self._client.start()
         num_checks = 0

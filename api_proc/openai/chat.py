@@ -166,6 +166,8 @@ class ChatFormat:
             fields["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs, num_top)
         if delta.finish_reason is not None:
             fields["stop_reason"] = delta.stop_reason
+            if sequence.stream.resumed_inexactly:
+                fields["resumed_inexactly"] = True
         if self.body.return_token_ids:
             fields["token_ids"] = delta.token_ids
         return fields

@@ -106,6 +106,8 @@ class CompletionFormat:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
+        if delta.finish_reason is not None and sequence.stream.resumed_inexactly:
+            choice.resumed_inexactly = True
         if body.logprobs is not None:
             choice.logprobs = self._logprobs(sequence, delta, prompt, is_first=is_first)
         if body.return_token_ids:

@@ -62,6 +62,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    resumed_inexactly: bool | UnsetType = UNSET
+    """True: outputs of one engine were continued by another with other facts."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
@@ -151,6 +153,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    resumed_inexactly: bool | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -160,6 +163,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    resumed_inexactly: bool | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -18,8 +18,15 @@ _PART_LOGPROBS = 64
 class History:
     """A receiver of one request's outputs."""
 
-    def __init__(self, on_output: Callable[["History", RequestOutput | None], None]) -> None:
-        """`on_output` gets each new output; None: the request has failed or was stopped."""
+    def __init__(
+        self,
+        on_output: Callable[["History", RequestOutput | None], None] = lambda *_: None,
+        on_rebind: Callable[[str, bool], None] = lambda *_: None,
+    ) -> None:
+        """`on_output` gets each new output; None: the request has failed or was stopped.
+
+        `on_rebind` gets the arguments of `rebind`.
+        """
         self.request_id = 0  # the engine client's number
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []  # one for each token, or empty
@@ -31,7 +38,9 @@ class History:
         self.error: RequestFailed | None = None
         self.is_stopped = False  # the API ended it at a stop string
         self.is_counted = False  # the metrics include its end
+        self.resumed_inexactly = False  # see `Receiver.rebind`
         self._on_output = on_output
+        self._on_rebind = on_rebind
         self._waiters: set[asyncio.Future[None]] = set()
 
     @property
@@ -83,6 +92,11 @@ class History:
             self.error = error
             self._on_output(self, None)
             self.wake()
+
+    def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
+        """Note that another engine continues the request, on behalf of the engine client."""
+        self.resumed_inexactly = self.resumed_inexactly or not is_exact
+        self._on_rebind(fingerprint, is_exact)
 
     def stop(self) -> None:
         """End the sequence at its present length."""
@@ -160,6 +174,11 @@ class HistoryReader:
         if self._is_finished:
             return 0
         return len(self._history.token_ids) - max(self._position, self._num_before)
+
+    @property
+    def resumed_inexactly(self) -> bool:
+        """As `RequestStream.resumed_inexactly`."""
+        return self._history.resumed_inexactly
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self

@@ -53,6 +53,15 @@ class StopRecord(Message, tag="Cut"):
     index: int
 
 
+class BindRecord(Message, tag="Bound"):
+    """An engine with another fingerprint computes a sequence from here on."""
+
+    number: int
+    index: int
+    fingerprint: str
+    is_exact: bool
+
+
 class RemoveRecord(Message, tag="Forgotten"):
     """A request is over, or its client has not come back."""
 
@@ -72,7 +81,9 @@ class DropRecord(Message, tag="Dropped"):
     key: str
 
 
-_AnyRecord = AcceptRecord | OutputRecord | StopRecord | RemoveRecord | KeepRecord | DropRecord
+_AnyRecord = (
+    AcceptRecord | OutputRecord | StopRecord | BindRecord | RemoveRecord | KeepRecord | DropRecord
+)
 _decode: Decoder[_AnyRecord] = Decoder(_AnyRecord)
 
 
@@ -81,7 +92,7 @@ class ReplayedRequest:
 
     def __init__(self, accepted: AcceptRecord) -> None:
         self.accepted = accepted
-        self.histories = [History(lambda history, output: None) for _ in accepted.adds]
+        self.histories = [History() for _ in accepted.adds]
 
 
 def packed(accepted: AcceptRecord) -> AcceptRecord:
@@ -111,6 +122,10 @@ def _prompt_of(add: AddRequest) -> tuple[TokenIds, bytes]:
 
 def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds, packed: bytes) -> AddRequest:
     return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids, packed_prompt=packed)
+
+
+def with_fingerprint(add: AddRequest, fingerprint: str) -> AddRequest:
+    return msgspec.structs.replace(add, fingerprint=fingerprint)
 
 
 class Replay:
@@ -146,6 +161,11 @@ class Replay:
         elif isinstance(record, StopRecord):
             if history := self._history(record.number, record.index):
                 history.stop()
+        elif isinstance(record, BindRecord):
+            if history := self._history(record.number, record.index):
+                adds = self._requests[record.number].accepted.adds
+                adds[record.index] = with_fingerprint(adds[record.index], record.fingerprint)
+                history.rebind(record.fingerprint, is_exact=record.is_exact)
         else:
             for row in record.rows:
                 if history := self._history(row.number, row.index):

@@ -20,6 +20,7 @@ from api_proc.resumption.journal import Journal
 from api_proc.resumption.journaling import Journaling
 from api_proc.resumption.session_log import (
     AcceptRecord,
+    BindRecord,
     OutputRecord,
     RemoveRecord,
     Replay,
@@ -28,6 +29,7 @@ from api_proc.resumption.session_log import (
     StopRecord,
     packed,
     resumed,
+    with_fingerprint,
 )
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
@@ -108,6 +110,9 @@ class Session:
         for index, history in enumerate(self.histories):
             for part in history.parts():
                 yield OutputRecord([Row(number, index, part)])
+            if history.resumed_inexactly:
+                fingerprint = self.accepted.adds[index].fingerprint
+                yield BindRecord(number, index, fingerprint, is_exact=False)
             if history.is_stopped:
                 yield StopRecord(number, index)
 
@@ -312,7 +317,13 @@ class Sessions:
             elif history.is_stopped:
                 self.journaling.write(StopRecord(number, index))
 
-        return History(on_output)
+        def on_rebind(fingerprint: str, is_exact: bool) -> None:
+            adds = session.accepted.adds
+            if index < len(adds):
+                adds[index] = with_fingerprint(adds[index], fingerprint)
+            self.journaling.write(BindRecord(number, index, fingerprint, is_exact))
+
+        return History(on_output, on_rebind)
 
     # The journal --------------------------------------------------------------------------------
 
@@ -364,6 +375,7 @@ class Sessions:
         history = self._new_history(session)
         session.histories.append(history)
         history.add(replayed.whole())
+        history.resumed_inexactly = replayed.resumed_inexactly
         if replayed.is_stopped:
             history.stop()
         if history.is_ended:

@@ -205,6 +205,7 @@ class BeamStream:
     """One beam, by its rank: a `TokenStream` of one output, at the end."""
 
     num_unread = 0
+    resumed_inexactly = False  # no request has two tokens
 
     def __init__(self, search: BeamSearch, rank: int) -> None:
         self._search = search

@@ -30,6 +30,10 @@ class TokenStream(Protocol):
     def num_unread(self) -> int:
         """Tokens that were received and not read yet."""
 
+    @property
+    def resumed_inexactly(self) -> bool:
+        """Whether an engine with another fingerprint has continued outputs of the one before."""
+
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
     async def __anext__(self) -> RequestOutput: ...

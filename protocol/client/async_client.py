@@ -37,7 +37,7 @@ from protocol.client.controls import Controls
 from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
 from protocol.client.errors import failure_of
 from protocol.client.kv_feed import KVEventFeed
-from protocol.client.ledger import Ledger, RequestOptions, check_request
+from protocol.client.ledger import Entry, Ledger, RequestOptions, Room, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream, vector_of
@@ -53,6 +53,10 @@ STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 ADAPTER_TIMEOUT_S = 120.0
 """For the load of an adapter, which may wait for others."""
+_NO_EQUAL_ENGINE = RequestError(
+    ErrorCode.ENGINE_FAILED,
+    "the engine that began the request is gone, and none with its fingerprint has served in time",
+)
 _SERVING = (EngineState.READY, EngineState.DRAINING)
 
 
@@ -66,7 +70,9 @@ class AsyncEngineClient:
         max_open_requests: int = MAX_OPEN_REQUESTS,
         max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        allow_inexact_resume: bool = False,
         numbers: Iterator[int] | None = None,
+        room: Room | None = None,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
@@ -76,11 +82,15 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: open requests fail after this time without a serving engine.
+            allow_inexact_resume: requests also go on at an engine with other facts than the one
+                that has begun them; else they wait for as long, and fail.
             numbers: unused numbers of requests, where clients of several replicas share them.
+            room: what bounds open requests, where clients of several replicas share it.
             make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
         self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
+        self._allow_inexact_resume = allow_inexact_resume
         self._stalled_s = 0.0
         self._clock = clock
         self._controls = Controls()
@@ -90,7 +100,7 @@ class AsyncEngineClient:
         self._link = make_link(
             address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock
         )
-        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers)
+        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers, room)
         self._open = OpenRequests(ledger, self._link.send)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
@@ -120,14 +130,14 @@ class AsyncEngineClient:
         return self.connected and status is not None and status.state is EngineState.READY
 
     @property
+    def fingerprint(self) -> str:
+        """Of the facts; empty: there are none yet."""
+        return self._open.fingerprint
+
+    @property
     def num_open_requests(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._open)
-
-    @property
-    def num_open_tokens(self) -> int:
-        """Tokens of the prompts of open requests."""
-        return self._open.ledger.num_prompt_tokens
 
     @property
     def num_unstarted_tokens(self) -> int:
@@ -245,9 +255,24 @@ class AsyncEngineClient:
         """Return the numbers of all open requests, oldest first."""
         return list(self._open.ledger)
 
-    def move(self, request_id: int, other: "AsyncEngineClient") -> bool:
-        """Let a request go on at another replica; False: it has ended, or was moved too often."""
-        return self._open.move(request_id, other._open)
+    def held_ids(self) -> list[int]:
+        """Return the numbers of requests that this engine cannot continue exactly."""
+        return self._open.held_ids()
+
+    def entry(self, request_id: int) -> Entry | None:
+        """Return an open request; None: it has ended."""
+        return self._open.entry(request_id)
+
+    def release(self, request_id: int) -> None:
+        """Let a request that is held go on here, inexactly."""
+        self._open.release(request_id)
+
+    def move(self, request_id: int, other: "AsyncEngineClient", *, is_exact: bool = True) -> bool:
+        """Let a request go on at another replica; False: it has ended, or was moved too often.
+
+        Not `is_exact`: also if that one cannot continue it exactly.
+        """
+        return self._open.move(request_id, other._open, is_exact=is_exact)
 
     def _check(
         self, prompt_token_ids: PromptIds, params: SamplingParams, options: RequestOptions
@@ -260,7 +285,14 @@ class AsyncEngineClient:
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
             raise failure_of(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
         request_id, now = self._open.ledger.next_request_id(), self._clock.time()
-        add = AddRequest(request_id, [], params, arrival_time=now, **options)
+        add = AddRequest(
+            request_id,
+            [],
+            params,
+            arrival_time=now,
+            fingerprint=self._open.fingerprint,
+            **options,
+        )
         return check_request(add, self.facts, prompt_token_ids)
 
     def cancel(self, request_id: int) -> None:
@@ -395,19 +427,22 @@ class AsyncEngineClient:
         self.status = status
         num_requests = status.stats.num_running_reqs + status.stats.num_waiting_reqs
         self.num_other_requests = max(0, num_requests - len(self._open))
-        if status.facts is not None:
+        fingerprint = self._open.fingerprint
+        if status.facts is not None and status.facts != self.facts:
             self.facts = status.facts
+            fingerprint = status.facts.fingerprint
         if status.state in _SERVING:
             self._stalled_s = 0.0
         self._open.ledger.allow_repairs()
         if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
-            self._link.send_backlog(self._open.resend())
+            self._link.send_backlog(self._open.resend(fingerprint))
             if self._feed is not None:
                 self._feed.subscribe()
         elif status.facts is not None:  # else it is a successor that is starting
             self._controls.follow(status)
+            self._open.follow(fingerprint)
         self._status_event.set()
 
     def _on_message(self, message: News) -> None:
@@ -441,6 +476,10 @@ class AsyncEngineClient:
             self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
                 self._feed.fail(ConnectionError(self._stall_text))
+        self._open.fail_held(TICK_S, self._stall_timeout_s, _NO_EQUAL_ENGINE)
+        if self._allow_inexact_resume and self.serves:
+            for request_id in self._open.held_ids():
+                self._open.release(request_id)
         self._link.tick()
 
 

@@ -121,6 +121,29 @@ def _out_of_bounds(problem: str) -> RequestError:
     return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
 
 
+class Room:
+    """How much may be open at once, in all ledgers that share it."""
+
+    def __init__(self, max_open: int, max_open_tokens: int | None = None) -> None:
+        """Bound the open requests, and the tokens of their prompts."""
+        self._max_open = max_open
+        self._max_open_tokens = max_open_tokens
+        self.num_open = 0
+        self.num_prompt_tokens = 0
+
+    def require(self, num_tokens: int) -> None:
+        """Raise Overloaded if there is none for one more request."""
+        limit = self._max_open_tokens
+        full = None
+        if self.num_open >= self._max_open:
+            full = f"{self._max_open} requests"
+        elif limit is not None and self.num_prompt_tokens + num_tokens > limit and self.num_open:
+            full = f"prompts of {limit} tokens"
+        if full is not None:
+            message = f"{full} are open, the most this client takes"
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+
+
 class Entry:
     """One open request, and what is known of its outputs."""
 
@@ -138,6 +161,11 @@ class Entry:
         self.num_moves = 0
         """To other replicas, since the last output."""
         self.next_prompt_position = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything that was computed has been delivered."""
+        return bool(self.output_token_ids) or self.next_prompt_position > 0
 
     @property
     def num_unstarted_tokens(self) -> int:
@@ -174,15 +202,14 @@ class Ledger:
         max_open_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         numbers: Iterator[int] | None = None,
+        room: Room | None = None,
     ) -> None:
         """Bound open requests and the tokens of their prompts; `clock` is in monotonic seconds.
 
-        `numbers`: unused numbers of requests, where several ledgers share them.
+        `numbers`, unused numbers of requests, and `room` are those that several ledgers share.
         """
-        self._max_open = max_open
-        self._max_open_tokens = max_open_tokens
+        self.room = Room(max_open, max_open_tokens) if room is None else room
         self.clock = clock
-        self.num_prompt_tokens = 0
         self.num_unstarted_tokens = 0
         """Of the prompts that have no output token yet."""
         self._entries: dict[int, Entry] = {}
@@ -200,40 +227,27 @@ class Ledger:
     def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
         """Enter a request accepted `age_s` ago; Overloaded past one of the bounds."""
         assert add.request_id not in self._entries
-        num_tokens = self.num_prompt_tokens + add.num_prompt_tokens
-        limit = self._max_open_tokens
-        full = None
-        if len(self._entries) >= self._max_open:
-            full = f"{self._max_open} requests"
-        elif limit is not None and num_tokens > limit and self._entries:
-            full = f"prompts of {limit} tokens"
-        if full is not None:
-            message = f"{full} are open, the most this client takes"
-            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+        self.room.require(add.num_prompt_tokens)
         self.enter(Entry(add, self.clock() - age_s))
 
     def enter(self, entry: Entry) -> None:
         """Enter a request that was accepted, without a bound."""
-        self.num_prompt_tokens += entry.add.num_prompt_tokens
+        self.room.num_open += 1
+        self.room.num_prompt_tokens += entry.add.num_prompt_tokens
         self.num_unstarted_tokens += entry.num_unstarted_tokens
         self._entries[entry.add.request_id] = entry
 
-    def num_moves(self, request_id: int) -> int:
-        """How often an open request was moved since its last output."""
-        return self._entries[request_id].num_moves
-
-    def leave(self, request_id: int) -> Entry:
-        """Remove an open request, which goes on in another ledger."""
-        entry = self._entries[request_id]
-        self.fail(request_id)
-        return entry
+    def get(self, request_id: int) -> Entry | None:
+        """Return an open request; None: it has ended."""
+        return self._entries.get(request_id)
 
     def fail(self, request_id: int) -> bool:
         """Remove a request; returns whether it was open."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
-        self.num_prompt_tokens -= entry.add.num_prompt_tokens
+        self.room.num_open -= 1
+        self.room.num_prompt_tokens -= entry.add.num_prompt_tokens
         self.num_unstarted_tokens -= entry.num_unstarted_tokens
         return True
 

@@ -2,6 +2,9 @@
 
 No sockets here: `send` takes messages for the core. It may drop them, since everything open is sent
 again as soon as the core's next epoch is agreed on: `resend` then yields it for the link's backlog.
+
+A request that has begun is sent only to an engine with the fingerprint of the one that began it;
+otherwise it is held back, until it is moved, or released to go on inexactly.
 """
 
 from collections import deque
@@ -19,7 +22,7 @@ from protocol.api_core import (
     encode_add,
 )
 from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.ledger import MOVES_MAX, Ledger
+from protocol.client.ledger import MOVES_MAX, Entry, Ledger
 from protocol.message import encode
 from protocol.process.failpoints import failpoint
 from protocol.transport.channel import MAX_FRAME_BYTES
@@ -34,6 +37,12 @@ class Receiver(Protocol):
     def fail(self, error: RequestFailed) -> None:
         """The request has ended with an error."""
 
+    def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
+        """An engine with another fingerprint computes it from here on.
+
+        Not `is_exact`: outputs were delivered before, and further ones may not fit them exactly.
+        """
+
 
 class OpenRequests:
     """All requests that were accepted and have not ended."""
@@ -44,6 +53,10 @@ class OpenRequests:
         self._receivers: dict[int, Receiver] = {}
         self._unsent: deque[int] = deque()
         """Requests of a resend that were not sent yet, oldest first; new ones queue behind them."""
+        self._held: dict[int, float] = {}
+        """Requests that the core cannot continue exactly, and for how many seconds."""
+        self.fingerprint = ""
+        """Of the facts of the core; empty: not known yet."""
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -56,7 +69,7 @@ class OpenRequests:
     def adopt(self, add: AddRequest, receiver: Receiver, age_s: float) -> None:
         """As `accept`, for a request that an earlier incarnation of this client accepted."""
         if self._enter(add, receiver, age_s):
-            self._send_again(msgspec.structs.replace(add, age_s=age_s))
+            self._resume(add.request_id)
 
     def _enter(self, add: AddRequest, receiver: Receiver, age_s: float) -> bool:
         """Return whether it may be sent now: during a resend, older requests come first."""
@@ -73,37 +86,108 @@ class OpenRequests:
         if self.ledger.fail(request_id):
             self._send(encode(AbortRequests([request_id])))
 
-    def move(self, request_id: int, other: "OpenRequests") -> bool:
+    def entry(self, request_id: int) -> Entry | None:
+        """Return an open request; None: it has ended."""
+        return self.ledger.get(request_id)
+
+    def move(self, request_id: int, other: "OpenRequests", *, is_exact: bool = True) -> bool:
         """Let a request go on at the core of another client; here it ends.
 
-        False: it has ended, or was moved `MOVES_MAX` times since its last output. Then the cores
-        where it was have died of it, perhaps.
+        Not `is_exact`: also if the other engine cannot continue it exactly. False: it has ended, or
+        was moved `MOVES_MAX` times since its last output. Then the cores where it was have died of
+        it, perhaps.
         """
-        if request_id not in self._receivers or self.ledger.num_moves(request_id) >= MOVES_MAX:
+        entry = self.ledger.get(request_id)
+        if entry is None or entry.num_moves >= MOVES_MAX:
             return False
-        entry, receiver = self.ledger.leave(request_id), self._receivers.pop(request_id)
+        self.ledger.fail(request_id)
+        receiver = self._receivers.pop(request_id)
         self._send(encode(AbortRequests([request_id])))
         entry.num_moves += 1
         entry.num_repairs = 0
         other.ledger.enter(entry)
         other._receivers[request_id] = receiver
+        if not is_exact:
+            other._bind(entry)
         if other._unsent:
             other._unsent.append(request_id)
         else:
-            other._send_again(entry.resumed(other.ledger.clock()))
+            other._resume(request_id)
         return True
 
-    def resend(self) -> Iterator[bytes]:
+    def resend(self, fingerprint: str) -> Iterator[bytes]:
         """Begin to send everything open to a core that does not know it, oldest first."""
+        self.fingerprint = fingerprint
         self._unsent = deque(self.ledger)
         return self._unsent_bodies(self.ledger.clock())
 
     def _unsent_bodies(self, now: float) -> Iterator[bytes]:
         """Yield requests with their ages at one time for all, so that their order is exact."""
         while self._unsent:
-            add = self.ledger.resumed(self._unsent.popleft(), now)
-            if add is not None and (body := self._encode(add)) is not None:
+            body = self._body_to_resume(self._unsent.popleft(), now)
+            if body is not None:
                 yield body
+
+    def _resume(self, request_id: int) -> None:
+        """Send a request that the core does not know, unless it is to be held."""
+        body = self._body_to_resume(request_id, self.ledger.clock())
+        if body is not None:
+            self._send(body)
+
+    def _body_to_resume(self, request_id: int, now: float) -> bytes | None:
+        entry = self.ledger.get(request_id)
+        if entry is None:
+            return None
+        if self.fingerprint and entry.add.fingerprint != self.fingerprint:
+            if entry.has_begun and entry.add.fingerprint:
+                self._held.setdefault(request_id, 0.0)
+                return None
+            self._bind(entry)
+        self._held.pop(request_id, None)
+        return self._encode(entry.resumed(now))
+
+    # Fingerprints -------------------------------------------------------------------------------
+
+    def follow(self, fingerprint: str) -> None:
+        """The same core has other facts, with which it continues what it has."""
+        if fingerprint != self.fingerprint:
+            self.fingerprint = fingerprint
+            for request_id in list(self.ledger):
+                entry = self.ledger.get(request_id)
+                if entry is not None and request_id not in self._held:
+                    self._bind(entry, is_exact=True)
+
+    def held_ids(self) -> list[int]:
+        """Return the requests that the core cannot continue exactly."""
+        return [request_id for request_id in self._held if self.ledger.get(request_id) is not None]
+
+    def release(self, request_id: int) -> None:
+        """Let a request that is held go on inexactly."""
+        entry = self.ledger.get(request_id)
+        if self._held.pop(request_id, None) is not None and entry is not None:
+            self._bind(entry)
+            self._resume(request_id)
+
+    def fail_held(self, elapsed_s: float, limit_s: float, error: RequestError) -> None:
+        """Count the time for which requests are held, and end those that are held for too long."""
+        for request_id in list(self._held):
+            self._held[request_id] += elapsed_s
+            if self.ledger.get(request_id) is None:
+                del self._held[request_id]
+            elif self._held[request_id] > limit_s:
+                del self._held[request_id]
+                self.refuse(request_id, error)
+
+    def _bind(self, entry: Entry, *, is_exact: bool | None = None) -> None:
+        """Note that the core computes a request from here on."""
+        if entry.add.fingerprint == self.fingerprint:
+            return
+        if is_exact is None:
+            is_exact = not entry.has_begun or not entry.add.fingerprint
+        entry.add = msgspec.structs.replace(entry.add, fingerprint=self.fingerprint)
+        self._receivers[entry.add.request_id].rebind(self.fingerprint, is_exact=is_exact)
+
+    # What the core sends ------------------------------------------------------------------------
 
     def take(self, output: RequestOutput) -> None:
         """Deliver what is new in an output of the core, or repair what is missing before it."""

@@ -7,9 +7,12 @@
 It has an `AsyncEngineClient` for each replica, whose ledger holds the requests that are there. A
 request that was accepted stays at its replica while that serves, also through restarts of its core
 and workers. If the core is gone for `failover_s`, or without workers for much longer, its open
-requests go on at replicas with the same facts, from what the ledger has: outputs continue at the
+requests go on at other replicas, from what the ledger has: outputs continue at the
 next token. A core that returns has none of them, because a new connection has no requests; one that
 was only without workers gets an abort.
+
+A request that has begun goes on only where the fingerprint is that of the engine that began it, or
+else, with `allow_inexact_resume`, anywhere. Where there is no such replica, it waits.
 
 With one replica it passes all calls on.
 """
@@ -21,21 +24,17 @@ import logging
 import random
 import time
 from array import array
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Self, TypeVar, Unpack
 
 import msgspec
 
 from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
-    EngineState,
-    EngineStats,
-    ErrorCode,
     PauseMode,
-    RequestError,
     Status,
+    validate_request,
 )
 from protocol.client.async_client import (
     ADAPTER_TIMEOUT_S,
@@ -46,12 +45,14 @@ from protocol.client.async_client import (
     AsyncEngineClient,
 )
 from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.ledger import RequestOptions
+from protocol.client.ledger import Entry, RequestOptions, Room
+from protocol.client.merged_status import merged_status
 from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
 from protocol.client.prefix_index import piece_names, piece_tokens
+from protocol.client.replica import TICK_S, Replica
 from protocol.client.request_stream import RequestStream, vector_of
-from protocol.client.routing import Load, Router
+from protocol.client.routing import Router
 from protocol.config import RoutingPolicy
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
@@ -59,65 +60,12 @@ from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.runtime import Clock
 
 FAILOVER_S = 0.75
-_WITHOUT_WORKERS = 10
-"""A core without workers is waited for this many times as long: it mostly gets them back, and knows
-which requests they have died of."""
-_TICK_S = 0.1
 _SLICE_S = 0.002
 """Longest time for which moving requests holds the host's event loop."""
 
 T = TypeVar("T")
 
 log = logging.getLogger("troika.client")
-
-
-class _Replica:
-    """A replica's client, and for how long it has not served."""
-
-    def __init__(self, number: int, client: AsyncEngineClient) -> None:
-        self.number = number
-        self.client = client
-        self.lost_s = 0.0
-        """Without a connection. Counted in ticks: while this loop was blocked, nothing is known."""
-        self.unready_s = 0.0
-        """Without workers, or draining."""
-        self.leaving: deque[int] = deque()
-        """Requests that are being moved."""
-        self._cache_epoch = 0
-        """Of the core whose cache the index describes."""
-
-    @property
-    def serves(self) -> bool:
-        return self.client.serves
-
-    def load(self) -> Load:
-        client = self.client
-        return Load(
-            client.num_open_requests, client.num_unstarted_tokens, client.num_other_requests
-        )
-
-    def tick(self) -> None:
-        self.lost_s = 0.0 if self.client.connected else self.lost_s + _TICK_S
-        self.unready_s = 0.0 if self.client.serves else self.unready_s + _TICK_S
-
-    def has_lost_cache(self, failover_s: float) -> bool:
-        """Whether its core or its workers are new, or gone, since the last tick."""
-        client = self.client
-        if not client.connected:  # often for a moment, to the same core
-            return self.lost_s >= failover_s
-        is_new, self._cache_epoch = client.epoch != self._cache_epoch, client.epoch
-        return is_new or not client.serves
-
-    def is_given_up(self, failover_s: float) -> bool:
-        """Whether its requests are moved; one that drains could not finish long ones in time."""
-        status = self.client.status
-        is_draining = status is not None and status.state is EngineState.DRAINING
-        is_late = self.unready_s >= _WITHOUT_WORKERS * failover_s
-        return is_draining or is_late or self.lost_s >= failover_s
-
-
-def _time_lost(replica: _Replica) -> tuple[bool, float, float]:
-    return replica.client.facts is None, replica.lost_s, replica.unready_s
 
 
 class ReplicatedClient:
@@ -132,6 +80,7 @@ class ReplicatedClient:
         max_open_requests: int = MAX_OPEN_REQUESTS,
         max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        allow_inexact_resume: bool = False,
         clock: Clock = time,
         rng: random.Random | None = None,
         make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
@@ -144,18 +93,22 @@ class ReplicatedClient:
             max_open_requests: of all replicas together, as the other bounds.
             max_open_tokens: see `AsyncEngineClient`.
             stall_timeout_s: see `AsyncEngineClient`.
+            allow_inexact_resume: see `AsyncEngineClient`; a replica that goes on exactly is taken
+                first.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
         numbers = itertools.count(1)
+        self._room = Room(max_open_requests, max_open_tokens)
         self._replicas = [
-            _Replica(
+            Replica(
                 number,
                 make_client(
                     address,
                     max_open_requests=max_open_requests,
-                    max_open_tokens=max_open_tokens,
                     stall_timeout_s=stall_timeout_s,
+                    allow_inexact_resume=allow_inexact_resume and len(addresses) == 1,
                     numbers=numbers,
+                    room=self._room,
                     clock=clock,
                 ),
             )
@@ -163,8 +116,7 @@ class ReplicatedClient:
         ]
         self._only = self._replicas[0].client if len(self._replicas) == 1 else None
         self._failover_s = failover_s
-        self._max_open_requests = max_open_requests
-        self._max_open_tokens = max_open_tokens
+        self._allow_inexact_resume = allow_inexact_resume
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router(policy, self._replicas, rng or random.Random())
@@ -188,7 +140,7 @@ class ReplicatedClient:
     @property
     def num_open_requests(self) -> int:
         """Requests that were accepted and have not ended."""
-        return sum(client.num_open_requests for client in self.clients)
+        return self._room.num_open
 
     @property
     def num_fenced_frames(self) -> int:
@@ -209,7 +161,9 @@ class ReplicatedClient:
         """The sums of all replicas that are connected, with the best of their states."""
         if self._only is not None:
             return self._only.status
-        return merged([c.status for c in self.clients if c.connected and c.status is not None])
+        return merged_status(
+            [c.status for c in self.clients if c.connected and c.status is not None]
+        )
 
     @property
     def last_status_time(self) -> float:
@@ -230,7 +184,7 @@ class ReplicatedClient:
         for client in self.clients:
             await client.start()
         if self._only is None:
-            self._timer = self._loop.call_later(_TICK_S, self._tick)
+            self._timer = self._loop.call_later(TICK_S, self._tick)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -279,7 +233,6 @@ class ReplicatedClient:
         """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
         if self._only is not None:
             return self._only.submit_to(receiver, prompt_token_ids, params, **options)
-        self._require_room()
         names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
         replica = self._choose(names)
         add = replica.client.submit_to(receiver, prompt_token_ids, params, **options)
@@ -296,14 +249,17 @@ class ReplicatedClient:
         return await vector_of(self.submit(prompt_token_ids, pooling_params(pooling), **options))
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
-        """Continue a request that an earlier incarnation of this client accepted."""
+        """Continue a request that an earlier incarnation of this client accepted.
+
+        It goes to a replica that continues it exactly; while none serves, it waits.
+        """
         if self._only is not None:
             return self._only.adopt(add, receiver)
-        self._require_room()
         packed = add.packed_prompt
         prompt = PackedPrompt(packed, 0) if packed else add.prompt_token_ids
         names = self._names(prompt, add.cache_salt, add.adapter)
-        replica = self._choose(names)
+        has_begun = bool(add.output_token_ids)
+        replica = self._choose(names, add.fingerprint if has_begun else "")
         number = replica.client.adopt(add, receiver)
         self._enter(replica, names)
         return number
@@ -312,18 +268,6 @@ class ReplicatedClient:
         """Abort a request, if it is open."""
         for client in self.clients:
             client.cancel(request_id)
-
-    def _require_room(self) -> None:
-        """Raise Overloaded past the bounds, which hold for all replicas together."""
-        num_tokens = sum(client.num_open_tokens for client in self.clients)
-        full = None
-        if self.num_open_requests >= self._max_open_requests:
-            full = f"{self._max_open_requests} requests"
-        elif num_tokens >= self._max_open_tokens:
-            full = f"prompts of {self._max_open_tokens} tokens"
-        if full is not None:
-            message = f"{full} are open, the most this client takes"
-            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
 
     def _names(self, prompt: PromptIds, cache_salt: str, adapter: Adapter | None) -> list[bytes]:
         if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
@@ -334,14 +278,19 @@ class ReplicatedClient:
             return []
         return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
 
-    def _choose(self, names: Sequence[bytes]) -> _Replica:
-        """Return the replica for a new request: one that serves, if there is any."""
-        number = self._router.choose(names, self._piece_tokens)
+    def _choose(self, names: Sequence[bytes], fingerprint: str = "") -> Replica:
+        """Return the replica for a request, one that serves and has the fingerprint, if any is."""
+
+        def is_equal(number: int) -> bool:
+            return self._replicas[number].client.fingerprint == fingerprint
+
+        may = is_equal if fingerprint else None
+        number = self._router.choose(names, self._piece_tokens, may)
         if number is None:  # the request waits for the one that was lost last
-            return min(self._replicas, key=_time_lost)
+            return min(self._replicas, key=lambda replica: (replica.serves, replica.lateness))
         return self._replicas[number]
 
-    def _enter(self, replica: _Replica, names: Sequence[bytes]) -> None:
+    def _enter(self, replica: Replica, names: Sequence[bytes]) -> None:
         facts = replica.client.facts
         if names and facts is not None:
             num_pieces = facts.num_gpu_blocks * facts.block_size // self._piece_tokens
@@ -350,45 +299,53 @@ class ReplicatedClient:
     # Failover -----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._timer = self._loop.call_later(TICK_S, self._tick)
         for replica in self._replicas:
             replica.tick()
             if replica.has_lost_cache(self._failover_s):
                 self._router.index.forget(replica.number)
-            if replica.leaving or not replica.client.num_open_requests:
-                continue
-            if replica.is_given_up(self._failover_s) and self._successors(replica):
-                replica.leaving.extend(replica.client.open_ids())
-                log.warning(
-                    "replica %d does not serve: %d requests go on at others",
-                    replica.number,
-                    len(replica.leaving),
-                )
-                self._move_some(replica)
+        if not any(replica.serves for replica in self._replicas):
+            return
+        for replica in self._replicas:
+            if not replica.leaving:
+                replica.leaving.extend(replica.ids_to_move(self._failover_s))
+                if replica.leaving:
+                    self._move_some(replica, self.num_moved)
 
-    def _successors(self, lost: _Replica) -> list[_Replica]:
-        """Return the replicas at which requests of another one can go on."""
-        facts = lost.client.facts
-        return [
-            replica
-            for replica in self._replicas
-            if replica is not lost
-            and replica.client.serves
-            and replica.client.facts is not None
-            and (facts is None or replica.client.facts.computes_as(facts))
-        ]
+    def _others(self, replica: Replica) -> Iterator[Replica]:
+        """Yield the other replicas that serve."""
+        return (each for each in self._replicas if each is not replica and each.serves)
 
-    def _move_some(self, lost: _Replica) -> None:
-        """Move requests for a slice of time, oldest first, each to the replica with least to do."""
+    def _move_some(self, lost: Replica, num_before: int) -> None:
+        """Move requests for a slice of time, oldest first; `num_before` were moved before them."""
         deadline = self._clock.monotonic() + _SLICE_S
-        successors = self._successors(lost)
-        while lost.leaving and successors:
-            if self._clock.monotonic() >= deadline:
-                self._loop.call_soon(self._move_some, lost)
-                return
-            target = min(successors, key=lambda replica: replica.load().num_tokens)
-            self.num_moved += lost.client.move(lost.leaving.popleft(), target.client)
-        lost.leaving.clear()
+        while lost.leaving and self._clock.monotonic() < deadline:
+            self._move(lost.leaving.popleft(), lost)
+        if lost.leaving:
+            self._loop.call_soon(self._move_some, lost, num_before)
+        elif self.num_moved > num_before:
+            num_moved = self.num_moved - num_before
+            log.warning("replica %d: %d requests go on at others", lost.number, num_moved)
+
+    def _move(self, request_id: int, lost: Replica) -> None:
+        """Let a request go on at the replica with least to do, if there is one for it."""
+        entry = lost.client.entry(request_id)
+        if entry is None:
+            return
+        target = self._least(each for each in self._others(lost) if _continues(each, entry))
+        is_exact = target is not None
+        if target is None and self._allow_inexact_resume and entry.has_begun:
+            can_stay = [lost] if lost.serves else []
+            target = self._least(itertools.chain(self._others(lost), can_stay))
+        if target is lost:
+            lost.client.release(request_id)
+        elif target is not None:
+            is_moved = lost.client.move(request_id, target.client, is_exact=is_exact)
+            self.num_moved += is_moved
+
+    @staticmethod
+    def _least(replicas: Iterable[Replica]) -> Replica | None:
+        return min(replicas, key=lambda replica: replica.load().num_tokens, default=None)
 
     # Controls -----------------------------------------------------------------------------------
 
@@ -443,6 +400,16 @@ class ReplicatedClient:
         return [result for result in results if not isinstance(result, BaseException)]
 
 
+def _continues(replica: Replica, entry: Entry) -> bool:
+    """Whether a request of another replica goes on here exactly, or can begin here."""
+    client = replica.client
+    if entry.add.fingerprint in ("", client.fingerprint):
+        return True
+    if entry.has_begun or client.facts is None:
+        return False
+    return validate_request(entry.add, client.facts) is None
+
+
 def _of_replica(number: int, error: BaseException) -> BaseException:
     """Return an error of the same kind, whose text names the replica."""
     if isinstance(error, RequestFailed):
@@ -451,36 +418,3 @@ def _of_replica(number: int, error: BaseException) -> BaseException:
     if isinstance(error, TimeoutError):
         return TimeoutError(f"replica {number} has not answered")
     return error
-
-
-_BEST_FIRST = (
-    *(EngineState.READY, EngineState.RECOVERING, EngineState.DRAINING),
-    EngineState.STARTING,
-)
-
-
-def merged(statuses: Sequence[Status]) -> Status | None:
-    """Return the status of all replicas together; None: there is none."""
-    if len(statuses) < 2:
-        return statuses[0] if statuses else None
-    best = min(statuses, key=lambda status: _BEST_FIRST.index(status.state))
-    stats = [status.stats for status in statuses]
-    return msgspec.structs.replace(best, stats=_sum(stats))
-
-
-_SHARES = ("kv_cache_usage", "state_cache_usage")
-"""Of a replica's memory: the replicas' mean is theirs together."""
-
-
-def _sum(stats: Sequence[EngineStats]) -> EngineStats:
-    total: dict[str, Any] = {}
-    for name in EngineStats.__struct_fields__:
-        values = [getattr(one, name) for one in stats]
-        if name in _SHARES:
-            known = [value for value in values if value is not None]
-            total[name] = sum(known) / len(known) if known else None
-        elif isinstance(values[0], list):
-            total[name] = [sum(row) for row in itertools.zip_longest(*values, fillvalue=0)]
-        else:
-            total[name] = sum(values)
-    return EngineStats(**total)

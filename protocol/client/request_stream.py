@@ -39,6 +39,8 @@ class RequestStream:
         self._error: RequestFailed | None = None
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
+        self.resumed_inexactly = False
+        """Whether an engine with another fingerprint has continued outputs of the one before."""
 
     @property
     def num_unread(self) -> int:
@@ -90,6 +92,10 @@ class RequestStream:
         """Called by the client when the request has failed."""
         self._error = error
         self._wake()
+
+    def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
+        """Called by the client when another engine continues the request; see `Receiver`."""
+        self.resumed_inexactly = self.resumed_inexactly or not is_exact
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -394,6 +394,9 @@ class RecoveryConfig(Section):
     failover_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.75
     """Seconds without a serving core or worker after which the requests of a replica go on at
     another one."""
+    allow_inexact_resume: bool = False
+    """Requests whose engine is gone go on at an engine with other facts, if there is no equal one;
+    their answers say so. By default they wait stall_timeout_s for an equal one, and fail."""
     give_up_after_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
     """Seconds of repeated deaths of a process after which the engine ends with a status other than
     0. Default: it is restarted without limit."""

@@ -170,6 +170,9 @@ class Receiver:
         if not self._done.done():
             self._done.set_result(None)
 
+    def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
+        """Nothing to do: tokens are not compared."""
+
     def outcome(self) -> Outcome:
         """Return the whole output."""
         return self._outcome

@@ -335,3 +335,24 @@ async def test_a_request_that_ends_in_time_keeps_its_end(tmp_path: Path) -> None
     await asyncio.sleep(0.01)
     assert session.histories[0].error is None
     server.sessions.close()
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+@play
+async def test_engine_that_continues_a_request_is_known_after_a_restart(
+    tmp_path: Path, has_snapshot: bool
+) -> None:
+    server = await Server(tmp_path).written()
+    server.client.is_paused = True
+    session = await server.accept("r")
+    session.histories[0].rebind("first", is_exact=True)
+    session.histories[0].rebind("second", is_exact=False)
+    for _ in range(1 + has_snapshot):  # every start begins with a snapshot
+        server.sessions.close()
+        server = await Server(tmp_path).written()
+        server.client.is_paused = True
+        [history] = server.sessions._by_id["r"].histories
+        assert history.resumed_inexactly
+        [add] = server.client.requests
+        assert add.fingerprint == "second"
+    server.sessions.close()

@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -163,6 +163,26 @@ def test_stream_interval_merges_tokens_after_the_first(
 def text_of(event: dict[str, Any]) -> str:
     [choice] = event["choices"]
     return str(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_answer_shows_whether_another_engine_has_continued_it(
+    make_server: MakeServer, ask: Any, is_exact: bool
+) -> None:
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        for output in emitting(ids_of("abcd"))(add):
+            yield output
+            client.receivers[add.request_id].rebind("other", is_exact=is_exact)
+
+    client = FakeClient(script=script)
+    with httpx.Client(base_url=make_server(client).url) as http:
+        choices = [chunk["choices"][0] for chunk in ask(http, max_tokens=4)]
+        expected = {} if is_exact else {"resumed_inexactly": True}
+        assert {
+            key: choices[-1][key] for key in choices[-1] if key == "resumed_inexactly"
+        } == expected
+        assert all("resumed_inexactly" not in choice for choice in choices[:-1])
 
 
 def test_text_within_a_character_waits_for_the_rest(make_server: MakeServer) -> None:

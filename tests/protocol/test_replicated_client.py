@@ -5,16 +5,20 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from protocol.adapters import Adapter
-from protocol.api_core import ControlDone, PauseMode
+from protocol.api_core import AddRequest, ControlDone, EngineState, PauseMode, RequestOutput
 from protocol.client import ReplicatedClient
-from protocol.client.errors import Overloaded
+from protocol.client.errors import EngineFailed, Overloaded
+from protocol.client.ledger import MOVES_MAX
 from protocol.client.prefix_index import PrefixIndex
+from protocol.client.request_stream import RequestStream
 from protocol.sampling import SamplingParams
-from tests.protocol.fake_core import FakeCore
+from tests.protocol.fake_core import FACTS, READY, FakeCore
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 Cores = list[FakeCore]
@@ -29,7 +33,7 @@ def cores(tmp_path: Path) -> Iterator[Cores]:
         yield [stack.enter_context(FakeCore(str(each))) for each in dirs]
 
 
-def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]]) -> None:
+def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]], **options: Any) -> None:
     """Run a test with a connected client; the cores answer meanwhile."""
 
     async def pump() -> None:
@@ -39,7 +43,7 @@ def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]]) -> No
             await asyncio.sleep(0.001)
 
     async def main() -> None:
-        async with ReplicatedClient([core.address for core in cores]) as client:
+        async with ReplicatedClient([core.address for core in cores], **options) as client:
             task = asyncio.create_task(pump())
             await until(lambda: all(each.serves for each in client.clients))
             await act(client)
@@ -54,6 +58,13 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def ticks(client: ReplicatedClient) -> None:
+    """Wait until the client has looked twice at what its replicas hold."""
+    for _ in range(2):
+        timer = client._timer
+        await until(lambda timer=timer: client._timer is not timer)
 
 
 def answer(core: FakeCore, *, ok: bool, error: str = "") -> None:
@@ -113,3 +124,199 @@ def test_prefixes_of_a_new_core_and_of_one_that_is_gone_are_forgotten(cores: Cor
         await until(lambda: not index.holders(b"a"))
 
     play(cores, act)
+
+
+def with_facts(core: FakeCore, **facts: Any) -> str:
+    """Change the facts of a core; returns their fingerprint."""
+    core.status = msgspec.structs.replace(READY, facts=msgspec.structs.replace(FACTS, **facts))
+    assert core.status.facts is not None
+    return core.status.facts.fingerprint
+
+
+def begun(fingerprint: str, *output_token_ids: int) -> AddRequest:
+    """Return a request as the journal has it."""
+    return AddRequest(1, [5], PARAMS, list(output_token_ids), fingerprint=fingerprint)
+
+
+def output(core: FakeCore, *token_ids: int, first_index: int = 0) -> None:
+    """Send outputs of the newest request."""
+    core.emit(RequestOutput(core.adds[-1].request_id, first_index, list(token_ids)))
+
+
+def test_resumed_request_goes_to_the_replica_with_its_fingerprint(cores: Cores) -> None:
+    with_facts(cores[0], checkpoint="old")
+    fingerprint = with_facts(cores[1], checkpoint="new")
+
+    async def act(client: ReplicatedClient) -> None:
+        for _ in range(10):
+            client.adopt(begun(fingerprint, 7), RequestStream(0, client.cancel))
+        await until(lambda: cores[1].num_added == 10)
+        assert not cores[0].adds
+        # One without outputs begins anywhere.
+        for _ in range(10):
+            client.adopt(begun(fingerprint), RequestStream(0, client.cancel))
+        await until(lambda: cores[0].num_added > 0)
+
+    play(cores, act)
+
+
+def test_resumed_request_waits_for_a_replica_with_its_fingerprint(cores: Cores) -> None:
+    with_facts(cores[0], checkpoint="old")
+
+    async def act(client: ReplicatedClient) -> None:
+        before = cores[1].status
+        fingerprint = with_facts(cores[1], checkpoint="new")
+        stream = RequestStream(0, client.cancel)
+        client.adopt(begun(fingerprint, 7), stream)
+        await ticks(client)
+        assert not cores[0].adds
+        assert not cores[1].adds
+        assert before != cores[1].status
+        cores[1].epoch += 1
+        cores[1].send(cores[1].status)
+        await until(lambda: cores[1].num_added == 1)
+        assert not cores[0].adds
+        assert not stream.resumed_inexactly
+
+    play(cores, act)
+
+
+def test_requests_of_a_lost_replica_that_have_begun_go_on_at_an_equal_one_only(
+    cores: Cores,
+) -> None:
+    with_facts(cores[0], checkpoint="a")
+    fingerprint = with_facts(cores[1], checkpoint="b")
+
+    async def act(client: ReplicatedClient) -> None:
+        streams = [client.submit([5], PARAMS) for _ in range(8)]
+        await until(lambda: sum(core.num_added for core in cores) == 8)
+        num_kept = cores[0].num_added
+        assert cores[1].num_added > 1
+        output(cores[1], 7)
+        lost = cores.pop()
+        number = lost.adds[-1].request_id
+        await until(lambda: any(stream.num_unread for stream in streams))
+        lost.link.close()
+        await until(lambda: cores[0].num_added == 7)
+        moved = cores[0].adds[num_kept:]
+        assert {add.fingerprint for add in moved} == {cores[0].status.facts.fingerprint}  # type: ignore[union-attr]
+        assert number not in {add.request_id for add in moved}
+        assert client.num_moved == len(moved)
+        assert client.clients[1].open_ids() == [number]
+        entry = client.clients[1].entry(number)
+        assert entry is not None
+        assert entry.add.fingerprint == fingerprint
+        assert not any(stream.resumed_inexactly for stream in streams)
+
+    play(cores, act, failover_s=0.1)
+
+
+def test_with_inexact_resume_a_request_goes_on_elsewhere_and_its_stream_says_so(
+    cores: Cores,
+) -> None:
+    with_facts(cores[0], checkpoint="a")
+    with_facts(cores[1], checkpoint="b")
+
+    async def act(client: ReplicatedClient) -> None:
+        for number in range(1, 20):
+            stream = client.submit([5], PARAMS)
+            await until(lambda number=number: sum(core.num_added for core in cores) == number)
+            if cores[1].adds:
+                break
+        output(cores[1], 7, 8)
+        await until(lambda: stream.num_unread == 2)
+        assert cores[1].adds[-1].request_id == stream.request_id
+        cores.pop().link.close()
+        await until(lambda: cores[0].num_added > 0 and cores[0].adds[-1].output_token_ids == [7, 8])
+        assert stream.resumed_inexactly
+        output(cores[0], 9, first_index=2)
+        await until(lambda: stream.num_unread == 3)
+
+    play(cores, act, failover_s=0.1, allow_inexact_resume=True)
+
+
+def test_engine_that_returns_with_other_facts_gets_no_request_that_has_begun(
+    core: FakeCore, fast_ticks: None
+) -> None:
+    with_facts(core, checkpoint="a")
+
+    async def act(client: ReplicatedClient) -> None:
+        held, new = client.submit([5], PARAMS), client.submit([6], PARAMS)
+        await until(lambda: core.num_added == 2)
+        core.emit(RequestOutput(held.request_id, 0, [7]))
+        await until(lambda: held.num_unread == 1)
+        with_facts(core, checkpoint="b")
+        core.adds.clear()
+        core.epoch += 1
+        core.send(core.status)
+        await until(lambda: core.num_added > 0)
+        assert (await anext(held)).token_ids == [7]
+        with pytest.raises(EngineFailed, match="the engine that began the request is gone"):
+            await anext(held)
+        assert {add.request_id for add in core.adds} == {new.request_id}
+
+    play([core], act, stall_timeout_s=0.3)
+
+
+def test_single_engine_with_inexact_resume_goes_on(core: FakeCore, fast_ticks: None) -> None:
+    with_facts(core, checkpoint="a")
+
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: core.num_added == 1)
+        output(core, 7)
+        await until(lambda: stream.num_unread == 1)
+        with_facts(core, checkpoint="b")
+        core.epoch += 1
+        core.send(core.status)
+        await until(lambda: core.adds[-1].output_token_ids == [7])
+        assert stream.resumed_inexactly
+
+    play([core], act, allow_inexact_resume=True)
+
+
+def test_request_that_was_moved_often_without_an_output_is_moved_no_more(cores: Cores) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: any(core.adds for core in cores))
+        for number in range(MOVES_MAX + 1):
+            here, there = (0, 1) if cores[0].adds else (1, 0)
+            cores[here].adds.clear()
+            cores[here].send(msgspec.structs.replace(READY, state=EngineState.DRAINING))
+            if number == MOVES_MAX:
+                await ticks(client)
+                assert not cores[there].adds
+            else:
+                await until(lambda there=there: cores[there].num_added == 1)
+                cores[here].send(READY)
+                await until(lambda here=here: client.clients[here].serves)
+        assert client.num_moved == MOVES_MAX
+        assert client.clients[here].open_ids() == [stream.request_id]
+
+    play(cores, act)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"checkpoint": "x"},
+        {"build": "avx2"},
+        {"dtype": "float32"},
+        {"quantization": "w8a16"},
+        {"kv_cache_dtype": "int8"},
+        {"max_model_len": 99},
+        {"exact_resume": True},
+    ],
+)
+def test_fingerprint_covers_what_decides_tokens(facts: dict[str, Any]) -> None:
+    assert msgspec.structs.replace(FACTS, **facts).fingerprint != FACTS.fingerprint
+
+
+def test_fingerprint_covers_no_memory_and_no_path() -> None:
+    def of(**facts: Any) -> str:
+        return msgspec.structs.replace(FACTS, **facts).fingerprint
+
+    assert of(num_gpu_blocks=77, num_host_blocks=5, exact_resume_reason="?") == FACTS.fingerprint
+    assert of(model="/a", checkpoint="x") == of(model="/b", checkpoint="x")
+    assert of(decoder="native") == of(decoder="modules")
+    assert of(decoder="native", exact_resume=True) != of(decoder="modules", exact_resume=True)

@@ -29,6 +29,9 @@ class Reader:
     def fail(self, error: Exception) -> None:
         pass
 
+    def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
+        pass
+
 
 class SlowClock:
     def __init__(self) -> None:
@@ -71,7 +74,7 @@ def test_a_resend_keeps_the_order_whatever_is_added_and_cancelled_meanwhile() ->
     accepted_last_at = wire.now
     wire.sent.clear()
     wire.now += 50.0
-    bodies = wire.open.resend()
+    bodies = wire.open.resend("")
     num_slices = 0
     while wire.send_some(bodies):
         num_slices += 1

@@ -24,6 +24,8 @@ class PreparedModel(NamedTuple):
     """The draft model, whose modules are fused and packed, too."""
     adapters: AdapterStore | None = None
     """Only with enable_lora. The draft model has none."""
+    checkpoint: str = ""
+    """Names the contents of its files: see `checkpoint_identity`."""
 
     def of_draft(self, draft: LoadedModel) -> "PreparedModel":
         """Return the draft model as a model of its own."""

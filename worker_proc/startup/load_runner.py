@@ -23,6 +23,7 @@ from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_bloc
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.sampler import Sampler
+from worker_proc.startup.build import describe_build
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.parts import (
     block_bytes_of,
@@ -215,6 +216,8 @@ def _facts_of(
         num_state_blocks=size.num_state_blocks,
         num_host_state_blocks=swap.num_states,
         state_swap_blocks=swap.state_cost_blocks,
+        checkpoint=prepared.checkpoint,
+        build=describe_build(prepared, config, is_exact=exactness.holds),
     )
 
 

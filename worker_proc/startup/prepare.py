@@ -13,6 +13,7 @@ from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import UnsupportedModel
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.draft import check_draft
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.layer_executor import LayerExecutor
@@ -60,6 +61,7 @@ def prepare_model(
     quantization = config.model.quantization
     kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device)
+    checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
     checked, checked_draft, library = _check(config, device, kept, progress)
     loaded = load_checked(checked, progress)
     draft = None if checked_draft is None else load_checked(checked_draft, progress)
@@ -97,7 +99,7 @@ def prepare_model(
     executor = _make_executor(loaded, draft, library, config.worker)
     grammars = _load_grammars(vocabulary)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)
-    return PreparedModel(loaded, library, grammars, executor, proofs, draft, adapters)
+    return PreparedModel(loaded, library, grammars, executor, proofs, draft, adapters, checkpoint)
 
 
 def _check(

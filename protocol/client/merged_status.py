@@ -1,0 +1,41 @@
+"""The status of several replicas as that of one engine."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from protocol.api_core import EngineState, EngineStats, Status
+
+_BEST_FIRST = (
+    *(EngineState.READY, EngineState.RECOVERING, EngineState.DRAINING),
+    EngineState.STARTING,
+)
+
+
+def merged_status(statuses: Sequence[Status]) -> Status | None:
+    """Return the status of all replicas together; None: there is none."""
+    if len(statuses) < 2:
+        return statuses[0] if statuses else None
+    best = min(statuses, key=lambda status: _BEST_FIRST.index(status.state))
+    stats = [status.stats for status in statuses]
+    return msgspec.structs.replace(best, stats=_sum(stats))
+
+
+_SHARES = ("kv_cache_usage", "state_cache_usage")
+"""Of a replica's memory: the replicas' mean is theirs together."""
+
+
+def _sum(stats: Sequence[EngineStats]) -> EngineStats:
+    total: dict[str, Any] = {}
+    for name in EngineStats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if name in _SHARES:
+            known = [value for value in values if value is not None]
+            total[name] = sum(known) / len(known) if known else None
+        elif isinstance(values[0], list):
+            total[name] = [sum(row) for row in itertools.zip_longest(*values, fillvalue=0)]
+        else:
+            total[name] = sum(values)
+    return EngineStats(**total)

@@ -1,0 +1,68 @@
+"""A replica: its client, and for how long it has not served."""
+
+from collections import deque
+
+from protocol.api_core import EngineState
+from protocol.client.async_client import AsyncEngineClient
+from protocol.client.routing import Load
+
+TICK_S = 0.1
+_WITHOUT_WORKERS = 10
+"""A core without workers is waited for this many times as long: it mostly gets them back, and knows
+which requests they have died of."""
+
+
+class Replica:
+    def __init__(self, number: int, client: AsyncEngineClient) -> None:
+        self.number = number
+        self.client = client
+        self.lost_s = 0.0
+        """Without a connection. Counted in ticks: while the loop was blocked, nothing is known."""
+        self.unready_s = 0.0
+        """Without workers, or draining."""
+        self.leaving: deque[int] = deque()
+        """Requests that are being moved."""
+        self._cache_epoch = 0
+        """Of the core whose cache the index describes."""
+
+    @property
+    def serves(self) -> bool:
+        return self.client.serves
+
+    @property
+    def lateness(self) -> tuple[bool, float, float]:
+        """Smallest for the replica that will probably serve first, of those that do not."""
+        return self.client.facts is None, self.lost_s, self.unready_s
+
+    def load(self) -> Load:
+        client = self.client
+        return Load(
+            client.num_open_requests, client.num_unstarted_tokens, client.num_other_requests
+        )
+
+    def tick(self) -> None:
+        """Called every `TICK_S`."""
+        self.lost_s = 0.0 if self.client.connected else self.lost_s + TICK_S
+        self.unready_s = 0.0 if self.client.serves else self.unready_s + TICK_S
+
+    def has_lost_cache(self, failover_s: float) -> bool:
+        """Whether its core or its workers are new, or gone, since the last tick."""
+        client = self.client
+        if not client.connected:  # often for a moment, to the same core
+            return self.lost_s >= failover_s
+        is_new, self._cache_epoch = client.epoch != self._cache_epoch, client.epoch
+        return is_new or not client.serves
+
+    def ids_to_move(self, failover_s: float) -> list[int]:
+        """Return the requests that cannot go on here, oldest first.
+
+        Those of a replica that drains could not all finish in time.
+        """
+        client = self.client
+        if not client.num_open_requests:
+            return []
+        status = client.status
+        is_draining = status is not None and status.state is EngineState.DRAINING
+        is_late = self.unready_s >= _WITHOUT_WORKERS * failover_s
+        is_given_up = is_draining or is_late or self.lost_s >= failover_s
+        return client.open_ids() if is_given_up else client.held_ids()

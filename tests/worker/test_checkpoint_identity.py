@@ -1,0 +1,53 @@
+"""The name of a checkpoint: equal for copies, and another one for other contents."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from worker_proc.loading.checkpoint_identity import checkpoint_identity
+
+NUM_BYTES = 3 * 2**20
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "README.md").write_text("a model")
+    (directory / "model.safetensors").write_bytes(bytes(NUM_BYTES))
+    return directory
+
+
+def test_copy_with_other_times_and_another_path_has_the_same_name(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    os.utime(copy / "model.safetensors", (1, 1))
+    (copy / "README.md").write_text("the same model")
+    assert checkpoint_identity(str(copy)) == checkpoint_identity(str(checkpoint)) != ""
+
+
+@pytest.mark.parametrize("end", [100, 2**20, NUM_BYTES])
+def test_other_contents_of_equal_size_have_another_name(checkpoint: Path, end: int) -> None:
+    """As after another training, which leaves the headers."""
+    before = checkpoint_identity(str(checkpoint))
+    weights = bytearray(NUM_BYTES)
+    first = end - 100 if end < NUM_BYTES else 2**20
+    weights[first:end] = b"x" * (end - first)
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    assert checkpoint_identity(str(checkpoint)) != before
+
+
+def test_other_settings_have_another_name(checkpoint: Path) -> None:
+    before = checkpoint_identity(str(checkpoint))
+    (checkpoint / "config.json").write_text('{"rope_theta": 1}')
+    assert checkpoint_identity(str(checkpoint)) != before
+
+
+def test_single_file_has_a_name_and_a_missing_one_has_none(checkpoint: Path) -> None:
+    assert checkpoint_identity(str(checkpoint / "model.safetensors")) != ""
+    assert checkpoint_identity(str(checkpoint / "missing")) == ""
