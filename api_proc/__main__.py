@@ -215,6 +215,7 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
         max_open_tokens=max(MAX_OPEN_TOKENS, 2 * config.scheduler.max_waiting_tokens),
         stall_timeout_s=config.recovery.stall_timeout_s,
         allow_inexact_resume=config.recovery.allow_inexact_resume,
+        follow_kv_events=config.cache.enable_kv_events,
     )
 
 

@@ -68,6 +68,7 @@ class ProcessEngine:
             failover_s=recovery.failover_s,
             stall_timeout_s=recovery.stall_timeout_s,
             allow_inexact_resume=recovery.allow_inexact_resume,
+            follow_kv_events=self._config.cache.enable_kv_events,
         )
         await self._client.start()
         num_checks = 0

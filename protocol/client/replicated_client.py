@@ -44,6 +44,7 @@ from protocol.client.async_client import (
     STALL_TIMEOUT_S,
     AsyncEngineClient,
 )
+from protocol.client.cache_follower import follow
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import Entry, RequestOptions, Room
 from protocol.client.merged_status import merged_status
@@ -81,6 +82,7 @@ class ReplicatedClient:
         max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         allow_inexact_resume: bool = False,
+        follow_kv_events: bool = False,
         clock: Clock = time,
         rng: random.Random | None = None,
         make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
@@ -95,6 +97,8 @@ class ReplicatedClient:
             stall_timeout_s: see `AsyncEngineClient`.
             allow_inexact_resume: see `AsyncEngineClient`; a replica that goes on exactly is taken
                 first.
+            follow_kv_events: whether the cores publish them, so that prompts of other clients and
+                evictions are known.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
         numbers = itertools.count(1)
@@ -118,6 +122,8 @@ class ReplicatedClient:
         self._failover_s = failover_s
         self._allow_inexact_resume = allow_inexact_resume
         self._clock = clock
+        self._follows = follow_kv_events and self._only is None
+        self._followers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router(policy, self._replicas, rng or random.Random())
         self._piece_tokens = 0
@@ -185,6 +191,10 @@ class ReplicatedClient:
             await client.start()
         if self._only is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
+        if self._follows and self._router.policy is RoutingPolicy.PREFIX_AWARE:
+            for replica in self._replicas:
+                work = follow(replica, self._router.index)
+                self._followers.append(self._loop.create_task(work))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -197,6 +207,8 @@ class ReplicatedClient:
         """Disconnect; open streams fail, and the cores abort them. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
+        for follower in self._followers:
+            follower.cancel()
         for client in self.clients:
             await client.close()
 
@@ -293,8 +305,10 @@ class ReplicatedClient:
     def _enter(self, replica: Replica, names: Sequence[bytes]) -> None:
         facts = replica.client.facts
         if names and facts is not None:
-            num_pieces = facts.num_gpu_blocks * facts.block_size // self._piece_tokens
-            self._router.index.add(replica.number, names, num_pieces)
+            # Events name all blocks, of which a piece has several.
+            block_tokens = self._piece_tokens if not self._follows else facts.block_size
+            most = facts.num_gpu_blocks * facts.block_size // block_tokens
+            self._router.index.add(replica.number, names, most)
 
     # Failover -----------------------------------------------------------------------------------
 
@@ -302,7 +316,9 @@ class ReplicatedClient:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         for replica in self._replicas:
             replica.tick()
-            if replica.has_lost_cache(self._failover_s):
+            has_lost = replica.has_lost_cache(self._failover_s)
+            # The events of a core that is there begin with what it has cached.
+            if has_lost and not (self._follows and replica.client.connected):
                 self._router.index.forget(replica.number)
         if not any(replica.serves for replica in self._replicas):
             return

@@ -15,8 +15,19 @@ from protocol.api_core import AddRequest, ControlDone, EngineState, PauseMode, R
 from protocol.client import ReplicatedClient
 from protocol.client.errors import EngineFailed, Overloaded
 from protocol.client.ledger import MOVES_MAX
-from protocol.client.prefix_index import PrefixIndex
+from protocol.client.prefix_index import PrefixIndex, name_of
 from protocol.client.request_stream import RequestStream
+from protocol.kv_events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVEventBatch,
+    KVEventsRefused,
+    SubscribeKVEvents,
+    prefix_hash,
+    prefix_root,
+)
+from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.protocol.fake_core import FACTS, READY, FakeCore
 
@@ -320,3 +331,57 @@ def test_fingerprint_covers_no_memory_and_no_path() -> None:
     assert of(model="/a", checkpoint="x") == of(model="/b", checkpoint="x")
     assert of(decoder="native") == of(decoder="modules")
     assert of(decoder="native", exact_resume=True) != of(decoder="modules", exact_resume=True)
+
+
+def stored(*names: bytes, group: int = 0) -> BlocksStored:
+    return BlocksStored(list(names), None, [], 16, group, "", 0)
+
+
+def test_events_of_the_cores_are_followed(cores: Cores) -> None:
+    long, short = [bytes([number]) * 32 for number in (1, 2)]
+
+    async def act(client: ReplicatedClient) -> None:
+        index = client._router.index
+
+        async def until_held_by(name: bytes, *holders: int) -> None:
+            await until(lambda: sorted(index.holders(name_of(name))) == list(holders))
+
+        await until(lambda: all(core.subscriptions for core in cores))
+        for core in cores:
+            [asked] = core.subscriptions
+            assert isinstance(asked, SubscribeKVEvents)
+            number = asked.subscription
+            core.send(KVEventBatch(number, None, [AllBlocksCleared(), stored(long, short)]))
+            core.send(KVEventBatch(number, 5, [stored(b"w" * 32, group=1)]))
+        await until_held_by(short, 0, 1)
+        await until_held_by(b"w" * 32)
+        cores[1].send(KVEventBatch(number, 6, [BlocksRemoved([short], 0)]))
+        await until_held_by(short, 0)
+        await ticks(client)
+        await until_held_by(long, 0, 1)
+        cores[0].send(KVEventBatch(number, 6, [AllBlocksCleared()]))
+        await until_held_by(long, 1)
+        cores[1].send(KVEventsRefused(number, "no events"))
+        await until(client._followers[1].done)
+
+    play(cores, act, follow_kv_events=True)
+
+
+def test_request_goes_where_the_events_of_another_client_show_its_prefix(cores: Cores) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        prompt = list(range(64))
+        prefix = prefix_hash(prefix_root())
+        hashes = []
+        for first in range(0, 64, 16):
+            prefix.update(pack_token_ids(prompt[first : first + 16]))
+            hashes.append(prefix.digest())
+        await until(lambda: bool(cores[1].subscriptions))
+        [asked] = cores[1].subscriptions
+        assert isinstance(asked, SubscribeKVEvents)
+        cores[1].send(KVEventBatch(asked.subscription, None, [AllBlocksCleared(), stored(*hashes)]))
+        await until(lambda: len(client._router.index) == 4)
+        client.submit([*prompt, 7], PARAMS)
+        await until(lambda: cores[1].num_added == 1)
+        assert not cores[0].adds
+
+    play(cores, act, follow_kv_events=True)
