@@ -141,7 +141,7 @@ class AsyncEngineClient:
 
     @property
     def num_unstarted_tokens(self) -> int:
-        """Tokens of the prompts of open requests that have no output token yet."""
+        """Tokens to compute of the prompts of open requests that have no output token yet."""
         return self._open.ledger.num_unstarted_tokens
 
     @property
@@ -254,6 +254,10 @@ class AsyncEngineClient:
     def open_ids(self) -> list[int]:
         """Return the numbers of all open requests, oldest first."""
         return list(self._open.ledger)
+
+    def expect_cached(self, request_id: int, num_tokens: int) -> None:
+        """Expect that a part of a new request's prompt is cached: see `num_unstarted_tokens`."""
+        self._open.ledger.expect_cached(request_id, num_tokens)
 
     def held_ids(self) -> list[int]:
         """Return the numbers of requests that this engine cannot continue exactly."""

@@ -148,8 +148,8 @@ class Entry:
     """One open request, and what is known of its outputs."""
 
     __slots__ = (
-        *("accepted_at", "add", "next_prompt_position", "num_moves", "num_repairs"),
-        "output_token_ids",
+        *("accepted_at", "add", "next_prompt_position", "num_expected_cached", "num_moves"),
+        *("num_repairs", "output_token_ids"),
     )
 
     def __init__(self, add: AddRequest, accepted_at: float) -> None:
@@ -161,6 +161,8 @@ class Entry:
         self.num_moves = 0
         """To other replicas, since the last output."""
         self.next_prompt_position = 0
+        self.num_expected_cached = 0
+        """Tokens of the prompt that the core is expected to have cached."""
 
     @property
     def has_begun(self) -> bool:
@@ -169,8 +171,10 @@ class Entry:
 
     @property
     def num_unstarted_tokens(self) -> int:
-        """Tokens of the prompt, if there is no output token yet."""
-        return 0 if self.output_token_ids else self.add.num_prompt_tokens
+        """Tokens of the prompt that are to be computed, if there is no output token yet."""
+        if self.output_token_ids:
+            return 0
+        return self.add.num_prompt_tokens - self.num_expected_cached
 
     def resumed(self, now: float) -> AddRequest:
         """The request for a core that does not know it."""
@@ -211,7 +215,7 @@ class Ledger:
         self.room = Room(max_open, max_open_tokens) if room is None else room
         self.clock = clock
         self.num_unstarted_tokens = 0
-        """Of the prompts that have no output token yet."""
+        """To be computed, of the prompts that have no output token yet."""
         self._entries: dict[int, Entry] = {}
         self._repairing: set[int] = set()
         """Requests repaired since the last `allow_repairs`."""
@@ -236,6 +240,13 @@ class Ledger:
         self.room.num_prompt_tokens += entry.add.num_prompt_tokens
         self.num_unstarted_tokens += entry.num_unstarted_tokens
         self._entries[entry.add.request_id] = entry
+
+    def expect_cached(self, request_id: int, num_tokens: int) -> None:
+        """Expect that a part of a new request's prompt need not be computed."""
+        entry = self._entries[request_id]
+        before = entry.num_unstarted_tokens
+        entry.num_expected_cached = min(num_tokens, entry.add.num_prompt_tokens)
+        self.num_unstarted_tokens += entry.num_unstarted_tokens - before
 
     def get(self, request_id: int) -> Entry | None:
         """Return an open request; None: it has ended."""

@@ -104,7 +104,7 @@ class OpenRequests:
         receiver = self._receivers.pop(request_id)
         self._send(encode(AbortRequests([request_id])))
         entry.num_moves += 1
-        entry.num_repairs = 0
+        entry.num_repairs = entry.num_expected_cached = 0
         other.ledger.enter(entry)
         other._receivers[request_id] = receiver
         if not is_exact:

@@ -246,9 +246,9 @@ class ReplicatedClient:
         if self._only is not None:
             return self._only.submit_to(receiver, prompt_token_ids, params, **options)
         names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
-        replica = self._choose(names)
+        replica, num_cached = self._choose(names)
         add = replica.client.submit_to(receiver, prompt_token_ids, params, **options)
-        self._enter(replica, names)
+        self._enter(replica, add.request_id, names, num_cached)
         return add
 
     async def embed(
@@ -271,9 +271,9 @@ class ReplicatedClient:
         prompt = PackedPrompt(packed, 0) if packed else add.prompt_token_ids
         names = self._names(prompt, add.cache_salt, add.adapter)
         has_begun = bool(add.output_token_ids)
-        replica = self._choose(names, add.fingerprint if has_begun else "")
+        replica, num_cached = self._choose(names, add.fingerprint if has_begun else "")
         number = replica.client.adopt(add, receiver)
-        self._enter(replica, names)
+        self._enter(replica, number, names, num_cached)
         return number
 
     def cancel(self, request_id: int) -> None:
@@ -290,21 +290,28 @@ class ReplicatedClient:
             return []
         return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
 
-    def _choose(self, names: Sequence[bytes], fingerprint: str = "") -> Replica:
-        """Return the replica for a request, one that serves and has the fingerprint, if any is."""
+    def _choose(self, names: Sequence[bytes], fingerprint: str = "") -> tuple[Replica, int]:
+        """Return the replica for a request, and how many tokens of its prompt it has cached.
+
+        It serves, and has the fingerprint, if any does.
+        """
 
         def is_equal(number: int) -> bool:
             return self._replicas[number].client.fingerprint == fingerprint
 
         may = is_equal if fingerprint else None
-        number = self._router.choose(names, self._piece_tokens, may)
-        if number is None:  # the request waits for the one that was lost last
-            return min(self._replicas, key=lambda replica: (replica.serves, replica.lateness))
-        return self._replicas[number]
+        chosen = self._router.choose(names, self._piece_tokens, may)
+        if chosen is not None:
+            return self._replicas[chosen.number], chosen.num_cached_tokens
+        # The request waits for the one that was lost last.
+        return min(self._replicas, key=lambda one: (one.serves, one.lateness)), 0
 
-    def _enter(self, replica: Replica, names: Sequence[bytes]) -> None:
+    def _enter(
+        self, replica: Replica, request_id: int, names: Sequence[bytes], num_cached: int
+    ) -> None:
         facts = replica.client.facts
         if names and facts is not None:
+            replica.client.expect_cached(request_id, num_cached)
             # Events name all blocks, of which a piece has several.
             block_tokens = self._piece_tokens if not self._follows else facts.block_size
             most = facts.num_gpu_blocks * facts.block_size // block_tokens

@@ -10,7 +10,7 @@ not all choose the same replica.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from protocol.client.prefix_index import PrefixIndex
@@ -31,7 +31,7 @@ class Load(NamedTuple):
     num_open_requests: int
     """Of this client."""
     num_unstarted_tokens: int
-    """Of the prompts of these requests that have no output yet."""
+    """Of the prompts of these requests that have no output yet, those that are not cached."""
     num_other_requests: int
     """Running and waiting requests of other clients, as of the last status."""
 
@@ -68,9 +68,9 @@ class Candidate(NamedTuple):
         return self.load.num_tokens - self.num_cached_tokens
 
 
-def cheapest(candidates: Sequence[Candidate]) -> int:
-    """Return the number of the replica with the least cost, the first of several."""
-    return min(candidates, key=lambda candidate: candidate.cost).number
+def cheapest(candidates: Iterable[Candidate]) -> Candidate:
+    """Return the replica with the least cost, the first of several."""
+    return min(candidates, key=lambda candidate: candidate.cost)
 
 
 class Router:
@@ -90,7 +90,7 @@ class Router:
         names: Sequence[bytes] = (),
         piece_tokens: int = 0,
         may: Callable[[int], bool] | None = None,
-    ) -> int | None:
+    ) -> Candidate | None:
         """Return a replica that serves for a request; None: there is none.
 
         Args:
@@ -106,25 +106,21 @@ class Router:
         if self.policy is RoutingPolicy.ROUND_ROBIN:
             number = next(_in_turn(everyone, self._turn, serves), None)
             self._turn = self._turn if number is None else number + 1
-            return number
+            return None if number is None else self._candidate(number)
         found = self._drawn(everyone, _NUM_DRAWN, serves)
         longest = self.index.longest(names, serves)
         for length in (longest, longest // 2):
             if length:
                 holders = self.index.holders(names[length - 1])
                 found |= self._drawn(holders, _MOST_HOLDERS, serves)
-        if not found:
-            return None
-        return cheapest(
-            [
-                Candidate(
-                    number,
-                    self._targets[number].load(),
-                    self.index.num_cached(number, names) * piece_tokens,
-                )
-                for number in found
-            ]
-        )
+        candidates = [self._candidate(number, names, piece_tokens) for number in found]
+        return cheapest(candidates) if candidates else None
+
+    def _candidate(
+        self, number: int, names: Sequence[bytes] = (), piece_tokens: int = 0
+    ) -> Candidate:
+        num_cached = self.index.num_cached(number, names) * piece_tokens
+        return Candidate(number, self._targets[number].load(), num_cached)
 
     def _drawn(
         self, numbers: Sequence[int], count: int, serves: Callable[[int], bool]

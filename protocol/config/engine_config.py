@@ -304,6 +304,8 @@ class WorkerConfig(Section):
     """On CUDA, launch the kernels of every decode step one by one instead of replaying graphs."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
     """Time a step of the null worker takes."""
+    null_token_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    """Time that each token of a step adds to it."""
     null_state_blocks: Annotated[int, Meta(ge=0, lt=2**30)] = 0
     """State blocks of the null worker, as if its model had recurrent layers; 0: it has none."""
 

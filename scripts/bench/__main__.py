@@ -6,6 +6,7 @@ control    W5: what everything around the model costs
 startup    time to ready and to the first token
 growth     time of a step against running requests, context and waiting requests
 sampler    the choice of tokens alone
+routing    conversations over replicas of the null model, by policy
 scheduler  the scheduler alone
 table      results as Markdown tables
 
@@ -19,10 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from protocol.config import RoutingPolicy
 from protocol.config.settings import OneLineParser
 from scripts.bench import machine, plots, report, scheduler
 from scripts.bench.client import BenchError
-from scripts.bench.commands import control, growth, offline, sampler, serving, startup
+from scripts.bench.commands import control, growth, offline, routing, sampler, serving, startup
 from scripts.bench.peers import http_url, named_url
 from scripts.bench.workloads import DEFAULT_OFFLINE, OFFLINE
 
@@ -33,6 +35,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, report.Record], None]] = {
     "startup": startup.run,
     "growth": growth.run,
     "sampler": sampler.run,
+    "routing": routing.run,
 }
 LENGTHS = (1024, 4000, 7900)
 RUNNING = (16, 64, 256, 1024)
@@ -141,6 +144,26 @@ def _add_growth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_count(1), default=48, metavar="N", help=text)
 
 
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "--repeats", 3, _count(1), "repetitions, each with new prompts")
+    _add_number(parser, "--seed", 0, int, "seed of the first repetition")
+    _numbers(parser, "--replicas", (2, 4), "replicas")
+    _add_number(parser, "--conversations", 200, _count(1), "conversations")
+    _add_number(parser, "--turns", 6, _count(1), "turns of each")
+    _add_number(parser, "--systems", 100, _count(1), "system prompts that they share")
+    _add_number(parser, "--begin-s", 10.0, _positive, "time within which they begin")
+    _add_number(parser, "--pause-s", 4.0, _positive, "mean time between an answer and a question")
+    _add_number(parser, "--step-ms", 5.0, _not_negative, "time of a step")
+    _add_number(parser, "--token-ms", 0.04, _not_negative, "time that a token adds")
+    text = "tokens that all caches hold, over those of all conversations at their end"
+    _add_number(parser, "--cache", 0.6, _positive, text)
+    text = "the client follows the events of the caches"
+    parser.add_argument("--kv-events", action="store_true", help=text)
+    _add_number(parser, "--timeout-s", 60.0, _positive, "longest time for one turn")
+    _add_work(parser, [str(policy) for policy in RoutingPolicy])
+    _add_outputs(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of everything before `--`."""
     parser = OneLineParser(
@@ -197,6 +220,8 @@ def make_parser() -> argparse.ArgumentParser:
     sampler_flags.add_argument("--torch", action="store_true", help=text)
     _add_outputs(sampler_flags)
 
+    _add_routing(command("routing"))
+
     command("scheduler")
     command("table").add_argument("files", nargs="+", type=Path, metavar="FILE")
     return parser
@@ -211,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv[:place])
     arguments.engine_flags = argv[place + 1 :]
-    if arguments.engine_flags and (arguments.command in {"table", "sampler"} or _base(arguments)):
+    if arguments.engine_flags and (
+        arguments.command in {"table", "sampler", "routing"} or _base(arguments)
+    ):
         parser.error(f"{arguments.engine_flags[0]} has no effect: no engine is started")
     try:
         if arguments.command == "table":

@@ -206,3 +206,16 @@ def test_check_covers_the_model_and_the_fields_of_the_request_itself() -> None:
         with pytest.raises(RequestFailed) as caught:
             check_request(add, FACTS)
         assert (caught.value.error.code, caught.value.error.param) == (ErrorCode.INVALID, param)
+
+
+def test_cached_tokens_are_no_work_that_waits_until_the_request_moves() -> None:
+    ledger = Ledger(9)
+    for request_id in (1, 2):
+        ledger.accept(AddRequest(request_id, [5] * 100, SamplingParams()))
+    ledger.expect_cached(1, 64)
+    ledger.expect_cached(2, 1000)
+    assert ledger.num_unstarted_tokens == 36
+    ledger.take(RequestOutput(1, 0, [7]))
+    assert ledger.num_unstarted_tokens == 0
+    ledger.fail(2)
+    assert ledger.num_unstarted_tokens == 0

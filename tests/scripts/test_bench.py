@@ -367,3 +367,16 @@ def test_the_sampler_is_measured_with_every_set_of_parameters(result: Path) -> N
     expected = {(name, server, n) for name in sampler.WORK for server in servers for n in (0, 1)}
     assert {(run.workload, run.server, run.repeat) for run in found.runs} == expected
     assert all(run.figures["choice_ms"] > 0 for run in found.runs)
+
+
+def test_routing_compares_policies_on_the_same_conversations(result: Path) -> None:
+    command = (
+        "routing --repeats 1 --replicas 2 --conversations 12 --turns 3 --systems 3 --begin-s 0.2"
+        f" --pause-s 0.05 --step-ms 0 --token-ms 0.01 --json {result}"
+    )
+    assert tool.main([*command.split(), "--work", "prefix_aware", "round_robin"]) == 0
+    found = {run.server: run.figures for run in report.load(result).runs}
+    assert found["prefix_aware"]["hit_percent"] > found["round_robin"]["hit_percent"] > 0
+    for figures in found.values():
+        assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
+        assert 1 <= figures["imbalance"] <= 2

@@ -145,6 +145,7 @@ def _null_runner(config: EngineConfig) -> Runner:
     return NullRunner(
         facts,
         config.worker.null_step_ms / 1000,
+        config.worker.null_token_ms / 1000,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
         grammars=GrammarCompiler(Vocabulary(facts.vocab_size, facts.eos_token_ids)),
         adapters=KeptAdapters(_check_digest, lora.num_kept) if lora.enable_lora else None,
