@@ -1,37 +1,50 @@
 """Replicas: a request whose replica is lost goes on at another one, with the same tokens."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
 from protocol.client import ReplicatedClient
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
-from protocol.lifecycle import ProcessState, Role
+from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.process.launch import EngineProcesses
 from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
 from protocol.sampling import SamplingParams
+from scripts import restart
 from scripts.testing import TIMEOUT_S
+from tests.system.null_load import null_tokens
 
 NUM_STREAMS = 40
 LONGEST_PAUSE_S = 5.0
 """On a machine that is busy with other tests; 0.8 s on an idle one."""
-PARAMS = SamplingParams(max_tokens=300, seed=1, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
 Tokens = list[list[int]]
+
+
+def prompt_of(number: int) -> list[int]:
+    return [number + 5, 2, 3]
+
+
+EXPECTED = [null_tokens(prompt_of(number), PARAMS.max_tokens) for number in range(NUM_STREAMS)]
 
 
 def null_config(**values: object) -> EngineConfig:
     return configure(model="null", null_step_ms=5.0, log_level="error", **values)
 
 
-async def stream(client: ReplicatedClient, number: int, tokens: list[int]) -> float:
+async def stream(
+    client: ReplicatedClient, number: int, tokens: list[int], params: SamplingParams = PARAMS
+) -> float:
     """Read one request to its end; return the longest pause."""
     longest, last = 0.0, time.monotonic()
-    async for output in client.submit([number, 2, 3], PARAMS):
+    async for output in client.submit(prompt_of(number), params):
         assert output.first_index == len(tokens)
         tokens.extend(output.token_ids)
         now = time.monotonic()
@@ -39,8 +52,10 @@ async def stream(client: ReplicatedClient, number: int, tokens: list[int]) -> fl
     return longest
 
 
-async def all_streams(client: ReplicatedClient, found: Tokens) -> list[float]:
-    works = [stream(client, number, tokens) for number, tokens in enumerate(found)]
+async def all_streams(
+    client: ReplicatedClient, found: Tokens, params: SamplingParams = PARAMS
+) -> list[float]:
+    works = [stream(client, number, tokens, params) for number, tokens in enumerate(found)]
     return await asyncio.gather(*works)
 
 
@@ -62,8 +77,6 @@ def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None
     async def play(kept: EngineProcesses, lost: EngineProcesses) -> None:
         async with ReplicatedClient([kept.address, lost.address]) as client:
             await until_serving(client)
-            expected: Tokens = [[] for _ in range(NUM_STREAMS)]
-            await all_streams(client, expected)
             found: Tokens = [[] for _ in range(NUM_STREAMS)]
             streams = asyncio.create_task(all_streams(client, found))
             await until_half(found)
@@ -71,7 +84,7 @@ def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None
             assert num_there > NUM_STREAMS / 3
             await asyncio.to_thread(lost.close)
             pauses = await streams
-            assert found == expected
+            assert found == EXPECTED
             assert client.num_moved == num_there
             assert client.num_open_requests == 0
             assert max(pauses) < LONGEST_PAUSE_S
@@ -80,26 +93,51 @@ def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None
         asyncio.run(play(kept, lost))
 
 
-def test_killed_supervisor_of_a_replica_is_replaced_and_the_others_serve() -> None:
+def kill_all(engine: EngineProcesses, replica: int) -> None:
+    """Kill the supervisor and all processes of a replica."""
+    for row in rows_of(engine, replica):
+        if row.pid is not None:
+            os.kill(row.pid, signal.SIGKILL)
+
+
+def drain(engine: EngineProcesses, replica: int) -> None:
+    """Ask the supervisor of a replica to end in order."""
+    [pid] = [row.pid for row in rows_of(engine, replica) if row.role is Role.SUPERVISOR]
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+
+
+def restart_core(engine: EngineProcesses, replica: int) -> None:
+    command = ["core", "--replica", str(replica), "--run-dir", engine.run_dir]
+    assert restart.main(command) == 0
+
+
+def rows_of(engine: EngineProcesses, replica: int) -> list[ProcessStatus]:
+    with contextlib.closing(StatusLink(replica_dir(engine.run_dir, replica))) as link:
+        reply = link.query(TIMEOUT_S)
+    assert reply is not None
+    return reply.processes
+
+
+@pytest.mark.parametrize("disturb", [kill_all, drain, restart_core])
+def test_streams_go_on_while_a_replica_is_replaced(
+    disturb: Callable[[EngineProcesses, int], None],
+) -> None:
     config = null_config(data_parallel_size=2)
 
     async def play(engine: EngineProcesses) -> None:
         async with ReplicatedClient(engine.addresses) as client:
             await until_serving(client)
-            expected: Tokens = [[] for _ in range(NUM_STREAMS)]
-            await all_streams(client, expected)
             found: Tokens = [[] for _ in range(NUM_STREAMS)]
             streams = asyncio.create_task(all_streams(client, found))
             await until_half(found)
-            link = StatusLink(replica_dir(engine.run_dir, 1))
-            reply = await asyncio.to_thread(link.query, TIMEOUT_S)
-            link.close()
-            assert reply is not None
-            for row in reply.processes:
-                if row.pid is not None:
-                    os.kill(row.pid, signal.SIGKILL)
-            await streams
-            assert found == expected
+            num_there = client.clients[1].num_open_requests
+            await asyncio.to_thread(disturb, engine, 1)
+            pauses = await streams
+            assert found == EXPECTED
+            assert max(pauses) < LONGEST_PAUSE_S
+            if disturb is drain:
+                assert client.num_moved == num_there
             await until_serving(client)
 
     with EngineProcesses.start(config) as engine:
@@ -108,7 +146,30 @@ def test_killed_supervisor_of_a_replica_is_replaced_and_the_others_serve() -> No
         assert reply is not None
         replicas = [row for row in reply.processes if row.role is Role.REPLICA]
         assert [row.state for row in replicas] == [ProcessState.READY] * 2
-        assert [row.num_restarts for row in replicas] == [0, 1]
+        assert [row.num_restarts for row in replicas] == [0, disturb is not restart_core]
+
+
+@pytest.mark.slow
+def test_streams_of_a_model_go_on_when_all_processes_of_its_replica_are_killed() -> None:
+    config = configure(model="demo", data_parallel_size=2, log_level="error")
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses) as client:
+            await until_serving(client)
+            expected: Tokens = [[] for _ in range(16)]
+            await all_streams(client, expected, params)
+            found: Tokens = [[] for _ in expected]
+            streams = asyncio.create_task(all_streams(client, found, params))
+            await until_half(found)
+            await asyncio.to_thread(kill_all, engine, 1)
+            pauses = await streams
+            assert found == expected
+            assert max(pauses) < LONGEST_PAUSE_S
+            assert client.num_moved > 0
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
 
 
 @pytest.mark.parametrize("policy", ["least_tokens", "round_robin", "prefix_aware"])
@@ -120,7 +181,7 @@ def test_requests_are_spread_evenly(policy: str) -> None:
             engine.addresses, policy=config.parallel.routing_policy
         ) as client:
             await until_serving(client)
-            streams = [client.submit([number, 2, 3], PARAMS) for number in range(NUM_STREAMS)]
+            streams = [client.submit(prompt_of(number), PARAMS) for number in range(NUM_STREAMS)]
             counts = [each.num_open_requests for each in client.clients]
             assert max(counts) <= 1.15 * min(counts)
             for each in streams:
