@@ -5,7 +5,7 @@ listed, so that a request for one of them fails instead of getting a different a
 notice. Other unknown fields: `api_proc.unknown_fields`.
 """
 
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -70,6 +70,7 @@ class RequestOptions(TypedDict):
     cache_salt: str
     tenant: str
     adapter: Adapter | None
+    affinity: NotRequired[str]
 
 
 class CommonBody(msgspec.Struct, kw_only=True):

@@ -253,7 +253,17 @@ class Generation:
         if self._adapter is not None:
             options["adapter"] = self._adapter
             options["tenant"] = options["tenant"] or self._adapter.name
+        key = self._state.config.parallel.session_key
+        if key is not None:
+            options["affinity"] = self._affinity(key, options["cache_salt"])
         return options
+
+    def _affinity(self, key: str, cache_salt: str) -> str:
+        """Return the value that decides on the replica; empty: there is none."""
+        if key == "cache_salt":
+            return cache_salt
+        value: bytes = dict(self._connection.scope["headers"]).get(key.lower().encode(), b"")
+        return value.decode("latin-1")
 
     def _search(
         self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams

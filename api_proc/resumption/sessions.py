@@ -35,7 +35,7 @@ from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client import ReplicatedClient
 from protocol.client.errors import RequestFailed
-from protocol.client.ledger import RequestOptions
+from protocol.client.ledger import RoutedOptions
 from protocol.client.packed_prompt import PromptIds
 from protocol.config import ApiConfig
 from protocol.message import Message
@@ -210,7 +210,7 @@ class Sessions:
         session: Session,
         prompt_token_ids: PromptIds,
         params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[RoutedOptions],
     ) -> HistoryReader:
         """Send one sequence to the core."""
         history = self._new_history(session)

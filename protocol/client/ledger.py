@@ -68,6 +68,13 @@ class RequestOptions(TypedDict, total=False):
     """
 
 
+class RoutedOptions(RequestOptions, total=False):
+    """What a client of several replicas takes, too."""
+
+    affinity: str
+    """Requests with an equal value go to one replica while it serves; empty: to any."""
+
+
 def check_request(
     add: AddRequest, facts: ModelFacts, prompt: PromptIds | None = None
 ) -> tuple[AddRequest, bytes]:

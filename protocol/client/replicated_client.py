@@ -25,7 +25,7 @@ import random
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack, cast
 
 import msgspec
 
@@ -46,7 +46,7 @@ from protocol.client.async_client import (
 )
 from protocol.client.cache_follower import follow
 from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.ledger import Entry, RequestOptions, Room
+from protocol.client.ledger import Entry, RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
 from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
@@ -227,7 +227,7 @@ class ReplicatedClient:
     # Requests -----------------------------------------------------------------------------------
 
     def submit(
-        self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RequestOptions]
+        self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RoutedOptions]
     ) -> RequestStream:
         """Accept a request at one of the replicas; see `AsyncEngineClient.submit`."""
         stream = RequestStream(0, self.cancel)
@@ -240,14 +240,16 @@ class ReplicatedClient:
         receiver: Receiver,
         prompt_token_ids: PromptIds,
         params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[RoutedOptions],
     ) -> AddRequest:
         """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
+        affinity = options.pop("affinity", "")
+        accepted = cast(RequestOptions, options)
         if self._only is not None:
-            return self._only.submit_to(receiver, prompt_token_ids, params, **options)
+            return self._only.submit_to(receiver, prompt_token_ids, params, **accepted)
         names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
-        replica, num_cached = self._choose(names)
-        add = replica.client.submit_to(receiver, prompt_token_ids, params, **options)
+        replica, num_cached = self._choose(names, affinity=affinity)
+        add = replica.client.submit_to(receiver, prompt_token_ids, params, **accepted)
         self._enter(replica, add.request_id, names, num_cached)
         return add
 
@@ -255,7 +257,7 @@ class ReplicatedClient:
         self,
         prompt_token_ids: list[int],
         pooling: Pooling = Pooling(),  # noqa: B008 - immutable
-        **options: Unpack[RequestOptions],
+        **options: Unpack[RoutedOptions],
     ) -> "array[float]":
         """Return the vector of a prompt; see `AsyncEngineClient.embed`."""
         return await vector_of(self.submit(prompt_token_ids, pooling_params(pooling), **options))
@@ -290,7 +292,9 @@ class ReplicatedClient:
             return []
         return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
 
-    def _choose(self, names: Sequence[bytes], fingerprint: str = "") -> tuple[Replica, int]:
+    def _choose(
+        self, names: Sequence[bytes], fingerprint: str = "", affinity: str = ""
+    ) -> tuple[Replica, int]:
         """Return the replica for a request, and how many tokens of its prompt it has cached.
 
         It serves, and has the fingerprint, if any does.
@@ -299,8 +303,11 @@ class ReplicatedClient:
         def is_equal(number: int) -> bool:
             return self._replicas[number].client.fingerprint == fingerprint
 
-        may = is_equal if fingerprint else None
-        chosen = self._router.choose(names, self._piece_tokens, may)
+        if affinity:
+            chosen = self._router.home(affinity, names, self._piece_tokens)
+        else:
+            may = is_equal if fingerprint else None
+            chosen = self._router.choose(names, self._piece_tokens, may)
         if chosen is not None:
             return self._replicas[chosen.number], chosen.num_cached_tokens
         # The request waits for the one that was lost last.

@@ -11,6 +11,7 @@ not all choose the same replica.
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from protocol.client.prefix_index import PrefixIndex
@@ -23,6 +24,9 @@ OTHER_REQUEST_TOKENS = 128
 _NUM_DRAWN = 2
 _MOST_HOLDERS = 3
 """Drawn of those that have the longest prefix, and of those that have half of it."""
+
+_MOST_HOMES = 16
+"""Tried before a request is routed by the policy: then most replicas do not serve."""
 
 
 class Load(NamedTuple):
@@ -115,6 +119,20 @@ class Router:
                 found |= self._drawn(holders, _MOST_HOLDERS, serves)
         candidates = [self._candidate(number, names, piece_tokens) for number in found]
         return cheapest(candidates) if candidates else None
+
+    def home(self, affinity: str, names: Sequence[bytes], piece_tokens: int) -> Candidate | None:
+        """Return the replica for requests with this value; None: none serves. All processes agree.
+
+        Each value has an order of replicas, and its requests go to the first one that serves. So
+        only those of a lost replica go elsewhere, and return with it.
+        """
+        count = len(self._targets)
+        for attempt in range(_MOST_HOMES):
+            digest = blake2b(f"{attempt} {affinity}".encode(errors="surrogatepass"), digest_size=8)
+            number = int.from_bytes(digest.digest(), "big") % count
+            if self._targets[number].serves:
+                return self._candidate(number, names, piece_tokens)
+        return self.choose(names, piece_tokens)
 
     def _candidate(
         self, number: int, names: Sequence[bytes] = (), piece_tokens: int = 0

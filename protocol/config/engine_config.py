@@ -279,6 +279,9 @@ class ParallelConfig(Section):
     """How a replica is chosen for a request. prefix_aware: the one that has most of the prompt
     cached, unless it has much more to do; least_tokens: the one with the fewest tokens to compute;
     round_robin: each in turn."""
+    session_key: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    """Requests with an equal value of this go to the same replica while it serves: cache_salt, or
+    the name of a header, as X-Session-Id. Others are routed by the policy."""
 
 
 class WorkerConfig(Section):

@@ -128,6 +128,7 @@ class FakeClient:
         self.refusal: RequestFailed | None = None
         self.requests: list[AddRequest] = []
         self.cancelled: list[int] = []
+        self.affinities: list[str] = []
         self.controls: list[tuple[str, object]] = []
         self.response: bool | Exception = True
         """The result of every control command."""
@@ -165,6 +166,7 @@ class FakeClient:
         tenant: str = "",
         adapter: Adapter | None = None,
         resent: bool = False,
+        affinity: str = "",
     ) -> RequestStream:
         stream = RequestStream(len(self.requests) + 1, self.cancel)
         self.submit_to(
@@ -176,6 +178,7 @@ class FakeClient:
             tenant=tenant,
             adapter=adapter,
             resent=resent,
+            affinity=affinity,
         )
         return stream
 
@@ -190,7 +193,9 @@ class FakeClient:
         tenant: str = "",
         adapter: Adapter | None = None,
         resent: bool = False,
+        affinity: str = "",
     ) -> AddRequest:
+        self.affinities.append(affinity)
         add = AddRequest(
             len(self.requests) + 1,
             [],

@@ -292,3 +292,24 @@ class refuse_when_submitted:
             return
         del client._scripts[self._num_requests]
         client.receivers[self._num_requests].fail(self._error)
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "fields", "expected"),
+    [
+        (None, {"x-session-id": "a"}, {"cache_salt": "s"}, ""),
+        ("X-Session-Id", {"x-session-id": "a"}, {}, "a"),
+        ("X-Session-Id", {}, {}, ""),
+        ("cache_salt", {}, {"cache_salt": "s"}, "s"),
+    ],
+)
+def test_session_of_a_request_is_named_as_configured(
+    make_server: MakeServer,
+    key: str | None,
+    headers: dict[str, str],
+    fields: dict[str, str],
+    expected: str,
+) -> None:
+    live = make_server(session_key=key)
+    httpx.post(live.url + COMPLETIONS, json={"prompt": "hi"} | fields, headers=headers)
+    assert live.client.affinities == [expected]

@@ -385,3 +385,23 @@ def test_request_goes_where_the_events_of_another_client_show_its_prefix(cores: 
         assert not cores[0].adds
 
     play(cores, act, follow_kv_events=True)
+
+
+def test_requests_of_a_session_go_to_one_replica(cores: Cores) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        for number in range(8):
+            client.submit([number], PARAMS, affinity="a")
+        await until(lambda: sum(core.num_added for core in cores) == 8)
+        assert {core.num_added for core in cores} == {0, 8}
+
+    play(cores, act)
+
+
+def test_single_replica_takes_all_and_has_no_router(core: FakeCore) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        client.submit([1] * 200, PARAMS, affinity="a")
+        await until(lambda: core.num_added == 1)
+        assert len(client._router.index) == 0
+        assert client._timer is None
+
+    play([core], act)

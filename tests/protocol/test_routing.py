@@ -125,6 +125,29 @@ def test_shorter_prefix_counts_if_the_holder_of_the_longest_does_not_serve() -> 
     assert chosen(routed, names_of(1, 2, 3), PIECE) == 8
 
 
+def test_requests_of_a_session_go_to_one_replica_and_come_back_with_it() -> None:
+    sessions = [f"s{number}" for number in range(300)]
+    fleet = replicas(*[IDLE] * 5)
+
+    def homes(seed: int = 1) -> list[int | None]:
+        routed = router(fleet, seed=seed)
+        found = [routed.home(session, [], 0) for session in sessions]
+        return [None if one is None else one.number for one in found]
+
+    before = homes()
+    assert homes(seed=2) == before, "as in another API process"
+    assert all(before.count(number) > 30 for number in range(5))
+    fleet[3].serves = False
+    after = homes()
+    assert 3 not in after
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)
+    fleet[3].serves = True
+    assert homes() == before
+    for one in fleet:
+        one.serves = False
+    assert set(homes()) == {None}
+
+
 def test_only_replicas_that_may_compute_it_get_a_request() -> None:
     routed = router(replicas(IDLE, BUSY, IDLE))
     assert chosen(routed, may=lambda number: number == 1) == 1
