@@ -20,6 +20,7 @@ from scripts.gguf.locks import hold
 from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor.console import Console
 from scripts.supervisor.fetching import Interrupted, ModelFetch
+from scripts.supervisor.gpus import divide
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
@@ -81,6 +82,7 @@ def _serve(
 ) -> tuple[int, str | None]:
     """Return the exit status, and the reason if the engine gave up."""
     config = complete(config)
+    divide(config, os.environ)
     try:
         run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
     except OSError as error:
