@@ -156,7 +156,7 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--step-ms", 5.0, _not_negative, "time of a step")
     _add_number(parser, "--token-ms", 0.04, _not_negative, "time that a token adds")
     text = "tokens that all caches hold, over those of all conversations at their end"
-    _add_number(parser, "--cache", 0.6, _positive, text)
+    _add_number(parser, "--cache", 0.5, _positive, text)
     text = "the client follows the events of the caches"
     parser.add_argument("--kv-events", action="store_true", help=text)
     _add_number(parser, "--timeout-s", 60.0, _positive, "longest time for one turn")

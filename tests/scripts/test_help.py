@@ -1,5 +1,8 @@
 """The help of `troika serve`, and errors in its arguments: one line that states what to do."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from protocol.config import EngineConfig
@@ -8,6 +11,7 @@ from protocol.version import version
 from scripts import cli
 from scripts.supervisor import startup
 
+ROOT = Path(__file__).parents[2]
 GROUPS = sorted(EngineConfig.__struct_fields__)
 
 
@@ -115,3 +119,17 @@ def test_wrong_commands(
     text = capsys.readouterr().err
     assert text.startswith(line)
     assert text.count("\n") == 1
+
+
+def documented_pages() -> list[tuple[str, str]]:
+    """Return the pages of help that docs/first_hour.md shows, with their flags."""
+    text = (ROOT / "docs" / "first_hour.md").read_text()
+    return re.findall(r"```\n\$ troika serve (--help\S*)\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(("flag", "shown"), documented_pages())
+def test_documented_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str, shown: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert output(capsys, flag) == shown
