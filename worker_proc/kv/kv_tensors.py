@@ -2,8 +2,9 @@
 
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,6 +62,7 @@ class HostMemory:
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape)).view(shape)
         self._pinned = pinned
+        self._unregister: weakref.finalize[..., Any] | None = None
         self.restore()
 
     def allocate(self, first: int, end: int) -> None:
@@ -71,18 +73,23 @@ class HostMemory:
 
     def release(self) -> None:
         """Return the memory to the system; its content is lost."""
-        if self._pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()))
+        if self._unregister is not None:
+            self._unregister()
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
         """Make the tensor usable again, zeroed."""
         if self._pinned:
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(
-                    self.tensor.data_ptr(), self._num_bytes, _MAPPED
-                )
-            )
+            address = self.tensor.data_ptr()
+            runtime = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, self._num_bytes, _MAPPED))
+            # A later mapping may have this address, and could not be registered.
+            self._unregister = weakref.finalize(self, _unregister, address)
+            self._unregister.atexit = False
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class DeviceMemory:
