@@ -17,6 +17,9 @@ MIN_TILE = 16  # of a matrix product
 PREFILL_ROWS = 64  # query rows of a tile, over tokens and heads
 MOST_TILE_KEYS = 64
 WIDE_DIM = 128
+TILE_SPLITS = 16  # that are added up at a time
+STAGES = 3  # of the pipeline of loads
+STAGES_OF_WHOLE_TILES = 2  # with less shared memory, more programs share a multiprocessor
 MIN_SPLIT_TOKENS = 256  # of a context that one program attends to
 MOST_PARTIAL_RESULTS = 4096  # of each head: parts of a step, times splits
 
@@ -110,7 +113,8 @@ def attend(
     """Attend for `[T, num_heads, head_dim]` over stored KV; returns `[T, num_heads, value_dim]`.
 
     `sinks` are logits, one for each head, that take a share of the softmax. If the result is not to
-    depend on the batch, prefill tiles take decodes, too: a tile's shape may change the last bits.
+    depend on the batch, prefill tiles take decodes, too, and one loop takes all keys: a tile's
+    shape and a loop without masks may change the last bits.
     """
     step, table, kv = place
     heads, value_dim = spec.num_heads, spec.value_head_dim
@@ -138,6 +142,7 @@ def attend(
         shape = (step.num_parts, heads, num_splits) if is_split else (0, 0, 0)
         sums = query.new_empty(*shape, value_dim, dtype=torch.float32)
         stats = query.new_empty(*shape, 2, dtype=torch.float32)
+        has_whole_tiles = not is_decode and not is_batch_invariant
         attend_kernel[(num_tiles, spec.num_kv_heads, num_splits)](
             *(query, kv.keys, kv.values, sinks, out, sums, stats, table),
             *(step.first_rows, step.starts, step.table_rows, step.num_parts),
@@ -148,13 +153,17 @@ def attend(
             IS_DECODE=is_decode,
             IS_SPLIT=is_split,
             LEAST_TOKENS=1 if is_batch_invariant else 2,
+            HAS_WHOLE_TILES=has_whole_tiles,
             TILE_ROWS=tile_rows,
             TILE_TOKENS=1 if is_decode else tile_rows // group,
             **options,
+            num_stages=STAGES_OF_WHOLE_TILES if has_whole_tiles else STAGES,
         )
         if is_split:
             combine_kernel[(step.num_parts, heads)](
-                sums, stats, sinks, out, step.first_rows, num_splits, **sizes
+                *(sums, stats, sinks, out, step.first_rows, num_splits),
+                **sizes,
+                TILE_SPLITS=TILE_SPLITS,
             )
 
     if step.num_decodes and not is_batch_invariant:

@@ -83,6 +83,79 @@ def store_kernel(
     tl.store(target, tl.load(source, mask=exists), mask=exists)
 
 
+@triton.jit
+def attend_to_tile(
+    most,
+    total,
+    sums,
+    queries,
+    position,
+    keys,
+    values,
+    blocks,
+    first_key,
+    first_visible,
+    end,
+    kv_head,
+    scale,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # all queries of the tile see all of these keys
+    TILE_KEYS: tl.constexpr,
+):
+    """Return the greatest scores and the sums of weights and values, with a tile of keys added."""
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    seen = first_key + tl.arange(0, TILE_KEYS)
+    # What no query of the tile sees may be of another request, and not finite.
+    is_read = (seen >= first_visible) & (seen < end)
+    if IS_WHOLE:
+        block = tl.load(blocks + seen // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(blocks + seen // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
+    slot = (block * BLOCK_SIZE + seen % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+    key_places = keys + slot[None, :] * HEAD_DIM + dim[:, None]
+    value_places = values + slot[:, None] * VALUE_DIM + value_dim[None, :]
+    if not IS_WHOLE:
+        is_key = is_read[None, :] & (dim[:, None] < HEAD_DIM)
+        tile_keys = tl.load(key_places, mask=is_key, other=0.0)
+    elif HEAD_DIM == PADDED_DIM:
+        tile_keys = tl.load(key_places)
+    else:
+        tile_keys = tl.load(key_places, mask=dim[:, None] < HEAD_DIM, other=0.0)
+    scores = tl.dot(queries, tile_keys, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
+    scores = scores * LOG2_E
+    if not IS_WHOLE:
+        is_seen = is_read[None, :] & (seen[None, :] <= position[:, None])
+        if WINDOW > 0:
+            is_seen = is_seen & (seen[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    greatest = tl.maximum(most, tl.max(scores, axis=1))
+    base = tl.where(greatest == float("-inf"), 0.0, greatest)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    if not IS_WHOLE:
+        is_value = is_read[:, None] & (value_dim[None, :] < VALUE_DIM)
+        tile_values = tl.load(value_places, mask=is_value, other=0.0)
+    elif VALUE_DIM == PADDED_VALUE_DIM:
+        tile_values = tl.load(value_places)
+    else:
+        tile_values = tl.load(value_places, mask=value_dim[None, :] < VALUE_DIM, other=0.0)
+    added = tl.dot(weights.to(tile_values.dtype), tile_values, input_precision="ieee")
+    sums = sums * shrink[:, None] + added
+    total = total * shrink + tl.sum(weights, axis=1)
+    return greatest, total, sums
+
+
 @triton.jit(do_not_specialize=BY_PART)
 def attend_kernel(
     query,
@@ -114,6 +187,7 @@ def attend_kernel(
     IS_DECODE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     LEAST_TOKENS: tl.constexpr,  # of a part that prefill tiles take
+    HAS_WHOLE_TILES: tl.constexpr,  # keys that all queries see are computed apart; may change bits
     TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -166,37 +240,51 @@ def attend_kernel(
         most = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         sums = tl.zeros([TILE_ROWS, PADDED_VALUE_DIM], tl.float32)
-        for first_key in range(begin, end, TILE_KEYS):
-            seen = first_key + tl.arange(0, TILE_KEYS)
-            # What no query of the tile sees may be of another request, and not finite.
-            is_read = (seen >= first_visible) & (seen < end)
-            block = tl.load(blocks + seen // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
-            slot = (block * BLOCK_SIZE + seen % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
-            tile_keys = tl.load(
-                keys + slot[None, :] * HEAD_DIM + dim[:, None],
-                mask=is_read[None, :] & (dim[:, None] < HEAD_DIM),
-                other=0.0,
-            )
-            scores = tl.dot(queries, tile_keys, input_precision="ieee") * scale
-            if HAS_SOFTCAP:
-                scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
-            is_seen = is_read[None, :] & (seen[None, :] <= position[:, None])
-            if WINDOW > 0:
-                is_seen = is_seen & (seen[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
-            greatest = tl.maximum(most, tl.max(scores, axis=1))
-            base = tl.where(greatest == float("-inf"), 0.0, greatest)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(most - base)
-            tile_values = tl.load(
-                values + slot[:, None] * VALUE_DIM + value_dim[None, :],
-                mask=is_read[:, None] & (value_dim[None, :] < VALUE_DIM),
-                other=0.0,
-            )
-            added = tl.dot(weights.to(tile_values.dtype), tile_values, input_precision="ieee")
-            sums = sums * shrink[:, None] + added
-            total = total * shrink + tl.sum(weights, axis=1)
-            most = greatest
+        # Only tiles of keys that some queries do not see, at either end, need masks. One loop for
+        # all is as fast for a decode, which waits for memory.
+        whole_begin = begin
+        if WINDOW > 0:
+            last_position = start + first_token + TILE_TOKENS - 1
+            whole_begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE_KEYS) * TILE_KEYS
+            whole_begin = tl.maximum(whole_begin, begin)
+        whole_end = tl.minimum(end, start + first_token + 1) // TILE_KEYS * TILE_KEYS
+        whole_end = tl.maximum(whole_end, whole_begin)
+        for stage in tl.static_range(3 if HAS_WHOLE_TILES else 1):
+            if not HAS_WHOLE_TILES:
+                loop_begin, loop_end = begin, end
+            elif stage == 0:
+                loop_begin, loop_end = begin, tl.minimum(whole_begin, end)
+            elif stage == 1:
+                loop_begin, loop_end = whole_begin, whole_end
+            else:
+                loop_begin, loop_end = whole_end, end
+            for first_key in range(loop_begin, loop_end, TILE_KEYS):
+                most, total, sums = attend_to_tile(
+                    most,
+                    total,
+                    sums,
+                    queries,
+                    position,
+                    keys,
+                    values,
+                    blocks,
+                    first_key,
+                    first_visible,
+                    end,
+                    kv_head,
+                    scale,
+                    softcap,
+                    NUM_KV_HEADS,
+                    HEAD_DIM,
+                    PADDED_DIM,
+                    VALUE_DIM,
+                    PADDED_VALUE_DIM,
+                    BLOCK_SIZE,
+                    WINDOW,
+                    HAS_SOFTCAP,
+                    stage == 1,
+                    TILE_KEYS,
+                )
         exists = is_row[:, None] & (value_dim[None, :] < VALUE_DIM)
         if IS_SPLIT:
             place = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + split
@@ -232,6 +320,7 @@ def combine_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
 ):
     """Add up the splits of one decode and head. Grid: parts, heads."""
     part = tl.program_id(0)
@@ -241,20 +330,30 @@ def combine_kernel(
         dim = tl.arange(0, PADDED_VALUE_DIM)
         exists = dim < VALUE_DIM
         first = (part.to(tl.int64) * NUM_HEADS + head) * num_splits
-        most = tl.load(partial_stats + first * 2)
-        for split in range(1, num_splits):
-            most = tl.maximum(most, tl.load(partial_stats + (first + split) * 2))
+        index = tl.arange(0, TILE_SPLITS)
+        most = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
         if HAS_SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            most = tl.maximum(most, sink)
-        total = most * 0.0
-        if HAS_SINKS:
-            total += tl.exp2(sink - most)
+            most = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            total += 1.0
         sums = tl.zeros([PADDED_VALUE_DIM], tl.float32)
-        for split in range(0, num_splits):
+        for first_split in range(0, num_splits, TILE_SPLITS):
+            split = first_split + index
+            is_split = split < num_splits
             place = first + split
-            share = tl.exp2(tl.load(partial_stats + place * 2) - most)
-            total += tl.load(partial_stats + place * 2 + 1) * share
-            sums += tl.load(partial_out + place * VALUE_DIM + dim, mask=exists, other=0.0) * share
+            split_most = tl.load(partial_stats + place * 2, mask=is_split, other=float("-inf"))
+            split_total = tl.load(partial_stats + place * 2 + 1, mask=is_split, other=0.0)
+            split_sums = tl.load(
+                partial_out + place[:, None] * VALUE_DIM + dim[None, :],
+                mask=is_split[:, None] & exists[None, :],
+                other=0.0,
+            )
+            # The first split has keys, so this is finite.
+            greatest = tl.maximum(most, tl.max(split_most, axis=0))
+            shares = tl.exp2(split_most - greatest)
+            shrink = tl.exp2(most - greatest)
+            sums = sums * shrink + tl.sum(split_sums * shares[:, None], axis=0)
+            total = total * shrink + tl.sum(split_total * shares, axis=0)
+            most = greatest
         target = out + (first_row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + dim
         tl.store(target, (sums / total).to(out.dtype.element_ty), mask=exists)

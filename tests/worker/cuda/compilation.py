@@ -19,7 +19,12 @@ from worker_proc.cuda import (
     product_kernels,
     swap_kernels,
 )
-from worker_proc.cuda.attention import choose_tiles
+from worker_proc.cuda.attention import (
+    STAGES,
+    STAGES_OF_WHOLE_TILES,
+    TILE_SPLITS,
+    choose_tiles,
+)
 from worker_proc.cuda.attention_kernels import BY_PART
 from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
 from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
@@ -69,7 +74,7 @@ def _is_aligned(name: str) -> bool:
     return name not in UNALIGNED and name not in FLOATS
 
 
-def compile_for(kernel: Any, dtype: str, sizes: dict[str, Any]) -> None:
+def compile_for(kernel: Any, dtype: str, sizes: dict[str, Any], **options: int) -> None:
     """Compile one variant for all targets, as it is launched; an error ends the program.
 
     Alignment counts: only with it are loads of the next tile begun early, which takes memory.
@@ -85,7 +90,8 @@ def compile_for(kernel: Any, dtype: str, sizes: dict[str, Any]) -> None:
                 parts = [(place, 0), (place, 1)] if name in STRIDES else [(place,)]
                 aligned |= {part: [["tt.divisibility", 16]] for part in parts}
     for target in TARGETS:
-        compiled = compile_kernel(ASTSource(kernel, signature, constants, aligned), target=target)
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled = compile_kernel(source, target=target, options=options)
         shared = compiled.metadata.shared
         name = f"{kernel.__name__} {dtype} for {target.arch}"
         print(f"{name}: {shared} bytes of shared memory", flush=True)
@@ -103,13 +109,16 @@ def compile_attention(dtype: str, dim: int, group: int) -> None:
             "TILE_TOKENS": 1 if is_decode else rows // group,
             "TILE_KEYS": tiles.keys,
             "IS_DECODE": is_decode,
+            "HAS_WHOLE_TILES": not is_decode,
             "IS_SPLIT": is_decode,
             "WINDOW": 0 if is_decode else 1000,
             "NUM_HEADS": group,
             "NUM_KV_HEADS": 1,
         }
         flags = FLAGS if dim == MAX_HEAD_DIM else PLAIN
-        compile_for(attention_kernels.attend_kernel, dtype, HEADS | flags | _dims(dim) | tile)
+        sizes = HEADS | flags | _dims(dim) | tile
+        stages = STAGES if is_decode else STAGES_OF_WHOLE_TILES
+        compile_for(attention_kernels.attend_kernel, dtype, sizes, num_stages=stages)
 
 
 def main() -> None:
@@ -123,7 +132,8 @@ def main() -> None:
     ):
         compile_attention(dtype, dim, group)
     usual = HEADS | PADDED_HEADS | FLAGS | _dims(128)
-    compile_for(attention_kernels.combine_kernel, "bf16", usual)
+    splits = {"TILE_SPLITS": TILE_SPLITS}
+    compile_for(attention_kernels.combine_kernel, "bf16", usual | splits)
     compile_for(attention_kernels.store_kernel, "bf16", usual)
     for head_norm in (0, 1, 2):
         sizes = usual | {"HEAD_NORM": head_norm, "ROTATION": head_norm}

@@ -161,6 +161,23 @@ def test_a_mixed_step_equals_plain_attention(
     assert error < MAX_ERROR[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 100, 140])
+def test_keys_that_all_queries_of_a_tile_see_need_no_mask(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    """Contexts of several tiles of keys; windows of fewer keys than two tiles, and of more."""
+    spec = LayerSpec(2, 1, 16, 16, window)
+    parts = ((0, 150), (190, 70), (128, 1), (191, 2))
+    step = Step.make(spec, dtype, parts, 1)
+    scoring = Scoring(0.25, None)
+    query, key, value = step.rows
+    store(step.place, key, value)
+    found = attend(step.place, query, spec, scoring)
+    error = (found.double() - expected(step, parts, spec, scoring, None)).abs().max()
+    assert error < MAX_ERROR[dtype]
+
+
 def test_kv_that_is_cached_already_goes_to_the_null_block() -> None:
     parts = ((5, 1), (2, 3))
     step = Step.make(LayerSpec(1, 1, 16, 16, None), torch.float32, parts, 1)
