@@ -2,56 +2,90 @@
 
     python -m scripts.bench.make_bench_model DIR [--shape 135m]
 
-The shape "135m" is SmolLM2-135M's. "nano" costs almost nothing to compute, so that it measures
-everything around the model. The vocabulary is the demo model's, filled up so that every sampled id
-is text.
+The shape "135m" is SmolLM2-135M's, and "0.6b" is Qwen3-0.6B's. "nano" costs almost nothing to
+compute, so that it measures everything around the model. The vocabulary is the demo model's, filled
+up so that every sampled id is text.
 """
 
 import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from scripts.supervisor.model_names import BUNDLED_MODELS
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    },
-    "nano": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-}
+_SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 
 
-def make_model(shape: str) -> LlamaForCausalLM:
-    """bf16, seeded."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPES[shape],
+def _llama(**sizes: int) -> LlamaConfig:
+    return LlamaConfig(
+        **sizes,
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
+        **_SPECIAL_IDS,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+SHAPES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
+    "135m": (
+        LlamaForCausalLM,
+        _llama(
+            vocab_size=49_152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+        ),
+    ),
+    "0.6b": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            vocab_size=151_936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40_960,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+            tie_word_embeddings=True,
+            **_SPECIAL_IDS,
+        ),
+    ),
+    "nano": (
+        LlamaForCausalLM,
+        _llama(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        ),
+    ),
+}
+
+
+def make_model(shape: str) -> PreTrainedModel:
+    """bf16, seeded."""
+    torch.manual_seed(0)
+    model_class, config = SHAPES[shape]
+    return model_class(config).to(torch.bfloat16).eval()
 
 
 def fill_vocabulary(file: Path, size: int) -> None:
@@ -73,7 +107,7 @@ def main() -> None:
     make_model(shape).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(BUNDLED_MODELS["demo"] / name, directory / name)
-    fill_vocabulary(directory / "tokenizer.json", SHAPES[shape]["vocab_size"])
+    fill_vocabulary(directory / "tokenizer.json", SHAPES[shape][1].vocab_size)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,13 @@ MODES: tuple[dict[str, object], ...] = (
     {"max_num_batched_tokens": 16},
     {"max_num_seqs": 4},
 )
-WITHOUT_GRAPHS = {"mixtral", "qwen3_moe", "olmoe", "deepseek_v3"}
-"""transformers' code for experts may wait for the device; then graphs are not captured."""
+WITHOUT_GRAPHS = {
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss"),
+    *("mixtral", "olmoe", "qwen3_moe"),
+}
+"""transformers' code for experts waits for the device, so no graphs are captured."""
+PORTABLE = {"llama4", "gemma4_shared"}
+"""The kernels do not attend within chunks, or for heads of 512 dimensions."""
 
 
 def make_runner(directory: Path, dtype: str, **worker: object) -> ModelRunner:
@@ -101,7 +106,9 @@ def test_decodes_are_captured(architecture: Architecture, tmp_path: Path) -> Non
     build_checkpoint(tmp_path, architecture.config())
     runner = make_runner(tmp_path, "float32")
     graphs = runner._graphs
-    assert graphs is not None
+    if graphs is None:
+        assert architecture.name in PORTABLE
+        pytest.skip("PyTorch's attention, which makes masks on the host")
     assert set(graphs._decodes) == {1, 2, 4, 8, 16}
     before = drive(runner, make_prompts(), GREEDY).output_token_ids
     runner.reset()
