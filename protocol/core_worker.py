@@ -122,15 +122,16 @@ class ModelFacts(Record):
     checkpoint: Text = ""
     """Names the contents of the model's files, wherever they lie; empty: there are none."""
     build: Text = ""
-    """What else the results depend on: versions, instructions or device, ranks and, where they are
-    exact, the kernels."""
+    """What else the results depend on: versions, instructions or device, the context that rotary
+    frequencies are made for, ranks and, where they are exact, the kernels."""
 
     @property
     def fingerprint(self) -> str:
         """Names all that decides which tokens a request gets.
 
         A request goes on exactly where the fingerprint is that of the engine that began it. Sizes
-        of memory are no part of it, nor, where computing again is not exact, the kernels.
+        of memory are no part of it, nor the longest context, which depends on them; nor, where
+        computing again is not exact, the kernels.
         """
         decisive = msgspec.structs.replace(
             self,
@@ -138,6 +139,7 @@ class ModelFacts(Record):
             exact_resume_reason="",
             decoder=self.decoder if self.exact_resume else "",
             speculation="",
+            max_model_len=2,
             num_gpu_blocks=2,
             num_host_blocks=0,
             num_state_blocks=0,

@@ -71,6 +71,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     """Of those that answer in time."""
     replicas: list[str]
     """The state of each replica of the engine."""
+    fingerprints: list[str]
+    """Of each replica: requests that have begun go on only where it is equal. Empty: not known."""
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
@@ -159,6 +161,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
         replicas=list(map(str, state.replica_states())),
+        fingerprints=[client.fingerprint for client in state.client.clients],
     )
 
 

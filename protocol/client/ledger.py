@@ -177,6 +177,16 @@ class Entry:
         return bool(self.output_token_ids) or self.next_prompt_position > 0
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the known outputs."""
+        return self.add.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and as many outputs as there can be."""
+        return self.add.num_prompt_tokens + self.add.sampling_params.max_tokens
+
+    @property
     def num_unstarted_tokens(self) -> int:
         """Tokens of the prompt that are to be computed, if there is no output token yet."""
         if self.output_token_ids:

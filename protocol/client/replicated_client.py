@@ -272,8 +272,9 @@ class ReplicatedClient:
         packed = add.packed_prompt
         prompt = PackedPrompt(packed, 0) if packed else add.prompt_token_ids
         names = self._names(prompt, add.cache_salt, add.adapter)
-        has_begun = bool(add.output_token_ids)
-        replica, num_cached = self._choose(names, add.fingerprint if has_begun else "")
+        num_outputs = len(add.output_token_ids)
+        fingerprint = add.fingerprint if num_outputs else ""
+        replica, num_cached = self._choose(names, fingerprint, add.num_prompt_tokens + num_outputs)
         number = replica.client.adopt(add, receiver)
         self._enter(replica, number, names, num_cached)
         return number
@@ -293,15 +294,20 @@ class ReplicatedClient:
         return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
 
     def _choose(
-        self, names: Sequence[bytes], fingerprint: str = "", affinity: str = ""
+        self,
+        names: Sequence[bytes],
+        fingerprint: str = "",
+        num_tokens: int = 0,
+        affinity: str = "",
     ) -> tuple[Replica, int]:
         """Return the replica for a request, and how many tokens of its prompt it has cached.
 
-        It serves, and has the fingerprint, if any does.
+        It serves, has the fingerprint, and holds a context of `num_tokens` tokens, if any does.
         """
 
         def is_equal(number: int) -> bool:
-            return self._replicas[number].client.fingerprint == fingerprint
+            client = self._replicas[number].client
+            return client.fingerprint == fingerprint and _holds(client, num_tokens)
 
         if affinity:
             chosen = self._router.home(affinity, names, self._piece_tokens)
@@ -362,11 +368,14 @@ class ReplicatedClient:
         entry = lost.client.entry(request_id)
         if entry is None:
             return
-        target = self._least(each for each in self._others(lost) if _continues(each, entry))
+        others = list(self._others(lost))
+        facts = lost.client.facts
+        longest = 0 if facts is None else facts.max_model_len
+        target = self._least(each for each in others if _continues(each, entry, longest))
         is_exact = target is not None
         if target is None and self._allow_inexact_resume and entry.has_begun:
-            can_stay = [lost] if lost.serves else []
-            target = self._least(itertools.chain(self._others(lost), can_stay))
+            others += [lost] if lost.serves else []
+            target = self._least(each for each in others if _holds(each.client, entry.num_tokens))
         if target is lost:
             lost.client.release(request_id)
         elif target is not None:
@@ -430,14 +439,25 @@ class ReplicatedClient:
         return [result for result in results if not isinstance(result, BaseException)]
 
 
-def _continues(replica: Replica, entry: Entry) -> bool:
-    """Whether a request of another replica goes on here exactly, or can begin here."""
+def _holds(client: AsyncEngineClient, num_tokens: int) -> bool:
+    """Whether a context of this length fits, and one token more."""
+    return client.facts is not None and num_tokens < client.facts.max_model_len
+
+
+def _continues(replica: Replica, entry: Entry, longest: int) -> bool:
+    """Whether a request goes on here exactly, or can begin here.
+
+    `longest` is the longest context at the replica where it is. If that is another one, it must not
+    end the request here or there.
+    """
     client = replica.client
-    if entry.add.fingerprint in ("", client.fingerprint):
-        return True
-    if entry.has_begun or client.facts is None:
+    if client.facts is None:
         return False
-    return validate_request(entry.add, client.facts) is None
+    if not entry.has_begun and entry.add.fingerprint != client.fingerprint:
+        return validate_request(entry.add, client.facts) is None
+    here = client.facts.max_model_len
+    is_same_end = here == longest or entry.most_tokens <= min(here, longest or here)
+    return is_same_end and entry.add.fingerprint in ("", client.fingerprint)
 
 
 def _of_replica(number: int, error: BaseException) -> BaseException:

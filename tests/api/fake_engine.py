@@ -142,6 +142,10 @@ class FakeClient:
         return [self]
 
     @property
+    def fingerprint(self) -> str:
+        return "" if self.facts is None else self.facts.fingerprint
+
+    @property
     def num_open_requests(self) -> int:
         return len(self._scripts)
 

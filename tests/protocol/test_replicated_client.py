@@ -315,7 +315,6 @@ def test_request_that_was_moved_often_without_an_output_is_moved_no_more(cores: 
         {"dtype": "float32"},
         {"quantization": "w8a16"},
         {"kv_cache_dtype": "int8"},
-        {"max_model_len": 99},
         {"exact_resume": True},
     ],
 )
@@ -327,7 +326,8 @@ def test_fingerprint_covers_no_memory_and_no_path() -> None:
     def of(**facts: Any) -> str:
         return msgspec.structs.replace(FACTS, **facts).fingerprint
 
-    assert of(num_gpu_blocks=77, num_host_blocks=5, exact_resume_reason="?") == FACTS.fingerprint
+    memory = {"num_gpu_blocks": 77, "num_host_blocks": 5, "max_model_len": 99}
+    assert of(**memory, exact_resume_reason="?") == FACTS.fingerprint
     assert of(model="/a", checkpoint="x") == of(model="/b", checkpoint="x")
     assert of(decoder="native") == of(decoder="modules")
     assert of(decoder="native", exact_resume=True) != of(decoder="modules", exact_resume=True)
@@ -405,3 +405,28 @@ def test_single_replica_takes_all_and_has_no_router(core: FakeCore) -> None:
         assert client._timer is None
 
     play([core], act)
+
+
+@pytest.mark.parametrize(("max_tokens", "is_moved"), [(50, True), (200, False)])
+def test_request_moves_only_where_the_longest_context_does_not_change_its_end(
+    cores: Cores, max_tokens: int, is_moved: bool
+) -> None:
+    with_facts(cores[0], max_model_len=100)
+    with_facts(cores[1], max_model_len=4096)
+
+    async def act(client: ReplicatedClient) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=1)
+        for number in range(1, 20):
+            stream = client.submit([5], params)
+            await until(lambda number=number: sum(core.num_added for core in cores) == number)
+            if cores[1].adds:
+                break
+        output(cores[1], 7)
+        await until(lambda: stream.num_unread == 1)
+        cores[0].adds.clear()
+        cores.pop().link.close()
+        await until(lambda: client._replicas[1].lost_s >= 0.2)
+        await ticks(client)
+        assert len(cores[0].adds) == client.num_moved == int(is_moved)
+
+    play(cores, act, failover_s=0.1)

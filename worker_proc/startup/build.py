@@ -19,6 +19,7 @@ def describe_build(prepared: PreparedModel, config: EngineConfig, *, is_exact: b
         f"troika {version()}",
         f"torch {torch.__version__}",
         f"transformers {transformers.__version__}",
+        f"context {prepared.loaded.model_len}",
     ]
     device = prepared.loaded.device
     if device.type == "cuda":
