@@ -73,6 +73,7 @@ class AsyncEngineClient:
         allow_inexact_resume: bool = False,
         numbers: Iterator[int] | None = None,
         room: Room | None = None,
+        is_replica: bool = False,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
@@ -85,6 +86,7 @@ class AsyncEngineClient:
             allow_inexact_resume: requests also go on at an engine with other facts than the one
                 that has begun them; else they wait for as long, and fail.
             numbers: unused numbers of requests, where clients of several replicas share them.
+            is_replica: there are other clients to which requests can be moved.
             room: what bounds open requests, where clients of several replicas share it.
             make_link: takes the arguments of `CoreLink`.
         """
@@ -101,7 +103,7 @@ class AsyncEngineClient:
             address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock
         )
         ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers, room)
-        self._open = OpenRequests(ledger, self._link.send)
+        self._open = OpenRequests(ledger, self._link.send, is_replica=is_replica)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """Facts of the model; kept while the engine recovers."""

@@ -47,9 +47,13 @@ class Receiver(Protocol):
 class OpenRequests:
     """All requests that were accepted and have not ended."""
 
-    def __init__(self, ledger: Ledger, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, ledger: Ledger, send: Callable[[bytes], None], *, is_replica: bool = False
+    ) -> None:
+        """`is_replica`: other clients may take over requests."""
         self.ledger = ledger
         self._send = send
+        self._is_replica = is_replica
         self._receivers: dict[int, Receiver] = {}
         self._unsent: deque[int] = deque()
         """Requests of a resend that were not sent yet, oldest first; new ones queue behind them."""
@@ -217,7 +221,13 @@ class OpenRequests:
                 self._send_again(add)
 
     def refuse(self, request_id: int, error: RequestError) -> None:
-        """Enter a refusal by the core."""
+        """Enter a refusal by the core.
+
+        Where there are others, a request that a core refuses because it drains stays open: it was
+        accepted here, and is moved as soon as the core's status shows the reason.
+        """
+        if self._is_replica and error.code is ErrorCode.DRAINING:
+            return
         if self.ledger.fail(request_id):
             self._receivers.pop(request_id).fail(failure_of(error))
 

@@ -113,6 +113,7 @@ class ReplicatedClient:
                     allow_inexact_resume=allow_inexact_resume and len(addresses) == 1,
                     numbers=numbers,
                     room=self._room,
+                    is_replica=len(addresses) > 1,
                     clock=clock,
                 ),
             )

@@ -11,7 +11,16 @@ import msgspec
 import pytest
 
 from protocol.adapters import Adapter
-from protocol.api_core import AddRequest, ControlDone, EngineState, PauseMode, RequestOutput
+from protocol.api_core import (
+    AddRequest,
+    ControlDone,
+    EngineState,
+    ErrorCode,
+    PauseMode,
+    Refused,
+    RequestError,
+    RequestOutput,
+)
 from protocol.client import ReplicatedClient
 from protocol.client.errors import EngineFailed, Overloaded
 from protocol.client.ledger import MOVES_MAX
@@ -430,3 +439,18 @@ def test_request_moves_only_where_the_longest_context_does_not_change_its_end(
         assert len(cores[0].adds) == client.num_moved == int(is_moved)
 
     play(cores, act, failover_s=0.1)
+
+
+def test_request_that_a_draining_core_refuses_goes_on_at_the_other(cores: Cores) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: any(core.adds for core in cores))
+        here, there = cores if cores[0].adds else cores[::-1]
+        error = RequestError(ErrorCode.DRAINING, "the engine is shutting down")
+        here.send(Refused(stream.request_id, error))
+        here.send(msgspec.structs.replace(READY, state=EngineState.DRAINING))
+        await until(lambda: there.num_added == 1)
+        output(there, 7)
+        assert (await anext(stream)).token_ids == [7]
+
+    play(cores, act)

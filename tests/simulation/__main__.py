@@ -3,6 +3,7 @@
     python -m tests.simulation --seeds 20000 --jobs 2
     python -m tests.simulation --mode progress --faults kill,drop --seeds 5000
     python -m tests.simulation --mode safety --first-seed 4711 --trace
+    python -m tests.simulation --mode replicas --seeds 2000
     python -m tests.simulation --plant drop-token --seeds 300
 
 The exit status is 1 if a violation was found. Its seed is printed, and reproduces it.
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 from tests.simulation.batch import Batch, Tally, default_jobs, run_batch, silence
 from tests.simulation.plan import FAULTS, MODES
 from tests.simulation.planted import PLANTS, planted
+from tests.simulation.replicas import REPLICAS, run_any_seed
 from tests.simulation.report import table
-from tests.simulation.simulation import run_seed
 
 _MOST_SHOWN = 20
 _PROGRESS_S = 30.0
@@ -73,7 +74,7 @@ def _trace(arguments: argparse.Namespace, modes: list[str]) -> int:
     status = 0
     for mode in modes:
         with silence(), planted(arguments.plant):
-            outcome = run_seed(arguments.first_seed, mode, arguments.faults, keeps_trace=True)
+            outcome = run_any_seed(arguments.first_seed, mode, arguments.faults, keeps_trace=True)
         print("\n".join(outcome.lines))
         print(f"{mode} {outcome.seed}: {outcome.trace_hash} {outcome.violation or 'no violation'}")
         status = 1 if outcome.violation else status
@@ -89,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first-seed", type=int, default=0, help="first of the consecutive seeds")
     parser.add_argument(
         "--mode",
-        choices=(*MODES, "both"),
+        choices=(*MODES, "both", REPLICAS),
         default="both",
         help="safety: faults never end, and every stream must be correct; progress: faults end, "
-        "and every request must finish",
+        "and every request must finish; replicas: several engines, which are killed and drain",
     )
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="number of processes")
     parser.add_argument("--trace", action="store_true", help="print every event of the first seed")

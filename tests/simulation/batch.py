@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.simulation.planted import planted
-from tests.simulation.simulation import run_seed
+from tests.simulation.replicas import run_any_seed
 
 CHUNK = 100
 """Seeds that one process runs before it reports."""
@@ -76,7 +76,7 @@ def run_chunk(batch: Batch) -> Tally:
 
 
 def _enter(tally: Tally, batch: Batch, seed: int) -> None:
-    outcome = run_seed(seed, batch.mode, batch.kinds)
+    outcome = run_any_seed(seed, batch.mode, batch.kinds)
     tally.num_seeds += 1
     tally.num_events += outcome.num_events
     tally.num_streams += outcome.num_streams

@@ -22,7 +22,6 @@ from tests.simulation.world import Process
 
 RUN_DIR = "/nowhere"
 CLIENT_ADDRESS = client_address(RUN_DIR)
-SUPERVISOR_ADDRESS = lifecycle_address(RUN_DIR)
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class SimulatedChild(ChildProcess):
         self.role, self.rank, self.epoch = life.role, life.rank, life.epoch
         self.pid = process.pid
         self.config = life.config
-        self.run_dir = RUN_DIR
+        self.run_dir = life.config.run.run_dir or RUN_DIR
         self.context = cast("zmq.Context[zmq.Socket[bytes]]", make_context(wire, process))
         turn_s = life.config.recovery.api_hang_timeout_s if life.role is Role.API else None
         self.reporter = ProgressReporter(
@@ -55,7 +54,7 @@ class SimulatedChild(ChildProcess):
         if self.reporter.page is not None:
             process.on_death.append(self.reporter.page.close)
         self._lifecycle = DealerChannel(
-            self.context, SUPERVISOR_ADDRESS, HighWaterMark.LIFECYCLE_LINK
+            self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
         )
         self._supervisor = SupervisorLink(self._lifecycle, self.epoch, clock)
         self._is_terminated = False

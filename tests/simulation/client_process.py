@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, cast
 
-from protocol.client import AsyncEngineClient
+from protocol.client import AsyncEngineClient, ReplicatedClient
 from protocol.client.core_link import CoreLink
 from protocol.client.errors import RequestFailed
 from protocol.client.request_stream import RequestStream
@@ -134,21 +134,23 @@ class ClientProcess(Process):
         connect: Callable[[Process], SimulatedChild] | None = None,
         *,
         start_s: float = 0.0,
+        make_engine: Callable[..., AsyncEngineClient | ReplicatedClient] | None = None,
     ) -> None:
-        """`connect` creates the link to a supervisor, where there is one."""
+        """`connect` creates the link to a supervisor, where there is one.
+
+        `make_engine` takes what `AsyncEngineClient` does but for an address.
+        """
         super().__init__(wire.world, name)
         self._wire = wire
         self._oracle = oracle
         self._plans = plans
-        self.engine = AsyncEngineClient(
-            CLIENT_ADDRESS,
-            clock=self.world.clock,
-            make_link=partial(
-                CoreLink,
-                make_context=lambda: make_context(wire, self),
-                getpid=lambda: self.pid,
-            ),
+        make_link = partial(
+            CoreLink,
+            make_context=lambda: make_context(wire, self),
+            getpid=lambda: self.pid,
         )
+        make = make_engine or partial(AsyncEngineClient, CLIENT_ADDRESS)
+        self.engine = make(clock=self.world.clock, make_link=make_link)
         self._loop = SimulatedLoop(self)
         self._as_asyncio = cast(asyncio.AbstractEventLoop, self._loop)
         self._to_retry: list[RequestPlan] = []

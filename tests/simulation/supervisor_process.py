@@ -45,20 +45,33 @@ class Listener:
 class EpochSource:
     """As much of a `RunDir` as the supervisor uses."""
 
-    def __init__(self) -> None:
-        self.path = RUN_DIR
+    def __init__(self, path: str = RUN_DIR) -> None:
+        self.path = path
         self.next_epoch = count(1).__next__
 
 
 class SupervisorProcess(Process):
     """Runs the turns of the real Supervisor."""
 
-    def __init__(self, wire: Wire, config: EngineConfig, start_process: StartProcess) -> None:
-        """Start nothing before the first turn; `start_process` starts the processes."""
+    def __init__(
+        self,
+        wire: Wire,
+        config: EngineConfig,
+        start_process: StartProcess,
+        epochs: EpochSource | None = None,
+        *,
+        has_api: bool = True,
+    ) -> None:
+        """Start nothing before the first turn; `start_process` starts the processes.
+
+        `epochs` are those of a predecessor, if there was one.
+        """
         super().__init__(wire.world, "supervisor")
         self._wire = wire
         self._config = config
         self._start_process = start_process
+        self._epochs = EpochSource() if epochs is None else epochs
+        self._has_api = has_api
         self._supervisor: Supervisor | None = None
         self._asked: list[Role] = []
         self._must_end = self._is_ending = False
@@ -117,9 +130,9 @@ class SupervisorProcess(Process):
     def _make(self) -> Supervisor:
         supervisor = Supervisor(
             self._config,
-            cast(RunDir, EpochSource()),
+            cast(RunDir, self._epochs),
             cast(Console, SilentConsole()),
-            listener=cast(Any, Listener()),
+            listener=cast(Any, Listener()) if self._has_api else None,
             parent_fd=None,
             started_at=self.world.seconds(),
             system=self._system(),

@@ -1,0 +1,44 @@
+"""Replicas in virtual time: no seed has a violation, and planted bugs are found."""
+
+from collections import Counter
+
+import pytest
+
+from protocol.client.open_requests import OpenRequests
+from tests.simulation.batch import silence
+from tests.simulation.replicas import run_replica_seed
+
+DRAINING_RACE = 691
+"""A request reaches its core just after that has begun to drain."""
+
+
+def test_no_request_is_lost_when_replicas_die_drain_and_return() -> None:
+    counts: Counter[str] = Counter()
+    with silence():
+        for seed in (*range(60), DRAINING_RACE):
+            outcome = run_replica_seed(seed)
+            assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
+            counts.update(outcome.counts)
+    assert min(counts[kind] for kind in ("kill replica", "drain replica", "return", "moved")) > 5
+
+
+def test_seed_decides_on_everything() -> None:
+    with silence():
+        hashes = [run_replica_seed(seed).trace_hash for seed in (2, 2, 3)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_output_that_is_forgotten_in_a_move_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = OpenRequests.move
+
+    def forgetful(
+        here: OpenRequests, request_id: int, other: OpenRequests, *, is_exact: bool = True
+    ) -> bool:
+        entry = here.ledger.get(request_id)
+        if entry is not None and entry.output_token_ids:
+            entry.output_token_ids.pop()
+        return move(here, request_id, other, is_exact=is_exact)
+
+    monkeypatch.setattr(OpenRequests, "move", forgetful)
+    with silence():
+        assert any(run_replica_seed(seed).violation for seed in range(100))
