@@ -1,5 +1,6 @@
 """The worker process: `python -m worker_proc --run-dir DIR`, or started by a supervisor.
 
+With `--standby` it loads the model and waits until it is promoted, because the worker has died.
 With `--zygote` it loads the model and forks workers, and computes nothing itself (zygote.py).
 """
 
@@ -9,16 +10,20 @@ from protocol.lifecycle import Role
 from protocol.process.child_runtime import ChildProcess
 from worker_proc.startup.start import make_runner, work
 
+_STANDBY_FLAG = "--standby"
+
 
 def main() -> None:
-    """Load the model, then compute until the supervisor sends Stop."""
+    """Load the model, then compute until the supervisor sends Stop; a standby once promoted."""
     if "--zygote" in sys.argv:
         from worker_proc.startup import zygote
 
         zygote.main(sys.argv[1:])
         return
-    child = ChildProcess.from_argv("worker_proc", Role.WORKER, sys.argv[1:])
-    work(child, lambda progress: make_runner(child.config, progress))
+    argv = [argument for argument in sys.argv[1:] if argument != _STANDBY_FLAG]
+    child = ChildProcess.from_argv("worker_proc", Role.WORKER, argv)
+    is_standby = _STANDBY_FLAG in sys.argv
+    work(child, lambda progress: make_runner(child.config, progress), is_standby=is_standby)
 
 
 if __name__ == "__main__":

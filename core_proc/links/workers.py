@@ -3,6 +3,10 @@
 The supervisor gives every incarnation of the core and of a worker a greater epoch than all before.
 The epoch of the link is at least as great as those of both sides, and rises with every adoption, so
 that a frame sent before an adoption is never taken for one sent after it.
+
+The ranks of one incarnation of the group have consecutive epochs, in their order. Ranks of two
+incarnations would wait for each other in steps that the other one does not get, so they are never
+adopted together.
 """
 
 from typing import NamedTuple
@@ -15,10 +19,19 @@ _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""
 
 
+_SIZES = ("num_gpu_blocks", "num_host_blocks", "num_state_blocks", "num_host_state_blocks")
+"""Fields of `ModelFacts` that depend on the memory that a rank has found."""
+
+
 class _Worker(NamedTuple):
     peer: bytes
     epoch: int
     hello: WorkerHello
+
+    @property
+    def group(self) -> int:
+        """Which incarnation of the group it belongs to: the epoch of that group's rank 0."""
+        return self.epoch - self.hello.rank
 
 
 class WorkerGroup:
@@ -44,9 +57,14 @@ class WorkerGroup:
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of a group that agrees; it resumes exactly only if all ranks do."""
+        """The facts of a group that agrees; it resumes exactly only if all ranks do.
+
+        All ranks have as many blocks as the one with the fewest.
+        """
         all_facts = [self._workers[rank].hello.facts for rank in range(self._size)]
-        return next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
+        facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
+        least = {name: min(getattr(facts, name) for facts in all_facts) for name in _SIZES}
+        return msgspec.structs.replace(facts, **least)
 
     @property
     def swap_cost_tokens(self) -> float:
@@ -56,8 +74,9 @@ class WorkerGroup:
     def find_disagreement(self) -> tuple[bytes, str] | None:
         """Return a rank whose facts differ from those of rank 0, and in which fields; else None."""
         expected = self._workers[0].hello.facts
+        sizes = {name: getattr(expected, name) for name in _SIZES}
         for rank, worker in self._workers.items():
-            facts = worker.hello.facts
+            facts = msgspec.structs.replace(worker.hello.facts, **sizes)
             if not facts.can_replace(expected):
                 ours, theirs = msgspec.structs.asdict(expected), msgspec.structs.asdict(facts)
                 fields = [
@@ -74,17 +93,20 @@ class WorkerGroup:
     def enter(self, peer: bytes, epoch: int, hello: WorkerHello) -> bool:
         """Add a worker. False for a rank or epoch out of range, or an older incarnation.
 
-        An incarnation has one connection, and keeps its identity when it connects again. While it
-        is connected, another connection with the same epoch is refused.
+        Ranks of older incarnations of the group leave. An incarnation has one connection, and keeps
+        its identity when it connects again. While it is connected, another connection with the same
+        epoch is refused.
         """
-        known = self._workers.get(hello.rank)
+        worker, known = _Worker(peer, epoch, hello), self._workers.get(hello.rank)
         if hello.rank >= self._size or epoch >= _EPOCH_LIMIT:
             return False
-        is_here = known is not None and known.peer == peer
-        if known is not None and (epoch < known.epoch or (epoch == known.epoch and not is_here)):
+        if known is not None and known.group == worker.group and known.peer != peer:
             return False
+        if any(other.group > worker.group for other in self._workers.values()):
+            return False
+        self._workers = {r: w for r, w in self._workers.items() if w.group == worker.group}
         self.leave(peer)  # one connection is one worker
-        self._workers[hello.rank] = _Worker(peer, epoch, hello)
+        self._workers[hello.rank] = worker
         return True
 
     def peer_of(self, epoch: int) -> bytes | None:

@@ -407,7 +407,8 @@ class RecoveryConfig(Section):
     0. Default: it is restarted without limit."""
     standby_workers: Annotated[int, Meta(ge=0, le=1)] | None = None
     """Workers kept loaded to take the place of one that dies: 0 or 1. Default: 1 for a model on the
-    CPU, where they share its weights; else 0."""
+    CPU in one rank, where they share its weights; else 0. For several ranks, 1 is a second group of
+    as many, which takes as much memory as the first."""
     standby_cores: Annotated[int, Meta(ge=0, le=1)] = 1
     """Cores kept started to take the place of one that dies: 0 or 1."""
 

@@ -153,10 +153,6 @@ def _process_rules(config: EngineConfig) -> Iterator[Rule]:
         "tensor_parallel_size above 1 works with the null model only",
     )
     yield (
-        bool(standby_workers) and is_parallel,
-        "standby_workers above 0 needs tensor_parallel_size 1",
-    )
-    yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
         "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
     )

@@ -2,15 +2,16 @@
 
 A dead process is replaced by its standby, which has loaded everything. Without a standby the zygote
 forks a worker. Without a zygote, and for the core, a process is started that loads everything
-itself. Every wait ends: the process waited for makes progress, or its deadline kills it.
+itself. A group of ranks is replaced by a standby group of as many, and has no zygote. Every wait
+ends: the process waited for makes progress, or its deadline kills it.
 """
 
 from protocol.lifecycle import Role
 from scripts.supervisor.actions import Origin
-from scripts.supervisor.process_state import Group, Groups, Process, latest
+from scripts.supervisor.process_state import Group, Groups, latest
 
 STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
-"""The role of the standby for each role; both have one process."""
+"""The role of the standby for each role; it has as many processes."""
 HELPERS = (Role.ZYGOTE, *STANDBY_OF.values())
 """Roles that serve no requests: the engine is ready without them."""
 STANDBY_DELAY_S = 0.25
@@ -44,25 +45,24 @@ class Failover:
 
     def origin(self, role: Role) -> Origin:
         """Where the next process of a role comes from now."""
-        if role is Role.STANDBY:
-            return Origin.FORKED
         standby = self.standby_of(role)
         if standby is not None and standby.serves:
             return Origin.PROMOTED
         zygote = self._helper(Role.ZYGOTE)
-        is_forked = role is Role.WORKER and zygote is not None and zygote.serves
+        is_worker = role in (Role.WORKER, Role.STANDBY)
+        is_forked = is_worker and zygote is not None and zygote.serves
         return Origin.FORKED if is_forked else Origin.STARTED
 
-    def standby_of(self, role: Role) -> Process | None:
+    def standby_of(self, role: Role) -> Group | None:
         """The standby for a role; None where there is none."""
         return self._helper(STANDBY_OF[role]) if role in STANDBY_OF else None
 
     def hand_over(self, role: Role, now: float) -> None:
-        """Free the standby's slot: its process was promoted."""
+        """Free the standby's slots: its processes were promoted."""
         self._groups[STANDBY_OF[role]].vacate(now)
 
-    def _helper(self, role: Role) -> Process | None:
-        return self._groups[role].processes[0] if role in self._groups else None
+    def _helper(self, role: Role) -> Group | None:
+        return next(iter(self._groups.of(role)), None)
 
     def _helper_due_at(self, role: Role, resume_at: float) -> float | None:
         """When a helper can be started: only once the engine serves and recovery needs less."""
@@ -72,7 +72,7 @@ class Failover:
         if role is Role.ZYGOTE:
             return resume_at
         zygote = self._helper(Role.ZYGOTE)
-        if role is Role.STANDBY and (zygote is None or not zygote.serves):
+        if role is Role.STANDBY and zygote is not None and not zygote.serves:
             return None
         return max(resume_at, served_since + STANDBY_DELAY_S)
 

@@ -292,7 +292,7 @@ class Supervisor:
         else:
             self._console.ready(action.slot, action.message, now)
             self._facts = action.message.facts or self._facts
-            self._table.keep_num_blocks(action.message)
+            self._table.keep_num_blocks(action.slot, action.message)
 
     def _announce(self) -> None:
         if self._reports is not None:

@@ -118,7 +118,7 @@ class PlannedRestarts:
         return group.begin_spare(self._next_epoch(), now, deadline)
 
     def _prepare(self, role: Role, now: float) -> list[Action]:
-        group, standby = self._groups[role], self._groups[STANDBY_OF[role]].processes[0]
+        group, standby = self._groups[role], self._groups[STANDBY_OF[role]]
         if group.serves and not standby.serves and now < self._waits_until[role]:
             return []
         del self._waits_until[role]

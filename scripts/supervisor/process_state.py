@@ -214,6 +214,12 @@ class Group:
         return all(process.serves for process in self.processes)
 
     @property
+    def is_coming(self) -> bool:
+        """Whether processes are starting and none is missing."""
+        are_coming = all(process.serves or process.is_coming for process in self.processes)
+        return are_coming and not self.serves
+
+    @property
     def is_ready(self) -> bool:
         return all(process.state is ProcessState.READY for process in self.processes)
 
@@ -225,6 +231,7 @@ class Group:
     def begin(
         self, next_epoch: Callable[[], int], now: float, deadline: float, origin: Origin
     ) -> list[Action]:
+        """Start all processes. Those of one incarnation of the group have consecutive epochs."""
         self.resume_at = None
         self.is_failing = self.is_leaving = False
         return [process.begin(next_epoch(), now, deadline, origin) for process in self.processes]
@@ -234,8 +241,9 @@ class Group:
         self.resume_at = at
 
     def vacate(self, now: float) -> None:
-        """Free the slot of a standby that was promoted, which is its useful work."""
-        self.processes[0].on_death(is_final=False)
+        """Free the slots of a standby that was promoted, which is its useful work."""
+        for process in self.processes:
+            process.on_death(is_final=False)
         self.num_deaths = self.num_failures = 0
         self.resume_at = now
 

@@ -35,10 +35,15 @@ MODULES = {
     Role.API: "api_proc",
     Role.CORE: "core_proc",
     Role.WORKER: "worker_proc",
+    Role.STANDBY: "worker_proc",
     Role.STANDBY_CORE: "core_proc",
     Role.REPLICA: "scripts.supervisor",
 }
-_ARGUMENTS = {Role.STANDBY_CORE: ["--standby"], Role.REPLICA: ["--no-api"]}
+_ARGUMENTS = {
+    Role.STANDBY: ["--standby"],
+    Role.STANDBY_CORE: ["--standby"],
+    Role.REPLICA: ["--no-api"],
+}
 ZYGOTE = Slot(Role.ZYGOTE)
 _SUPERVISOR_EPOCH = 0
 
@@ -97,6 +102,8 @@ class ProcessTable:
         self._zygote: ForkServer | None = None
         self._forks: dict[int, _Fork] = {}
         """By epoch."""
+        self._num_blocks: dict[Slot, tuple[int, int]] = {}
+        """KV blocks and state blocks of each rank of the worker."""
 
     def close(self) -> None:
         for row in self._rows.values():
@@ -146,7 +153,7 @@ class ProcessTable:
 
     def _promote(self, slot: Slot, epoch: int) -> None:
         """Promote the standby; the message has the epoch that it knows."""
-        standby = Slot(STANDBY_OF[slot.role])
+        standby = Slot(STANDBY_OF[slot.role], slot.rank)
         row = self._rows[standby]
         assert row.child is not None
         row.page.inherit(self._rows[slot].page)
@@ -158,16 +165,23 @@ class ProcessTable:
         self._rows[slot].child = child
         self._poller.register(child.pidfd, zmq.POLLIN)
 
-    def keep_num_blocks(self, ready: Ready) -> None:
-        """Start workers with as many blocks as the first one found memory for.
+    def keep_num_blocks(self, slot: Slot, ready: Ready) -> None:
+        """Start workers with as many blocks as the first ones found memory for.
 
-        The core would have to begin anew with a worker that has other numbers. 0: any number.
+        The core would have to begin anew with workers that have other numbers. Of several ranks the
+        least number counts, once all of them are known. 0: any number.
         """
-        if ready.num_gpu_blocks:
+        if not ready.num_gpu_blocks:
+            return
+        self._num_blocks[slot] = (ready.num_gpu_blocks, ready.num_state_blocks)
+        if len(self._num_blocks) == self._config.parallel.tensor_parallel_size:
+            num_gpu_blocks, num_state_blocks = map(
+                min, zip(*self._num_blocks.values(), strict=True)
+            )
             cache = msgspec.structs.replace(
                 self._config.cache,
-                num_gpu_blocks_override=ready.num_gpu_blocks,
-                num_state_blocks_override=ready.num_state_blocks or None,
+                num_gpu_blocks_override=num_gpu_blocks,
+                num_state_blocks_override=num_state_blocks or None,
             )
             self._config = msgspec.structs.replace(self._config, cache=cache)
 
@@ -359,10 +373,11 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         numbers = {Role.REPLICA: config.parallel.data_parallel_size, Role.API: num_apis}
         return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)
+    size = config.parallel.tensor_parallel_size
     numbers = {
-        Role.ZYGOTE: int(has_standby),
-        Role.WORKER: config.parallel.tensor_parallel_size,
-        Role.STANDBY: int(has_standby),
+        Role.ZYGOTE: int(has_standby and size == 1),
+        Role.WORKER: size,
+        Role.STANDBY: size * has_standby,
         Role.CORE: 1,
         Role.STANDBY_CORE: int(bool(config.recovery.standby_cores)),
         Role.API: num_apis,

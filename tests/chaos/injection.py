@@ -176,7 +176,8 @@ class Injection:
         """
         victims = {role: (known or {}).get(role) or await self._pids(role) for role in roles}
         for role, living in victims.items():
-            for pid in living[:1] if role == "worker" else living:
+            place = self._cell.seed % max(1, len(living))  # any rank; the others die of it
+            for pid in living[place : place + 1] if role == "worker" else living:
                 moment = processes.kill(pid, self._signal)
                 if moment is not None:
                     self.kills.append(Kill(moment, role, pid, how))

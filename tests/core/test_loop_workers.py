@@ -335,10 +335,26 @@ def test_a_rank_with_another_model_is_not_adopted(caplog: pytest.LogCaptureFixtu
         bench.until(lambda: second.is_killed)
         assert bench.state is EngineState.STARTING
         assert "rank 1 has model 'other' instead of 'fake', vocab_size 900 " in caplog.text
-        WorkerEnd(bench, 7, rank=1).join()
-        assert first.adopted == [7]
-        assert bench.state is EngineState.READY
         assert not first.is_killed
+        WorkerEnd(bench, 7).hello()
+        WorkerEnd(bench, 8, rank=1).join()
+        assert bench.state is EngineState.READY
+        assert not first.adopted, "it belongs to the group before"
+
+
+def test_a_successor_of_one_rank_waits_for_those_of_the_others() -> None:
+    """A rank whose death was not noticed yet is not adopted with it."""
+    with Bench(tensor_parallel_size=2) as bench:
+        first, second = WorkerEnd(bench, 5), WorkerEnd(bench, 6, rank=1)
+        first.hello()
+        second.join()
+        successors = WorkerEnd(bench, 7), WorkerEnd(bench, 8, rank=1)
+        successors[0].hello()
+        bench.until(lambda: bench.state is EngineState.RECOVERING)
+        second.kill_process()
+        successors[1].join()
+        bench.until(lambda: successors[0].adopted)
+        assert (first.adopted, second.adopted) == ([6], [6])
 
 
 def test_the_error_of_any_rank_is_logged_and_ends_the_adoption(

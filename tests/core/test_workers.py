@@ -36,14 +36,45 @@ def test_a_group_is_complete_when_every_rank_is_there() -> None:
 def test_a_rank_with_other_facts_is_named_with_the_fields() -> None:
     group = WorkerGroup(2, core_epoch=1)
     group.enter(b"a", 2, hello(0))
-    group.enter(b"b", 3, hello(1, ModelFacts("other", 1000, 512, 16, 90, [2])))
+    group.enter(b"b", 3, hello(1, ModelFacts("other", 900, 512, 16, 90, [2])))
     disagreement = group.find_disagreement()
     assert disagreement is not None
     peer, text = disagreement
     assert peer == b"b"
     assert text == (
-        "rank 1 has model 'other' instead of 'fake', num_gpu_blocks 90 instead of 100 of rank 0"
+        "rank 1 has model 'other' instead of 'fake', vocab_size 900 instead of 1000 of rank 0"
     )
+
+
+def test_a_group_has_as_many_blocks_as_its_smallest_rank_and_swaps_like_its_slowest() -> None:
+    """Only what the ranks have found differs; a group of one has its own facts."""
+    sizes: list[dict[str, int]] = [
+        {"num_gpu_blocks": 100, "num_host_blocks": 7, "num_state_blocks": 9},
+        {"num_gpu_blocks": 90, "num_host_blocks": 8, "num_state_blocks": 9},
+        {"num_gpu_blocks": 95, "num_host_blocks": 9, "num_state_blocks": 6},
+    ]
+    group = WorkerGroup(3, core_epoch=1)
+    for rank, found in enumerate(sizes):
+        facts = msgspec.structs.replace(FACTS, **found)
+        one = WorkerHello(rank, 1, facts, swap_cost_tokens=[3.0, 5.0, 4.0][rank])
+        assert group.enter(b"%d" % rank, 5 + rank, one)
+    assert group.find_disagreement() is None
+    least = {"num_gpu_blocks": 90, "num_host_blocks": 7, "num_state_blocks": 6}
+    assert group.facts == msgspec.structs.replace(FACTS, **least)
+    assert group.swap_cost_tokens == 5.0
+
+
+def test_ranks_of_two_incarnations_are_never_one_group() -> None:
+    """The death of the older rank 1 may be noticed only after the younger rank 0 has come."""
+    group = WorkerGroup(2, core_epoch=1)
+    group.enter(b"a", 2, hello(0))
+    group.enter(b"b", 3, hello(1))
+    assert group.enter(b"c", 8, hello(0))
+    assert group.peers == [b"c"]
+    assert not group.enter(b"b", 3, hello(1)), "an older one comes back"
+    assert not group.complete
+    assert group.enter(b"d", 9, hello(1))
+    assert group.complete
 
 
 def test_a_group_resumes_exactly_only_if_all_ranks_do() -> None:
@@ -53,7 +84,7 @@ def test_a_group_resumes_exactly_only_if_all_ranks_do() -> None:
     group.enter(b"b", 3, hello(1, FACTS))
     assert group.find_disagreement() is None
     assert not group.facts.exact_resume
-    group.enter(b"b", 4, hello(1, exact))
+    group.enter(b"b", 3, hello(1, exact))
     assert group.facts.exact_resume
 
 
@@ -81,7 +112,7 @@ def test_a_successor_takes_the_place_of_its_rank() -> None:
 def test_one_connection_is_one_rank() -> None:
     group = WorkerGroup(2, core_epoch=1)
     group.enter(b"a", 2, hello(0))
-    group.enter(b"a", 2, hello(1))
+    assert group.enter(b"a", 3, hello(1))
     assert group.peers == [b"a"]
     assert not group.complete
 

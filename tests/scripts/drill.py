@@ -57,7 +57,8 @@ class Drill:
         if api:
             num_ranks[Role.API] = num_apis
         if standby:
-            num_ranks = {Role.ZYGOTE: 1, Role.STANDBY: 1, **num_ranks}
+            zygote = {Role.ZYGOTE: 1} if num_workers == 1 else {}
+            num_ranks = {**zygote, Role.STANDBY: num_workers, **num_ranks}
         if standby_core:
             num_ranks[Role.STANDBY_CORE] = 1
         self.policy = SupervisorPolicy(
@@ -86,7 +87,7 @@ class Drill:
             match action:
                 case Start(slot, epoch, origin):
                     if origin is Origin.PROMOTED:
-                        self._promote(Slot(STANDBY_OF[slot.role]))
+                        self._promote(Slot(STANDBY_OF[slot.role], slot.rank))
                     if origin is Origin.FORKED:
                         assert ZYGOTE in self.living
                     assert slot not in self.living, "two incarnations at once"

@@ -1,5 +1,6 @@
 """Standby and zygote in virtual time: which process follows which, and when."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from protocol.lifecycle import (
     Ready,
     Role,
 )
-from scripts.supervisor.actions import Announce, Kill, Origin
+from scripts.supervisor.actions import Announce, Kill, Origin, Slot
 from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
 from tests.scripts.drill import (
     API,
@@ -78,6 +79,56 @@ def test_standby_that_does_not_get_ready_is_not_waited_for() -> None:
     assert starts(drill.wait(PATIENCE_S)) == [(WORKER, Origin.FORKED)]
 
 
+def ranks(slot: Slot, count: int = 2) -> list[Slot]:
+    return [Slot(slot.role, rank) for rank in range(count)]
+
+
+def standing_group() -> Drill:
+    """An engine of two ranks, with two standbys."""
+    drill = Drill(2, standby=True).all_ready()
+    started = starts(drill.wait(STANDBY_DELAY_S))
+    assert started == [(slot, Origin.STARTED) for slot in ranks(STANDBY)], "there is no zygote"
+    return drill.all_ready()
+
+
+@pytest.mark.parametrize("dead", [[0], [1], [0, 1], [1, 0]])
+def test_a_group_of_ranks_is_replaced_by_a_standby_group(dead: list[int]) -> None:
+    """All standbys are promoted at once, when the last rank is dead; their epochs are a row."""
+    drill = standing_group()
+    doomed = [rank for rank in range(2) if rank not in dead]
+    for rank in [*dead, *doomed]:
+        assert drill.state(Slot(Role.STANDBY, 0)) is ProcessState.READY
+        actions = drill.die(Slot(Role.WORKER, rank))
+    assert starts(actions) == [(slot, Origin.PROMOTED) for slot in ranks(WORKER)]
+    first, second = (drill.living[slot] for slot in ranks(WORKER))
+    assert second == first + 1
+    for slot in ranks(WORKER):
+        drill.receive(slot, Ready())
+    assert [slot for slot, _ in starts(drill.wait(STANDBY_DELAY_S))] == ranks(STANDBY)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_standby_group_without_one_of_its_ranks_is_not_promoted(rank: int) -> None:
+    """The other standby is killed with it; the group loads by itself."""
+    drill = standing_group()
+    drill.die(Slot(Role.STANDBY, rank))
+    assert drill.doomed == {Slot(Role.STANDBY, 1 - rank)}
+    drill.die(Slot(Role.WORKER, rank))
+    actions = drill.die(Slot(Role.WORKER, 1 - rank))
+    assert starts(actions) == [(slot, Origin.STARTED) for slot in ranks(WORKER)]
+
+
+def test_a_standby_group_is_waited_for_while_one_rank_is_starting() -> None:
+    drill = Drill(2, standby=True).all_ready()
+    drill.wait(STANDBY_DELAY_S)
+    drill.receive(Slot(Role.STANDBY, 1), Ready())
+    for slot in ranks(WORKER):
+        assert starts(drill.die(slot)) == []
+    assert starts(drill.wait(PATIENCE_S * 0.9)) == []
+    drill.receive(STANDBY, Ready())
+    assert starts(drill.wait(0.0)) == [(slot, Origin.PROMOTED) for slot in ranks(WORKER)]
+
+
 def test_who_was_asked_to_take_over_and_does_not_is_killed() -> None:
     """A worker whose fork does not appear is replaced too."""
     drill = standing()
@@ -138,14 +189,19 @@ def test_end_kills_helpers_and_stops_the_others() -> None:
 
 
 @settings(max_examples=150)
-@given(st.data(), st.sampled_from([(True, False), (False, True), (True, True)]))
+@given(
+    st.data(),
+    st.sampled_from([(True, False), (False, True), (True, True)]),
+    st.sampled_from([1, 2]),
+)
 def test_all_processes_come_back_after_any_deaths_and_restarts(
-    data: st.DataObject, standbys: tuple[bool, bool]
+    data: st.DataObject, standbys: tuple[bool, bool], size: int
 ) -> None:
     """After deaths, messages and restarts in random order, all processes come back."""
-    drill = Drill(standby=standbys[0], standby_core=standbys[1])
-    expected = {API, CORE, WORKER}
-    expected |= {ZYGOTE, STANDBY} if standbys[0] else set()
+    drill = Drill(size, standby=standbys[0], standby_core=standbys[1])
+    expected = {API, CORE, *ranks(WORKER, size)}
+    expected |= set(ranks(STANDBY, size)) if standbys[0] else set()
+    expected |= {ZYGOTE} if standbys[0] and size == 1 else set()
     expected |= {STANDBY_CORE} if standbys[1] else set()
     settle(drill)
     assert drill.living.keys() == expected

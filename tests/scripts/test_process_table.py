@@ -9,7 +9,7 @@ import zmq
 
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
-from protocol.lifecycle import Role, Stop
+from protocol.lifecycle import Ready, Role, Stop
 from protocol.process.child_handle import ChildHandle
 from protocol.transport.channel import RouterChannel
 from scripts.supervisor.actions import Origin, Slot, Start, api_slot
@@ -142,3 +142,28 @@ def test_successor_of_an_api_process_has_its_index() -> None:
         for epoch, slot in enumerate(slots, 1):
             table.start(Start(slot, epoch))
     assert ranks == [0, 1, 0, 1]
+
+
+def test_ranks_start_with_the_fewest_blocks_that_a_rank_of_the_first_group_had() -> None:
+    """No number is kept while a rank is unknown, nor of one that measures its memory each time."""
+    started: list[tuple[int | None, int | None]] = []
+
+    def start_child(module: str, config: EngineConfig, **options: Any) -> FakeChild:
+        cache = config.cache
+        started.append((cache.num_gpu_blocks_override, cache.num_state_blocks_override))
+        return FakeChild(options["epoch"], options["epoch"] + 2)
+
+    first, second, *others = (Slot(Role.WORKER, rank) for rank in range(5))
+    config = configure(model="null", tensor_parallel_size=2)
+    system = System(start_child=cast(Any, start_child))
+    link = cast(RouterChannel, FakeLink())
+    slots = [first, second, *others]
+    table = ProcessTable(config, slots, None, link, zmq.Poller(), system=system)
+    with contextlib.closing(table):
+        table.keep_num_blocks(first, Ready(num_gpu_blocks=9, num_state_blocks=3))
+        table.start(Start(others[0], 1))
+        table.keep_num_blocks(second, Ready())
+        table.start(Start(others[1], 2))
+        table.keep_num_blocks(second, Ready(num_gpu_blocks=7, num_state_blocks=5))
+        table.start(Start(others[2], 3))
+    assert started == [(None, None), (None, None), (7, 3)]

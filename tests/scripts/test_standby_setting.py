@@ -7,6 +7,7 @@ import pytest
 
 from protocol.config import ConfigError
 from protocol.config.settings import configure
+from protocol.lifecycle import Role
 from scripts.supervisor.process_table import num_ranks
 from scripts.supervisor.startup import complete, num_standby_workers
 
@@ -20,6 +21,7 @@ from scripts.supervisor.startup import complete, num_standby_workers
         ({"model": "null"}, 0),
         ({"model": "null", "standby_workers": 1}, 1),
         ({"model": "null", "tensor_parallel_size": 2}, 0),
+        ({"model": "null", "tensor_parallel_size": 2, "standby_workers": 1}, 1),
     ],
 )
 def test_default_by_model_device_and_ranks(settings: dict[str, Any], expected: int) -> None:
@@ -35,16 +37,16 @@ def test_automatic_device_is_looked_for(tmp_path: Path) -> None:
     assert num_standby_workers(config, [str(node)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"model": "null", "tensor_parallel_size": 2}, "needs tensor_parallel_size 1"),
-        ({"model": "demo", "device": "cuda"}, "needs device cpu"),
-    ],
-)
-def test_standby_that_cannot_be_is_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"standby_workers above 0 {problem}"):
-        configure(standby_workers=1, **settings)
+def test_standby_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="standby_workers above 0 needs device cpu"):
+        configure(standby_workers=1, model="demo", device="cuda")
+
+
+def test_a_group_of_ranks_has_as_many_standbys_and_no_zygote() -> None:
+    config = complete(configure(model="null", tensor_parallel_size=4, standby_workers=1))
+    numbers = num_ranks(config, has_api=False)
+    assert (numbers[Role.WORKER], numbers[Role.STANDBY]) == (4, 4)
+    assert Role.ZYGOTE not in numbers
 
 
 def test_only_engines_with_a_standby_have_a_zygote() -> None:

@@ -212,7 +212,7 @@ def _config(rng: random.Random, *, has_journal: bool) -> EngineConfig:
             restart_backoff_max_s=1.0,
             hang_timeout_s=rng.choice((0.5, 2.0)),
             first_step_timeout_s=2.0,
-            standby_workers=standbys[0] if num_ranks == 1 else 0,
+            standby_workers=standbys[0],
             standby_cores=standbys[1],
         ),
         run=RunConfig(check_invariants=rng.random() < 0.1),
@@ -402,7 +402,8 @@ def _target(rng: random.Random, kind: str, config: EngineConfig) -> str:
         return rng.choice(("worker", "core", "api"))
     recovery = config.recovery
     helpers = ["standby"] if recovery.standby_workers or recovery.standby_cores else []
-    helpers += ["zygote"] if recovery.standby_workers else []
+    has_zygote = recovery.standby_workers and config.parallel.tensor_parallel_size == 1
+    helpers += ["zygote"] if has_zygote else []
     if kind == "stop":
         return rng.choice(("worker", "core", "client", "supervisor", *helpers))
     return rng.choice(("worker", "worker", "core", "core", "client", *helpers))

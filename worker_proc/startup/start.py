@@ -80,7 +80,8 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
     pin_worker(child.config, child.rank)
     try:
         runner = make(child.progress)
-        if is_standby and child.config.model.model != "null":
+        is_alone = child.config.parallel.tensor_parallel_size == 1
+        if is_standby and is_alone and child.config.model.model != "null":
             warm_up(runner)
     except ValueError as error:
         child.fatal("loading the model", error, retry=False)

@@ -1,0 +1,89 @@
+"""A standby group takes the place of a group of ranks: kill -9 of any rank, under load.
+
+The engines have the null model, whose tokens are known.
+"""
+
+import os
+import signal
+
+import pytest
+
+from protocol.lifecycle import ProcessState, Role
+from scripts.testing import Engine, EngineFactory, eventually, is_alive
+from tests.system.test_standby import check_zombies, loaded
+
+NUM_RANKS = 2
+FLAGS = ("--standby-workers", "1", "--null-step-ms", "5")
+
+
+def ready_pids(engine: Engine, role: Role, num_ranks: int = NUM_RANKS) -> list[int]:
+    """Wait until a whole group is ready; the pids of its ranks in order."""
+
+    def ask() -> list[int]:
+        reply = engine.status()
+        rows = [] if reply is None else [row for row in reply.processes if row.role is role]
+        pids = [row.pid for row in rows if row.state is ProcessState.READY and row.pid is not None]
+        return pids if len(pids) == num_ranks and all(map(is_alive, pids)) else []
+
+    return eventually(ask, f"all ranks of {role} are ready")
+
+
+def start_group(start_engine: EngineFactory, num_ranks: int = NUM_RANKS) -> Engine:
+    engine = start_engine("--tensor-parallel-size", str(num_ranks), *FLAGS)
+    ready_pids(engine, Role.STANDBY, num_ranks)
+    return engine
+
+
+def test_a_standby_group_takes_the_place_of_a_group_after_the_death_of_each_rank(
+    start_engine: EngineFactory,
+) -> None:
+    """The same processes become the workers; other standbys start; no token is lost."""
+    engine = start_group(start_engine)
+    core = engine.pid(Role.CORE)
+    load = loaded(engine, 600)
+    for rank in range(NUM_RANKS):
+        standbys, workers = (ready_pids(engine, role) for role in (Role.STANDBY, Role.WORKER))
+        os.kill(workers[rank], signal.SIGKILL)
+        eventually(lambda s=standbys: ready_pids(engine, Role.WORKER) == s, "they are promoted")
+        assert not any(map(is_alive, workers)), "no rank is left of the group"
+    load.check()
+    ready_pids(engine, Role.STANDBY)
+    assert engine.pid(Role.CORE) == core
+    check_zombies(engine)
+
+
+def test_the_death_of_a_standby_replaces_its_group_only(start_engine: EngineFactory) -> None:
+    engine = start_group(start_engine)
+    workers, standbys = (ready_pids(engine, role) for role in (Role.WORKER, Role.STANDBY))
+    load = loaded(engine)
+    os.kill(standbys[1], signal.SIGKILL)
+    eventually(lambda: not set(ready_pids(engine, Role.STANDBY)) & set(standbys), "others wait")
+    load.check()
+    assert ready_pids(engine, Role.WORKER) == workers
+    check_zombies(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("victims", ["one", "all", "one of each group", "with the core"])
+def test_groups_come_back_after_any_deaths_at_once(
+    start_engine: EngineFactory, num_ranks: int, victims: str
+) -> None:
+    """For each rank in turn: the tokens are those of an undisturbed run."""
+    engine = start_group(start_engine, num_ranks)
+    load = loaded(engine, 300 * num_ranks)
+    for rank in range(num_ranks):
+        workers = ready_pids(engine, Role.WORKER, num_ranks)
+        standbys = ready_pids(engine, Role.STANDBY, num_ranks)
+        doomed = {
+            "one": [workers[rank]],
+            "all": [*workers[rank:], *workers[:rank]],
+            "one of each group": [standbys[-rank], workers[rank]],
+            "with the core": [workers[rank], engine.pid(Role.CORE)],
+        }[victims]
+        for pid in doomed:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda d=workers: not any(map(is_alive, d)), "the group is dead")
+    load.check()
+    ready_pids(engine, Role.STANDBY, num_ranks)
+    check_zombies(engine)
