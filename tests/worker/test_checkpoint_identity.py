@@ -51,3 +51,12 @@ def test_other_settings_have_another_name(checkpoint: Path) -> None:
 def test_single_file_has_a_name_and_a_missing_one_has_none(checkpoint: Path) -> None:
     assert checkpoint_identity(str(checkpoint / "model.safetensors")) != ""
     assert checkpoint_identity(str(checkpoint / "missing")) == ""
+
+
+def test_all_parts_of_a_gguf_file_count(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"a")
+    before = checkpoint_identity(str(parts[0]))
+    parts[1].write_bytes(b"b")
+    assert checkpoint_identity(str(parts[0])) != before

@@ -10,6 +10,8 @@ To hash gigabytes whole would take longer than to load them.
 import hashlib
 from pathlib import Path
 
+from worker_proc.gguf.parts import part_paths
+
 _SUFFIXES = frozenset({".json", ".safetensors", ".bin", ".gguf", ".pt", ".py"})
 _WHOLE_BYTES = 2**20
 _NUM_PIECES = 256
@@ -30,7 +32,7 @@ def checkpoint_identity(path: str) -> str:
 
 def _files_of(checkpoint: Path) -> list[Path]:
     if not checkpoint.is_dir():
-        return [checkpoint]
+        return part_paths(checkpoint)
     found = [*checkpoint.iterdir(), *checkpoint.glob("*/*")]
     return sorted(file for file in found if file.suffix in _SUFFIXES and file.is_file())
 
