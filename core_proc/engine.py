@@ -91,7 +91,7 @@ class EngineCore:
         elif facts.can_replace(running.facts):
             running.replace_workers(facts)
         else:
-            raise FactsChanged(f"workers came back with {facts} instead of {running.facts}")
+            raise FactsChanged(f"workers came back with {facts.changes(running.facts)}")
         self._has_workers = True
         return running.scheduler.next_step_id
 

@@ -163,6 +163,15 @@ class ModelFacts(Record):
             build=before.build if is_promised else self.build,
         )
 
+    def changes(self, before: "ModelFacts") -> str:
+        """Describe what differs from other facts."""
+        found = []
+        for name in self.__struct_fields__:
+            old, new = getattr(before, name), getattr(self, name)
+            if new != old:
+                found.append(f"{name} {new!r} instead of {old!r}")
+        return ", ".join(found)
+
     def max_prompt_len(self, params: SamplingParams) -> int:
         """Tokens of the longest prompt: it leaves room for an output, unless there is none."""
         return self.max_model_len if params.pooling is not None else self.max_model_len - 1

@@ -237,8 +237,8 @@ def test_requests_survive_the_loss_of_workers() -> None:
 def test_other_facts_end_the_core() -> None:
     engine = make_engine()
     engine.lose_workers()
-    with pytest.raises(FactsChanged):
-        engine.adopt_workers(ModelFacts("other", 1000, 512, 16, 100, [2]))
+    with pytest.raises(FactsChanged, match="with model 'other' instead of"):
+        engine.adopt_workers(msgspec.structs.replace(FACTS, model="other"))
 
 
 @pytest.mark.parametrize(
