@@ -1,9 +1,9 @@
 """The model of the simulation and its expected streams.
 
-A token is a pure function of the tokens before it, the length of the prompt, the seed and the
-adapter; with a grammar it is one of the allowed ones. A token that is lost or repeated, an output
-taken for prompt, a grammar that has lost its place, or a draw that depends on anything else
-therefore changes the following tokens.
+A token is a pure function of the tokens before it, the length of the prompt, the seed, the adapter
+and the checkpoint; with a grammar it is one of the allowed ones. A token that is lost or repeated,
+an output taken for prompt, a grammar that has lost its place, or a draw that depends on anything
+else therefore changes the following tokens.
 """
 
 from array import array
@@ -27,10 +27,11 @@ def next_token_id(
     allowed: Sequence[int] | None = None,
     *,
     adapter_id: int = 0,
+    checkpoint: str = "",
 ) -> int:
     """Return the token that follows `token_ids`: one of `allowed`, if that is given."""
     tail = array("I", token_ids[-CONTEXT_TOKENS:]).tobytes()
-    seed += adapter_id
+    seed += adapter_id + int(checkpoint or 0)
     digest = crc32(tail, len(token_ids) * 1_000_003 + num_prompt_tokens * 8191 + seed & 0xFFFFFFFF)
     if allowed:
         return allowed[digest % len(allowed)]
@@ -55,6 +56,7 @@ def expected_stream(
             facts.vocab_size,
             allowed,
             adapter_id=adapter_id,
+            checkpoint=facts.checkpoint,
         )
         token_ids.append(token_id)
         num_outputs = len(token_ids) - len(prompt)
@@ -87,6 +89,7 @@ class SimulatedModel(NullRunner):
             self.facts.vocab_size,
             allowed,
             adapter_id=request.adapter_id,
+            checkpoint=self.facts.checkpoint,
         )
 
     def _guess(self, request: MirroredRequest) -> list[int]:

@@ -1,6 +1,6 @@
 """The properties that hold for every stream, whatever happens to the processes and the wire."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
@@ -40,6 +40,8 @@ class Stream:
     oracle: "Oracle"
     vector: bytes | None = None
     """Expected instead of tokens."""
+    others: list[tuple[list[int], FinishReason]] = field(default_factory=list)
+    """What engines with other checkpoints compute; a request gets all its tokens from one."""
     received: list[int] = field(default_factory=list)
     next_prompt_position: int = 1
     is_open: bool = True
@@ -65,6 +67,9 @@ class Stream:
             self._wrong(kind, f"output {output.first_index} came after {len(self.received)}")
         self.oracle.check_pause(self.name, len(output.token_ids))
         self.received += output.token_ids
+        for token_ids, reason in self.others:
+            if self._fits(token_ids) and not self._fits(self.token_ids):
+                self.token_ids, self.finish_reason = token_ids, reason
         if self.received != self.token_ids[: len(self.received)]:
             self._wrong(self._kind(), f"got {self.received} instead of {self.token_ids}")
         self._check_logprobs(output)
@@ -78,6 +83,9 @@ class Stream:
         wants = self.plan.params.prompt_logprobs is not None
         if wants and self.next_prompt_position != max(1, len(self.plan.prompt)):
             self._wrong("lost", f"prompt logprobs ended at {self.next_prompt_position}")
+
+    def _fits(self, token_ids: list[int]) -> bool:
+        return self.received == token_ids[: len(self.received)]
 
     def _kind(self) -> str:
         """Classify the first wrong token: it comes too early, is repeated, or neither."""
@@ -154,13 +162,19 @@ class Oracle:
         facts: ModelFacts,
         on_change: Callable[[], None],
         loads: LoadWatch | None = None,
+        *,
+        others: Sequence[ModelFacts] = (),
     ) -> None:
-        """`on_change` is called when a stream has ended."""
+        """`on_change` is called when a stream has ended.
+
+        `others` are facts of engines with other checkpoints.
+        """
         self.world = world
         self.loads = loads
         self.on_change = on_change
         self.num_open = 0
         self._facts = facts
+        self._others = others
         self._hold: Hold | None = None
         self._num_asked = 0
         self._pending: set[int] = set()
@@ -178,14 +192,18 @@ class Oracle:
         """Record a request that a client has accepted."""
         params, vector = plan.params, None
         token_ids, reason = [], FinishReason.ERROR
+        others: list[tuple[list[int], FinishReason]] = []
         if params.grammar != WRONG:
             adapter_id = 0 if plan.adapter is None else plan.adapter.adapter_id
             token_ids, reason = expected_stream(plan.prompt, params, self._facts, adapter_id)
+            others = [
+                expected_stream(plan.prompt, params, facts, adapter_id) for facts in self._others
+            ]
         if params.pooling is not None:
             vector = expected_vector(plan.prompt, params, self._facts)
         name = f"{client}/{plan.number}"
         self.world.trace(f"accept {name}")
-        stream = Stream(name, plan, token_ids, reason, self, vector)
+        stream = Stream(name, plan, token_ids, reason, self, vector, others)
         self.streams.append(stream)
         self.num_open += 1
         return stream

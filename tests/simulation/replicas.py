@@ -1,7 +1,8 @@
 """Runs one seed of an engine with replicas, which are killed, drain, and return.
 
 Each replica is a whole engine of the simulation without an API: the real supervisor, core and
-workers. One host sends all requests, with the real client of all replicas.
+workers. One host sends all requests, with the real client of all replicas. In a third of the seeds
+one replica has another checkpoint, which computes other tokens.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import msgspec
 
 from protocol.client import AsyncEngineClient, ReplicatedClient
 from protocol.config import LoraConfig, RoutingPolicy
+from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
 from protocol.transport.channel import client_address
 from tests.simulation.child import RUN_DIR
@@ -30,6 +32,7 @@ from tests.simulation.world import SECOND, START_TIME, Process, Violation, World
 REPLICAS = "replicas"
 """The mode of these runs."""
 _FAULTS = ("kill replica", "kill replica", "drain replica", "kill core", "kill worker", "restart")
+_OTHER_CHECKPOINT = "7001"
 _RETURNS_S = (0.1, 0.5, 2.0, 5.0)
 _END_BOUND_S = 10
 _SLICE = SECOND // 10
@@ -51,13 +54,13 @@ def _plan_of(seed: int) -> Plan:
 class SimulatedReplica:
     """The supervisor of one replica, its successors, and their processes."""
 
-    def __init__(self, wire: Wire, plan: Plan, number: int) -> None:
+    def __init__(self, wire: Wire, plan: Plan, number: int, facts: ModelFacts) -> None:
         self.number = number
         path = f"{RUN_DIR}/{number}"
         self.address = client_address(path)
         run = msgspec.structs.replace(plan.config.run, run_dir=path)
         self._config = msgspec.structs.replace(plan.config, run=run)
-        self._facts = facts_of(self._config, VOCAB_SIZE, plan.num_host_blocks)
+        self._facts = facts
         self._plan = plan
         self._wire = wire
         self._epochs = EpochSource(path)
@@ -113,7 +116,11 @@ class ReplicaSimulation:
         self._plan = plan = _plan_of(seed)
         self._requests = [request for requests in plan.requests for request in requests]
         facts = facts_of(plan.config, VOCAB_SIZE, plan.num_host_blocks)
-        self.oracle = Oracle(self.world, facts, self._on_change)
+        other = msgspec.structs.replace(facts, checkpoint=_OTHER_CHECKPOINT)
+        num_others = self._rng.choice((0, 0, 1))
+        num_equal = self._rng.choice((2, 2, 3, 4)) - num_others
+        self._facts = [facts] * num_equal + [other] * num_others
+        self.oracle = Oracle(self.world, facts, self._on_change, others=[other][:num_others])
         self._replicas: list[SimulatedReplica] = []
 
     def run(self) -> None:
@@ -125,9 +132,9 @@ class ReplicaSimulation:
         rng, world = self._rng, self.world
         world.excuse = "replicas end"
         with contextlib.closing(self), patched_failpoints(world, self._wire):
-            count = rng.choice((2, 2, 3, 4))
             self._replicas += [
-                SimulatedReplica(self._wire, self._plan, number) for number in range(count)
+                SimulatedReplica(self._wire, self._plan, number, facts)
+                for number, facts in enumerate(self._facts)
             ]
             self._start_host()
             end_s = self._plan.heal_at_s

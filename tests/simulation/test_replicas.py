@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from protocol.client.open_requests import OpenRequests
+from protocol.core_worker import ModelFacts
 from tests.simulation.batch import silence
 from tests.simulation.replicas import run_replica_seed
 
@@ -42,3 +43,12 @@ def test_output_that_is_forgotten_in_a_move_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(OpenRequests, "move", forgetful)
     with silence():
         assert any(run_replica_seed(seed).violation for seed in range(100))
+
+
+def test_request_that_goes_on_with_another_checkpoint_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ModelFacts, "fingerprint", property(lambda facts: facts.model))
+    with silence():
+        violations = (run_replica_seed(seed).violation or "" for seed in range(150))
+        assert any(text.startswith("mismatched") for text in violations)
