@@ -129,8 +129,8 @@ class ModelFacts(Record):
     def fingerprint(self) -> str:
         """Names all that decides which tokens a request gets.
 
-        A request goes on exactly where the fingerprint is that of the engine that began it. Sizes
-        of memory are no part of it, nor the longest context, which depends on them; nor, where
+        A request goes on exactly where the fingerprint is that of the engine that began it. It does
+        not cover sizes of memory and the longest context, which depends on them; nor, where
         computing again is not exact, the kernels.
         """
         decisive = msgspec.structs.replace(

@@ -106,12 +106,12 @@ class Router:
         def serves(number: int) -> bool:
             return self._targets[number].serves and (may is None or may(number))
 
-        everyone = range(len(self._targets))
+        every = range(len(self._targets))
         if self.policy is RoutingPolicy.ROUND_ROBIN:
-            number = next(_in_turn(everyone, self._turn, serves), None)
+            number = next(_in_turn(every, self._turn, serves), None)
             self._turn = self._turn if number is None else number + 1
             return None if number is None else self._candidate(number)
-        found = self._drawn(everyone, _NUM_DRAWN, serves)
+        found = self._drawn(every, _NUM_DRAWN, serves)
         longest = self.index.longest(names, serves)
         for length in (longest, longest // 2):
             if length:

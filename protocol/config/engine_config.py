@@ -401,7 +401,7 @@ class RecoveryConfig(Section):
     another one."""
     allow_inexact_resume: bool = False
     """Requests whose engine is gone go on at an engine with other facts, if there is no equal one;
-    their answers say so. By default they wait stall_timeout_s for an equal one, and fail."""
+    their answers show it. By default they wait stall_timeout_s for an equal one, and fail."""
     give_up_after_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
     """Seconds of repeated deaths of a process after which the engine ends with a status other than
     0. Default: it is restarted without limit."""

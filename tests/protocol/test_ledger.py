@@ -208,7 +208,7 @@ def test_check_covers_the_model_and_the_fields_of_the_request_itself() -> None:
         assert (caught.value.error.code, caught.value.error.param) == (ErrorCode.INVALID, param)
 
 
-def test_cached_tokens_are_no_work_that_waits_until_the_request_moves() -> None:
+def test_cached_tokens_do_not_wait_to_be_computed() -> None:
     ledger = Ledger(9)
     for request_id in (1, 2):
         ledger.accept(AddRequest(request_id, [5] * 100, SamplingParams()))

@@ -231,7 +231,7 @@ def test_requests_of_a_lost_replica_that_have_begun_go_on_at_an_equal_one_only(
     play(cores, act, failover_s=0.1)
 
 
-def test_with_inexact_resume_a_request_goes_on_elsewhere_and_its_stream_says_so(
+def test_with_inexact_resume_a_request_goes_on_elsewhere_and_its_stream_shows_it(
     cores: Cores,
 ) -> None:
     with_facts(cores[0], checkpoint="a")
