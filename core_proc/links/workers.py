@@ -19,7 +19,10 @@ _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""
 
 
-_SIZES = ("num_gpu_blocks", "num_host_blocks", "num_state_blocks", "num_host_state_blocks")
+_SIZES = (
+    *("num_gpu_blocks", "num_host_blocks", "num_state_blocks", "num_host_state_blocks"),
+    "max_model_len",
+)
 """Fields of `ModelFacts` that depend on the memory that a rank has found."""
 
 
@@ -59,7 +62,7 @@ class WorkerGroup:
     def facts(self) -> ModelFacts:
         """The facts of a group that agrees; it resumes exactly only if all ranks do.
 
-        All ranks have as many blocks as the one with the fewest.
+        The group has as many blocks, and contexts as long, as the rank with the least memory.
         """
         all_facts = [self._workers[rank].hello.facts for rank in range(self._size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 
 from protocol.adapters import parse_lora_module
+from protocol.config.cpu_lists import parse_cpu_lists
 from protocol.config.engine_config import (
     AttentionName,
     ConfigError,
+    CpuPinning,
     Device,
     Dtype,
     EngineConfig,
@@ -158,6 +160,32 @@ def _process_rules(config: EngineConfig) -> Iterator[Rule]:
     )
 
 
+def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
+    """On which CPUs workers compute."""
+    worker, parallel = config.worker, config.parallel
+    if worker.worker_cpus is None:
+        return
+    yield (
+        worker.cpu_pinning is not CpuPinning.OFF,
+        "worker_cpus works without cpu_pinning only: both choose the CPUs of a worker",
+    )
+    try:
+        lists = parse_cpu_lists(worker.worker_cpus)
+    except ValueError as error:
+        yield True, f"worker_cpus: {error}"
+        return
+    num_workers = parallel.tensor_parallel_size * parallel.data_parallel_size
+    yield (
+        len(lists) != num_workers,
+        f"worker_cpus has {len(lists)} lists of CPUs for {num_workers} workers",
+    )
+    fewest = min(map(len, lists))
+    yield (
+        worker.num_threads is not None and worker.num_threads > fewest,
+        f"num_threads {worker.num_threads} must be at most {fewest}: worker_cpus has no more",
+    )
+
+
 def _draft_rules(config: EngineConfig) -> Iterator[Rule]:
     """The draft model."""
     has_draft_model = config.model.speculative_model is not None
@@ -236,6 +264,7 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _lora_rules,
     _tls_rules,
     _process_rules,
+    _cpu_rules,
     _draft_rules,
     _code_rules,
     _attention_rules,

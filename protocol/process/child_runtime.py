@@ -74,9 +74,6 @@ class ChildProcess:
         self.config = config
         self.epoch: int = arguments.epoch
         self.rank: int = arguments.rank
-        self.group_epoch = self.epoch - self.rank
-        """Names the incarnation of this process's group of ranks, whose epochs are consecutive. It
-        stays the same when a standby is promoted."""
         self.pid = os.getpid()
         self.listen_fd: int | None = arguments.listen_fd
         self.run_dir = make_run_dir(config.run.run_dir)

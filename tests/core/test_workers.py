@@ -46,11 +46,11 @@ def test_a_rank_with_other_facts_is_named_with_the_fields() -> None:
     )
 
 
-def test_a_group_has_as_many_blocks_as_its_smallest_rank_and_swaps_like_its_slowest() -> None:
+def test_a_group_has_the_sizes_of_its_smallest_rank_and_swaps_like_its_slowest() -> None:
     """Only what the ranks have found differs; a group of one has its own facts."""
     sizes: list[dict[str, int]] = [
         {"num_gpu_blocks": 100, "num_host_blocks": 7, "num_state_blocks": 9},
-        {"num_gpu_blocks": 90, "num_host_blocks": 8, "num_state_blocks": 9},
+        {"num_gpu_blocks": 90, "num_host_blocks": 8, "num_state_blocks": 9, "max_model_len": 480},
         {"num_gpu_blocks": 95, "num_host_blocks": 9, "num_state_blocks": 6},
     ]
     group = WorkerGroup(3, core_epoch=1)
@@ -60,6 +60,7 @@ def test_a_group_has_as_many_blocks_as_its_smallest_rank_and_swaps_like_its_slow
         assert group.enter(b"%d" % rank, 5 + rank, one)
     assert group.find_disagreement() is None
     least = {"num_gpu_blocks": 90, "num_host_blocks": 7, "num_state_blocks": 6}
+    least["max_model_len"] = 480
     assert group.facts == msgspec.structs.replace(FACTS, **least)
     assert group.swap_cost_tokens == 5.0
 

@@ -5,6 +5,7 @@ The engines have the null model, whose tokens are known.
 
 import os
 import signal
+from collections.abc import Sequence
 
 import pytest
 
@@ -28,8 +29,10 @@ def ready_pids(engine: Engine, role: Role, num_ranks: int = NUM_RANKS) -> list[i
     return eventually(ask, f"all ranks of {role} are ready")
 
 
-def start_group(start_engine: EngineFactory, num_ranks: int = NUM_RANKS) -> Engine:
-    engine = start_engine("--tensor-parallel-size", str(num_ranks), *FLAGS)
+def start_group(
+    start_engine: EngineFactory, num_ranks: int = NUM_RANKS, flags: Sequence[str] = ()
+) -> Engine:
+    engine = start_engine("--tensor-parallel-size", str(num_ranks), *FLAGS, *flags)
     ready_pids(engine, Role.STANDBY, num_ranks)
     return engine
 
@@ -37,8 +40,11 @@ def start_group(start_engine: EngineFactory, num_ranks: int = NUM_RANKS) -> Engi
 def test_a_standby_group_takes_the_place_of_a_group_after_the_death_of_each_rank(
     start_engine: EngineFactory,
 ) -> None:
-    """The same processes become the workers; other standbys start; no token is lost."""
-    engine = start_group(start_engine)
+    """The same processes become the workers, each on its CPU, and no token is lost."""
+    own_cpus = sorted(os.sched_getaffinity(0))[:NUM_RANKS]
+    has_cpus = len(own_cpus) == NUM_RANKS
+    flags = ("--worker-cpus", ":".join(map(str, own_cpus))) if has_cpus else ()
+    engine = start_group(start_engine, flags=flags)
     core = engine.pid(Role.CORE)
     load = loaded(engine, 600)
     for rank in range(NUM_RANKS):
@@ -46,6 +52,8 @@ def test_a_standby_group_takes_the_place_of_a_group_after_the_death_of_each_rank
         os.kill(workers[rank], signal.SIGKILL)
         eventually(lambda s=standbys: ready_pids(engine, Role.WORKER) == s, "they are promoted")
         assert not any(map(is_alive, workers)), "no rank is left of the group"
+        if has_cpus:
+            assert [os.sched_getaffinity(pid) for pid in standbys] == [{cpu} for cpu in own_cpus]
     load.check()
     ready_pids(engine, Role.STANDBY)
     assert engine.pid(Role.CORE) == core

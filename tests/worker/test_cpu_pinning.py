@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from protocol.config import CpuPinning, EngineConfig, WorkerConfig
+from protocol.config import CpuPinning, EngineConfig, ParallelConfig, RunConfig, WorkerConfig
 from worker_proc.startup import cpu_pinning
 from worker_proc.startup.cpu_pinning import pin_worker, worker_cpus
 
@@ -83,3 +83,27 @@ def test_two_cpus_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("it is confined"))
     monkeypatch.setattr(cpu_pinning, "available_cpus", lambda: 2)
     pin_worker(EngineConfig(worker=WorkerConfig(cpu_pinning=CpuPinning.AUTO)), 0)
+
+
+LISTED = EngineConfig(
+    worker=WorkerConfig(worker_cpus="2:3:5,8:9"),
+    parallel=ParallelConfig(tensor_parallel_size=2),
+    run=RunConfig(replica=1, num_replicas=2),
+)
+
+
+def test_each_rank_of_each_replica_computes_on_the_cpus_that_are_listed_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 8, 9})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *args: pinned.append(args))
+    for rank in range(2):
+        pin_worker(LISTED, rank)
+    assert pinned == [(0, {5, 8}), (0, {9})]
+
+
+def test_cpus_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
+    with pytest.raises(ValueError, match="contains 8; there are only the CPUs 0-2,5"):
+        pin_worker(LISTED, 0)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection
 
 from protocol.config import CpuPinning, EngineConfig
+from protocol.config.cpu_lists import format_cpus, parse_cpu_lists
 from worker_proc.loading.host_limits import available_cpus
 
 LEAST_CPUS = 3
@@ -17,17 +18,31 @@ CPUS_PER_FREE_ONE = 16
 
 
 def pin_worker(config: EngineConfig, rank: int) -> None:
-    """Confine this process as configured; threads that it starts later are confined, too."""
-    if config.worker.cpu_pinning is CpuPinning.OFF:
+    """Confine this process as configured; threads that it starts later are confined, too.
+
+    A ValueError names CPUs that it may not use.
+    """
+    listed = config.worker.worker_cpus
+    if listed is None and config.worker.cpu_pinning is CpuPinning.OFF:
         return
     present = os.sched_getaffinity(0)
     num_ranks = config.parallel.tensor_parallel_size
     num_workers = num_ranks * config.run.num_replicas
     place = num_ranks * (config.run.replica or 0) + rank
+    if listed is not None:
+        os.sched_setaffinity(0, _usable(parse_cpu_lists(listed)[place], present))
+        return
     chosen = worker_cpus(present, available_cpus(), num_workers, place)
     # More threads than CPUs would wait for each other in every part of a step.
     if chosen != present and (config.worker.num_threads or 0) <= len(chosen):
         os.sched_setaffinity(0, chosen)
+
+
+def _usable(wanted: set[int], present: set[int]) -> set[int]:
+    if not wanted <= present:
+        absent, here = format_cpus(wanted - present), format_cpus(present)
+        raise ValueError(f"worker_cpus contains {absent}; there are only the CPUs {here}")
+    return wanted
 
 
 def worker_cpus(present: Collection[int], num_usable: int, num_workers: int, rank: int) -> set[int]:

@@ -77,8 +77,8 @@ def _let_threads_sleep() -> None:
 def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) -> None:
     """Make the runner and compute until Stop arrives; a standby first waits for its promotion."""
     failpoint("worker.load")
-    pin_worker(child.config, child.rank)
     try:
+        pin_worker(child.config, child.rank)
         runner = make(child.progress)
         is_alone = child.config.parallel.tensor_parallel_size == 1
         if is_standby and is_alone and child.config.model.model != "null":
