@@ -189,3 +189,34 @@ def test_requests_are_spread_evenly(policy: str) -> None:
 
     with EngineProcesses.start(config) as engine:
         asyncio.run(play(engine))
+
+
+def test_prompt_of_another_client_is_found_by_the_events_of_the_caches() -> None:
+    config = null_config(data_parallel_size=2, enable_kv_events=True)
+    prompts = [[number] * 320 + [7] for number in range(10, 20)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    async def replica_of(client: ReplicatedClient, prompt: list[int]) -> tuple[int, int]:
+        """Return which replica computes a prompt, and how many tokens it has cached."""
+        stream = client.submit(prompt, params)
+        open_at = [bool(each.entry(stream.request_id)) for each in client.clients]
+        cached = [output.num_cached_tokens async for output in stream]
+        return open_at.index(True), cached[0] or 0
+
+    async def play(engine: EngineProcesses) -> None:
+        async with (
+            ReplicatedClient(engine.addresses, follow_kv_events=True) as first,
+            ReplicatedClient(engine.addresses, follow_kv_events=True) as second,
+        ):
+            await until_serving(first)
+            await until_serving(second)
+            before = [await replica_of(first, prompt) for prompt in prompts]
+            assert {cached for _, cached in before} == {0}
+            async with asyncio.timeout(TIMEOUT_S):
+                while len(second._router.index) < len(prompts) * 320 // 16:
+                    await asyncio.sleep(0.01)
+            after = [await replica_of(second, prompt) for prompt in prompts]
+            assert after == [(replica, 320) for replica, _ in before]
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
