@@ -337,20 +337,25 @@ async def test_a_request_that_ends_in_time_keeps_its_end(tmp_path: Path) -> None
     server.sessions.close()
 
 
+async def paused_server(directory: Path) -> Server:
+    """Start a server whose engine computes nothing."""
+    server = Server(directory)
+    server.client.is_paused = True
+    return await server.written()
+
+
 @pytest.mark.parametrize("has_snapshot", [False, True])
 @play
 async def test_engine_that_continues_a_request_is_known_after_a_restart(
     tmp_path: Path, has_snapshot: bool
 ) -> None:
-    server = await Server(tmp_path).written()
-    server.client.is_paused = True
+    server = await paused_server(tmp_path)
     session = await server.accept("r")
     session.histories[0].rebind("first", is_exact=True)
     session.histories[0].rebind("second", is_exact=False)
     for _ in range(1 + has_snapshot):  # every start begins with a snapshot
         server.sessions.close()
-        server = await Server(tmp_path).written()
-        server.client.is_paused = True
+        server = await paused_server(tmp_path)
         [history] = server.sessions._by_id["r"].histories
         assert history.resumed_inexactly
         [add] = server.client.requests
