@@ -26,12 +26,23 @@ QUICK = ("--hang-timeout-s", "0.5", "--first-step-timeout-s", "0.5", "--hang-ste
 """For deaths that are detected by a step's deadline; in other cases no deadline may pass."""
 
 
-@pytest.mark.parametrize("harm", ["segv@*", "exc@*", "hold:30000@*"])
+@pytest.mark.parametrize(
+    ("harm", "num_ranks"),
+    [
+        ("segv@*", 1),
+        ("exc@*", 1),
+        ("hold:30000@*", 1),
+        *(pytest.param(harm, 2, marks=pytest.mark.slow) for harm in ("segv@*", "exc@*")),
+        pytest.param("hold:30000@*", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_only_the_poison_request_is_refused_and_all_others_are_exact(
-    start_engine: EngineFactory, harm: str
+    start_engine: EngineFactory, harm: str, num_ranks: int
 ) -> None:
+    """All ranks of a group die, or hang, of it in the same step: it counts as one death."""
     start_engine.environ[failpoints.VARIABLE] = f"worker.poison={harm}"
-    engine = start_engine(*FLAGS, *QUICK * harm.startswith("hold"))
+    ranks = ("--tensor-parallel-size", str(num_ranks))
+    engine = start_engine(*FLAGS, *ranks, *QUICK * harm.startswith("hold"))
     engine.ready()
     streams: list[list[int]] = [[] for _ in PROMPTS]
     answered_after_s: list[float] = []

@@ -11,6 +11,7 @@ import pytest
 
 from protocol.lifecycle import ProcessState, Role
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
+from tests.system.test_restart import command
 from tests.system.test_standby import check_zombies, loaded
 
 NUM_RANKS = 2
@@ -46,7 +47,7 @@ def test_a_standby_group_takes_the_place_of_a_group_after_the_death_of_each_rank
     flags = ("--worker-cpus", ":".join(map(str, own_cpus))) if has_cpus else ()
     engine = start_group(start_engine, flags=flags)
     core = engine.pid(Role.CORE)
-    load = loaded(engine, 600)
+    load = loaded(engine, 400)
     for rank in range(NUM_RANKS):
         standbys, workers = (ready_pids(engine, role) for role in (Role.STANDBY, Role.WORKER))
         os.kill(workers[rank], signal.SIGKILL)
@@ -60,6 +61,7 @@ def test_a_standby_group_takes_the_place_of_a_group_after_the_death_of_each_rank
     check_zombies(engine)
 
 
+@pytest.mark.slow
 def test_the_death_of_a_standby_replaces_its_group_only(start_engine: EngineFactory) -> None:
     engine = start_group(start_engine)
     workers, standbys = (ready_pids(engine, role) for role in (Role.WORKER, Role.STANDBY))
@@ -68,6 +70,19 @@ def test_the_death_of_a_standby_replaces_its_group_only(start_engine: EngineFact
     eventually(lambda: not set(ready_pids(engine, Role.STANDBY)) & set(standbys), "others wait")
     load.check()
     assert ready_pids(engine, Role.WORKER) == workers
+    check_zombies(engine)
+
+
+@pytest.mark.slow
+def test_a_planned_restart_of_a_group_ends_in_its_standbys(start_engine: EngineFactory) -> None:
+    """The ranks end in any order; the engine needs no other load of the model."""
+    engine = start_group(start_engine)
+    standbys = ready_pids(engine, Role.STANDBY)
+    load = loaded(engine)
+    done = command(engine, "worker")
+    assert done.returncode == 0, done.stderr
+    assert ready_pids(engine, Role.WORKER) == standbys
+    load.check()
     check_zombies(engine)
 
 
