@@ -104,6 +104,10 @@ _API_GAUGES = (
 )
 _API_COUNTERS = (
     ("requests_moved", "Requests that went on at another replica."),
+    (
+        "requests_resumed_inexactly",
+        "Requests that an engine with another fingerprint has continued.",
+    ),
     ("requests_resumed", "Requests whose clients have come back."),
     ("journal_bytes", "Bytes handed to the journal."),
     ("journal_failures", "Failures to write the journal."),

@@ -239,7 +239,10 @@ class ApiState:
             "stored_responses": len(self.stored_responses),
             "stored_response_bytes": self.stored_responses.num_bytes,
         }
-        counters = {"requests_moved": self.client.num_moved}
+        counters = {
+            "requests_moved": self.client.num_moved,
+            "requests_resumed_inexactly": self.client.num_inexact,
+        }
         if self.sessions is not None:
             journaling = self.sessions.journaling
             measured["sessions"] = len(self.sessions)

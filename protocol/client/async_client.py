@@ -156,6 +156,11 @@ class AsyncEngineClient:
         """Frames with a body that could not be decoded, dropped."""
         return self._link.num_bad_frames
 
+    @property
+    def num_inexact(self) -> int:
+        """Requests that this engine continues, which one with another fingerprint has begun."""
+        return self._open.num_inexact
+
     async def start(self) -> None:
         """Begin to connect; returns at once."""
         self._loop = asyncio.get_running_loop()

@@ -61,6 +61,8 @@ class OpenRequests:
         """Requests that the core cannot continue exactly, and for how many seconds."""
         self.fingerprint = ""
         """Of the facts of the core; empty: not known yet."""
+        self.num_inexact = 0
+        """Requests of engines with another fingerprint that went on at this one."""
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -188,6 +190,7 @@ class OpenRequests:
             return
         if is_exact is None:
             is_exact = not entry.has_begun or not entry.add.fingerprint
+        self.num_inexact += not is_exact
         entry.add = msgspec.structs.replace(entry.add, fingerprint=self.fingerprint)
         self._receivers[entry.add.request_id].rebind(self.fingerprint, is_exact=is_exact)
 

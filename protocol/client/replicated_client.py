@@ -158,6 +158,11 @@ class ReplicatedClient:
         return sum(client.num_bad_frames for client in self.clients)
 
     @property
+    def num_inexact(self) -> int:
+        """Requests that an engine with another fingerprint has continued."""
+        return sum(client.num_inexact for client in self.clients)
+
+    @property
     def facts(self) -> ModelFacts | None:
         """Facts of the model, as a replica has them that serves, or else has served."""
         known = [client for client in self.clients if client.facts is not None]

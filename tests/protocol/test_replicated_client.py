@@ -249,6 +249,7 @@ def test_with_inexact_resume_a_request_goes_on_elsewhere_and_its_stream_shows_it
         cores.pop().link.close()
         await until(lambda: cores[0].num_added > 0 and cores[0].adds[-1].output_token_ids == [7, 8])
         assert stream.resumed_inexactly
+        assert client.num_inexact == client.num_moved == 1
         output(cores[0], 9, first_index=2)
         await until(lambda: stream.num_unread == 3)
 
