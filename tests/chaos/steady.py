@@ -124,7 +124,8 @@ class SteadySession(Session):
         """
         deadline = time.monotonic() + self._options.stream_timeout_s
         while time.monotonic() < deadline:
-            for pid in (await engine.pids(role))[:1]:
+            pids = await engine.pids(role)
+            for pid in pids[len(killed) % max(1, len(pids)) :][:1]:  # each rank in turn
                 moment = None if pid in killed else processes.kill(pid)
                 if moment is not None:
                     return Kill(moment, role, pid, "outside")
