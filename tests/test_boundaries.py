@@ -35,7 +35,16 @@ SUBPACKAGES = {
     "worker_proc": [
         *("native", "kv", "recurrent", "attention", "grammar", "sampling", "quantization"),
         *("gguf", "adapters"),
-        *("loading", "modules", "drafting", "calibration", "decoder", "cuda", "startup"),
+        *(
+            "loading",
+            "modules",
+            "drafting",
+            "calibration",
+            "decoder",
+            "parallel",
+            "cuda",
+            "startup",
+        ),
     ],
     "scripts": ["gguf", "hub", "supervisor", "bench", "batch"],
 }

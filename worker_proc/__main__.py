@@ -8,6 +8,7 @@ import sys
 
 from protocol.lifecycle import Role
 from protocol.process.child_runtime import ChildProcess
+from worker_proc.runner import ReportProgress, Runner
 from worker_proc.startup.start import make_runner, work
 
 _STANDBY_FLAG = "--standby"
@@ -22,8 +23,11 @@ def main() -> None:
         return
     argv = [argument for argument in sys.argv[1:] if argument != _STANDBY_FLAG]
     child = ChildProcess.from_argv("worker_proc", Role.WORKER, argv)
-    is_standby = _STANDBY_FLAG in sys.argv
-    work(child, lambda progress: make_runner(child.config, progress), is_standby=is_standby)
+
+    def make(progress: ReportProgress) -> Runner:
+        return make_runner(child.config, progress, child.rank)
+
+    work(child, make, is_standby=_STANDBY_FLAG in sys.argv)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
+from worker_proc.parallel.exchange import RankExchange
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
@@ -137,10 +138,12 @@ class ModelRunner:
         graphs: "DecodeGraphs | None" = None,
         adapters: AdapterStore | None = None,
         num_draft_states: int = 0,
+        exchange: RankExchange | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
         `num_draft_states`: blocks of states in the pool, beyond those that are announced.
+        `exchange`: with the other ranks, which compute the same steps.
         """
         self._model = loaded.model
         self._head = loaded.head
@@ -163,12 +166,15 @@ class ModelRunner:
         self._mask_computer: MaskComputer | None = None
         self._device_sampler = device_sampler
         self._graphs = graphs
+        self._exchange = exchange
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""
         self._steady: SteadyDecode | None = None
         """What the step before may be followed by."""
 
-    def reset(self) -> None:
+    def reset(self, epoch: int = 0) -> None:
+        if self._exchange is not None:
+            self._exchange.begin(epoch)
         self._mirror.reset()
         self._launched = None
         self._steady = None

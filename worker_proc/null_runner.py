@@ -146,7 +146,7 @@ class NullRunner:
         has_states = facts.kv_groups[-1].is_state
         self._states = NullStates(facts.block_size) if has_states else None
 
-    def reset(self) -> None:
+    def reset(self, epoch: int = 0) -> None:
         self._mirror.reset()
         self.sleep()
 

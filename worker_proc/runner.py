@@ -10,6 +10,10 @@ from worker_proc.grammar.compiler import GrammarCompiler
 PORTABLE_ATTENTION = "PyTorch (portable)"
 
 
+class StepAbandoned(Exception):
+    """The core that has sent a step is gone: the next adoption is on its way."""
+
+
 class LaunchedStep(Protocol):
     """A step that a runner has begun, and a device may still be computing."""
 
@@ -54,8 +58,11 @@ class Runner(Protocol):
     def adapters(self) -> KeptAdapters[Any] | None:
         """The adapters that its requests may have; None: it takes none. Constant."""
 
-    def reset(self) -> None:
-        """Forget every request; the next step may carry any `step_id`."""
+    def reset(self, epoch: int = 0) -> None:
+        """Forget every request; the next step may carry any `step_id`.
+
+        `epoch` is that of the link: all ranks that a core has adopted together have the same.
+        """
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step; raises a MirrorError if it contradicts those before it."""

@@ -24,7 +24,7 @@ from protocol.message import MAX_TEXT
 from worker_proc.adapters.service import AdapterService
 from worker_proc.grammar.compiler import compile_now
 from worker_proc.grammar.service import GrammarService
-from worker_proc.runner import LaunchedStep, Runner
+from worker_proc.runner import LaunchedStep, Runner, StepAbandoned
 
 
 class _FailedLaunch:
@@ -123,7 +123,7 @@ class WorkerShim:
         self.link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._launched = None
-        self._runner.reset()
+        self._runner.reset(epoch)
         if self._grammars is not None:
             self._grammars.begin_adoption()
         if self._adapters is not None:
@@ -178,6 +178,8 @@ class WorkerShim:
     def _finish(self, step_id: int, launched: LaunchedStep) -> WorkerToCore | None:
         try:
             output = launched.finish()
+        except StepAbandoned:
+            return None
         except Exception as error:
             self.failure = error
             return StepFailed(step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])

@@ -271,7 +271,7 @@ class ParallelConfig(Section):
     """Ranks of a model, and replicas of the engine."""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Ranks that the model is split over."""
+    """Ranks that the model is split over: workers that each hold a part of every matrix."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Replicas of the engine, each with a core and workers of its own. A request whose replica is
     lost goes on at another one."""
@@ -450,6 +450,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     api: ApiConfig = field(default_factory=ApiConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all replicas, which share a machine."""
+        return self.parallel.tensor_parallel_size * self.run.num_replicas
 
 
 class ConfigError(Exception):

@@ -151,8 +151,12 @@ def _process_rules(config: EngineConfig) -> Iterator[Rule]:
     standby_workers = config.recovery.standby_workers
     is_parallel = config.parallel.tensor_parallel_size > 1
     yield (
-        is_parallel and config.model.model != _NULL,
-        "tensor_parallel_size above 1 works with the null model only",
+        is_parallel and config.model.device is Device.CUDA,
+        "tensor_parallel_size above 1 needs device cpu",
+    )
+    yield (
+        is_parallel and config.model.speculative_model is not None,
+        "speculative_model needs tensor_parallel_size 1",
     )
     yield (
         bool(standby_workers) and config.model.device is Device.CUDA,

@@ -89,7 +89,18 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"max_num_scheduled_tokens": 2049}, "at most max_num_batched_tokens 2048"),
         ({"enable_kv_events": True, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"max_model_len": 10, "long_prefill_token_threshold": 20}, "at most max_model_len 10"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        (
+            {"tensor_parallel_size": 2, "device": "cuda"},
+            "tensor_parallel_size above 1 needs device cpu",
+        ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "speculative_model": "small",
+                "num_speculative_tokens": 2,
+            },
+            "speculative_model needs tensor_parallel_size 1",
+        ),
         (
             {"model": "null", "enable_lora": True, "tensor_parallel_size": 2},
             "enable_lora needs tensor_parallel_size 1",

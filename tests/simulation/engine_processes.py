@@ -228,9 +228,9 @@ class CheckedModel(SimulatedModel):
         self._read_epoch = read_epoch
         self._epoch = -1
 
-    def reset(self) -> None:
+    def reset(self, epoch: int = 0) -> None:
         self._epoch = self._read_epoch()
-        super().reset()
+        super().reset(epoch)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self._read_epoch() != self._epoch:

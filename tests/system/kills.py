@@ -15,6 +15,14 @@ MAX_TOKENS = 500
 PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
 
+def params_of(num_prompts: int) -> list[SamplingParams]:
+    """Return the parameters of as many prompts, which are sampled."""
+    return [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=1 + number, ignore_eos=True)
+        for number in range(num_prompts)
+    ]
+
+
 def check_tokens_after_kills(engine: Engine, num_prompts: int = len(PROMPTS)) -> ModelFacts:
     """Kill the worker and then the core of an engine with a standby, each under some streams.
 
@@ -22,10 +30,7 @@ def check_tokens_after_kills(engine: Engine, num_prompts: int = len(PROMPTS)) ->
     """
     prompts = PROMPTS[:num_prompts]
     wait_for(engine, Role.STANDBY, timeout_s=LOAD_TIMEOUT_S)
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=1 + number, ignore_eos=True)
-        for number in range(num_prompts)
-    ]
+    params = params_of(num_prompts)
     with EngineClient(engine.address) as client:
         facts = client.wait_ready(LOAD_TIMEOUT_S)
         assert facts.exact_resume

@@ -46,8 +46,8 @@ class Recorder:
         self.swap_cost_tokens = runner.swap_cost_tokens
         self.vectors: dict[int, bytes] = {}
 
-    def reset(self) -> None:
-        self._runner.reset()
+    def reset(self, epoch: int = 0) -> None:
+        self._runner.reset(epoch)
 
     def sleep(self) -> None:
         self._runner.sleep()

@@ -37,7 +37,7 @@ from worker_proc import loop
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import QUIET_S, WorkerLoop
-from worker_proc.runner import ComputedStep, LaunchedStep
+from worker_proc.runner import ComputedStep, LaunchedStep, StepAbandoned
 from worker_proc.shim import WorkerShim
 
 FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
@@ -61,7 +61,7 @@ class FakeRunner:
         self.executed_at = self.prepared_at = 0.0
         self.error: Exception | None = None
 
-    def reset(self) -> None:
+    def reset(self, epoch: int = 0) -> None:
         self.num_resets += 1
 
     def prepare_memory(self) -> bool:
@@ -238,6 +238,19 @@ def test_a_device_that_fails_fails_the_step_that_it_computed() -> None:
     runner.launched[0].error = RuntimeError("illegal address")
     assert shim.on_message(9, step(1)) == StepFailed(0, "RuntimeError: illegal address")
     assert shim.failure is runner.launched[0].error
+
+
+def test_a_step_that_is_abandoned_is_not_answered() -> None:
+    """Its core is gone, and the worker goes on with the next one."""
+    runner = FakeRunner()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    shim.on_message(9, Adopt(0))
+    runner.error = StepAbandoned("another rank was adopted again")
+    assert shim.on_message(9, step(0)) is None
+    assert shim.failure is None
+    runner.error = None
+    shim.on_message(10, Adopt(0))
+    assert isinstance(shim.on_message(10, step(0)), ModelRunnerOutput)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

@@ -65,7 +65,7 @@ def most_cache_bytes(device: torch.device, config: EngineConfig) -> int:
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     if device.type == "cpu":
-        return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // (2 * config.run.num_replicas))
+        return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // (2 * config.num_workers))
     _, total = torch.cuda.mem_get_info(device)
     return int(total * config.cache.gpu_memory_utilization)
 

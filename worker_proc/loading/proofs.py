@@ -39,8 +39,8 @@ T = TypeVar("T")
 class Proofs:
     """The proofs about the configured checkpoint: without kernels, and with a native library."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._key = list(_key(config))
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._key = [*_key(config), bytes([rank])]
 
     def without_kernels(self) -> StartCache:
         """Return what holds whatever computes the model."""
@@ -53,10 +53,13 @@ class Proofs:
         return StartCache("proofs", [*self._key, kernels])
 
 
-def find_proofs(config: EngineConfig) -> Proofs | None:
-    """Return the proofs about the configured checkpoint; None: its files cannot be listed."""
+def find_proofs(config: EngineConfig, rank: int = 0) -> Proofs | None:
+    """Return the proofs about the configured checkpoint, or a rank's part of it.
+
+    None: its files cannot be listed.
+    """
     try:
-        return Proofs(config)
+        return Proofs(config, rank)
     except OSError:  # loading it names the error
         return None
 

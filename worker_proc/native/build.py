@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = (
-    *("attention.cpp", "decoder.cpp", "linear.cpp", "low_rank.cpp", "pointwise.cpp"),
-    "recurrence.cpp",
-    "sampling.cpp",
+    *("attention.cpp", "decoder.cpp", "exchange.cpp", "linear.cpp", "low_rank.cpp"),
+    *("pointwise.cpp", "recurrence.cpp", "sampling.cpp"),
 )
 HEADERS = (
     *("attention.h", "attention_pairs.h", "channel_scan.h", "choice.h", "coded_kv.h"),

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from worker_proc.native.build import library_path, prebuilt_path
+from worker_proc.native.exchange import ExchangeArgs, NativeExchange
 from worker_proc.native.recurrence import (
     ConvolutionArgs,
     GatedNormArgs,
@@ -413,6 +414,10 @@ class NativeLibrary:
             self._library.troika_enable_tiles()
         self.has_pairs = bool(self._library.troika_has_pairs())
         """Whether attention in bfloat16 has kernels for pairs of values (attention_pairs.h)."""
+
+    def exchange(self, memory: int, rank: int, num_ranks: int, slot_bytes: int) -> NativeExchange:
+        """Return what exchanges rows with other ranks, over shared memory at an address."""
+        return NativeExchange(self._library, ExchangeArgs(memory, rank, num_ranks, slot_bytes))
 
     def attend(
         self,

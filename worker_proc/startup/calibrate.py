@@ -10,13 +10,20 @@ from worker_proc.calibration.kv_codes import as_plain, check_codes
 from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.adapter_proof import AdapterProof, prove_adapters
-from worker_proc.decoder.install import decoding, find_settings, is_whole_exact, uninstall
+from worker_proc.decoder.install import (
+    decoding,
+    find_settings,
+    is_whole_exact,
+    read_layers,
+    uninstall,
+)
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
+from worker_proc.parallel.connect import can_connect
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states
@@ -65,7 +72,7 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, plain, plain_layout)
     settings: list[LayerSettings] = []
-    if config.worker.native_decoder is NativeDecoder.AUTO and not loaded.recurrent:
+    if config.worker.native_decoder is NativeDecoder.AUTO and _can_decode(prepared, config):
         settings = find_settings(prepared, plain, plain_layout, stepwise)
     if layout.format is not KVFormat.PLAIN:
         stepwise = check_codes(loaded, plain, backend, layout)
@@ -97,6 +104,17 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         draft_is_whole,
         adapters,
     )
+
+
+def _can_decode(prepared: PreparedModel, config: EngineConfig) -> bool:
+    """Return whether the layers can be computed apart from their modules."""
+    executor, loaded = prepared.executor, prepared.loaded
+    if loaded.recurrent or executor is None:
+        return False
+    if config.parallel.tensor_parallel_size == 1:
+        return True
+    layers = read_layers(executor, loaded)
+    return layers is not None and can_connect(layers)
 
 
 def _calibrate_draft(

@@ -27,7 +27,7 @@ def pin_worker(config: EngineConfig, rank: int) -> None:
         return
     present = os.sched_getaffinity(0)
     num_ranks = config.parallel.tensor_parallel_size
-    num_workers = num_ranks * config.run.num_replicas
+    num_workers = config.num_workers
     place = num_ranks * (config.run.replica or 0) + rank
     if listed is not None:
         os.sched_setaffinity(0, _usable(parse_cpu_lists(listed)[place], present))
@@ -43,6 +43,11 @@ def _usable(wanted: set[int], present: set[int]) -> set[int]:
         absent, here = format_cpus(wanted - present), format_cpus(present)
         raise ValueError(f"worker_cpus contains {absent}; there are only the CPUs {here}")
     return wanted
+
+
+def is_confined() -> bool:
+    """Return whether this process may use fewer CPUs than the one that has started it."""
+    return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
 
 
 def worker_cpus(present: Collection[int], num_usable: int, num_workers: int, rank: int) -> set[int]:

@@ -6,10 +6,12 @@ import torch
 
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from protocol.process.run_dir import make_run_dir
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.decoder.install import install
 from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
+from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
@@ -19,12 +21,15 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.parallel.connect import connect
+from worker_proc.parallel.exchange import RankExchange
 from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.startup.build import describe_build
 from worker_proc.startup.calibrate import Calibration, calibrate
+from worker_proc.startup.cpu_pinning import is_confined
 from worker_proc.startup.parts import (
     block_bytes_of,
     make_backend,
@@ -41,20 +46,22 @@ _log = logging.getLogger(__name__)
 
 
 def load_model_runner(
-    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
+    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False, rank: int = 0
 ) -> ModelRunner:
     """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py.
 
     With `keeps_proofs`, what is proven here is not proven again at the next start.
     """
     torch.set_num_threads(num_threads(config))
-    prepared = prepare_model(config, progress, keeps_proofs=keeps_proofs)
-    return build_runner(prepared, config, calibrate(prepared, config, progress), progress)
+    prepared = prepare_model(config, progress, keeps_proofs=keeps_proofs, rank=rank)
+    calibration = calibrate(prepared, config, progress)
+    return build_runner(prepared, config, calibration, progress, rank=rank)
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Return how many threads compute: as configured, else this replica's share of the CPUs."""
-    return config.worker.num_threads or max(1, available_cpus() // config.run.num_replicas)
+    """Return how many threads compute: as configured, else this worker's share of the CPUs."""
+    num_workers = 1 if is_confined() else config.num_workers
+    return config.worker.num_threads or max(1, available_cpus() // num_workers)
 
 
 def build_runner(
@@ -62,6 +69,8 @@ def build_runner(
     config: EngineConfig,
     calibration: Calibration,
     progress: ReportProgress,
+    *,
+    rank: int = 0,
 ) -> ModelRunner:
     """Size and allocate the KV cache of a loaded and checked model, and connect the two."""
     loaded = prepared.loaded
@@ -82,7 +91,10 @@ def build_runner(
         num_state_blocks=facts.num_state_blocks + size.num_draft_states,
         num_swap_states=facts.num_host_state_blocks,
     )
-    install(prepared, calibration.decoder, is_whole=calibration.is_whole)
+    stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
+    exchange = _make_exchange(prepared, config, rank)
+    if exchange is not None:
+        connect(loaded, stack, exchange)
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
     progress("allocate_cache", 1, 1)
@@ -100,7 +112,18 @@ def build_runner(
         graphs=graphs,
         adapters=prepared.adapters,
         num_draft_states=size.num_draft_states,
+        exchange=exchange,
     )
+
+
+def _make_exchange(prepared: PreparedModel, config: EngineConfig, rank: int) -> RankExchange | None:
+    """Return what exchanges sums with the other ranks, if there are some."""
+    num_ranks = config.parallel.tensor_parallel_size
+    if num_ranks == 1:
+        return None
+    if prepared.kernels is None:
+        raise UnsupportedModel(f"tensor_parallel_size {num_ranks} needs the compiled kernels")
+    return RankExchange(prepared.kernels, rank, num_ranks, make_run_dir(config.run.run_dir))
 
 
 def _size_cache(

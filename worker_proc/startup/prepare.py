@@ -17,7 +17,13 @@ from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.draft import check_draft
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.layer_executor import LayerExecutor
-from worker_proc.loading.loader import CheckedModel, LoadedModel, check_model, load_checked
+from worker_proc.loading.loader import (
+    CheckedModel,
+    LoadedModel,
+    check_model,
+    load_checked,
+    rehearse,
+)
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import Proofs, find_proofs
 from worker_proc.loading.start_cache import StartCache
@@ -38,6 +44,7 @@ from worker_proc.modules.quantization import (
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, Format, NativeLibrary, load_library
+from worker_proc.parallel.sharding import Share, check_division, shard
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
@@ -54,16 +61,22 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_model(
-    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
+    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False, rank: int = 0
 ) -> PreparedModel:
-    """Load the configured checkpoints, and round, fuse and pack their modules as configured."""
+    """Load the configured checkpoints, and round, fuse and pack their modules as configured.
+
+    Of several ranks, each keeps its part of the matrices.
+    """
     device = resolve_device(config.model.device)
     quantization = config.model.quantization
-    kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
+    kept = find_proofs(config, rank) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device)
     checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
     checked, checked_draft, library = _check(config, device, kept, progress)
     loaded = load_checked(checked, progress)
+    share = Share(rank, config.parallel.tensor_parallel_size)
+    if share.num_ranks > 1:
+        loaded = shard(loaded, share)
     draft = None if checked_draft is None else load_checked(checked_draft, progress)
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
@@ -124,6 +137,8 @@ def _check(
         max_model_len=config.model.max_model_len,
     )
     check_settings(checked, config)
+    if (num_ranks := config.parallel.tensor_parallel_size) > 1:
+        check_division(rehearse(checked), checked.inspected.probed.layers, Share(0, num_ranks))
     draft = check_draft(config.model, checked, progress)
     check_cache(checked, rehearse_model(checked, quantization, proofs), config)
     if draft is not None:

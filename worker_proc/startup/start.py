@@ -33,8 +33,8 @@ NULL_BLOCK_BYTES = 65_536  # of swap_space_bytes
 _SPIN_COUNT = "2000"  # about 0.1 ms
 
 
-def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
-    """Load the configured model. The null runner never imports torch.
+def make_runner(config: EngineConfig, progress: ReportProgress, rank: int = 0) -> Runner:
+    """Load the configured model, or a rank's part of it. The null runner never imports torch.
 
     A ValueError is final: settings or checkpoint cannot be used.
     """
@@ -45,7 +45,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
     with lean_imports():
         from worker_proc.startup.load_runner import load_model_runner
 
-    return load_model_runner(config, progress, keeps_proofs=True)
+    return load_model_runner(config, progress, keeps_proofs=True, rank=rank)
 
 
 def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:

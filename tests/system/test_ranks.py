@@ -1,0 +1,44 @@
+"""A model that is divided among workers: kill -9 of any rank, and of the core, changes no token."""
+
+import os
+import signal
+
+import pytest
+
+from protocol.client import EngineClient
+from protocol.lifecycle import Role
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
+from tests.system.kills import MAX_TOKENS, PROMPTS, params_of
+from worker_proc.native.build import build, compiler
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("num_ranks", "victims"),
+    [
+        (2, [(Role.WORKER, 1), (Role.CORE, 0)]),
+        pytest.param(2, [(Role.WORKER, 0), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
+        pytest.param(4, [(Role.WORKER, rank) for rank in range(4)], marks=SLOW),
+    ],
+)
+def test_streams_go_on_after_kill_9(
+    num_ranks: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
+) -> None:
+    """The other ranks cannot go on alone: the whole group is started again."""
+    build()
+    flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks))
+    engine = start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
+    requests = list(zip(PROMPTS[:3], params_of(3), strict=True))
+    with EngineClient(engine.address) as client:
+        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
+        assert all(len(tokens) == MAX_TOKENS for tokens in alone)
+        for role, rank in victims:
+            streams = [client.submit(*request) for request in requests]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            os.kill(engine.pid(role, rank), signal.SIGKILL)
+            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone

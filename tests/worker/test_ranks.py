@@ -1,0 +1,241 @@
+"""Ranks that hold parts of a model compute its tokens; here they are threads of one process."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Olmo2Config, Phi3Config
+
+from protocol.config import (
+    CacheConfig,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    NativeDecoder,
+    ParallelConfig,
+    RunConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
+from tests.worker.driving import Run, drive
+from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from worker_proc.errors import UnsupportedModel
+from worker_proc.model_runner import ModelRunner
+from worker_proc.native.kernels import load_library
+from worker_proc.parallel.exchange import RankExchange, RankMissing
+from worker_proc.parallel.sharding import Share
+from worker_proc.runner import StepAbandoned
+from worker_proc.startup.load_runner import load_model_runner
+
+TIMEOUT_S = 60.0
+REFUSED = {
+    "gemma3n_shared": "keys of another layer",
+    "gemma4_shared": "keys of another layer",
+    "olmo2": "q_norm.weight belongs to all heads at once",
+    "olmoe": "q_norm.weight belongs to all heads at once",
+    "gpt2": "not made of queries",
+    "opt": "not made of queries",
+    "granite4_dense": "mlp is missing",
+    "gpt_oss": "not made of gates",
+    "llama4": "mlp is missing",
+    "deepseek_v2": "not made of queries",
+    "deepseek_v3": "not made of queries",
+    "glm4_moe_lite": "not made of queries",
+    "minicpm3": "not made of queries",
+}
+"""Architectures that cannot be divided yet, and a part of the reason."""
+
+
+class Ranks:
+    """The runners of all ranks of a model, in one process."""
+
+    def __init__(self, directory: Path, num_ranks: int, **settings: Any) -> None:
+        """Take settings of the worker, and a `dtype`."""
+        dtype = Dtype(settings.pop("dtype", "float32"))
+        run_dir = directory.with_name(f"{directory.name}-run")
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype=dtype),
+            cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=400),
+            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+            parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+            worker=WorkerConfig(num_threads=1, **settings),
+            run=RunConfig(run_dir=str(run_dir)),
+        )
+        self.runners: list[ModelRunner] = [
+            load_model_runner(config, lambda phase, done, total: None, rank=rank)
+            for rank in range(num_ranks)
+        ]
+
+    def drive(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **options: object,
+    ) -> Run:
+        """Let all ranks compute the same requests, and return what rank 0 has computed."""
+        first, *others = at_once(
+            [partial(drive, runner, prompts, params, **options) for runner in self.runners]
+        )
+        assert all(run.output_token_ids == first.output_token_ids for run in others)
+        assert isinstance(first, Run)
+        return first
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Make calls in threads of their own, and return their results."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result(TIMEOUT_S) for future in [threads.submit(call) for call in calls]]
+
+
+def compare_with_generate(directory: Path, config: Any, num_ranks: int) -> Ranks:
+    """Compare greedy tokens in fp32 with those of transformers, for a new model."""
+    model = build_checkpoint(directory, config)
+    model.set_attn_implementation("eager")
+    prompts = make_prompts()
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    ranks = Ranks(directory, num_ranks)
+    assert ranks.drive(prompts).output_token_ids == expected
+    assert ranks.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks"),
+    [(LlamaConfig(**SHAPE), 4), (Phi3Config(**SHAPE), 2)],
+    ids=["more ranks than KV heads", "fused matrices"],
+)
+def test_ranks_compute_the_tokens_of_the_whole_model(
+    config: Any, num_ranks: int, tmp_path: Path
+) -> None:
+    ranks = compare_with_generate(tmp_path / "model", config, num_ranks)
+    facts = ranks.runners[0].facts
+    assert facts.decoder == "native"
+    assert facts.exact_resume, facts.exact_resume_reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.name)
+def test_every_architecture_is_divided_or_refused(
+    architecture: Architecture, num_ranks: int, tmp_path: Path
+) -> None:
+    if (reason := REFUSED.get(architecture.name)) is None:
+        compare_with_generate(tmp_path / "model", architecture.config(), num_ranks)
+        return
+    build_checkpoint(tmp_path / "model", architecture.config())
+    with pytest.raises(UnsupportedModel, match=reason):
+        Ranks(tmp_path / "model", num_ranks)
+
+
+def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) -> None:
+    """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
+    build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
+    prompts = make_prompts()
+    params = [
+        SamplingParams(
+            max_tokens=8,
+            temperature=1.3,
+            seed=seed,
+            presence_penalty=0.5,
+            logprobs=2,
+            ignore_eos=True,
+        )
+        for seed in range(len(prompts))
+    ]
+    for decoder in NativeDecoder:
+        ranks = Ranks(tmp_path / "model", 2, dtype="bfloat16", native_decoder=decoder)
+        together = ranks.drive(prompts, params).output_token_ids
+        assert ranks.drive(prompts, params, max_num_seqs=1).output_token_ids == together
+        assert ranks.drive(prompts, params, max_num_batched_tokens=7).output_token_ids == together
+        began = [tokens[:3] for tokens in together]
+        assert ranks.drive(prompts, params, outputs=began).output_token_ids == together
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "reason"),
+    [
+        (LlamaConfig(**SHAPE), 3, "tensor_parallel_size 3: model.layers.0.self_attn has 4 heads"),
+        (LlamaConfig(**SHAPE | {"intermediate_size": 97}), 2, "mlp has 97 inner columns"),
+        (Olmo2Config(**SHAPE), 2, "q_norm.weight belongs to all heads at once"),
+    ],
+    ids=["heads", "columns", "norm"],
+)
+def test_what_cannot_be_divided_is_refused(
+    config: Any, num_ranks: int, reason: str, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path / "model", config)
+    with pytest.raises(UnsupportedModel, match=reason):
+        Ranks(tmp_path / "model", num_ranks)
+
+
+def test_fewer_units_than_ranks_are_held_by_several() -> None:
+    assert [list(Share(rank, 4).of(8)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [list(Share(rank, 4).of(2)) for rank in range(4)] == [[0], [0], [1], [1]]
+
+
+def make_exchanges(run_dir: Path, num_ranks: int, **options: Any) -> list[RankExchange]:
+    library = load_library()
+    if library is None:
+        pytest.skip("no compiled kernels")
+    exchanges = [
+        RankExchange(library, rank, num_ranks, str(run_dir), **options) for rank in range(num_ranks)
+    ]
+    for exchange in exchanges:
+        exchange.begin(1)
+    return exchanges
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_are_those_of_float32_in_the_order_of_the_ranks(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Rows are exchanged in several parts, and lie apart in memory."""
+    exchanges = make_exchanges(tmp_path, 3, slot_bytes=4096)
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in (1, 200, 7):
+        wide = torch.randn(3, num_rows, 40, generator=generator).to(dtype)
+        parts = [each[:, :33] for each in wide.clone()]
+        expected = ((wide[0].float() + wide[1].float()) + wide[2].float())[:, :33].to(dtype)
+        at_once([partial(one.add, rows) for one, rows in zip(exchanges, parts, strict=True)])
+        assert all(torch.equal(rows, expected) for rows in parts)
+        columns = [each[:, :5].contiguous() for each in wide]
+        gathered = at_once(
+            [partial(one.gather, rows) for one, rows in zip(exchanges, columns, strict=True)]
+        )
+        assert all(torch.equal(found, torch.cat(columns, dim=1)) for found in gathered)
+
+
+def test_a_missing_rank_is_named_after_a_while(tmp_path: Path) -> None:
+    first, _ = make_exchanges(tmp_path, 2, timeout_s=0.2)
+    with pytest.raises(RankMissing, match=r"rank 1 has not computed its part in 0\.2 s"):
+        first.add(torch.zeros(1, 4))
+
+
+def test_a_rank_without_a_first_one_gives_up(tmp_path: Path) -> None:
+    _, second = make_exchanges(tmp_path, 2, timeout_s=0.2)
+    with pytest.raises(RankMissing, match="rank 0 has made no"):
+        second.add(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("has_joined", [True, False])
+def test_an_adoption_ends_the_waits_of_the_one_before(has_joined: bool, tmp_path: Path) -> None:
+    """As after the death of a core that has sent a step to one rank only."""
+    first, second = make_exchanges(tmp_path, 2)
+    if has_joined:
+        at_once([partial(one.add, torch.zeros(1, 4)) for one in (first, second)])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.add, torch.zeros(1, 4))
+        second.begin(2)
+        with pytest.raises(StepAbandoned, match="adopted again"):
+            waiting.result(TIMEOUT_S)
+    first.begin(2)
+    rows = torch.ones(1, 4), torch.ones(1, 4)
+    at_once([partial(one.add, each) for one, each in zip((first, second), rows, strict=True)])
+    assert torch.equal(rows[0], torch.full((1, 4), 2.0))

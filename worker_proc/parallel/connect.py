@@ -1,0 +1,56 @@
+"""Lets the layers of a divided model add up what the ranks have computed."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker_proc.decoder.hooks import HookPoint, Projection, When
+from worker_proc.decoder.program import hooked_projections
+from worker_proc.decoder.stack import DecoderStack
+from worker_proc.loading.layer_executor import Stack
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.modules.packed_linear import output_layer
+from worker_proc.parallel.exchange import RankExchange
+from worker_proc.parallel.sharding import ATTENTION_OUT, is_divided, layer_name
+
+
+def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) -> None:
+    """Exchange sums behind each attention and MLP, in the modules or in the native decoder.
+
+    The output layer gathers the logits of all ranks.
+    """
+    head = output_layer(loaded.model)
+    if head is not None and is_divided(head, loaded.vocab_size):
+        head.register_forward_hook(partial(_gather, exchange))
+    if isinstance(stack, DecoderStack):
+        points = [
+            HookPoint(index, projection, When.AFTER)
+            for index in range(stack.num_layers)
+            for projection in (Projection.OUT, Projection.DOWN)
+        ]
+        stack.set_hooks(dict.fromkeys(points, lambda _, outputs: exchange.add(outputs)))
+        return
+
+    def add(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        rows = output.flatten(0, -2).contiguous()
+        exchange.add(rows)
+        return rows.view(output.shape)
+
+    for layer in loaded.layers:
+        for name in (f"{layer.module_name}.{ATTENTION_OUT}", f"{layer_name(layer)}.mlp"):
+            loaded.model.get_submodule(name).register_forward_hook(add)
+
+
+def _gather(
+    exchange: RankExchange, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    num_tokens = exchange.num_ranks * output.shape[-1]
+    return exchange.gather(output.flatten(0, -2)).view(*output.shape[:-1], num_tokens)
+
+
+def can_connect(layers: Sequence[Any]) -> bool:
+    """Return whether the native decoder can stop behind every attention and MLP of its layers."""
+    return all(Projection.DOWN in hooked_projections(layer) for layer in layers)

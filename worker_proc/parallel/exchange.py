@@ -1,0 +1,176 @@
+"""The sums that the ranks of a model exchange in every layer, through memory that they share.
+
+The memory is a file that rank 0 makes when a core has adopted the group, and that is gone from its
+directory once all ranks have it. Its name contains the epoch of the link, so ranks of different
+adoptions never meet, and each adoption begins with counters at zero.
+
+A core may die between sending a step to one rank and to the next. So each rank writes the epoch of
+its last adoption to a board, and one that waits for a rank with a greater epoch abandons its step.
+"""
+
+import ctypes
+import hashlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.runner import StepAbandoned
+
+SLOT_BYTES = 1 << 20
+"""Of the rows that are exchanged at once; more are divided."""
+TIMEOUT_S = 60.0
+"""Of one wait. If a rank dies, it ends earlier: the supervisor kills the others of its group."""
+SHARED_MEMORY = Path("/dev/shm")
+_LOOK_S = 0.001  # between looks for the file of rank 0
+_SLICE_NS = 50_000_000  # of a wait, in which no signal is handled and no epoch is read
+_EPOCH_BYTES = 8
+
+_log = logging.getLogger(__name__)
+
+
+class RankMissing(RuntimeError):
+    """Another rank has not taken its part in an exchange."""
+
+
+class RankExchange:
+    """One rank's side; every rank makes the same calls in the same order."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        rank: int,
+        num_ranks: int,
+        run_dir: str,
+        *,
+        slot_bytes: int = SLOT_BYTES,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Take the rank's number; the file is made in shared memory, or else in the run directory.
+
+        The ranks are children of one supervisor, whose pid is in the file's name.
+        """
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._library = library
+        self._slot_bytes = slot_bytes
+        self._timeout_s = timeout_s
+        self._directory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(run_dir)
+        digest = hashlib.blake2s(run_dir.encode(), digest_size=6).hexdigest()
+        self._prefix = f"troika-{digest}-{os.getppid()}-"
+        self._board = _open_board(Path(run_dir) / f"ranks-{os.getppid()}", num_ranks)
+        self._epoch: int | None = None
+        self._memory: mmap.mmap | None = None
+        self._native: NativeExchange | None = None
+        self._sequence = 0
+
+    def begin(self, epoch: int) -> None:
+        """Leave the exchange of the last adoption; the first call after this joins the next one."""
+        self._native, self._memory = None, None
+        self._epoch = epoch
+        self._board[self.rank] = epoch
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Replace rows, `[T, width]`, by the sums of all ranks' rows, in float32.
+
+        All ranks get the same bits. RankMissing: another rank is not there. StepAbandoned: it was
+        adopted again.
+        """
+        native = self._joined()
+        for part in self._parts(rows):
+            self._exchange(native, part)
+            native.add(part, self._sequence)
+
+    def gather(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the columns of all ranks, `[T, num_ranks * width]`, in the order of the ranks."""
+        native = self._joined()
+        shape = len(columns), self.num_ranks * columns.shape[1]
+        out = torch.empty(shape, dtype=columns.dtype)
+        first = 0
+        for part in self._parts(columns):
+            self._exchange(native, part)
+            native.gather(part, self._sequence, out[first:])
+            first += len(part)
+        return out
+
+    def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield consecutive rows that fit into a slot."""
+        row_bytes = rows.shape[1] * rows.element_size()
+        if row_bytes > self._slot_bytes:
+            raise ValueError(f"a row of {row_bytes} bytes exceeds a slot of {self._slot_bytes}")
+        yield from rows.split(self._slot_bytes // row_bytes)
+
+    def _exchange(self, native: NativeExchange, rows: torch.Tensor) -> None:
+        self._sequence += 1
+        native.publish(rows, self._sequence)
+        self._await_all(native, time.monotonic() + self._timeout_s)
+
+    def _await_all(self, native: NativeExchange, deadline: float) -> None:
+        while (found := native.wait(self._sequence, _SLICE_NS)) != ALL_PUBLISHED:
+            self._check(deadline, f"rank {found} has not computed its part")
+
+    def _check(self, deadline: float, problem: str) -> None:
+        """Raise an error if there is nothing to wait for any more."""
+        assert self._epoch is not None
+        if max(self._board) > self._epoch:
+            raise StepAbandoned("another rank was adopted again")
+        if time.monotonic() > deadline:
+            raise RankMissing(f"{problem} in {self._timeout_s} s")
+
+    def _joined(self) -> NativeExchange:
+        if self._native is None:
+            self._native = self._join()
+        return self._native
+
+    def _join(self) -> NativeExchange:
+        """Map the file of this adoption, and wait until all ranks have it."""
+        if self._epoch is None:
+            raise RuntimeError("ranks exchange rows after an adoption only")
+        path = self._directory / f"{self._prefix}{self._epoch}"
+        deadline = time.monotonic() + self._timeout_s
+        num_bytes = exchange_bytes(self.num_ranks, self._slot_bytes)
+        try:
+            fd = self._make(path, num_bytes) if self.rank == 0 else self._open(path, deadline)
+            with os.fdopen(fd):
+                self._memory = mmap.mmap(fd, num_bytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            native = self._library.exchange(address, self.rank, self.num_ranks, self._slot_bytes)
+            self._sequence = 1
+            native.publish(torch.empty(0, 1), self._sequence)
+            self._await_all(native, deadline)
+        finally:
+            if self.rank == 0:
+                path.unlink(missing_ok=True)
+        return native
+
+    def _make(self, path: Path, num_bytes: int) -> int:
+        """Make the file, and remove those of adoptions that ended before all ranks had joined."""
+        for old in self._directory.glob(f"{self._prefix}*"):
+            old.unlink(missing_ok=True)
+        hidden = path.with_name(f"new-{path.name}")
+        fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(fd, 0, num_bytes)  # else a write to a full file system ends the process
+        hidden.rename(path)
+        return fd
+
+    def _open(self, path: Path, deadline: float) -> int:
+        while True:
+            try:
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._check(deadline, f"rank 0 has made no {path}")
+                time.sleep(_LOOK_S)
+
+
+def _open_board(path: Path, num_ranks: int) -> memoryview:
+    """Map the epochs of all ranks, which are 0 before the first adoption."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd):
+        os.posix_fallocate(fd, 0, num_ranks * _EPOCH_BYTES)
+        return memoryview(mmap.mmap(fd, num_ranks * _EPOCH_BYTES)).cast("q")
