@@ -214,7 +214,7 @@ class WorkerLink:
             self._engine.inherit_marks(marks.marks)
 
     def inherit_loads(self, loads: CoreLoads) -> None:
-        """Take over what the last core knew of adapters; its workers may be dead, or not."""
+        """Take over the last core's records of adapters; its workers may be dead, or not."""
         self._unexplained = {loads.workers_epoch}
         self._engine.inherit_loads(loads.records)
 
@@ -245,7 +245,7 @@ class WorkerLink:
                 break
 
     def _write_page(self) -> None:
-        """Write what a successor must know, before the workers get what they may die of."""
+        """Write the marks and loads that a successor needs, before the workers get them."""
         if self._page is None:
             return
         if (edits := self._engine.take_marks()) is not None:

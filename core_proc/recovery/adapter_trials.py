@@ -111,7 +111,7 @@ class AdapterTrials:
         self._has_changed = True
 
     def take_records(self) -> list[int] | None:
-        """Return a number for each adapter that a successor must know; None: as before."""
+        """Return a number for each adapter that a successor needs; None: as before."""
         if not self._has_changed:
             return None
         self._has_changed = False

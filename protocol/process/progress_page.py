@@ -88,7 +88,10 @@ class CoreMarks(NamedTuple):
 
 
 class CoreLoads(NamedTuple):
-    """What a core knew of adapters; `core_proc.recovery.adapter_trials` defines the numbers."""
+    """The loads of adapters that a core has begun.
+
+    `core_proc.recovery.adapter_trials` defines the numbers.
+    """
 
     workers_epoch: int
     """Of the workers that it had adopted last: the greatest."""
@@ -202,7 +205,7 @@ class ProgressPage:
         return CoreMarks(epoch, list(self._words[first : first + min(total, MAX_MARKS)]))
 
     def write_loads(self, loads: CoreLoads) -> None:
-        """Write what a core knows of adapters, before it has one loaded."""
+        """Write the loads of adapters that a core has begun, before it begins another one."""
         words, records = self._words, loads.records[:MAX_LOADS]
         words[_LOADS] |= 1
         words[_LOADS + 1], words[_LOADS + 2] = loads.workers_epoch, len(records)

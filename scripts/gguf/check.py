@@ -22,11 +22,13 @@ def check_headers(
 ) -> None:
     """Raise ValueError if the model that has a file cannot run; the file needs no data."""
     with tempfile.TemporaryDirectory(prefix="troika-") as place:
-        write_directory(Path(place), path, needs_tokenizer=needs_tokenizer)
         try:
+            write_directory(Path(place), path, needs_tokenizer=needs_tokenizer)
             checked = check_model(place, dtype, device, lambda *_: None)
             if quantization is not None:
                 check_rounded_dtype(checked.inspected.dtype, quantization)
             rehearse_model(checked, quantization, None)
         except ValueError as error:
             raise ValueError(str(error).replace(place, str(path))) from error
+        except OSError as error:
+            raise ValueError(f"{path} cannot be checked in {place}: {error}") from error

@@ -75,7 +75,7 @@ from worker_proc.runner import ReportProgress
 from worker_proc.sampling.heads import DenseHead, Head, SequenceHead
 
 _OPTIONS: dict[str, Any] = {
-    "attn_implementation": "eager",  # towers may know transformers' names only
+    "attn_implementation": "eager",  # towers may have code for transformers' names only
     "local_files_only": True,
     "ignore_mismatched_sizes": True,  # they are reported by name
     "output_loading_info": True,

@@ -23,7 +23,7 @@ from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.calibration.self_check import check_texts, max_error
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.packed_linear import output_layer
 
@@ -94,23 +94,26 @@ class Division:
             _set_counts(module, divide_spec(self.spec, share))
 
 
-def check_division(model: nn.Module, layers: Sequence[ProbedLayer], share: Share) -> list[Division]:
-    """Return how the layers are divided; UnsupportedModel: one of them cannot be.
-
-    The model may be without values.
-    """
-    if not layers:
-        raise _refuse(share, "the model has no attention")
-    return [part for layer in layers for part in _divide_layer(model, layer, share)]
+def check_division(checked: CheckedModel, share: Share) -> None:
+    """Raise UnsupportedModel if a model cannot be divided, before its weights are read."""
+    probed, device = checked.inspected.probed, checked.device.type
+    if device != "cpu":
+        raise _refuse(share, f"it works on the CPU only, and the device is {device}")
+    if probed.recurrent:
+        raise _refuse(share, f"{probed.recurrent[0].module_name} has a recurrent state")
+    if checked.files is not None:
+        raise _refuse(share, "the checkpoint is quantized")
+    if checked.inspected.kind is not ModelKind.GENERATES or not checked.is_causal:
+        raise _refuse(share, "the model does not generate text by attention")
+    _divide(rehearse(checked), probed.layers, share)
 
 
 def shard(loaded: LoadedModel, share: Share) -> LoadedModel:
     """Leave a rank's part of the matrices in a loaded model, whose weights are not packed yet.
 
-    UnsupportedModel: a layer cannot be divided, or its parts do not add up.
+    `check_division` has allowed it. UnsupportedModel: the parts of a module do not add up to it.
     """
-    _check_kind(loaded, share)
-    divisions = check_division(loaded.model, loaded.layers, share)
+    divisions = _divide(loaded.model, loaded.layers, share)
     _prove(loaded, divisions, share.num_ranks)
     for part in divisions:
         part.apply(loaded.model.get_submodule(part.module_name), share)
@@ -154,15 +157,9 @@ def _refuse(share: Share, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"tensor_parallel_size {share.num_ranks}: {reason}")
 
 
-def _check_kind(loaded: LoadedModel, share: Share) -> None:
-    if loaded.device.type != "cpu":
-        raise _refuse(share, f"it works on the CPU only, and the device is {loaded.device.type}")
-    if loaded.recurrent:
-        raise _refuse(share, f"{loaded.recurrent[0].module_name} has a recurrent state")
-    if loaded.codes is not None:
-        raise _refuse(share, "the checkpoint is quantized")
-    if loaded.kind is not ModelKind.GENERATES or not loaded.is_causal:
-        raise _refuse(share, "the model does not generate text by attention")
+def _divide(model: nn.Module, layers: Sequence[ProbedLayer], share: Share) -> list[Division]:
+    """Return how the layers are divided; the model may be without values."""
+    return [part for layer in layers for part in _divide_layer(model, layer, share)]
 
 
 def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterator[Division]:

@@ -22,7 +22,6 @@ from worker_proc.loading.loader import (
     LoadedModel,
     check_model,
     load_checked,
-    rehearse,
 )
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import Proofs, find_proofs
@@ -138,7 +137,7 @@ def _check(
     )
     check_settings(checked, config)
     if (num_ranks := config.parallel.tensor_parallel_size) > 1:
-        check_division(rehearse(checked), checked.inspected.probed.layers, Share(0, num_ranks))
+        check_division(checked, Share(0, num_ranks))
     draft = check_draft(config.model, checked, progress)
     check_cache(checked, rehearse_model(checked, quantization, proofs), config)
     if draft is not None:
