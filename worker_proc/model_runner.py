@@ -262,6 +262,8 @@ class ModelRunner:
             rows = inputs.first_rows
             pooled, not_finite = pool(scheduled, rows, pooling, hidden.rows, self._head)
             errors |= dict.fromkeys(not_finite, NOT_FINITE)
+        if self._exchange is not None:
+            self._exchange.agree(token_ids)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
         self._mirror.advance(scheduled, token_ids, num_tokens)
         if masks is not None:
@@ -302,6 +304,8 @@ class ModelRunner:
         logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
         sampled = self._sample_rows(steady.requests, logits, None)
+        if self._exchange is not None:
+            self._exchange.agree(sampled.token_ids)
         self._mirror.append(sampled.token_ids)
         self._steady = steady
         forward_ns, wait_ns = self._times.end(arrival)

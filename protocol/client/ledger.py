@@ -259,8 +259,13 @@ class Ledger:
         self._entries[entry.add.request_id] = entry
 
     def expect_cached(self, request_id: int, num_tokens: int) -> None:
-        """Expect that a part of a new request's prompt need not be computed."""
-        entry = self._entries[request_id]
+        """Expect that a part of a new request's prompt need not be computed.
+
+        A request that was too large to be resumed has ended already.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
         before = entry.num_unstarted_tokens
         entry.num_expected_cached = min(num_tokens, entry.add.num_prompt_tokens)
         self.num_unstarted_tokens += entry.num_unstarted_tokens - before

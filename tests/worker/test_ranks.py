@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,12 @@ from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, m
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
-from worker_proc.parallel.exchange import RankExchange, RankMissing
+from worker_proc.parallel.exchange import (
+    SHARED_MEMORY,
+    RankExchange,
+    RankMissing,
+    RanksDiffer,
+)
 from worker_proc.parallel.sharding import Share
 from worker_proc.runner import StepAbandoned
 from worker_proc.startup.load_runner import load_model_runner
@@ -175,6 +181,12 @@ def test_what_cannot_be_divided_is_refused(
         Ranks(tmp_path / "model", num_ranks)
 
 
+def test_float16_is_refused(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
+    with pytest.raises(UnsupportedModel, match="and the dtype is float16"):
+        Ranks(tmp_path / "model", 2, dtype="float16")
+
+
 def test_fewer_units_than_ranks_are_held_by_several() -> None:
     assert [list(Share(rank, 4).of(8)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [list(Share(rank, 4).of(2)) for rank in range(4)] == [[0], [0], [1], [1]]
@@ -210,6 +222,27 @@ def test_sums_are_those_of_float32_in_the_order_of_the_ranks(
             [partial(one.gather, rows) for one, rows in zip(exchanges, columns, strict=True)]
         )
         assert all(torch.equal(found, torch.cat(columns, dim=1)) for found in gathered)
+
+
+def test_ranks_that_have_sampled_other_tokens_fail(tmp_path: Path) -> None:
+    exchanges = make_exchanges(tmp_path, 2)
+    at_once([partial(one.agree, [5, 6]) for one in exchanges])
+    at_once([partial(one.agree, []) for one in exchanges])
+    tokens = ([5, 6], [5, 7])
+    calls = [partial(one.agree, ids) for one, ids in zip(exchanges, tokens, strict=True)]
+    with pytest.raises(RanksDiffer, match="sampled different tokens"):
+        at_once(calls)
+
+
+def test_a_file_that_finds_no_room_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = make_exchanges(tmp_path, 2)
+    before = set(SHARED_MEMORY.iterdir())
+    monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        first.add(torch.zeros(1, 4))
+    assert not [path for path in set(SHARED_MEMORY.iterdir()) - before if "troika" in path.name]
 
 
 def test_a_missing_rank_is_named_after_a_while(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A hook is called between two native calls. It reads and writes rows in place: what a projection
 takes, and what it has made or will make. An adapter adds to the outputs; a rank that holds a part
-of a matrix would exchange them with the others.
+of a matrix exchanges them with the others.
 """
 
 import enum

@@ -65,7 +65,8 @@ class NativeExchange:
         return found
 
     def add(self, rows: torch.Tensor, sequence: int) -> None:
-        """Replace rows by the sums of all ranks'."""
+        """Replace rows of float32 or bfloat16 by the sums of all ranks'."""
+        assert rows.dtype in (torch.float32, torch.bfloat16)
         is_bf16 = rows.dtype == torch.bfloat16
         self._add(ctypes.byref(self._args), _rows_args(rows), sequence, is_bf16)
 

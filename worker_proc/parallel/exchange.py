@@ -9,12 +9,13 @@ its last adoption to a board, and one that waits for a rank with a greater epoch
 """
 
 import ctypes
-import hashlib
 import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +40,10 @@ class RankMissing(RuntimeError):
     """Another rank has not taken its part in an exchange."""
 
 
+class RanksDiffer(RuntimeError):
+    """The ranks have computed different things, so all later sums would be wrong."""
+
+
 class RankExchange:
     """One rank's side; every rank makes the same calls in the same order."""
 
@@ -54,7 +59,8 @@ class RankExchange:
     ) -> None:
         """Take the rank's number; the file is made in shared memory, or else in the run directory.
 
-        The ranks are children of one supervisor, whose pid is in the file's name.
+        The ranks are children of one supervisor, whose pid is in the file's name, and so is what
+        names the run directory on this machine.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -62,8 +68,8 @@ class RankExchange:
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
         self._directory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(run_dir)
-        digest = hashlib.blake2s(run_dir.encode(), digest_size=6).hexdigest()
-        self._prefix = f"troika-{digest}-{os.getppid()}-"
+        place = os.stat(run_dir)
+        self._prefix = f"troika-{place.st_dev:x}-{place.st_ino:x}-"
         self._board = _open_board(Path(run_dir) / f"ranks-{os.getppid()}", num_ranks)
         self._epoch: int | None = None
         self._memory: mmap.mmap | None = None
@@ -99,6 +105,13 @@ class RankExchange:
             first += len(part)
         return out
 
+    def agree(self, token_ids: Sequence[int]) -> None:
+        """Raise RanksDiffer if another rank has sampled other tokens in this step."""
+        checksum = zlib.crc32(array("q", token_ids).tobytes())
+        found = self.gather(torch.tensor([[checksum]]))[0].tolist()
+        if len(set(found)) > 1:
+            raise RanksDiffer(f"the ranks have sampled different tokens (checksums {found})")
+
     def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield consecutive rows that fit into a slot."""
         row_bytes = rows.shape[1] * rows.element_size()
@@ -132,7 +145,7 @@ class RankExchange:
         """Map the file of this adoption, and wait until all ranks have it."""
         if self._epoch is None:
             raise RuntimeError("ranks exchange rows after an adoption only")
-        path = self._directory / f"{self._prefix}{self._epoch}"
+        path = self._directory / f"{self._prefix}{os.getppid()}-{self._epoch}"
         deadline = time.monotonic() + self._timeout_s
         num_bytes = exchange_bytes(self.num_ranks, self._slot_bytes)
         try:
@@ -151,12 +164,18 @@ class RankExchange:
 
     def _make(self, path: Path, num_bytes: int) -> int:
         """Make the file, and remove those of adoptions that ended before all ranks had joined."""
-        for old in self._directory.glob(f"{self._prefix}*"):
+        for old in self._directory.glob(f"*{self._prefix}*"):
             old.unlink(missing_ok=True)
         hidden = path.with_name(f"new-{path.name}")
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(fd, 0, num_bytes)  # else a write to a full file system ends the process
-        hidden.rename(path)
+        try:
+            # Else a write to a full file system would end the process.
+            os.posix_fallocate(fd, 0, num_bytes)
+            hidden.rename(path)
+        except OSError:
+            os.close(fd)
+            hidden.unlink(missing_ok=True)
+            raise
         return fd
 
     def _open(self, path: Path, deadline: float) -> int:

@@ -26,6 +26,7 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.packed_linear import output_layer
+from worker_proc.native.kernels import NATIVE_DTYPES
 
 ATTENTION_OUT, MLP_OUT = "o_proj", "down_proj"
 _MLPS = (
@@ -103,6 +104,9 @@ def check_division(checked: CheckedModel, share: Share) -> None:
         raise _refuse(share, f"{probed.recurrent[0].module_name} has a recurrent state")
     if checked.files is not None:
         raise _refuse(share, "the checkpoint is quantized")
+    if checked.inspected.dtype not in NATIVE_DTYPES:
+        dtype = str(checked.inspected.dtype).removeprefix("torch.")
+        raise _refuse(share, f"ranks exchange float32 and bfloat16, and the dtype is {dtype}")
     if checked.inspected.kind is not ModelKind.GENERATES or not checked.is_causal:
         raise _refuse(share, "the model does not generate text by attention")
     _divide(rehearse(checked), probed.layers, share)
