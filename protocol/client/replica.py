@@ -10,6 +10,8 @@ TICK_S = 0.1
 _WITHOUT_WORKERS = 10
 """A core without workers is waited for this many times as long: it mostly gets them back, and knows
 which requests they have died of."""
+_NUM_RESTS = 10
+"""Ticks between two tries to move requests that no other replica takes."""
 
 
 class Replica:
@@ -22,6 +24,7 @@ class Replica:
         """Without workers, or draining."""
         self.leaving: deque[int] = deque()
         """Requests that are being moved."""
+        self._num_rests = 0
         self._cache_epoch = 0
         """Of the core whose cache the index describes."""
 
@@ -39,6 +42,21 @@ class Replica:
         return Load(
             client.num_open_requests, client.num_unstarted_tokens, client.num_other_requests
         )
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether its core finishes its requests, and takes no others."""
+        status = self.client.status
+        return status is not None and status.state is EngineState.DRAINING
+
+    def rest(self) -> None:
+        """Try to move nothing for a while: no other replica has taken a request."""
+        self._num_rests = _NUM_RESTS
+
+    def rests(self) -> bool:
+        """Count a tick, and return whether it is one without a try."""
+        self._num_rests = max(self._num_rests - 1, 0)
+        return self._num_rests > 0
 
     def tick(self) -> None:
         """Called every `TICK_S`."""
@@ -61,8 +79,6 @@ class Replica:
         client = self.client
         if not client.num_open_requests:
             return []
-        status = client.status
-        is_draining = status is not None and status.state is EngineState.DRAINING
         is_late = self.unready_s >= _WITHOUT_WORKERS * failover_s
-        is_given_up = is_draining or is_late or self.lost_s >= failover_s
+        is_given_up = self.is_draining or is_late or self.lost_s >= failover_s
         return client.open_ids() if is_given_up else client.held_ids()

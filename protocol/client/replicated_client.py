@@ -349,7 +349,7 @@ class ReplicatedClient:
         if not any(replica.serves for replica in self._replicas):
             return
         for replica in self._replicas:
-            if not replica.leaving:
+            if not replica.leaving and not replica.rests():
                 replica.leaving.extend(replica.ids_to_move(self._failover_s))
                 if replica.leaving:
                     self._move_some(replica, self.num_moved)
@@ -368,20 +368,26 @@ class ReplicatedClient:
         elif self.num_moved > num_before:
             num_moved = self.num_moved - num_before
             log.warning("replica %d: %d requests go on at others", lost.number, num_moved)
+        else:
+            lost.rest()
 
     def _move(self, request_id: int, lost: Replica) -> None:
         """Let a request go on at the replica with least to do, if there is one for it."""
         entry = lost.client.entry(request_id)
         if entry is None:
             return
-        others = list(self._others(lost))
+        candidates = list(self._others(lost))
         facts = lost.client.facts
         longest = 0 if facts is None else facts.max_model_len
-        target = self._least(each for each in others if _continues(each, entry, longest))
+        target = self._least(each for each in candidates if _continues(each, entry, longest))
         is_exact = target is not None
-        if target is None and self._allow_inexact_resume and entry.has_begun:
-            others += [lost] if lost.serves else []
-            target = self._least(each for each in others if _holds(each.client, entry.num_tokens))
+        # A core that drains still computes its requests, exactly.
+        computes = lost.is_draining and lost.client.connected
+        may_be_inexact = self._allow_inexact_resume and not computes
+        if target is None and may_be_inexact and entry.has_begun:
+            candidates += [lost] if lost.serves else []
+            fitting = (each for each in candidates if _holds(each.client, entry.num_tokens))
+            target = self._least(fitting)
         if target is lost:
             lost.client.release(request_id)
         elif target is not None:

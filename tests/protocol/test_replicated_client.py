@@ -296,6 +296,32 @@ def test_single_engine_with_inexact_resume_goes_on(core: FakeCore, fast_ticks: N
     play([core], act, allow_inexact_resume=True)
 
 
+def test_core_that_drains_keeps_what_only_it_can_continue_exactly(cores: Cores) -> None:
+    """It still computes; once it is gone, the request goes on inexactly."""
+    with_facts(cores[0], checkpoint="a")
+    with_facts(cores[1], checkpoint="b")
+
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: any(core.adds for core in cores))
+        here, there = cores if cores[0].adds else cores[::-1]
+        output(here, 7)
+        await until(lambda: stream.num_unread == 1)
+        here.send(msgspec.structs.replace(here.status, state=EngineState.DRAINING))
+        await ticks(client)
+        await ticks(client)
+        assert not there.adds
+        output(here, 8, first_index=1)
+        await until(lambda: stream.num_unread == 2)
+        cores.remove(here)
+        here.link.close()
+        await until(lambda: there.num_added == 1)
+        assert there.adds[0].output_token_ids == [7, 8]
+        assert stream.resumed_inexactly
+
+    play(cores, act, failover_s=0.1, allow_inexact_resume=True)
+
+
 def test_request_that_was_moved_often_without_an_output_is_moved_no_more(cores: Cores) -> None:
     async def act(client: ReplicatedClient) -> None:
         stream = client.submit([5], PARAMS)
