@@ -24,7 +24,7 @@ from tests.simulation.engine_processes import CoreProcess, WorkerProcess, facts_
 from tests.simulation.oracle import Oracle
 from tests.simulation.patched_os import patched_failpoints
 from tests.simulation.plan import VOCAB_SIZE, Plan, make_plan
-from tests.simulation.simulation import PROGRESS_BOUND_S, Outcome, run_seed
+from tests.simulation.simulation import PROGRESS_BOUND_S, Outcome, outcome_of, run_seed
 from tests.simulation.supervisor_process import EpochSource, SupervisorProcess
 from tests.simulation.wire import Wire
 from tests.simulation.world import SECOND, START_TIME, Process, Violation, World
@@ -232,24 +232,7 @@ class ReplicaSimulation:
 
 def run_replica_seed(seed: int, *, keeps_trace: bool = False) -> Outcome:
     """Run one seed; a violation is part of the outcome."""
-    simulation = ReplicaSimulation(seed)
-    violation = None
-    try:
-        simulation.run()
-    except Violation as found:
-        violation = str(found)
-    world, streams = simulation.world, simulation.oracle.streams
-    return Outcome(
-        seed,
-        world.num_events,
-        len(streams),
-        sum(len(stream.received) for stream in streams),
-        world.trace_hash,
-        dict(world.counts),
-        violation,
-        world.lines if keeps_trace else [],
-        (world.now - START_TIME) / SECOND,
-    )
+    return outcome_of(ReplicaSimulation(seed), seed, keeps_trace)
 
 
 def run_any_seed(

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from protocol.adapters import Adapter
 from protocol.lifecycle import Role
@@ -318,7 +319,21 @@ def run_seed(
     seed: int, mode: str, kinds: frozenset[str] = frozenset(FAULTS), *, keeps_trace: bool = False
 ) -> Outcome:
     """Run one seed; a violation is part of the outcome."""
-    simulation = Simulation(seed, make_plan(seed, mode, kinds), mode)
+    return outcome_of(Simulation(seed, make_plan(seed, mode, kinds), mode), seed, keeps_trace)
+
+
+class Runnable(Protocol):
+    """A simulation that has not been run."""
+
+    world: World
+    oracle: Oracle
+
+    def run(self) -> None:
+        """Run it to its end; raises a Violation."""
+
+
+def outcome_of(simulation: Runnable, seed: int, keeps_trace: bool) -> Outcome:
+    """Run a simulation, and return what it has counted and found."""
     violation = None
     try:
         simulation.run()

@@ -46,8 +46,8 @@ using Counter = std::atomic<int64_t>;
 
 // What the ranks have in common, in the first line of the memory.
 struct Common {
-  std::atomic<int32_t> bell;      // changes with each publication
-  std::atomic<int32_t> sleepers;  // ranks that wait for the bell
+  std::atomic<int32_t> num_published;  // by all ranks together; it may wrap
+  std::atomic<int32_t> num_sleeping;   // ranks that wait for it to change
 };
 
 Common& common(const Exchange& exchange) { return *reinterpret_cast<Common*>(exchange.memory); }
@@ -61,20 +61,20 @@ uint8_t* slot_of(const Exchange& exchange, int rank, int64_t sequence) {
   return exchange.memory + (1 + exchange.num_ranks) * kLine + slot * exchange.slot_bytes;
 }
 
-void ring(const Exchange& exchange) {
+void wake_others(const Exchange& exchange) {
   Common& shared = common(exchange);
-  shared.bell.fetch_add(1);
-  if (shared.sleepers.load() > 0)
-    syscall(SYS_futex, &shared.bell, FUTEX_WAKE, exchange.num_ranks, nullptr, nullptr, 0);
+  shared.num_published.fetch_add(1);
+  if (shared.num_sleeping.load() > 0)
+    syscall(SYS_futex, &shared.num_published, FUTEX_WAKE, exchange.num_ranks, nullptr, nullptr, 0);
 }
 
-// Sleeps until the bell has another value than `heard`, or for a time.
-void sleep_until_bell(const Exchange& exchange, int32_t heard, int64_t ns) {
+// Sleeps until a rank publishes after the first `before` publications, or for a time.
+void sleep_until_published(const Exchange& exchange, int32_t before, int64_t ns) {
   Common& shared = common(exchange);
   const timespec time{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
-  shared.sleepers.fetch_add(1);
-  syscall(SYS_futex, &shared.bell, FUTEX_WAIT, heard, &time, nullptr, 0);
-  shared.sleepers.fetch_sub(1);
+  shared.num_sleeping.fetch_add(1);
+  syscall(SYS_futex, &shared.num_published, FUTEX_WAIT, before, &time, nullptr, 0);
+  shared.num_sleeping.fetch_sub(1);
 }
 
 int64_t now_ns() {
@@ -114,7 +114,7 @@ extern "C" void troika_publish(const Exchange* exchange, const ExchangedRows* ro
   for (int64_t row = 0; row < rows->num_rows; ++row)
     std::memcpy(slot + row * rows->row_bytes, rows->data + row * rows->stride, rows->row_bytes);
   published(*exchange, exchange->rank).store(sequence, std::memory_order_release);
-  ring(*exchange);
+  wake_others(*exchange);
 }
 
 // Waits until all ranks have published a number, and returns -1; after `timeout_ns` it returns the
@@ -125,7 +125,7 @@ extern "C" int32_t troika_await_ranks(const Exchange* exchange, int64_t sequence
   Common& shared = common(*exchange);
   int rank = 0;
   for (int spins = 0;; ++spins) {
-    const int32_t heard = shared.bell.load();
+    const int32_t before = shared.num_published.load();
     while (rank < exchange->num_ranks &&
            published(*exchange, rank).load(std::memory_order_acquire) >= sequence)
       ++rank;
@@ -138,7 +138,7 @@ extern "C" int32_t troika_await_ranks(const Exchange* exchange, int64_t sequence
     }
     const int64_t left = deadline - now_ns();
     if (left <= 0) return rank;
-    sleep_until_bell(*exchange, heard, left);
+    sleep_until_published(*exchange, before, left);
   }
 }
 

@@ -5,11 +5,11 @@ directory once all ranks have it. Its name contains the epoch of the link, so ra
 adoptions never meet, and each adoption begins with counters at zero.
 
 A core may die between sending a step to one rank and to the next. So each rank writes the epoch of
-its last adoption to a board, and one that waits for a rank with a greater epoch abandons its step.
+its last adoption to a second file, in the run directory, and a rank that waits for one with a
+greater epoch abandons its step.
 """
 
 import ctypes
-import logging
 import mmap
 import os
 import time
@@ -32,8 +32,6 @@ SHARED_MEMORY = Path("/dev/shm")
 _LOOK_S = 0.001  # between looks for the file of rank 0
 _SLICE_NS = 50_000_000  # of a wait, in which no signal is handled and no epoch is read
 _EPOCH_BYTES = 8
-
-_log = logging.getLogger(__name__)
 
 
 class RankMissing(RuntimeError):
@@ -59,8 +57,8 @@ class RankExchange:
     ) -> None:
         """Take the rank's number; the file is made in shared memory, or else in the run directory.
 
-        The ranks are children of one supervisor, whose pid is in the file's name, and so is what
-        names the run directory on this machine.
+        The ranks are children of one supervisor: the file's name contains its pid, and the inode
+        of the run directory.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -70,7 +68,7 @@ class RankExchange:
         self._directory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(run_dir)
         place = os.stat(run_dir)
         self._prefix = f"troika-{place.st_dev:x}-{place.st_ino:x}-"
-        self._board = _open_board(Path(run_dir) / f"ranks-{os.getppid()}", num_ranks)
+        self._adopted = _map_epochs(Path(run_dir) / f"ranks-{os.getppid()}", num_ranks)
         self._epoch: int | None = None
         self._memory: mmap.mmap | None = None
         self._native: NativeExchange | None = None
@@ -80,7 +78,7 @@ class RankExchange:
         """Leave the exchange of the last adoption; the first call after this joins the next one."""
         self._native, self._memory = None, None
         self._epoch = epoch
-        self._board[self.rank] = epoch
+        self._adopted[self.rank] = epoch
 
     def add(self, rows: torch.Tensor) -> None:
         """Replace rows, `[T, width]`, by the sums of all ranks' rows, in float32.
@@ -131,7 +129,7 @@ class RankExchange:
     def _check(self, deadline: float, problem: str) -> None:
         """Raise an error if there is nothing to wait for any more."""
         assert self._epoch is not None
-        if max(self._board) > self._epoch:
+        if max(self._adopted) > self._epoch:
             raise StepAbandoned("another rank was adopted again")
         if time.monotonic() > deadline:
             raise RankMissing(f"{problem} in {self._timeout_s} s")
@@ -187,7 +185,7 @@ class RankExchange:
                 time.sleep(_LOOK_S)
 
 
-def _open_board(path: Path, num_ranks: int) -> memoryview:
+def _map_epochs(path: Path, num_ranks: int) -> memoryview:
     """Map the epochs of all ranks, which are 0 before the first adoption."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd):
