@@ -53,13 +53,13 @@ class Replica:
         """Try to move nothing for a while: no other replica has taken a request."""
         self._num_rests = _NUM_RESTS
 
-    def rests(self) -> bool:
-        """Count a tick, and return whether it is one without a try."""
-        self._num_rests = max(self._num_rests - 1, 0)
+    @property
+    def is_resting(self) -> bool:
         return self._num_rests > 0
 
     def tick(self) -> None:
         """Called every `TICK_S`."""
+        self._num_rests = max(self._num_rests - 1, 0)
         self.lost_s = 0.0 if self.client.connected else self.lost_s + TICK_S
         self.unready_s = 0.0 if self.client.serves else self.unready_s + TICK_S
 

@@ -349,7 +349,7 @@ class ReplicatedClient:
         if not any(replica.serves for replica in self._replicas):
             return
         for replica in self._replicas:
-            if not replica.leaving and not replica.rests():
+            if not replica.leaving and not replica.is_resting:
                 replica.leaving.extend(replica.ids_to_move(self._failover_s))
                 if replica.leaving:
                     self._move_some(replica, self.num_moved)
