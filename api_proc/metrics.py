@@ -70,6 +70,8 @@ _ENGINE_COUNTERS = (
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_cache_queries"),
     ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"),
+    ("kv_blocks_stored", "KV blocks written to stores.", "kv_blocks_stored"),
+    ("kv_tokens_loaded", "Tokens whose KV was read from stores.", "kv_tokens_loaded"),
     ("engine_steps", "Steps dispatched to the worker.", "num_steps"),
     ("fenced_frames", "Frames of an old epoch, dropped.", "fenced_frames"),
     ("quarantined_requests", "Requests found to kill workers.", "num_quarantined"),

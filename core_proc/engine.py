@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from core_proc.kv.stores import open_stores
 from core_proc.links.output_check import WorkerMisbehaved
 from core_proc.links.owners import Client, Owners
 from core_proc.recovery.adapter_trials import AdapterTrials
@@ -45,12 +46,15 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import (
     AdapterLoaded,
+    BlocksLoaded,
     CompileGrammar,
     GrammarCompiled,
     LoadAdapter,
+    LoadBlocks,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
+    StoreBlocks,
     UnloadAdapter,
 )
 from protocol.kv_events import KVEvent
@@ -82,7 +86,12 @@ class EngineCore:
         running = self.running
         if running is None:
             running = RunningEngine(
-                self._config, facts, swap_cost_tokens, self._owners, self._trials
+                self._config,
+                facts,
+                swap_cost_tokens,
+                self._owners,
+                self._trials,
+                offload=open_stores(self._config, facts),
             )
             running.quarantine.inherit(self._inherited_marks, self.now)
             if self._is_draining:
@@ -168,6 +177,18 @@ class EngineCore:
         if self.running is None or not self._has_workers:
             return None
         return self.running.schedule()
+
+    def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
+        """Return what is to be sent to the workers after the steps that were decided so far."""
+        if self.running is None or not self._has_workers:
+            return []
+        return self.running.take_transfers()
+
+    def blocks_loaded(self, message: BlocksLoaded) -> None:
+        """Handle a rank's answer about blocks that were to be read."""
+        if self.running is None:
+            raise WorkerMisbehaved(f"blocks of request {message.req_id} were never asked for")
+        self.running.blocks_loaded(message)
 
     def take_grammars(self) -> list[CompileGrammar]:
         """Return the grammars that are to be sent to the workers before the next step."""

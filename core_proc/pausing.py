@@ -44,6 +44,8 @@ class Pausing:
             ok = self._pause(control.pause_mode)
         else:
             ok = self._scheduler.reset_prefix_cache(control.reset_running_requests)
+            if ok and self._scheduler.offload is not None:
+                self._scheduler.offload.clear()
         self._answer(client, control.number, ok)
 
     def _is_overtaken(self, control: Control) -> bool:

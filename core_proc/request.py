@@ -20,7 +20,7 @@ class RequestStatus(enum.Enum):
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
     WAITING_FOR_ADAPTER = "waiting_for_adapter"
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
-    """Keeps its place, and holds the blocks that its KV is loaded into. For remote KV."""
+    """Keeps its place, and holds the blocks that its KV is loaded into."""
     WAITING_FOR_TRIAL = "waiting_for_trial"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -54,10 +54,12 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     # On a new worker the grammar of a request that has run is compiled again.
     _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING, _S.PREEMPTED},
     _S.WAITING_FOR_ADAPTER: _GIVEN_UP | {_S.WAITING, _S.PREEMPTED},
-    _S.WAITING_FOR_REMOTE_KV: _GIVEN_UP | {_S.WAITING},
+    _S.WAITING_FOR_REMOTE_KV: _GIVEN_UP | {_S.WAITING, _S.PREEMPTED},
     _S.RUNNING: _FINISHED | {_S.PREEMPTED},
     # A preempted request may still stop: a token of a step in flight arrives late.
-    _S.PREEMPTED: _FINISHED | FOR_WORKER | {_S.RUNNING, _S.WAITING_FOR_TRIAL},
+    _S.PREEMPTED: _FINISHED
+    | FOR_WORKER
+    | {_S.RUNNING, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL},
     _S.WAITING_FOR_TRIAL: _FINISHED | FOR_WORKER | {_S.WAITING, _S.PREEMPTED},
     **dict.fromkeys(_FINISHED, frozenset()),
 }
@@ -121,6 +123,8 @@ class Request:
     """Positions whose KV exists once every step sent so far has run."""
     due_at: int = 0
     """The step in which `DueIndex` returns it; 0: none."""
+    may_load: bool = True
+    """Whether blocks may be loaded for it: once before each time that it is admitted."""
     num_late_tokens: int = 0
     """Outputs that steps in flight still owe to a preempted request."""
     num_draft_tokens: int = 0

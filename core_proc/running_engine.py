@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from core_proc.invariants import check_invariants
+from core_proc.kv.offload import Offload
 from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
 from core_proc.links.grammars import MAX_COMPILING, Grammars
 from core_proc.links.output_check import check_output
@@ -34,12 +35,15 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import (
     AdapterLoaded,
+    BlocksLoaded,
     CompileGrammar,
     GrammarCompiled,
     LoadAdapter,
+    LoadBlocks,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
+    StoreBlocks,
     UnloadAdapter,
 )
 from protocol.message import MAX_TEXT
@@ -60,6 +64,8 @@ class RunningEngine:
         swap_cost_tokens: float,
         owners: Owners,
         trials: AdapterTrials,
+        *,
+        offload: Offload | None = None,
     ) -> None:
         self._limits = config.scheduler
         self._takes_adapters = config.lora.enable_lora
@@ -69,7 +75,8 @@ class RunningEngine:
         self._num_steps = 0
         self._num_worker_restarts = 0
         self.facts = facts
-        self.scheduler = Scheduler(SchedulerOptions.combine(config, facts, swap_cost_tokens))
+        options = SchedulerOptions.combine(config, facts, swap_cost_tokens)
+        self.scheduler = Scheduler(options, offload)
         num_states = facts.num_state_blocks - 1
         if 0 < num_states < config.scheduler.max_num_seqs:
             log.info(
@@ -218,6 +225,15 @@ class RunningEngine:
     ) -> None:
         done = ControlDone(number, not error, self.pausing.mode, error[:MAX_TEXT], code)
         self._owners.post(client, done)
+
+    def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
+        """Return the blocks that the workers are to write or read after the steps so far."""
+        return self.scheduler.take_transfers()
+
+    def blocks_loaded(self, answer: BlocksLoaded) -> None:
+        """Let a request be admitted whose blocks were read, as far as they were there."""
+        self.scheduler.blocks_loaded(answer)
+        self._check_invariants()
 
     def take_grammars(self) -> list[CompileGrammar]:
         """Return the grammars that the workers are to compile now."""

@@ -37,6 +37,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.offload import LEAST_TOKENS, Offload
 from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
@@ -51,7 +52,13 @@ from core_proc.scheduling.step import ScheduledStep, longest_sequence
 from core_proc.scheduling.victims import VictimChoice
 from core_proc.scheduling.waiting import WaitingQueue
 from protocol.api_core import ErrorCode, PauseMode
-from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import (
+    BlocksLoaded,
+    LoadBlocks,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    StoreBlocks,
+)
 from protocol.sampling import FinishReason
 
 log = logging.getLogger("troika.core")
@@ -72,7 +79,8 @@ class _Futile(NamedTuple):
 class Scheduler:
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, offload: Offload | None = None) -> None:
+        """`offload`: where else blocks are kept, if anywhere; not of a model with states."""
         self.options = options
         # No request may outgrow what one step can introduce to the worker.
         longest = longest_sequence(options.block_size, len(options.kv_groups))
@@ -80,7 +88,8 @@ class Scheduler:
         self._eos_token_ids = frozenset(options.eos_token_ids)
 
         self.policy = make_policy(options)
-        self.kv = KVCacheManager(options)
+        self.offload = offload
+        self.kv = KVCacheManager(options, offload)
         self.swapper = Swapper(options)
         self.victims = VictimChoice(options, self.policy, self.kv, self.swapper)
         self.partial_prefills = PartialPrefills(options)
@@ -280,6 +289,11 @@ class Scheduler:
                 if not self.kv.prepare(request):
                     self.is_preparing = True
                     return
+                if self.offload is not None and (stored := self._find_stored(request)):
+                    if not self._may_begin_load:
+                        return
+                    if self._begin_load(request, *stored):
+                        continue
                 has_slot = step.budget > 0 and self._admission.has_slot(len(self.running))
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
@@ -421,6 +435,8 @@ class Scheduler:
         self._preempted_req_ids, self._finished_req_ids = [], []
         self.in_flight.append((self.next_step_id, step.sampling))
         self.prompt_budget.sent(step.num_tokens, step.num_prompt_tokens)
+        if self.offload is not None:
+            self.offload.costs.sent(step.num_tokens, step.num_prompt_tokens)
         self.next_step_id += 1
         self.num_scheduled_tokens += step.num_tokens
         self.largest_step = max(self.largest_step, step.num_tokens)
@@ -435,6 +451,8 @@ class Scheduler:
         step_id, sampling = self.in_flight[0]
         assert output.step_id == step_id, f"output of step {output.step_id}, not of {step_id}"
         self.prompt_budget.step_ended(output)
+        if self.offload is not None:
+            self.offload.costs.step_ended(output)
         num_tokens = len(output.sampled_token_ids)
         if self.speculation.is_on:
             return self._update_speculated(output)
@@ -561,6 +579,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         self.kv.free(request)
+        request.may_load = True
         self.partial_prefills.drop(request)
         request.num_computed_tokens = 0
         self.queues.requeue(request)
@@ -606,24 +625,71 @@ class Scheduler:
         self.speculation.ended(request)
         self.policy.left(request)
 
-    # Remote KV: no caller yet; for KV that another replica or a prefill worker computes. ---------
+    # Loads: KV that a store, or another process, has. -------------------------------------------
+
+    def _find_stored(self, request: Request) -> tuple[Tables, int] | None:
+        """Return the hits of a request, and how many blocks it has with stored ones.
+
+        None: it is to be computed from its hits on. Admission does not ask again then.
+        """
+        offload = self.offload
+        if offload is None or not request.may_load or self._admission.still_refuses(request):
+            return None
+        if request.swapped_out is None and self.kv.may_read_cache(request):
+            hits = self.kv.find_cached_prefix(request)
+            num_blocks = self.kv.num_loadable_blocks(request, hits)
+            num_tokens = (num_blocks - len(hits[0])) * self.kv.block_size
+            if num_tokens >= LEAST_TOKENS and offload.costs.pays:
+                return hits, num_blocks
+        request.may_load = False
+        return None
+
+    @property
+    def _may_begin_load(self) -> bool:
+        """Whether there is a place for a load, and a slot for its request after it."""
+        assert self.offload is not None
+        num_to_run = len(self.running) + len(self._loading)
+        return self.offload.has_place and self._admission.has_slot(num_to_run)
+
+    def _begin_load(self, request: Request, hits: Tables, num_blocks: int) -> bool:
+        """Let a request wait for its stored blocks; False: it lacks blocks to read them into."""
+        assert self.offload is not None
+        if self._hold(request, hits, num_blocks * self.kv.block_size) is None:
+            return False
+        request.may_load = False
+        self.offload.begin(request, len(hits[0]))
+        return True
 
     def begin_remote_load(self, req_id: int, num_tokens: int) -> Tables | None:
-        """Block a request that has never run, and give it blocks that another process writes to.
+        """Block a waiting request, and give it blocks that another process writes to.
 
         Returns the tables for its first `num_tokens`, whole blocks; None, and nothing has changed,
         if these do not fit. Steps in flight may still write there: the load must come after them.
         """
-        request = self.requests[req_id]
-        assert request.status is RequestStatus.WAITING
+        return self._hold(self.requests[req_id], [[] for _ in self.kv.groups], num_tokens)
+
+    def _hold(self, request: Request, hits: Tables, num_tokens: int) -> Tables | None:
+        """Do the same with blocks that are cached already, which must not be written to."""
+        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self.kv.enable_prefix_caching, "loaded KV lands in the prefix cache"
         assert num_tokens % self.kv.block_size == 0
         assert 0 < num_tokens <= request.num_tokens
-        if not self.kv.hold(request, num_tokens):
+        if not self.kv.hold(request, hits, num_tokens):
             return None
         self.queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
-        self._loading[req_id] = request
+        self._loading[request.req_id] = request
         return request.block_tables
+
+    def blocks_loaded(self, answer: BlocksLoaded) -> None:
+        """Take in a rank's answer to `LoadBlocks`."""
+        assert self.offload is not None
+        num_tokens = self.offload.end(answer, self.kv.block_size)
+        if num_tokens is not None:
+            self.end_remote_load(answer.req_id, num_tokens)
+
+    def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
+        """Return what is to be sent to the workers after the steps that were decided so far."""
+        return [] if self.offload is None else self.offload.take_messages(self.kv.pool)
 
     def end_remote_load(self, req_id: int, num_tokens: int) -> None:
         """Put the KV of the first `num_tokens` (0: none has come) into the prefix cache.
@@ -682,8 +748,11 @@ class Scheduler:
             self._requeue(request)
         for request in self.requests.values():
             request.num_late_tokens = 0
-        for req_id in list(self._loading):
+        for req_id, request in list(self._loading.items()):
+            request.may_load = True
             self.end_remote_load(req_id, 0)
+        if self.offload is not None:
+            self.offload.workers_lost()
         self._finished_req_ids, self._preempted_req_ids = [], []
         self._lose_kv()
 

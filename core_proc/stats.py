@@ -21,6 +21,7 @@ class LoopHistogram:
 def scheduler_stats(scheduler: Scheduler) -> EngineStats:
     """Return the counters of a scheduler; all others are 0."""
     speculation, states = scheduler.speculation, scheduler.kv.states
+    offload = scheduler.offload
     return EngineStats(
         num_running_reqs=scheduler.num_running,
         num_waiting_reqs=scheduler.num_waiting,
@@ -35,6 +36,8 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         spec_decode_num_draft_tokens=speculation.num_draft_tokens,
         spec_decode_num_accepted_tokens=speculation.num_accepted_tokens,
         spec_decode_num_accepted_tokens_per_pos=list(speculation.accepted_per_position),
+        kv_blocks_stored=0 if offload is None else offload.num_stored,
+        kv_tokens_loaded=0 if offload is None else offload.num_loaded_tokens,
         state_cache_usage=None if states is None else states.usage,
     )
 

@@ -258,6 +258,10 @@ class EngineStats(Record):
     prefix_cache_queries: Count = 0
     """Tokens looked up."""
     prefix_cache_hits: Count = 0
+    kv_blocks_stored: Count = 0
+    """KV blocks that workers were to write to stores."""
+    kv_tokens_loaded: Count = 0
+    """Tokens whose KV was read from stores instead of computed."""
     fenced_frames: Count = 0
     worker_restarts: Count = 0
     loop_seconds_buckets: list[int] = []

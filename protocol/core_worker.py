@@ -121,6 +121,9 @@ class ModelFacts(Record):
     `swap_cost_tokens` is that of a state."""
     checkpoint: Text = ""
     """Names the contents of the model's files, wherever they lie; empty: there are none."""
+    kv_layout: Text = ""
+    """Names what the bytes of a KV block stand for: workers with an equal one can use each other's
+    blocks. Empty: blocks are kept nowhere else."""
     build: Text = ""
     """What else the results depend on: versions, instructions or device, the context that rotary
     frequencies are made for, ranks and, where they are exact, the kernels."""
@@ -145,6 +148,7 @@ class ModelFacts(Record):
             num_state_blocks=0,
             num_host_state_blocks=0,
             state_swap_blocks=0.0,
+            kv_layout="",
         )
         encoded = msgspec.msgpack.encode(decisive)
         return hashlib.blake2b(encoded, digest_size=_FINGERPRINT_BYTES).hexdigest()
@@ -304,6 +308,32 @@ class UnloadAdapter(Message):
     adapter_id: AdapterId
 
 
+BlockKey = Annotated[bytes, Meta(min_length=32, max_length=33)]
+"""The hash of a prefix (`protocol/kv_events.py`), and the number of a KV group behind the first."""
+
+
+class StoreBlocks(Message):
+    """Core → worker: write these blocks to the stores, with what the steps before have computed.
+
+    Later steps may overwrite the blocks. A block that cannot be written is left out.
+    """
+
+    block_ids: BlockIds
+    keys: list[BlockKey]
+
+
+class LoadBlocks(Message):
+    """Core → worker: fill these blocks from the stores beside the steps, after those sent before.
+
+    Answered by one `BlocksLoaded` of each rank, unless an adoption comes first.
+    """
+
+    req_id: RequestId
+    """Of the request that waits for the blocks."""
+    block_ids: BlockIds
+    keys: list[BlockKey]
+
+
 class TokenLogprobs(Record):
     """Log-probabilities at one position, of the raw logits (before penalties and temperature)."""
 
@@ -376,8 +406,32 @@ class AdapterLoaded(Message):
     """What is wrong with its files, or with them for this model; empty: nothing is."""
 
 
-WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | GrammarCompiled | AdapterLoaded
-CoreToWorker = Adopt | SchedulerOutput | Sleep | CompileGrammar | LoadAdapter | UnloadAdapter
+class BlocksLoaded(Message):
+    """Worker → core: blocks were read, as far as they were there. Each rank answers.
+
+    It writes to none of the blocks after this.
+    """
+
+    req_id: RequestId
+    num_blocks: Annotated[int, Meta(ge=0)]
+    """Leading blocks of `LoadBlocks` that were filled."""
+    load_ns: Annotated[int, Meta(ge=0)] = 0
+    """Nanoseconds since the message arrived."""
+
+
+WorkerToCore = (
+    WorkerHello | ModelRunnerOutput | StepFailed | GrammarCompiled | AdapterLoaded | BlocksLoaded
+)
+CoreToWorker = (
+    Adopt
+    | SchedulerOutput
+    | Sleep
+    | CompileGrammar
+    | LoadAdapter
+    | UnloadAdapter
+    | StoreBlocks
+    | LoadBlocks
+)
 
 decode_from_worker: Decoder[WorkerToCore] = Decoder(WorkerToCore)
 decode_from_core: Decoder[CoreToWorker] = Decoder(CoreToWorker)

@@ -28,6 +28,7 @@ from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.adapters.service import AdapterService
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.service import GrammarService
+from worker_proc.offload.service import OffloadService
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
 from worker_proc.step_timer import StepTimer
@@ -56,7 +57,9 @@ class WorkerLoop:
         poller: Poller,
         make_grammars: Callable[[GrammarCompiler], GrammarService] = GrammarService,
         make_adapters: Callable[[KeptAdapters[Any]], AdapterService[Any]] = AdapterService,
+        offload: OffloadService | None = None,
     ) -> None:
+        """`offload`: what writes and reads blocks that are kept in stores, if any are."""
         self._child = child
         self._clock = clock
         self._reporter = child.reporter
@@ -68,10 +71,16 @@ class WorkerLoop:
         """Whether steps may have used memory since the runner had prepared all of it."""
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         adapters = None if runner.adapters is None else make_adapters(runner.adapters)
-        services = (grammars, adapters)
+        services = (grammars, adapters, offload)
         self._wake_fds = [service.wake_fd for service in services if service is not None]
         self._shim = WorkerShim(
-            runner, child.rank, child.pid, child.epoch, grammars=grammars, adapters=adapters
+            runner,
+            child.rank,
+            child.pid,
+            child.epoch,
+            grammars=grammars,
+            adapters=adapters,
+            offload=offload,
         )
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
@@ -109,7 +118,9 @@ class WorkerLoop:
         self._handle_link_events()
         self._handle_messages()
         self._answer(self._shim.take_output())
-        if any((fd, zmq.POLLIN) in ready for fd in self._wake_fds):
+        has_answers = any((fd, zmq.POLLIN) in ready for fd in self._wake_fds)
+        deadline = self._shim.deadline
+        if has_answers or (deadline is not None and self._clock.monotonic() >= deadline):
             for reply in self._shim.take_prepared():
                 self._send(reply)
         self._check_silence()
@@ -129,6 +140,8 @@ class WorkerLoop:
             deadlines.append(self._next_hello)
         if self._may_prepare:
             deadlines.append(self._quiet_at)
+        if (deadline := self._shim.deadline) is not None:
+            deadlines.append(deadline)
         if not deadlines:
             return self._reporter.tick_ms
         wait_ms = max(0, int((min(deadlines) - self._clock.monotonic()) * 1000) + 1)

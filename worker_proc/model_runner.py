@@ -29,6 +29,7 @@ from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
+from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
@@ -139,11 +140,13 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         num_draft_states: int = 0,
         exchange: RankExchange | None = None,
+        block_memory: PoolMemory | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
         `num_draft_states`: blocks of states in the pool, beyond those that are announced.
-        `exchange`: with the other ranks, which compute the same steps.
+        `exchange`: with the other ranks, which compute the same steps. `block_memory`: of blocks
+        that are kept in stores.
         """
         self._model = loaded.model
         self._head = loaded.head
@@ -167,6 +170,7 @@ class ModelRunner:
         self._device_sampler = device_sampler
         self._graphs = graphs
         self._exchange = exchange
+        self.block_memory = block_memory
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""
         self._steady: SteadyDecode | None = None

@@ -27,6 +27,7 @@ from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.kv.null_states import NullStates
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
+from worker_proc.offload.memory import NoMemory
 from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid
@@ -126,6 +127,7 @@ class NullRunner:
         grammars: GrammarCompiler | None = None,
         adapters: KeptAdapters[Adapter] | None = None,
         num_draft_states: int | None = None,
+        block_memory: NoMemory | None = None,
         clock: Clock = time,
     ) -> None:
         """`num_draft_states`: blocks for the states before drafts; None: as many as are needed."""
@@ -137,6 +139,7 @@ class NullRunner:
         self.grammars = grammars
         self._clock = clock
         self.adapters = adapters
+        self.block_memory = block_memory
         if num_draft_states is None:
             num_draft_states = num_speculative_tokens * facts.num_state_blocks
         self._mirror = Mirror(facts, num_speculative_tokens, adapters, num_draft_states)

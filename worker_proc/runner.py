@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.offload.memory import BlockMemory
 
 PORTABLE_ATTENTION = "PyTorch (portable)"
 
@@ -57,6 +58,10 @@ class Runner(Protocol):
     @property
     def adapters(self) -> KeptAdapters[Any] | None:
         """The adapters that its requests may have; None: it takes none. Constant."""
+
+    @property
+    def block_memory(self) -> BlockMemory | None:
+        """The blocks that may be kept in stores; None: they cannot be. Constant."""
 
     def reset(self, epoch: int = 0) -> None:
         """Forget every request; the next step may carry any `step_id`.

@@ -9,13 +9,16 @@ from typing import Any
 from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
+    BlocksLoaded,
     CompileGrammar,
     CoreToWorker,
     GrammarCompiled,
     LoadAdapter,
+    LoadBlocks,
     ModelRunnerOutput,
     SchedulerOutput,
     StepFailed,
+    StoreBlocks,
     UnloadAdapter,
     WorkerHello,
     WorkerToCore,
@@ -24,6 +27,7 @@ from protocol.message import MAX_TEXT
 from worker_proc.adapters.service import AdapterService
 from worker_proc.grammar.compiler import compile_now
 from worker_proc.grammar.service import GrammarService
+from worker_proc.offload.service import OffloadService
 from worker_proc.runner import LaunchedStep, Runner, StepAbandoned
 
 
@@ -51,10 +55,12 @@ class WorkerShim:
         *,
         grammars: GrammarService | None = None,
         adapters: AdapterService[Any] | None = None,
+        offload: OffloadService | None = None,
     ) -> None:
         self._runner = runner
         self._grammars = grammars
         self._adapters = adapters
+        self._offload = offload
         self._rank = rank
         self._pid = pid
         self._own_epoch = epoch
@@ -110,6 +116,14 @@ class WorkerShim:
             if self._adapters is not None:
                 self._adapters.unload(message)
             return None
+        if isinstance(message, StoreBlocks):
+            if self._offload is not None:
+                self._offload.store(message)
+            return None
+        if isinstance(message, LoadBlocks):
+            if self._offload is None:
+                return BlocksLoaded(message.req_id, 0)
+            return self._offload.load(message)
         try:
             self._runner.sleep()
         except Exception as error:
@@ -128,6 +142,8 @@ class WorkerShim:
             self._grammars.begin_adoption()
         if self._adapters is not None:
             self._adapters.begin_adoption()
+        if self._offload is not None:
+            self._offload.begin_adoption()
 
     def _compile(self, message: CompileGrammar) -> WorkerToCore | None:
         if self._grammars is None:
@@ -140,17 +156,26 @@ class WorkerShim:
             return AdapterLoaded(adapter_id, "this worker takes no adapters")
         return self._adapters.load(message)
 
-    def take_prepared(self) -> list[GrammarCompiled | AdapterLoaded]:
-        """Return answers about grammars and adapters that have become ready.
+    @property
+    def deadline(self) -> float | None:
+        """When to call `take_prepared` at the latest, in seconds of `time.monotonic`."""
+        return None if self._offload is None else self._offload.deadline
 
-        All ranks but 0 drop them.
+    def take_prepared(self) -> list[GrammarCompiled | AdapterLoaded | BlocksLoaded]:
+        """Return answers about grammars, adapters and blocks that have become ready.
+
+        All ranks but 0 drop those about grammars and adapters.
         """
-        results: list[GrammarCompiled | AdapterLoaded] = []
+        results: list[GrammarCompiled | AdapterLoaded | BlocksLoaded] = []
         if self._grammars is not None:
             results += self._grammars.take_results()
         if self._adapters is not None:
             results += self._adapters.take_results()
-        return results if self._rank == 0 and self.link_epoch is not None else []
+        if self._rank != 0:
+            results.clear()
+        if self._offload is not None:
+            results += self._offload.take_results()
+        return [] if self.link_epoch is None else results
 
     @property
     def num_launched(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import EventRecorder, group_key
+from core_proc.kv.offload import Offload
 from core_proc.kv.state_blocks import StateBlocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
@@ -35,7 +36,8 @@ Tables = list[list[int]]
 class KVCacheManager:
     """Gives blocks to requests, and takes them back."""
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, offload: Offload | None = None) -> None:
+        """`offload`: where else blocks are kept, if anywhere."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
         self.groups = tuple(group for group in options.kv_groups if not group.is_state)
@@ -44,6 +46,7 @@ class KVCacheManager:
         self._has_windows = any(group.window is not None for group in self.groups)
         self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
         self.pool = BlockPool(options.num_blocks, self._recorder)
+        self._offload = offload
 
     @property
     def num_free_blocks(self) -> int:
@@ -217,13 +220,42 @@ class KVCacheManager:
         self.remember_full_blocks(request, num_tokens)
         return True
 
-    def hold(self, request: Request, num_tokens: int) -> bool:
-        """Give a waiting request blocks that a remote load fills, if they fit."""
-        assert self.states is None, "a remote load brings no states"
-        no_hits: Tables = [[] for _ in self.groups]
-        if self.num_missing_blocks(no_hits, 0, num_tokens, 0) > 0:
+    def num_loadable_blocks(self, request: Request, hits: Tables) -> int:
+        """Count the leading blocks that would be cached after a load: the hits, and stored ones."""
+        offload, end = self._offload, len(hits[0])
+        if offload is None:
+            return end
+        hashes, index = request.block_hashes, len(hits[0])
+        end = len(hashes)
+        for number, group in enumerate(self.groups):
+            if group.window is None:
+                index = len(hits[0])
+                while index < end and offload.has(hashes[index], number):
+                    index += 1
+                end = index
+        # Layers with a window need the blocks that it still sees from the end on.
+        windows = [(n, g.window) for n, g in enumerate(self.groups) if g.window is not None]
+        while windows and end > len(hits[0]):
+            missing = [
+                index
+                for number, window in windows
+                for index in range(
+                    max(len(hits[0]), self._first_seen(window, end * self.block_size)), end
+                )
+                if not offload.has(hashes[index], number)
+            ]
+            if not missing:
+                break
+            end = min(missing)
+        return end
+
+    def hold(self, request: Request, hits: Tables, num_tokens: int) -> bool:
+        """Give a waiting request its hits, and blocks that a load fills, if they fit."""
+        assert self.states is None, "a load brings no states"
+        hits = self.without_passed(hits, num_tokens)
+        if self.num_missing_blocks(hits, num_tokens, num_tokens, 0) > 0:
             return False
-        self._take(request, no_hits, 0, num_tokens)
+        self._take(request, hits, num_tokens, num_tokens)
         return True
 
     def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
@@ -358,15 +390,18 @@ class KVCacheManager:
         if num_full <= first:
             return
         self._extend_hashes(request, num_full)
-        hashes, recorder = request.block_hashes, self._recorder
+        hashes, recorder, offload = request.block_hashes, self._recorder, self._offload
         tables = self.kv_tables(request.block_tables)
         for index in range(first, num_full):
             for group, table in enumerate(tables):
                 block_id = table[index]
                 if block_id != NULL_BLOCK:
                     key = hashes[index] if group == 0 else group_key(hashes[index], group)
-                    if self.pool.remember(block_id, key) and recorder is not None:
-                        recorder.stored(request, index, group)
+                    if self.pool.remember(block_id, key):
+                        if recorder is not None:
+                            recorder.stored(request, index, group)
+                        if offload is not None:
+                            offload.cached(block_id, key)
             request.num_hashed_blocks = index + 1
 
     def begin_step(self) -> None:

@@ -401,5 +401,5 @@ class Adapters:
 
 
 def _has_begun(request: Request) -> bool:
-    is_over = request.is_finished
-    return is_over or request.status is RequestStatus.RUNNING or request.has_begun()
+    holds_blocks = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
+    return request.is_finished or request.status in holds_blocks or request.has_begun()

@@ -16,6 +16,7 @@ from protocol.api_core import StepOutputs
 from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
+    BlocksLoaded,
     CoreToWorker,
     GrammarCompiled,
     Sleep,
@@ -95,6 +96,8 @@ class WorkerLink:
         elif isinstance(message, StepFailed):  # the worker exits and reports to its supervisor
             self._lose(peer, f"step {message.step_id} failed on rank {rank}: {message.error}")
             self._explain_loss(is_fault=True)
+        elif isinstance(message, BlocksLoaded):  # of every rank
+            self._engine.blocks_loaded(message)
         elif rank != 0:  # rank 0 answers for the group
             self._engine.num_fenced_frames += 1
         elif isinstance(message, GrammarCompiled):
@@ -226,10 +229,12 @@ class WorkerLink:
         while self._adopted_epoch is not None and not is_held_back:
             step = self._engine.schedule()
             if step is None:
+                self._send_transfers()
                 break
             self._write_page()
             self._send_to_all(step)
             failpoint("core.after_dispatch")
+            self._send_transfers()
             failpoint("core.after_preemption", when=bool(step.preempted_req_ids))
         # Also without a step: results may have cleared suspects, or ended what was in flight.
         self._write_page()
@@ -241,6 +246,11 @@ class WorkerLink:
         messages = [*self._engine.take_grammars(), *self._engine.take_adapters()]
         self._write_page()
         for message in messages:
+            if not self._send_to_all(message):
+                break
+
+    def _send_transfers(self) -> None:
+        for message in self._engine.take_transfers():
             if not self._send_to_all(message):
                 break
 

@@ -181,6 +181,14 @@ class CacheConfig(Section):
     swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
     """Host memory for the KV and the recurrent states of preempted requests, where copying is
     quicker than computing again; 0: always compute again."""
+    kv_offload_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
+    """Shared memory in which full KV blocks are kept beside the cache, for all workers of this
+    machine and their successors, where reading is quicker than computing again; 0: none."""
+    kv_offload_dir: PathText | None = None
+    """Directory on a disk in which full KV blocks are kept, also for the next start. It contains
+    what can be read off the prompts."""
+    kv_offload_dir_bytes: Annotated[int, Meta(ge=2**20, lt=2**56)] = 2**35
+    """Most bytes of these blocks; the least recently used ones are removed."""
     enable_hybrid_kv_cache: bool = True
     """Give back KV blocks that a layer's sliding window has passed."""
     enable_kv_events: bool = False

@@ -98,6 +98,11 @@ def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
         cache.enable_kv_events and not cache.enable_prefix_caching,
         "enable_kv_events needs enable_prefix_caching: events report what is cached",
     )
+    is_kept = cache.kv_offload_bytes > 0 or cache.kv_offload_dir is not None
+    yield (
+        is_kept and not cache.enable_prefix_caching,
+        "kv_offload_bytes and kv_offload_dir need enable_prefix_caching: they keep its blocks",
+    )
     spacing = cache.mamba_block_size
     yield (
         spacing is not None and spacing % cache.block_size != 0,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.adapters import ADAPTERS_FILE
+from protocol.kv_tiers import remove_memory
 from protocol.process.run_dir import make_run_dir
 
 _EPOCH_FILE = "epoch"
@@ -93,6 +94,7 @@ class RunDir:
                 link.unlink(missing_ok=True)
             elif not _is_live(target):
                 link.unlink(missing_ok=True)
+                remove_memory(target)
                 if link.name.startswith(_TEMPORARY):
                     shutil.rmtree(target, ignore_errors=True)
         kind = _TEMPORARY if self._is_temporary else "given"
@@ -104,6 +106,7 @@ class RunDir:
         """Release the directory; `is_abandoned`: no other process removes a given temporary one."""
         if self._link is not None:
             self._link.unlink(missing_ok=True)
+        remove_memory(self.path)
         if self._is_own or (self._is_temporary and is_abandoned):
             shutil.rmtree(self.path, ignore_errors=True)
         else:

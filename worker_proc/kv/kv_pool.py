@@ -21,6 +21,10 @@ def copy_by_index(pairs: Pairs, source_ids: Sequence[int], target_ids: Sequence[
         target.index_copy_(0, torch.tensor(target_ids, device=target.device), rows)
 
 
+def _distinct(pair: KVTensors) -> Sequence[torch.Tensor]:
+    return pair[:1] if pair.values is pair.keys else pair
+
+
 class KVPool:
     """All KV tensors of a worker. Copies and forward of a step must use one stream."""
 
@@ -36,7 +40,7 @@ class KVPool:
 
         `copy_blocks` copies between the two.
         """
-        self._copy_blocks = copy_blocks
+        self.copy_blocks = copy_blocks
         self._device = device
         self._memory: list[HostMemory | DeviceMemory] = []
         self._is_asleep = False
@@ -48,6 +52,11 @@ class KVPool:
             self.tensors.append(KVTensors(made[0].tensor, made[-1].tensor))
             on_host += (memory for memory in made if isinstance(memory, HostMemory))
         self._pages_ahead = PagesAhead(on_host)
+
+    @property
+    def all_tensors(self) -> list[torch.Tensor]:
+        """The tensors that a block has a row in."""
+        return [tensor for pair in self.tensors for tensor in _distinct(pair)]
 
     def add(self, memory: Sequence[HostMemory]) -> None:
         """Release and restore further memory with the tensors."""
@@ -71,10 +80,10 @@ class KVPool:
             return
         self.wake()
         if out.host_block_ids:
-            self._copy_blocks(self._pairs, out.device_block_ids, out.host_block_ids)
+            self.copy_blocks(self._pairs, out.device_block_ids, out.host_block_ids)
         if into.host_block_ids:
             pairs = [(host, device) for device, host in self._pairs]
-            self._copy_blocks(pairs, into.host_block_ids, into.device_block_ids)
+            self.copy_blocks(pairs, into.host_block_ids, into.device_block_ids)
 
     def sleep(self) -> None:
         """Release all memory until `wake`; its content is lost."""

@@ -65,6 +65,11 @@ class HostMemory:
         self._unregister: weakref.finalize[..., Any] | None = None
         self.restore()
 
+    def row(self, index: int) -> memoryview:
+        """Return the bytes of a row."""
+        num_bytes = self.tensor[0].nbytes
+        return memoryview(self._pages)[index * num_bytes : (index + 1) * num_bytes]
+
     def allocate(self, first: int, end: int) -> None:
         """Allocate the pages of some rows now; raises an OSError if the kernel cannot."""
         row_bytes = self.tensor[0].nbytes

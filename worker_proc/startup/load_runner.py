@@ -21,6 +21,8 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.offload.layout import num_slots, with_layout
+from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.connect import connect
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
@@ -91,6 +93,12 @@ def build_runner(
         num_state_blocks=facts.num_state_blocks + size.num_draft_states,
         num_swap_states=facts.num_host_state_blocks,
     )
+    tensors = pool.all_tensors
+    facts = with_layout(facts, config, tensors, backend.name)
+    memory = None
+    if facts.kv_layout:
+        number = num_slots(config, facts, block_bytes_of(loaded, layout))
+        memory = PoolMemory(tensors, number, pool.copy_blocks)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     exchange = _make_exchange(prepared, config, rank)
     if exchange is not None:
@@ -113,6 +121,7 @@ def build_runner(
         adapters=prepared.adapters,
         num_draft_states=size.num_draft_states,
         exchange=exchange,
+        block_memory=memory,
     )
 
 

@@ -19,6 +19,8 @@ from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.calibration.warm_up import warm_up
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import WorkerLoop
+from worker_proc.offload.memory import NoMemory
+from worker_proc.offload.open import make_service
 from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.startup.announcement import announcement
 from worker_proc.startup.cpu_pinning import pin_worker
@@ -30,6 +32,7 @@ NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
 NULL_EMBEDDING_SIZE = 16
 NULL_BLOCK_BYTES = 65_536  # of swap_space_bytes
+_NULL_NUM_SLOTS = 256
 _SPIN_COUNT = "2000"  # about 0.1 ms
 
 
@@ -101,7 +104,8 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
         if not child.wait_for_promotion():
             return
     child.restart_on_sigterm()
-    loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller())
+    offload = make_service(child.config, facts.kv_layout, child.rank, runner.block_memory)
+    loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller(), offload=offload)
     lines = list(announcement(facts, runner.attention))
     child.ready(detail, num_blocks, lines, num_state_blocks)
     try:
@@ -115,6 +119,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
     """Return the facts that the null runner announces."""
     num_state_blocks = config.worker.null_state_blocks
     num_host_blocks = config.cache.swap_space_bytes // NULL_BLOCK_BYTES
+    has_stores = bool(config.cache.kv_offload_bytes or config.cache.kv_offload_dir)
     return ModelFacts(
         model="null",
         vocab_size=NULL_VOCAB_SIZE,
@@ -136,6 +141,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         ),
         num_host_state_blocks=num_host_blocks if num_state_blocks else 0,
         state_swap_blocks=1.0 if num_state_blocks else 0.0,
+        kv_layout="null" if has_stores and not num_state_blocks else "",
     )
 
 
@@ -150,6 +156,7 @@ def _null_runner(config: EngineConfig) -> Runner:
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
         grammars=GrammarCompiler(Vocabulary(facts.vocab_size, facts.eos_token_ids)),
         adapters=KeptAdapters(_check_digest, lora.num_kept) if lora.enable_lora else None,
+        block_memory=NoMemory(_NULL_NUM_SLOTS) if facts.kv_layout else None,
     )
 
 

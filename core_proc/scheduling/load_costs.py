@@ -1,0 +1,53 @@
+"""Whether reading KV blocks takes less time than computing them, as measured."""
+
+from collections import deque
+
+from protocol.core_worker import ModelRunnerOutput
+
+_LEAST_TOKENS = 64
+"""Prompt tokens of a step from which the cost of one is measured."""
+_WEIGHT = 0.2
+"""Of a new measurement."""
+_TRIAL_EVERY = 16
+"""Loads that do not seem to pay: one of so many is made, as the reason may have gone."""
+
+
+class LoadCosts:
+    """Measures the time for each token that is read, and for each that is computed."""
+
+    def __init__(self) -> None:
+        self._computed_ns = 0.0
+        self._loaded_ns = 0.0
+        self._num_refused = 0
+        self._steps: deque[tuple[int, int]] = deque()
+        """All tokens, and prompt tokens, of each step in flight."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether to read, when it is possible; counts the refusals."""
+        if self._computed_ns == 0.0 or self._loaded_ns < self._computed_ns:
+            return True
+        self._num_refused += 1
+        return self._num_refused % _TRIAL_EVERY == 0
+
+    def loaded(self, num_tokens: int, load_ns: int) -> None:
+        """Take in the duration of a load of so many tokens, whether or not all have come."""
+        if load_ns > 0:
+            self._loaded_ns = _mean(self._loaded_ns, load_ns / num_tokens)
+
+    def sent(self, num_tokens: int, num_prompt_tokens: int) -> None:
+        self._steps.append((num_tokens, num_prompt_tokens))
+
+    def step_ended(self, output: ModelRunnerOutput) -> None:
+        """Take in the duration of the oldest step in flight, if it has mostly computed prompts."""
+        num_tokens, num_prompt_tokens = self._steps.popleft()
+        if output.forward_ns and num_prompt_tokens >= max(_LEAST_TOKENS, num_tokens // 2):
+            self._computed_ns = _mean(self._computed_ns, output.forward_ns / num_tokens)
+
+    def workers_lost(self) -> None:
+        """Forget the steps in flight, which are never answered."""
+        self._steps.clear()
+
+
+def _mean(before: float, new: float) -> float:
+    return new if before == 0.0 else before + (new - before) * _WEIGHT

@@ -1,0 +1,64 @@
+"""Where KV blocks are kept outside the workers: in shared memory, and on a disk.
+
+All workers of the engine, of all its replicas on this machine, write to the same directories and
+read from them. `worker_proc/offload/block_store.py` has the format of the files.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol.config import EngineConfig
+
+SHARED_MEMORY = Path("/dev/shm")
+_INDEX = "index"
+
+
+class Tier(NamedTuple):
+    """A directory of blocks, and how many bytes they may take together."""
+
+    directory: Path
+    most_bytes: int
+
+
+def tiers(config: EngineConfig) -> list[Tier]:
+    """Return the tiers of an engine with a run directory, the fastest first."""
+    found = []
+    cache = config.cache
+    if cache.kv_offload_bytes:
+        found.append(Tier(memory_directory(engine_directory(config)), cache.kv_offload_bytes))
+    if cache.kv_offload_dir is not None:
+        found.append(Tier(Path(cache.kv_offload_dir), cache.kv_offload_dir_bytes))
+    return found
+
+
+def engine_directory(config: EngineConfig) -> str:
+    """Return the run directory of the engine that a replica belongs to, or of the only one."""
+    run_dir = str(config.run.run_dir)
+    return run_dir if config.run.replica is None else os.path.dirname(run_dir)
+
+
+def memory_directory(engine_dir: str) -> Path:
+    """Return the directory of the blocks in memory: it is not the same for two run directories."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return Path(engine_dir) / "kv"
+    place = os.stat(engine_dir)
+    return SHARED_MEMORY / f"troika-kv-{place.st_dev:x}-{place.st_ino:x}"
+
+
+def blocks_directory(tier: Tier, layout: str, rank: int) -> Path:
+    """Return the directory of the blocks of one rank; `layout` is that of `ModelFacts`."""
+    return tier.directory / layout / f"rank-{rank}"
+
+
+def index_path(tier: Tier, layout: str, rank: int = 0) -> Path:
+    """Return the path of the index of these blocks: see `protocol/block_index.py`."""
+    return blocks_directory(tier, layout, rank) / _INDEX
+
+
+def remove_memory(engine_dir: str) -> None:
+    """Remove the blocks in memory of an engine that has ended, if it has left some."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(memory_directory(engine_dir), ignore_errors=True)

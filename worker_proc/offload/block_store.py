@@ -1,0 +1,219 @@
+"""A store of KV blocks: a directory with a file for each block, named by the hash of its prefix.
+
+Several processes use it at a time, and any of them may be killed at any moment. A file appears
+under its name only when it is complete, and has a checksum over its name and its content. So what
+is read is the block that was asked for, or nothing. The least recently used files are removed when
+the store is full. Nothing is synced: files that are incomplete after a crash of the machine fail
+their check.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol.block_index import BlockIndex
+from worker_proc.offload.memory import Parts
+
+_HEADER = struct.Struct("<4sIQ")
+_MAGIC = b"TKV1"
+_LOCK = "lock"
+_DRAFT = "new-"
+_STALE_S = 60.0
+"""Age of an incomplete file whose writer must be dead."""
+_KEPT_SHARE = 0.9
+"""Of the bytes that may be used: what is left when old blocks are removed."""
+_LOCK_TRIES = 20
+_LOCK_PAUSE_S = 0.005
+_MAX_PARTS = 512
+"""Buffers that are written or read at once; the system's limit is 1,024."""
+
+log = logging.getLogger("troika.worker")
+
+
+class _File(NamedTuple):
+    used_ns: int
+    num_bytes: int
+    path: str
+    key: bytes
+
+
+class BlockStore:
+    """The blocks of one rank in one tier."""
+
+    def __init__(self, directory: Path, most_bytes: int, block_bytes: int) -> None:
+        """Make the directory, or take over what is in it. An OSError: it cannot be used."""
+        self._directory = directory
+        self._most_bytes = most_bytes
+        self._numbers = itertools.count()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file_bytes = _HEADER.size + block_bytes
+        self.index = BlockIndex(directory / "index", most_blocks=most_bytes // file_bytes)
+        if self.index.is_new:
+            with self._locked():
+                self._enter_all()
+
+    def write(self, key: bytes, block: Parts) -> bool:
+        """Store a block; returns whether it is there now. An OSError: it cannot be written."""
+        if key in self.index:
+            return True
+        num_bytes = _HEADER.size + sum(map(len, block))
+        if num_bytes > self._most_bytes or not self._make_room(num_bytes):
+            return False
+        path = self._path(key)
+        draft = path.with_name(f"{_DRAFT}{os.getpid()}-{next(self._numbers)}")
+        header = _HEADER.pack(_MAGIC, _checksum(key, block), num_bytes - _HEADER.size)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd):
+                _write_all(fd, [memoryview(header), *block])
+            draft.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+        self.index.add(key)
+        return True
+
+    def read(self, key: bytes, block: Parts) -> bool:
+        """Fill `block`; False: it is not there, or not intact. An OSError: it cannot be read.
+
+        After False the content of `block` is undefined.
+        """
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self.index.discard(key)
+            return False
+        with os.fdopen(fd):
+            header = bytearray(_HEADER.size)
+            is_whole = _read_all(fd, [memoryview(header), *block])
+            magic, checksum, num_bytes = _HEADER.unpack(header)
+            if (
+                is_whole
+                and magic == _MAGIC
+                and num_bytes == sum(map(len, block))
+                and checksum == _checksum(key, block)
+            ):
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
+                return True
+        log.warning("KV block %s is damaged; it is computed again", path)
+        self.index.discard(key)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        return False
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._directory / name[:2] / name
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Count a block that is to be written, and remove old ones if there are too many."""
+        with self._locked() as has_lock:
+            if not has_lock:
+                return False
+            self.index.num_bytes += num_bytes
+            if self.index.num_bytes > self._most_bytes:
+                self._remove_old(self._most_bytes * _KEPT_SHARE - num_bytes)
+                self.index.num_bytes += num_bytes
+        return True
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the store's lock, if it is free within a tenth of a second."""
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_PAUSE_S)
+        else:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def _remove_old(self, most_bytes: float) -> None:
+        """Remove the blocks that were used least recently; counts the others anew."""
+        files = sorted(self._files())
+        left = sum(file.num_bytes for file in files)
+        for file in files:
+            if left <= most_bytes:
+                break
+            self.index.discard(file.key)
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+            left -= file.num_bytes
+        self.index.num_bytes = left
+
+    def _enter_all(self) -> None:
+        """Enter the blocks that are there into a new index."""
+        num_bytes = 0
+        for file in self._files():
+            self.index.add(file.key)
+            num_bytes += file.num_bytes
+        self.index.num_bytes = num_bytes
+
+    def _files(self) -> Iterator[_File]:
+        """Find all blocks; removes what dead writers have left."""
+        for directory in _entries(self._directory):
+            if not directory.is_dir():
+                continue
+            for entry in _entries(directory.path):
+                try:
+                    info = entry.stat()
+                    if entry.name.startswith(_DRAFT):
+                        if time.time() - info.st_mtime > _STALE_S:
+                            os.unlink(entry.path)
+                        continue
+                    key = bytes.fromhex(entry.name)
+                except (OSError, ValueError):  # just removed, or none of ours
+                    continue
+                yield _File(info.st_mtime_ns, info.st_size, entry.path, key)
+
+
+def _entries(directory: str | Path) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _checksum(key: bytes, block: Parts) -> int:
+    checksum = zlib.crc32(key)
+    for part in block:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _write_all(fd: int, parts: list[memoryview]) -> None:
+    for first in range(0, len(parts), _MAX_PARTS):
+        some = parts[first : first + _MAX_PARTS]
+        left = sum(map(len, some)) - os.writev(fd, some)
+        if left:  # the file system is full, or the process gets a signal
+            rest = memoryview(b"".join(some))[-left:]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+
+
+def _read_all(fd: int, parts: list[memoryview]) -> bool:
+    """Fill all parts; False if the file is shorter."""
+    for first in range(0, len(parts), _MAX_PARTS):
+        some = parts[first : first + _MAX_PARTS]
+        if os.readv(fd, some) != sum(map(len, some)):
+            return False  # no file system returns less before the end of a file
+    return True

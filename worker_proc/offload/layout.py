@@ -1,0 +1,48 @@
+"""Names what the bytes of a KV block stand for, so that only equal workers share blocks."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from worker_proc.offload.service import MAX_READERS
+
+_MOST_STAGED_BYTES = 2**28
+_LEAST_STAGED = 8
+_NAME_BYTES = 8
+
+log = logging.getLogger("troika.worker")
+
+
+def with_layout(
+    facts: ModelFacts, config: EngineConfig, tensors: Sequence[torch.Tensor], attention: str
+) -> ModelFacts:
+    """Add the layout of the blocks, if they can be kept in stores and are to be kept."""
+    cache = config.cache
+    if not (cache.kv_offload_bytes or cache.kv_offload_dir):
+        return facts
+    if facts.num_state_blocks or facts.computes_whole_prompts or not tensors:
+        why = "states" if facts.num_state_blocks else "prompts that are computed whole"
+        log.warning("KV blocks are kept in no store: a model with %s has no use of them", why)
+        return facts
+    parts = [
+        facts.checkpoint or facts.model,
+        *(facts.dtype, facts.kv_cache_dtype, facts.quantization, facts.decoder, facts.build),
+        str(facts.block_size),
+        msgspec.json.encode(facts.kv_groups).decode(),
+        attention,
+        *(f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors),
+    ]
+    name = hashlib.blake2b("\n".join(parts).encode(), digest_size=_NAME_BYTES).hexdigest()
+    return msgspec.structs.replace(facts, kv_layout=name)
+
+
+def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:
+    """Return the blocks on their way at a time: as many as a step fills, if memory allows it."""
+    per_step = -(-config.scheduler.max_num_batched_tokens // facts.block_size)
+    most = max(_LEAST_STAGED, _MOST_STAGED_BYTES // max(block_bytes, 1))
+    return MAX_READERS + min(per_step * len(facts.kv_groups), most)

@@ -1,0 +1,49 @@
+"""The blocks of a runner as stores see them."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Parts = Sequence[memoryview]
+"""Consecutive pieces of a block, in bytes."""
+Wait = Callable[[], None]
+
+
+class BlockMemory(Protocol):
+    """The pool of a runner, and slots: each holds one block on its way to or from a store."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def parts(self, slot: int) -> Parts:
+        """Return the bytes of a slot, which are those of the block in it."""
+
+    def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> Wait:
+        """Copy blocks to slots, after all steps that were launched; returns a wait for the copy."""
+
+    def copy_in(self, slot: int, block_id: int) -> None:
+        """Copy a slot to a block, from any thread; returns when it is there."""
+
+
+class NoMemory:
+    """Blocks without content, of a runner without a model."""
+
+    block_bytes = 0
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def parts(self, slot: int) -> Parts:
+        return []
+
+    def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> Wait:
+        return no_wait
+
+    def copy_in(self, slot: int, block_id: int) -> None:
+        pass
+
+
+def no_wait() -> None:
+    pass

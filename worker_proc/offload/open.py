@@ -1,0 +1,28 @@
+"""Opens the stores in which a worker keeps its blocks."""
+
+import logging
+
+from protocol.config import EngineConfig
+from protocol.kv_tiers import blocks_directory, tiers
+from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.memory import BlockMemory
+from worker_proc.offload.service import OffloadService
+
+log = logging.getLogger("troika.worker")
+
+
+def make_service(
+    config: EngineConfig, layout: str, rank: int, memory: BlockMemory | None
+) -> OffloadService | None:
+    """Return what writes and reads the blocks of a runner; None: it keeps them nowhere else."""
+    if memory is None or not layout:
+        return None
+    stores = []
+    num_ranks = config.parallel.tensor_parallel_size
+    for tier in tiers(config):
+        directory = blocks_directory(tier, layout, rank)
+        try:
+            stores.append(BlockStore(directory, tier.most_bytes // num_ranks, memory.block_bytes))
+        except (OSError, ValueError) as error:
+            log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
+    return OffloadService(memory, stores)
