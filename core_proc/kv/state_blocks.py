@@ -130,10 +130,10 @@ class StateBlocks:
         spacing = self._spacing * self._block_size
         return min(end, (request.num_tokens // spacing + 1) * spacing)
 
-    def keep_snapshots(self) -> list[tuple[Request, int]]:
+    def keep_snapshots(self) -> list[Request]:
         """Place snapshots in free blocks, as far as there are any, when the step is decided.
 
-        Returns the entries that have changed, with their requests.
+        Returns the requests whose tables have changed.
         """
         grown, self._grown = self._grown, {}
         changed = []
@@ -141,9 +141,8 @@ class StateBlocks:
             entries = self._wanted_entries(request, first)[: self.pool.num_free]
             for entry, block_id in zip(entries, self.pool.allocate(len(entries)), strict=True):
                 self._keep(request, entry, block_id, is_first=entry == first)
-                changed.append((request, entry))
-            if first in entries:
-                changed.append((request, len(request.block_tables[-1]) - 1))
+            if entries:
+                changed.append(request)
         return changed
 
     def _wanted_entries(self, request: Request, first: int) -> list[int]:

@@ -138,23 +138,20 @@ class ScheduledStep:
             new_blocks = [old + new for old, new in zip(before, new_blocks, strict=True)]
         self.grown[request.req_id] = new_blocks
 
-    def put_states(self, entries: Sequence[tuple[Request, int]]) -> None:
-        """Take over entries of state tables that have changed since they were put into the step.
+    def put_states(self, requests: Sequence[Request]) -> None:
+        """Take over state tables that have changed since they were put into the step.
 
         An entry that the worker knows from an earlier step holds the same block as before.
         """
-        if not entries:
+        if not requests:
             return
         new = {new.req_id: new.block_ids[-1] for new in self.new_reqs}
-        for request, entry in entries:
+        for request in requests:
             table = request.block_tables[-1]
             introduced = new.get(request.req_id, [])
+            introduced[:] = table[: len(introduced)]
             appended = self.grown.get(request.req_id, [[]])[-1]
-            first_appended = len(table) - len(appended)
-            if entry < len(introduced):
-                introduced[entry] = table[entry]
-            elif entry >= first_appended:
-                appended[entry - first_appended] = table[entry]
+            appended[:] = table[len(table) - len(appended) :]
 
     def withdraw(self, request: Request) -> int:
         """Undo a grant, which still counts in the request's computed tokens; returns its tokens."""

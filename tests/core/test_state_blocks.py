@@ -67,6 +67,20 @@ def cached(bench: Harness, name: str) -> int | None:
 # A running request ------------------------------------------------------------------------------
 
 
+def test_a_table_that_grows_twice_in_a_step_keeps_the_snapshot_before_it() -> None:
+    """A step that stretches a chunk moves the request's block twice: the worker gets its end."""
+    bench = make(
+        5, budget=64, long_prefill_token_threshold=40, elastic_token_budget=True, spacing=64
+    )
+    bench.add("a", 264)
+    assert bench.step() == {"a": 64}
+    assert bench.step() == {"a": 64}
+    (appended,) = bench.sent[-1].scheduled_cached_reqs.new_block_ids
+    assert appended[-1] == state_table(bench, "a")[4:]
+    bench.scheduler.preempt(bench.requests["a"])
+    bench.run()  # from the snapshot, which the worker checks
+
+
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), ()])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_request_has_one_block_which_moves_along(groups: tuple[KVGroup, ...], depth: int) -> None:
