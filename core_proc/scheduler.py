@@ -37,7 +37,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from core_proc.kv.kv_cache import KVCacheManager, Tables
-from core_proc.kv.offload import LEAST_TOKENS, Offload
+from core_proc.kv.offload import Offload
 from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
@@ -639,7 +639,7 @@ class Scheduler:
             hits = self.kv.find_cached_prefix(request)
             num_blocks = self.kv.num_loadable_blocks(request, hits)
             num_tokens = (num_blocks - len(hits[0])) * self.kv.block_size
-            if num_tokens >= LEAST_TOKENS and offload.costs.pays:
+            if num_tokens >= offload.least_tokens and offload.costs.pays:
                 return hits, num_blocks
         request.may_load = False
         return None

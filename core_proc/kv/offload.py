@@ -46,10 +46,13 @@ class _Load(NamedTuple):
 class Offload:
     """The stores of one engine, and the transfers of the step that is being put together."""
 
-    def __init__(self, indexes: Sequence[Index], num_ranks: int = 1) -> None:
+    def __init__(
+        self, indexes: Sequence[Index], num_ranks: int = 1, *, least_tokens: int = LEAST_TOKENS
+    ) -> None:
         """Take the index of each store. A block that is read must be read by all ranks."""
         self._indexes = indexes
         self._num_ranks = num_ranks
+        self.least_tokens = least_tokens
         self._new: list[tuple[int, bytes]] = []
         """Blocks whose contents were cached since the last step, which no store has."""
         self._unsent: list[LoadBlocks] = []

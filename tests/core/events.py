@@ -54,6 +54,7 @@ OPTIONS: Values = {
     "enable_kv_events": (False, True),
     "scheduler_reserve_full_isl": (True, False),
     "watermark": (0.0, 0.0, 0.1),
+    "has_store": (False, True),
 }
 ARRIVAL: Values = {
     "length": (5, 1, 12, 17, 25, 33, MAX_PROMPT),
@@ -101,9 +102,10 @@ def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> Schedule
     """Complete a draw of `OPTIONS` to consistent scheduler options.
 
     `room` is the pool's size in requests of the greatest length, `num_states` the number of usable
-    state blocks: with 0 there is no state group.
+    state blocks: with 0 there is no state group. `has_store` is none of them.
     """
     settings = dict(drawn)
+    settings.pop("has_store")
     room, windows, block_size = settings.pop("room"), settings.pop("windows"), drawn["block_size"]
     chunk = drawn["max_num_batched_tokens"]
     groups = tuple(make_group(window, chunk, block_size) for window in windows)

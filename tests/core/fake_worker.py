@@ -124,12 +124,29 @@ class FakeWorker:
         if self._states is not None:
             self._states.clear()
 
+    def content(self, block_id: int) -> list[tuple[int, int] | None]:
+        """Return what a block holds, all of which was computed."""
+        content = self._kv[block_id].copy()
+        assert None not in content
+        return content
+
+    def fill(self, block_id: int, content: list[tuple[int, int] | None]) -> None:
+        """Write a block, as a load does."""
+        assert 0 < block_id < self._num_blocks
+        self._kv[block_id] = content.copy()
+
+    def spoil(self, block_id: int) -> None:
+        """Write a block in part, as a load does that fails."""
+        self._kv[block_id] = [None] * self._block_size
+
     def write_from_outside(self, token_ids: list[int], tables: list[list[int]]) -> None:
         """Write the KV of the first tokens of a prompt, as a remote load does."""
         prefix = 0
         for position, token_id in enumerate(token_ids):
             prefix = hash((prefix, token_id))
             for group, table in enumerate(tables):
+                if table[position // self._block_size] == NULL_BLOCK:
+                    continue
                 block_id, offset = self._slot(table, position)
                 block = self._kv.setdefault(block_id, [None] * self._block_size)
                 block[offset] = (group, prefix)

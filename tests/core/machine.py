@@ -10,12 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from core_proc.invariants import check_invariants
+from core_proc.kv.offload import Offload
 from core_proc.links.grammars import Grammars
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
-from protocol.core_worker import NULL_BLOCK, CompileGrammar, GrammarCompiled, SchedulerOutput
+from protocol.core_worker import (
+    NULL_BLOCK,
+    BlocksLoaded,
+    CompileGrammar,
+    GrammarCompiled,
+    LoadBlocks,
+    SchedulerOutput,
+    StoreBlocks,
+)
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.sampling import (
     FinishReason,
@@ -27,6 +36,7 @@ from protocol.sampling import (
     pooling_params,
 )
 from tests.core.events import SHARED_HEAD, expected, num_blocks_for, sample
+from tests.core.fake_store import FakeStore
 from tests.core.harness import make_worker
 
 
@@ -67,9 +77,13 @@ class CacheReader:
 class Machine:
     """Executes events by name and checks the scheduler's state after each."""
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, *, has_store: bool = False) -> None:
+        """`has_store`: blocks are also kept outside the worker, if the options allow it."""
         self.options = options
-        self.scheduler = Scheduler(options)
+        self._store = FakeStore()
+        is_kept = has_store and options.enable_prefix_caching and not options.num_state_blocks
+        offload = Offload([self._store.index], least_tokens=1) if is_kept else None
+        self.scheduler = Scheduler(options, offload)
         self.grammars = Grammars(self.scheduler)
         self.num_steps = 0
         self.num_loads = 0
@@ -80,7 +94,7 @@ class Machine:
         self._compiled: set[Grammar] = set()
         """Those of the present worker."""
         self._worker = make_worker(options, sample)
-        self._pipe: deque[SchedulerOutput | Load] = deque()
+        self._pipe: deque[SchedulerOutput | Load | StoreBlocks | LoadBlocks] = deque()
         self._requests: list[Request] = []
         self._expected: list[tuple[list[int], FinishReason]] = []
         self._delivered: list[list[int]] = []
@@ -89,7 +103,7 @@ class Machine:
         """Requests that were ever admitted."""
         self._loading: dict[int, Request] = {}
         """Requests, possibly ended, whose blocks a remote load may still write."""
-        self._arrived: list[Load] = []
+        self._arrived: list[Load | LoadBlocks] = []
         self._owes_copies = False
         """The next step may swap out the contents of free blocks: no load before it."""
         self._cache_reader = CacheReader()
@@ -261,6 +275,9 @@ class Machine:
         self._bring_loads()
         if self._arrived:
             load = self._arrived.pop(which % len(self._arrived))
+            if isinstance(load, LoadBlocks):
+                self._end_blocks(load, share)
+                return
             size = self.options.block_size
             num_arrived = int(share * (load.num_tokens // size)) * size
             self._end_load(load, num_arrived)
@@ -270,12 +287,31 @@ class Machine:
         self.scheduler.end_remote_load(load.request.req_id, num_arrived)
         assert load.request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
 
+    def _end_blocks(self, load: LoadBlocks, share: float) -> None:
+        """Answer a load from the store, of which some blocks are gone."""
+        request = self._loading.pop(load.req_id)
+        num_blocks = self._store.read(self._worker, load, int(share * len(load.keys)))
+        self.scheduler.blocks_loaded(BlocksLoaded(load.req_id, num_blocks))
+        assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
+
     def _bring_loads(self) -> None:
-        while self._pipe and isinstance(load := self._pipe[0], Load):
+        """Let the worker do what stands before the next step."""
+        while self._pipe and not isinstance(load := self._pipe[0], SchedulerOutput):
             self._pipe.popleft()
-            token_ids = load.request.token_ids[: load.num_tokens].tolist()
-            self._worker.write_from_outside(token_ids, load.tables)
+            if isinstance(load, StoreBlocks):
+                self._store.write(self._worker, load)
+                continue
+            if isinstance(load, Load):
+                token_ids = load.request.token_ids[: load.num_tokens].tolist()
+                self._worker.write_from_outside(token_ids, load.tables)
             self._arrived.append(load)
+
+    def _take_transfers(self) -> None:
+        for transfer in self.scheduler.take_transfers():
+            self._pipe.append(transfer)
+            if isinstance(transfer, LoadBlocks):
+                self._loading[transfer.req_id] = self.scheduler.requests[transfer.req_id]
+                self.num_loads += 1
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -284,11 +320,13 @@ class Machine:
         message = self.scheduler.schedule()
         assert self.scheduler.take_failures() == [], "the scheduler raised"
         if message is None:
+            self._take_transfers()
             return False
         self.num_steps += 1
         self._owes_copies = False
         self._check_message(message)
         self._pipe.append(message)
+        self._take_transfers()
         return True
 
     def _on_update(self) -> bool:
@@ -392,6 +430,8 @@ class Machine:
         self._owes_copies = False
         for req_id in self._loading:
             self.scheduler.end_remote_load(req_id, 0)  # the loader notices late
+            if self.scheduler.offload is not None:
+                self.scheduler.blocks_loaded(BlocksLoaded(req_id, 0))
         self._loading.clear()
         self._arrived.clear()
         self._worker = make_worker(self.options, sample)
@@ -442,13 +482,22 @@ class Machine:
         assert one.token_ids[:end] == other.token_ids[:end]
         assert (one.cache_salt, one.adapter_id) == (other.cache_salt, other.adapter_id)
 
+    def _end_loads(self) -> None:
+        """Answer all loads, which have brought everything."""
+        self._bring_loads()
+        arrived, self._arrived = self._arrived, []
+        for load in arrived:
+            if isinstance(load, Load):
+                self._end_load(load, load.num_tokens)
+            else:
+                self._end_blocks(load, 1.0)
+
     def finish(self, limit: int = 20_000) -> None:
         """Run all requests to their ends; assert that all have ended and nothing is left."""
         self.scheduler.resume()
         while self._on_update():
             pass
-        for load in self._arrived:
-            self._end_load(load, load.num_tokens)
+        self._end_loads()
         for request in self.scheduler.requests.values():
             self.scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_TRIAL)
             if request.sampling_params.grammar is None:
@@ -472,5 +521,7 @@ class Machine:
 
     def _run_to_rest(self, limit: int) -> None:
         for _ in range(limit):
-            if not self._on_schedule() and not self._on_update():
+            has_moved = self._on_schedule() or self._on_update()
+            if not has_moved and not self._arrived:
                 break
+            self._end_loads()  # a load ends whatever the steps do, which may lack its blocks

@@ -45,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(drawn=_drawn(OPTIONS), arrivals=st.lists(_event("add"), min_size=1, max_size=4))
     def start(self, drawn: dict[str, Any], arrivals: list[dict[str, Any]]) -> None:
-        machine = Machine(make_options(drawn, self.depth))
+        machine = Machine(make_options(drawn, self.depth), has_store=drawn["has_store"])
         for arrival in arrivals:
             machine.apply("add", **arrival)
         self.machine = machine

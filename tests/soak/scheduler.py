@@ -38,10 +38,11 @@ def run_sequence(seed: int, num_events: int, depth: int | None = None) -> Machin
         SequenceFailed: an invariant was broken.
     """
     rng = random.Random(seed)
-    options = make_options(draw(OPTIONS, rng.choice), depth or rng.randint(1, MAX_DEPTH))
+    chosen = draw(OPTIONS, rng.choice)
+    options = make_options(chosen, depth or rng.randint(1, MAX_DEPTH))
     history = [str(options)]
     try:
-        machine = Machine(options)
+        machine = Machine(options, has_store=chosen["has_store"])
         for _ in range(num_events):
             event = rng.choice(EVENT_NAMES)
             drawn = draw(EVENTS[event][1], rng.choice)
