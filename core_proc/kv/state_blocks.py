@@ -43,6 +43,8 @@ class StateBlocks:
         a snapshot."""
         self._reading: dict[Request, int] = {}
         """Requests admitted in the latest step, with the entry that they began from."""
+        self._begins: dict[Request, int] = {}
+        """Requests admitted in the present step with a table that ends in that entry."""
         self._unhashed: dict[Request, list[int]] = {}
         """Entries with snapshots of earlier steps that are not cached yet."""
 
@@ -103,6 +105,8 @@ class StateBlocks:
             if table[entry] == own:
                 self.pool.touch([own])
             self._reading[request] = entry
+        elif start > 0:
+            self._begins[request] = entry
         if self._keeps_snapshots:
             self._grown[request] = entry + 1
         return table
@@ -112,8 +116,14 @@ class StateBlocks:
         table = request.block_tables[-1]
         if self._keeps_snapshots:
             self._grown.setdefault(request, len(table) - 1)
-        new_ids = [NULL_BLOCK] * (num_new - 1) + [table[-1]]
-        table[-1] = NULL_BLOCK
+        own = table[-1]
+        new_ids = [NULL_BLOCK] * (num_new - 1) + [own]
+        begin = self._begins.pop(request, None)
+        if begin is None:
+            table[-1] = NULL_BLOCK
+        else:  # the step that grows it reads the state there
+            self.pool.touch([own])
+            self._reading[request] = begin
         table += new_ids
         return new_ids
 
@@ -136,6 +146,7 @@ class StateBlocks:
         Returns the requests whose tables have changed.
         """
         grown, self._grown = self._grown, {}
+        self._begins.clear()
         changed = []
         for request, first in grown.items():
             entries = self._wanted_entries(request, first)[: self.pool.num_free]
@@ -217,6 +228,7 @@ class StateBlocks:
         """
         self._grown.pop(request, None)
         self._reading.pop(request, None)
+        self._begins.pop(request, None)
         self._unhashed.pop(request, None)
         self.pool.free([block_id for block_id in request.block_tables[-1] if block_id])
 
@@ -224,6 +236,7 @@ class StateBlocks:
         """Compare the pool with the state tables of all requests that hold blocks."""
         self.pool.check_invariants()
         assert not self._grown, "a step has not decided about its snapshots"
+        assert not self._begins
         assert {*self._reading, *self._unhashed} <= {*holders}
         counts: dict[int, int] = {}
         owners: dict[int, Request] = {}

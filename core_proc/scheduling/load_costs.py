@@ -6,8 +6,8 @@ from protocol.core_worker import ModelRunnerOutput
 
 _LEAST_TOKENS = 64
 """Prompt tokens of a step from which the cost of one is measured."""
-_WEIGHT = 0.2
-"""Of a new measurement."""
+_RISE, _FALL = 0.2, 0.5
+"""Weights of a measurement: a faster load counts more, as slow ones are rarely tried again."""
 _TRIAL_EVERY = 16
 """Loads that do not seem to pay: one of so many is made, as the reason may have gone."""
 
@@ -50,4 +50,6 @@ class LoadCosts:
 
 
 def _mean(before: float, new: float) -> float:
-    return new if before == 0.0 else before + (new - before) * _WEIGHT
+    if before == 0.0:
+        return new
+    return before + (new - before) * (_RISE if new > before else _FALL)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from core_proc.invariants import check_invariants
+from core_proc.kv.offload import Offload
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
@@ -66,6 +67,7 @@ class Harness:
         depth: int = 1,
         script: Mapping[str, Sequence[int]] | None = None,
         guesses: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
+        offload: Offload | None = None,
         **config: object,
     ) -> None:
         """Take the options of the scheduler and the script of the worker.
@@ -83,7 +85,7 @@ class Harness:
             eos_token_ids=(EOS,),
             **config,  # type: ignore[arg-type]
         )
-        self.scheduler = Scheduler(options)
+        self.scheduler = Scheduler(options, offload)
         self.worker = make_worker(options, self._sample, self._guess)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}

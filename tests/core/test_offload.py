@@ -1,0 +1,222 @@
+"""The core reads blocks where that is quicker, and depends on none of them."""
+
+import pytest
+
+from core_proc.kv.offload import LEAST_TOKENS, MAX_LOADS, Offload
+from core_proc.request import RequestStatus
+from core_proc.scheduling.load_costs import LoadCosts
+from protocol.core_worker import BlocksLoaded, LoadBlocks, ModelRunnerOutput, StoreBlocks
+from tests.core.fake_store import FakeStore
+from tests.core.harness import Harness
+
+BLOCK = 16
+PROMPT = [1000 + i for i in range(6 * BLOCK + 3)]
+"""Six full blocks."""
+
+
+class Bench(Harness):
+    """A scheduler with a store, which a worker fills and reads."""
+
+    def __init__(self, store: FakeStore | None = None, *, num_ranks: int = 1, **config: object):
+        self.store = store or FakeStore()
+        self.offload = Offload([self.store.index], num_ranks)
+        super().__init__(caching=True, offload=self.offload, **config)  # type: ignore[arg-type]
+        self.loads: list[LoadBlocks] = []
+        self.num_stored = 0
+
+    def transfer(self) -> None:
+        """Let the worker write what is to be stored, and take the loads."""
+        for message in self.scheduler.take_transfers():
+            if isinstance(message, StoreBlocks):
+                self.num_stored += len(message.keys)
+                self.store.write(self.worker, message)
+            else:
+                self.loads.append(message)
+
+    def answer(self, most: int = 1000) -> None:
+        load = self.loads.pop(0)
+        num_blocks = self.store.read(self.worker, load, most)
+        self.scheduler.blocks_loaded(BlocksLoaded(load.req_id, num_blocks, 1000))
+
+
+@pytest.fixture
+def filled() -> FakeStore:
+    """A store with the blocks of PROMPT."""
+    bench = Bench()
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    assert bench.num_stored == 6
+    return bench.store
+
+
+def test_blocks_are_stored_once_and_read_by_the_next_core(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 2)
+    assert bench.step() == {}
+    assert bench.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KV
+    bench.transfer()
+    bench.answer()
+    assert bench.step() == {"a": 3}
+    assert bench.offload.num_loaded_tokens == 6 * BLOCK
+    bench.run()
+    bench.transfer()
+    assert bench.num_stored == 0
+
+
+def test_what_is_cached_already_is_not_read(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.add("head", PROMPT[: 2 * BLOCK + 1], 2)
+    bench.step()
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    (load,) = bench.loads
+    assert len(load.block_ids) == 4
+    held = set(bench.requests["a"].block_tables[0])
+    assert set(load.block_ids) < held
+    bench.answer()
+    assert bench.step()["a"] == 3
+    bench.run()
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_blocks_that_do_not_come_are_computed(filled: FakeStore, most: int) -> None:
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    bench.answer(most)
+    assert bench.step() == {"a": len(PROMPT) - most * BLOCK}
+    bench.run()
+
+
+def test_few_tokens_are_computed_at_once(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.add("a", PROMPT[: LEAST_TOKENS - 1], 2)
+    assert bench.step() == {"a": LEAST_TOKENS - 1}
+
+
+def test_requests_behind_a_load_are_not_delayed(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 2)
+    bench.add("b", 20, 2)
+    assert bench.step() == {"b": 20}
+
+
+def test_loads_have_a_limit_and_wait_for_a_place(filled: FakeStore) -> None:
+    bench = Bench(filled, seqs=2 * MAX_LOADS)
+    for number in range(MAX_LOADS + 1):
+        bench.add(str(number), PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    assert len(bench.loads) == MAX_LOADS
+    assert bench.requests[str(MAX_LOADS)].status is RequestStatus.WAITING
+    bench.answer()
+    granted = bench.step()
+    assert granted == {"0": 3, str(MAX_LOADS): 3}  # the last one hits what was read
+    while bench.loads:
+        bench.answer()
+    bench.run()
+
+
+def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
+    bench = Bench(filled, seqs=1)
+    bench.add("running", 20, 5)
+    bench.step()
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    assert bench.loads == []
+    while "running" not in bench.finished:
+        bench.step()
+    bench.step()
+    bench.transfer()
+    bench.answer()
+    bench.run()
+    assert set(bench.finished) == {"running", "a"}
+
+
+def test_a_block_that_is_overwritten_meanwhile_is_not_stored() -> None:
+    bench = Bench(blocks=8)
+    bench.add("a", PROMPT, 1)
+    bench.step()
+    assert set(bench.finished) == {"a"}
+    bench.add("b", 6 * BLOCK + 1, 1)
+    bench.step()  # takes the blocks of the first
+    (message,) = bench.scheduler.take_transfers()
+    assert isinstance(message, StoreBlocks)
+    assert set(message.keys) == set(bench.requests["b"].block_hashes)
+
+
+def test_a_preempted_request_is_read_again(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 40)
+    bench.step()
+    bench.transfer()
+    bench.answer()
+    for _ in range(20):
+        bench.step()
+    bench.transfer()
+    bench.lose_worker()
+    bench.step()
+    assert bench.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KV
+    bench.transfer()
+    bench.answer()
+    assert bench.requests["a"].status is RequestStatus.PREEMPTED
+    bench.run()
+
+
+def test_a_lost_worker_ends_its_loads_and_answers_that_come_late_are_ignored(
+    filled: FakeStore,
+) -> None:
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    late = bench.loads.pop()
+    bench.lose_worker()
+    bench.scheduler.blocks_loaded(BlocksLoaded(late.req_id, 6, 1))
+    bench.step()
+    bench.transfer()
+    bench.answer()
+    assert bench.step() == {"a": 3}
+
+
+def test_all_ranks_must_have_read_a_block(filled: FakeStore) -> None:
+    bench = Bench(filled, num_ranks=2)
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    req_id = bench.loads[0].req_id
+    bench.scheduler.blocks_loaded(BlocksLoaded(req_id, 2, 1))
+    assert bench.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KV
+    bench.answer()
+    assert bench.step() == {"a": len(PROMPT) - 2 * BLOCK}
+
+
+def test_a_reset_of_the_prefix_cache_forgets_the_stores(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.offload.clear()
+    bench.add("a", PROMPT, 2)
+    assert bench.step() == {"a": len(PROMPT)}
+
+
+def _step(costs: LoadCosts, num_tokens: int, num_prompt_tokens: int, ns: int) -> None:
+    costs.sent(num_tokens, num_prompt_tokens)
+    costs.step_ended(ModelRunnerOutput(0, [], forward_ns=ns))
+
+
+def test_slow_loads_are_given_up_but_tried_now_and_then() -> None:
+    costs = LoadCosts()
+    assert costs.pays  # nothing is known
+    _step(costs, 100, 100, 100_000)
+    _step(costs, 64, 4, 900_000_000)  # it has mostly decoded
+    costs.loaded(1000, 500_000)
+    assert costs.pays
+    for _ in range(20):
+        costs.loaded(1000, 50_000_000)
+    assert [costs.pays for _ in range(32)].count(True) == 2
+    for _ in range(20):
+        costs.loaded(1000, 500_000)
+    assert costs.pays

@@ -1,0 +1,206 @@
+"""Blocks are written beside the steps as they were, and a load ends whatever its store does."""
+
+import hashlib
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.core_worker import BlocksLoaded, LoadBlocks, StoreBlocks
+from scripts.testing import eventually
+from worker_proc.offload import service as service_module
+from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.service import MAX_READERS, OffloadService
+from worker_proc.offload.staging import PoolMemory
+
+NUM_BLOCKS = 12
+SHAPES = ((2, 3, 5), (7,))
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(bytes([number])).digest()
+
+
+class Bench:
+    """A pool, and a service with some stores."""
+
+    def __init__(self, paths: list[Path], num_writer_slots: int = 8) -> None:
+        self.tensors = [torch.randn(NUM_BLOCKS, *shape) for shape in SHAPES]
+        self.tensors[1] = self.tensors[1].to(torch.bfloat16)
+        self.memory = PoolMemory(self.tensors, MAX_READERS + num_writer_slots, _no_device)
+        self.stores = [BlockStore(path, 2**20, self.memory.block_bytes) for path in paths]
+        self.service = OffloadService(self.memory, self.stores)
+
+    def content(self, block_id: int) -> bytes:
+        rows = [tensor[block_id].contiguous().view(torch.uint8) for tensor in self.tensors]
+        return b"".join(row.numpy().tobytes() for row in rows)
+
+    def store(self, *block_ids: int) -> None:
+        """Store blocks, each under the key of its number."""
+        self.service.store(StoreBlocks(list(block_ids), [key(i) for i in block_ids]))
+
+    def wait_for(self, *numbers: int) -> None:
+        for store in self.stores:
+            eventually(lambda s=store: all(key(n) in s.index for n in numbers), "written")
+
+    def load(self, numbers: list[int], block_ids: list[int]) -> BlocksLoaded:
+        answer = self.service.load(LoadBlocks(5, block_ids, [key(n) for n in numbers]))
+        return answer or self.answer()
+
+    def answer(self) -> BlocksLoaded:
+        """Wait as the worker's loop does."""
+        poller = select.poll()
+        poller.register(self.service.wake_fd, select.POLLIN)
+        for _ in range(100):
+            deadline = self.service.deadline
+            assert deadline is not None
+            poller.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1)
+            if answers := self.service.take_results():
+                (answer,) = answers
+                return answer
+        raise AssertionError("no answer")
+
+
+def _no_device(*_: object) -> None:
+    raise AssertionError("there is no device")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Bench]:
+    def make_bench(*names: str, num_writer_slots: int = 8) -> Bench:
+        return Bench([tmp_path / name for name in names], num_writer_slots)
+
+    return make_bench
+
+
+def test_blocks_are_stored_as_they_were_and_loaded_where_they_are_wanted(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make("one")
+    before = {number: bench.content(number) for number in (1, 2, 3)}
+    bench.store(1, 2, 3)
+    for tensor in bench.tensors:
+        tensor.zero_()  # a step overwrites the blocks
+    bench.wait_for(1, 2, 3)
+    answer = bench.load([3, 1], [4, 5])
+    assert (answer.req_id, answer.num_blocks) == (5, 2)
+    assert answer.load_ns > 0
+    assert [bench.content(block_id) for block_id in (4, 5)] == [before[3], before[1]]
+    assert not any(any(bench.content(block_id)) for block_id in (0, 1, 2, 3, 6, 7))
+    assert bench.service.deadline is None
+
+
+def test_a_load_ends_at_the_first_block_that_is_missing(make: Callable[..., Bench]) -> None:
+    bench = make("one")
+    bench.store(1, 3)
+    bench.wait_for(1, 3)
+    before = [bench.content(block_id) for block_id in range(NUM_BLOCKS)]
+    assert bench.load([1, 2, 3], [6, 7, 8]).num_blocks == 1
+    assert [bench.content(block_id) for block_id in range(NUM_BLOCKS)] == [
+        before[1] if block_id == 6 else content for block_id, content in enumerate(before)
+    ]
+
+
+def test_what_only_a_slower_store_has_is_copied_to_the_faster_one(
+    make: Callable[..., Bench],
+) -> None:
+    slow = make("slow")
+    slow.store(1)
+    slow.wait_for(1)
+    both = make("fast", "slow")
+    assert both.load([1], [2]).num_blocks == 1
+    assert both.content(2) == slow.content(1)
+    assert key(1) in both.stores[0].index
+
+
+def test_a_store_that_hangs_costs_the_load_its_time_and_writes_to_no_block(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make("one")
+    bench.store(1, 2)
+    bench.wait_for(1, 2)
+    monkeypatch.setattr(service_module, "LOAD_TIMEOUT_S", 0.2)
+    goes_on, read = threading.Event(), bench.stores[0].read
+
+    def hang_at_second(name: bytes, block: object) -> bool:
+        if name == key(2):
+            assert goes_on.wait(10.0)
+        return read(name, block)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.stores[0], "read", hang_at_second)
+    assert bench.load([1, 2], [6, 7]).num_blocks == 1
+    before = bench.content(7)
+    goes_on.set()
+    eventually(lambda: not _threads("troika-load"), "the thread has ended")
+    assert bench.content(7) == before
+    assert bench.load([2], [7]).num_blocks == 1  # its slot is free again
+
+
+def test_after_an_adoption_no_load_of_before_writes(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make("one")
+    bench.store(1)
+    bench.wait_for(1)
+    goes_on, read = threading.Event(), bench.stores[0].read
+
+    def hang(name: bytes, block: object) -> bool:
+        assert goes_on.wait(10.0)
+        return read(name, block)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.stores[0], "read", hang)
+    before = bench.content(6)
+    assert bench.service.load(LoadBlocks(5, [6], [key(1)])) is None
+    bench.service.begin_adoption()
+    goes_on.set()
+    eventually(lambda: not _threads("troika-load"), "the thread has ended")
+    assert bench.content(6) == before
+    assert bench.service.take_results() == []
+
+
+def test_more_loads_than_readers_are_answered_at_once(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make("one")
+    bench.store(1)
+    bench.wait_for(1)
+    goes_on = threading.Event()
+    monkeypatch.setattr(bench.stores[0], "read", lambda *_: not goes_on.wait(10.0))
+    for _ in range(MAX_READERS):
+        assert bench.service.load(LoadBlocks(5, [6], [key(1)])) is None
+    assert bench.service.load(LoadBlocks(6, [7], [key(1)])) == BlocksLoaded(6, 0)
+    goes_on.set()
+    eventually(lambda: not _threads("troika-load"), "the threads have ended")
+    assert len(bench.service.take_results()) == MAX_READERS
+
+
+def test_a_store_that_fails_or_hangs_leaves_the_other_one_its_slots(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make("good", "bad", num_writer_slots=4)
+    goes_on = threading.Event()
+
+    def hang_and_fail(*_: object) -> bool:
+        assert goes_on.wait(10.0)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(bench.stores[1], "write", hang_and_fail)
+    good = bench.stores[0].index
+    for number in range(8):
+
+        def is_written(number: int = number) -> bool:
+            bench.store(number)  # again, until there is a slot
+            return key(number) in good
+
+        eventually(is_written, "written")
+    goes_on.set()
+    eventually(lambda: "the disk is gone" in caplog.text, "the line")
+    assert caplog.text.count("cannot be written") == 1
+
+
+def _threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
