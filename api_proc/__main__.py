@@ -216,6 +216,7 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
         stall_timeout_s=config.recovery.stall_timeout_s,
         allow_inexact_resume=config.recovery.allow_inexact_resume,
         follow_kv_events=config.cache.enable_kv_events,
+        prefill_replicas=config.parallel.prefill_replicas,
     )
 
 

@@ -106,6 +106,7 @@ _API_GAUGES = (
 )
 _API_COUNTERS = (
     ("requests_moved", "Requests that went on at another replica."),
+    ("requests_handed_over", "Requests that went from a prefill replica to one that decodes."),
     (
         "requests_resumed_inexactly",
         "Requests that an engine with another fingerprint has continued.",

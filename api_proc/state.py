@@ -241,6 +241,7 @@ class ApiState:
         }
         counters = {
             "requests_moved": self.client.num_moved,
+            "requests_handed_over": self.client.num_handed_over,
             "requests_resumed_inexactly": self.client.num_inexact,
         }
         if self.sessions is not None:

@@ -233,6 +233,11 @@ class Scheduler:
         while not self._grow(request, num_new, step):
             step.ran_out_of_blocks = True
             victim = self.victims.choose(self.running)
+            if victim is request and self._loading:
+                # The loads of less important requests end soon, and cannot be taken back.
+                step.granted[request.req_id] = 0
+                self.queues.due_index.enter(request)
+                return
             self._preempt_in(step, victim)
             if victim is request:
                 return

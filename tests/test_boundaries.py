@@ -26,7 +26,7 @@ ALLOWED = {
 }
 PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
-    "protocol": ["config", "transport", "process", "client"],
+    "protocol": ["config", "stores", "transport", "process", "client"],
     "api_proc": [
         *("chat", "text", "resumption", "http", "peers", "adapters", "openai"),
         *("responses", "anthropic", "page", "llm"),
@@ -34,7 +34,7 @@ SUBPACKAGES = {
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
         *("native", "kv", "recurrent", "attention", "grammar", "sampling", "quantization"),
-        *("gguf", "adapters"),
+        *("gguf", "adapters", "offload"),
         *(
             "loading",
             "modules",
@@ -54,7 +54,7 @@ STATE_MACHINES = {
     "core_proc": [
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/state_blocks"),
-        *("kv/swap",),
+        *("kv/load_costs", "kv/offload", "kv/swap"),
         *("links/adapters", "links/event_log", "links/grammars", "links/owners"),
         *("links/workers",),
         *("recovery/quarantine",),

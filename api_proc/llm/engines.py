@@ -69,6 +69,7 @@ class ProcessEngine:
             stall_timeout_s=recovery.stall_timeout_s,
             allow_inexact_resume=recovery.allow_inexact_resume,
             follow_kv_events=self._config.cache.enable_kv_events,
+            prefill_replicas=parallel.prefill_replicas,
         )
         await self._client.start()
         num_checks = 0

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import group_key
+from core_proc.kv.load_costs import LoadCosts
 from core_proc.request import Request
-from core_proc.scheduling.load_costs import LoadCosts
 from protocol.core_worker import NULL_BLOCK, BlocksLoaded, LoadBlocks, StoreBlocks
 
 MAX_LOADS = 8
@@ -23,7 +23,7 @@ _MOST_PENDING = 2**14
 
 
 class Index(Protocol):
-    """What a store probably holds: see `protocol/block_index.py`."""
+    """What a store probably holds: see `protocol/stores/index.py`."""
 
     def __contains__(self, key: bytes, /) -> bool: ...
 

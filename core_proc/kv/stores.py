@@ -3,10 +3,10 @@
 import logging
 
 from core_proc.kv.offload import Offload
-from protocol.block_index import BlockIndex
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
-from protocol.kv_tiers import index_path, tiers
+from protocol.stores.index import BlockIndex
+from protocol.stores.tiers import index_path, tiers
 
 log = logging.getLogger("troika.core")
 

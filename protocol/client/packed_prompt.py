@@ -27,6 +27,11 @@ PromptIds = list[int] | PackedPrompt
 """The two forms in which a prompt is submitted."""
 
 
+def prompt_length(prompt: PromptIds) -> int:
+    """Return the number of a prompt's tokens."""
+    return len(prompt) if isinstance(prompt, list) else len(prompt.packed) // 4
+
+
 def extended(prompt: PromptIds, token_ids: list[int]) -> PromptIds:
     """Return a prompt with further ids at its end."""
     if isinstance(prompt, list):

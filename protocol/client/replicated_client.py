@@ -49,7 +49,8 @@ from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import Entry, RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
 from protocol.client.open_requests import Receiver
-from protocol.client.packed_prompt import PackedPrompt, PromptIds
+from protocol.client.packed_prompt import PackedPrompt, PromptIds, prompt_length
+from protocol.client.prefill import Prefill
 from protocol.client.prefix_index import piece_names, piece_tokens
 from protocol.client.replica import TICK_S, Replica
 from protocol.client.request_stream import RequestStream, vector_of
@@ -83,6 +84,7 @@ class ReplicatedClient:
         stall_timeout_s: float = STALL_TIMEOUT_S,
         allow_inexact_resume: bool = False,
         follow_kv_events: bool = False,
+        prefill_replicas: int = 0,
         clock: Clock = time,
         rng: random.Random | None = None,
         make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
@@ -99,6 +101,8 @@ class ReplicatedClient:
                 first.
             follow_kv_events: whether the cores publish them, so that prompts of other clients and
                 evictions are known.
+            prefill_replicas: how many of the replicas, the first ones, compute long prompts for
+                the others.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
         numbers = itertools.count(1)
@@ -127,10 +131,13 @@ class ReplicatedClient:
         self._followers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router(policy, self._replicas, rng or random.Random())
+        self._prefill = Prefill(prefill_replicas)
         self._piece_tokens = 0
         """Of a prompt's piece; 0: no replica's block size is known yet."""
         self.num_moved = 0
         """Requests that went on at another replica."""
+        self.num_handed_over = 0
+        """Requests that went on where they are decoded, after a prefill replica."""
 
     @property
     def clients(self) -> list[AsyncEngineClient]:
@@ -254,7 +261,9 @@ class ReplicatedClient:
         if self._only is not None:
             return self._only.submit_to(receiver, prompt_token_ids, params, **accepted)
         names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
-        replica, num_cached = self._choose(names, affinity=affinity)
+        replica, num_cached = self._choose(
+            names, affinity=affinity, num_prompt_tokens=prompt_length(prompt_token_ids)
+        )
         add = replica.client.submit_to(receiver, prompt_token_ids, params, **accepted)
         self._enter(replica, add.request_id, names, num_cached)
         return add
@@ -305,6 +314,7 @@ class ReplicatedClient:
         fingerprint: str = "",
         num_tokens: int = 0,
         affinity: str = "",
+        num_prompt_tokens: int = 0,
     ) -> tuple[Replica, int]:
         """Return the replica for a request, and how many tokens of its prompt it has cached.
 
@@ -315,11 +325,24 @@ class ReplicatedClient:
             client = self._replicas[number].client
             return client.fingerprint == fingerprint and _holds(client, num_tokens)
 
-        if affinity:
-            chosen = self._router.home(affinity, names, self._piece_tokens)
+        def decodes(number: int) -> bool:
+            return not self._prefill.computes_prompts(number)
+
+        size = self._piece_tokens
+        if fingerprint:
+            chosen = self._router.choose(names, size, is_equal)
         else:
-            may = is_equal if fingerprint else None
-            chosen = self._router.choose(names, self._piece_tokens, may)
+            may = decodes if self._prefill.is_on else None
+            if affinity:
+                chosen = self._router.home(affinity, names, size, may)
+            else:
+                chosen = self._router.choose(names, size, may)
+            num_cached = 0 if chosen is None else chosen.num_cached_tokens
+            if self._prefill.wants(num_prompt_tokens - num_cached):
+                prefill = self._router.choose(names, size, self._prefill.computes_prompts)
+                chosen = prefill or chosen
+            if chosen is None and self._prefill.is_on:
+                chosen = self._router.choose(names, size)
         if chosen is not None:
             return self._replicas[chosen.number], chosen.num_cached_tokens
         # The request waits for the one that was lost last.
@@ -328,6 +351,7 @@ class ReplicatedClient:
     def _enter(
         self, replica: Replica, request_id: int, names: Sequence[bytes], num_cached: int
     ) -> None:
+        self._prefill.enter(request_id, replica, names)
         facts = replica.client.facts
         if names and facts is not None:
             replica.client.expect_cached(request_id, num_cached)
@@ -348,11 +372,31 @@ class ReplicatedClient:
                 self._router.index.forget(replica.number)
         if not any(replica.serves for replica in self._replicas):
             return
+        for request_id, replica, names in self._prefill.due():
+            self._hand_over(request_id, replica, names)
         for replica in self._replicas:
             if not replica.leaving and not replica.is_resting:
                 replica.leaving.extend(replica.ids_to_move(self._failover_s))
                 if replica.leaving:
                     self._move_some(replica, self.num_moved)
+
+    def _hand_over(self, request_id: int, replica: Replica, names: Sequence[bytes]) -> None:
+        """Let a request that has its first token be decoded elsewhere, if that can be done."""
+        entry, facts = replica.client.entry(request_id), replica.client.facts
+        longest = 0 if facts is None else facts.max_model_len
+
+        def takes(number: int) -> bool:
+            other = self._replicas[number]
+            if entry is None or self._prefill.computes_prompts(number):
+                return False
+            return _continues(other, entry, longest)
+
+        chosen = self._router.choose(names, self._piece_tokens, takes)
+        if chosen is not None:
+            target = self._replicas[chosen.number]
+            if replica.client.move(request_id, target.client, is_exact=True):
+                self.num_handed_over += 1
+                self._enter(target, request_id, names, chosen.num_cached_tokens)
 
     def _others(self, replica: Replica) -> Iterator[Replica]:
         """Yield the other replicas that serve."""
@@ -379,15 +423,17 @@ class ReplicatedClient:
         candidates = list(self._others(lost))
         facts = lost.client.facts
         longest = 0 if facts is None else facts.max_model_len
-        target = self._least(each for each in candidates if _continues(each, entry, longest))
+        fitting = [each for each in candidates if _continues(each, entry, longest)]
+        decoding = [each for each in fitting if not self._prefill.computes_prompts(each.number)]
+        target = self._least(decoding or fitting)
         is_exact = target is not None
         # A core that drains still computes its requests, exactly.
         computes = lost.is_draining and lost.client.connected
         may_be_inexact = self._allow_inexact_resume and not computes
         if target is None and may_be_inexact and entry.has_begun:
             candidates += [lost] if lost.serves else []
-            fitting = (each for each in candidates if _holds(each.client, entry.num_tokens))
-            target = self._least(fitting)
+            holding = (each for each in candidates if _holds(each.client, entry.num_tokens))
+            target = self._least(holding)
         if target is lost:
             lost.client.release(request_id)
         elif target is not None:

@@ -120,7 +120,13 @@ class Router:
         candidates = [self._candidate(number, names, piece_tokens) for number in found]
         return cheapest(candidates) if candidates else None
 
-    def home(self, affinity: str, names: Sequence[bytes], piece_tokens: int) -> Candidate | None:
+    def home(
+        self,
+        affinity: str,
+        names: Sequence[bytes],
+        piece_tokens: int,
+        may: Callable[[int], bool] | None = None,
+    ) -> Candidate | None:
         """Return the replica for requests with this value; None: none serves. All processes agree.
 
         Each value has an order of replicas, and its requests go to the first one that serves. So
@@ -130,9 +136,9 @@ class Router:
         for attempt in range(_MOST_HOMES):
             digest = blake2b(f"{attempt} {affinity}".encode(errors="surrogatepass"), digest_size=8)
             number = int.from_bytes(digest.digest(), "big") % count
-            if self._targets[number].serves:
+            if self._targets[number].serves and (may is None or may(number)):
                 return self._candidate(number, names, piece_tokens)
-        return self.choose(names, piece_tokens)
+        return self.choose(names, piece_tokens, may)
 
     def _candidate(
         self, number: int, names: Sequence[bytes] = (), piece_tokens: int = 0

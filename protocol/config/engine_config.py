@@ -194,6 +194,11 @@ class CacheConfig(Section):
     enable_kv_events: bool = False
     """Let clients follow what the prefix cache holds, to route by it."""
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether workers keep KV blocks in stores."""
+        return self.kv_offload_bytes > 0 or self.kv_offload_dir is not None
+
 
 class SchedulerConfig(Section):
     """How a step is filled."""
@@ -287,6 +292,9 @@ class ParallelConfig(Section):
     """How a replica is chosen for a request. prefix_aware: the one that has most of the prompt
     cached, unless it has much more to do; least_tokens: the one with the fewest tokens to compute;
     round_robin: each in turn."""
+    prefill_replicas: Annotated[int, Meta(ge=0, le=63)] = 0
+    """Of the replicas, those that compute long prompts for the others, which decode. Needs blocks
+    that are kept, as with kv_offload_bytes. 0: each does both."""
     session_key: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Requests with an equal value of this go to the same replica while it serves: cache_salt, or
     the name of a header, as X-Session-Id. Others are routed by the policy."""

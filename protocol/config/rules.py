@@ -98,9 +98,8 @@ def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
         cache.enable_kv_events and not cache.enable_prefix_caching,
         "enable_kv_events needs enable_prefix_caching: events report what is cached",
     )
-    is_kept = cache.kv_offload_bytes > 0 or cache.kv_offload_dir is not None
     yield (
-        is_kept and not cache.enable_prefix_caching,
+        cache.keeps_blocks and not cache.enable_prefix_caching,
         "kv_offload_bytes and kv_offload_dir need enable_prefix_caching: they keep its blocks",
     )
     spacing = cache.mamba_block_size
@@ -120,6 +119,20 @@ def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
     yield (
         has_states and cache.swap_space_bytes > 0,
         "null_state_blocks works without swap_space_bytes only",
+    )
+
+
+def _replica_rules(config: EngineConfig) -> Iterator[Rule]:
+    """What replicas do for each other."""
+    num_prefill = config.parallel.prefill_replicas
+    num_replicas = max(config.parallel.data_parallel_size, config.run.num_replicas)
+    yield (
+        0 < num_replicas <= num_prefill,
+        f"prefill_replicas {num_prefill} must be less than data_parallel_size {num_replicas}",
+    )
+    yield (
+        num_prefill > 0 and not config.cache.keeps_blocks,
+        "prefill_replicas needs kv_offload_bytes or kv_offload_dir: others read the blocks there",
     )
 
 
@@ -270,6 +283,7 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _prefill_rules,
     _policy_rules,
     _cache_rules,
+    _replica_rules,
     _lora_rules,
     _tls_rules,
     _process_rules,

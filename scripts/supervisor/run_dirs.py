@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.adapters import ADAPTERS_FILE
-from protocol.kv_tiers import remove_memory
 from protocol.process.run_dir import make_run_dir
+from protocol.stores.tiers import remove_memory
 
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"

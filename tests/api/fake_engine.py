@@ -121,6 +121,7 @@ class FakeClient:
         """Time of the core's last status message; None: always now."""
         self.connected = True
         self.num_moved = 0
+        self.num_handed_over = 0
         self.num_inexact = 0
         self.script = script or repeating()
         self.is_paused = False

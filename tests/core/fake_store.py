@@ -17,7 +17,7 @@ class FakeStore:
             self.index.add(key)
 
     def read(self, worker: FakeWorker, message: LoadBlocks, most: int) -> int:
-        """Fill leading blocks, at most so many, and spoil the next one; returns their number."""
+        """Fill at most `most` leading blocks, and spoil the next one; returns their number."""
         pairs = list(zip(message.block_ids, message.keys, strict=True))
         assert len({block_id for block_id, _ in pairs}) == len(pairs)
         for number, (block_id, key) in enumerate(pairs):

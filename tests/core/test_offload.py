@@ -2,9 +2,9 @@
 
 import pytest
 
+from core_proc.kv.load_costs import LoadCosts
 from core_proc.kv.offload import LEAST_TOKENS, MAX_LOADS, Offload
 from core_proc.request import RequestStatus
-from core_proc.scheduling.load_costs import LoadCosts
 from protocol.core_worker import BlocksLoaded, LoadBlocks, ModelRunnerOutput, StoreBlocks
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness

@@ -1,18 +1,22 @@
 """KV blocks outside the workers: a successor reads them, and a damaged store costs no token."""
 
+import asyncio
 import contextlib
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from protocol.client import EngineClient
-from protocol.kv_tiers import memory_directory
+from protocol.client import AsyncEngineClient, EngineClient, ReplicatedClient
+from protocol.client.request_stream import RequestStream
+from protocol.config import RoutingPolicy
+from protocol.config.settings import configure
 from protocol.lifecycle import Role
+from protocol.process.launch import EngineProcesses
 from protocol.sampling import SamplingParams
+from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system.test_replicas import kill_all
 
 NUM_PROMPTS = 4
 PROMPT_LEN = 320
@@ -68,11 +72,18 @@ def wait_for_files(directory: Path, least: int) -> None:
     eventually(are_there, f"{least} blocks in {directory}")
 
 
-@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+@pytest.mark.parametrize(
+    ("role", "flags"),
+    [
+        (Role.WORKER, ()),
+        (Role.CORE, ()),
+        pytest.param(Role.WORKER, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
+    ],
+)
 def test_after_kill_9_blocks_are_read_and_streams_go_on(
-    role: Role, start_engine: EngineFactory
+    role: Role, flags: tuple[str, ...], start_engine: EngineFactory
 ) -> None:
-    engine = start(start_engine, *MEMORY)
+    engine = start(start_engine, *MEMORY, *flags)
     with connected(engine) as client:
         directory = memory_directory(engine.run_dir)
         alone = tokens_of(client)
@@ -90,29 +101,99 @@ def test_after_kill_9_blocks_are_read_and_streams_go_on(
     assert not directory.exists()
 
 
+def test_a_request_that_is_moved_brings_its_blocks() -> None:
+    """The blocks that a lost replica has written are read by the other one."""
+    config = configure(
+        model="demo",
+        data_parallel_size=2,
+        kv_offload_bytes=2**28,
+        num_gpu_blocks_override=400,
+        num_threads=1,
+        log_level="error",
+    )
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses, policy=RoutingPolicy.ROUND_ROBIN) as client:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                while not all(each.serves for each in client.clients):
+                    await asyncio.sleep(0.01)
+            requests = list(zip(PROMPTS, PARAMS, strict=True))
+            alone = [await tokens_left(client.submit(*one)) for one in requests]
+            streams = [client.submit(*one) for one in requests]
+            first = [(await anext(stream)).token_ids for stream in streams]
+            others = client.clients[1]
+            num_there = others.num_open_requests
+            assert num_there == NUM_PROMPTS // 2
+            # The other replica has not computed these prompts: it has another half.
+            kill_all(engine, 1)
+            pairs = zip(first, streams, strict=True)
+            assert [begun + await tokens_left(stream) for begun, stream in pairs] == alone
+            assert client.num_moved == num_there
+            async with asyncio.timeout(TIMEOUT_S):
+                while num_loaded_at(client.clients[0]) < num_there * PROMPT_LEN:
+                    await asyncio.sleep(0.01)
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
+
+
+async def tokens_left(stream: RequestStream) -> list[int]:
+    return [token_id async for output in stream for token_id in output.token_ids]
+
+
+def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
+    config = configure(
+        model="demo",
+        data_parallel_size=2,
+        prefill_replicas=1,
+        kv_offload_bytes=2**28,
+        num_gpu_blocks_override=400,
+        num_threads=1,
+        log_level="error",
+    )
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses, prefill_replicas=1) as client:
+            prefill, decode = client.clients
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                while not (prefill.serves and decode.serves):
+                    await asyncio.sleep(0.01)
+            requests = list(zip(PROMPTS, PARAMS, strict=True))
+            # Below the least number of tokens nothing is handed over.
+            short = [(prompt[:100], params) for prompt, params in requests]
+            alone_short = [await tokens_left(client.submit(*one)) for one in short]
+            assert client.num_handed_over == 0
+            streams = [client.submit(*one) for one in requests]
+            assert prefill.num_open_requests == NUM_PROMPTS
+            found = [await tokens_left(stream) for stream in streams]
+            assert client.num_handed_over == NUM_PROMPTS
+            async with asyncio.timeout(TIMEOUT_S):
+                while num_loaded_at(decode) < NUM_PROMPTS * PROMPT_LEN // 2:
+                    await asyncio.sleep(0.01)
+            # Without the prefill replica the other one does everything.
+            kill_all(engine, 0)
+            async with asyncio.timeout(TIMEOUT_S):
+                while prefill.serves:
+                    await asyncio.sleep(0.01)
+            assert [await tokens_left(client.submit(*one)) for one in requests] == found
+            assert [await tokens_left(client.submit(*one)) for one in short] == alone_short
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
+
+
+def num_loaded_at(client: AsyncEngineClient) -> int:
+    return 0 if client.status is None else client.status.stats.kv_tokens_loaded
+
+
 def damage(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def swap_content(file: Path) -> None:
-    """Put the intact content of another block there."""
-    other = next(path for path in files_in(file.parents[1]) if path != file)
-    shutil.copyfile(other, file)
-
-
-def remove(file: Path) -> None:
-    file.unlink()
-
-
-@pytest.mark.parametrize("harm", [damage, cut, swap_content, remove])
 def test_the_next_start_reads_from_the_disk_what_is_intact(
-    harm: Callable[[Path], None], start_engine: EngineFactory, tmp_path: Path
+    start_engine: EngineFactory, tmp_path: Path
 ) -> None:
     flags = ("--kv-offload-dir", str(tmp_path / "kv"))
     engine = start(start_engine, *flags)
@@ -126,7 +207,7 @@ def test_the_next_start_reads_from_the_disk_what_is_intact(
         eventually(lambda: num_loaded(client) >= NUM_PROMPTS * PROMPT_LEN, "blocks are read")
     stop(engine)
     for file in files_in(tmp_path):
-        harm(file)
+        damage(file)
     engine = start(start_engine, *flags)
     with connected(engine) as client:
         assert tokens_of(client) == alone

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.block_index import BlockIndex
+from protocol.stores.index import BlockIndex
 from worker_proc.offload.memory import Parts
 
 _HEADER = struct.Struct("<4sIQ")
@@ -180,7 +180,7 @@ class BlockStore:
                             os.unlink(entry.path)
                         continue
                     key = bytes.fromhex(entry.name)
-                except (OSError, ValueError):  # just removed, or none of ours
+                except (OSError, ValueError):  # just removed, or not a block
                     continue
                 yield _File(info.st_mtime_ns, info.st_size, entry.path, key)
 

@@ -22,8 +22,7 @@ def with_layout(
     facts: ModelFacts, config: EngineConfig, tensors: Sequence[torch.Tensor], attention: str
 ) -> ModelFacts:
     """Add the layout of the blocks, if they can be kept in stores and are to be kept."""
-    cache = config.cache
-    if not (cache.kv_offload_bytes or cache.kv_offload_dir):
+    if not config.cache.keeps_blocks:
         return facts
     if facts.num_state_blocks or facts.computes_whole_prompts or not tensors:
         why = "states" if facts.num_state_blocks else "prompts that are computed whole"

@@ -1,9 +1,10 @@
 """Opens the stores in which a worker keeps its blocks."""
 
 import logging
+import os
 
 from protocol.config import EngineConfig
-from protocol.kv_tiers import blocks_directory, tiers
+from protocol.stores.tiers import Tier, blocks_directory, tiers
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.offload.service import OffloadService
@@ -23,6 +24,20 @@ def make_service(
         directory = blocks_directory(tier, layout, rank)
         try:
             stores.append(BlockStore(directory, tier.most_bytes // num_ranks, memory.block_bytes))
+            if rank == 0:
+                _check_room(tier)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
     return OffloadService(memory, stores)
+
+
+def _check_room(tier: Tier) -> None:
+    free = os.statvfs(tier.directory)
+    num_free = free.f_bavail * free.f_frsize
+    if num_free < tier.most_bytes:
+        log.warning(
+            "%s has %.1f GiB left, and KV blocks may take %.1f GiB",
+            tier.directory,
+            num_free / 2**30,
+            tier.most_bytes / 2**30,
+        )

@@ -119,7 +119,6 @@ def null_facts(config: EngineConfig) -> ModelFacts:
     """Return the facts that the null runner announces."""
     num_state_blocks = config.worker.null_state_blocks
     num_host_blocks = config.cache.swap_space_bytes // NULL_BLOCK_BYTES
-    has_stores = bool(config.cache.kv_offload_bytes or config.cache.kv_offload_dir)
     return ModelFacts(
         model="null",
         vocab_size=NULL_VOCAB_SIZE,
@@ -141,7 +140,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         ),
         num_host_state_blocks=num_host_blocks if num_state_blocks else 0,
         state_swap_blocks=1.0 if num_state_blocks else 0.0,
-        kv_layout="null" if has_stores and not num_state_blocks else "",
+        kv_layout="null" if config.cache.keeps_blocks and not num_state_blocks else "",
     )
 
 

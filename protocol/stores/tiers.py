@@ -54,7 +54,7 @@ def blocks_directory(tier: Tier, layout: str, rank: int) -> Path:
 
 
 def index_path(tier: Tier, layout: str, rank: int = 0) -> Path:
-    """Return the path of the index of these blocks: see `protocol/block_index.py`."""
+    """Return the path of the index of these blocks: see `protocol/stores/index.py`."""
     return blocks_directory(tier, layout, rank) / _INDEX
 
 

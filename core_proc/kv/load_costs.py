@@ -9,7 +9,7 @@ _LEAST_TOKENS = 64
 _RISE, _FALL = 0.2, 0.5
 """Weights of a measurement: a faster load counts more, as slow ones are rarely tried again."""
 _TRIAL_EVERY = 16
-"""Loads that do not seem to pay: one of so many is made, as the reason may have gone."""
+"""One of this number of loads that do not seem to pay is made: the reason may have gone."""
 
 
 class LoadCosts:
@@ -31,7 +31,7 @@ class LoadCosts:
         return self._num_refused % _TRIAL_EVERY == 0
 
     def loaded(self, num_tokens: int, load_ns: int) -> None:
-        """Take in the duration of a load of so many tokens, whether or not all have come."""
+        """Take in the duration of a load, of `num_tokens` that were wanted."""
         if load_ns > 0:
             self._loaded_ns = _mean(self._loaded_ns, load_ns / num_tokens)
 

@@ -46,13 +46,13 @@ class BlockIndex:
                 self.is_new = True
                 found = _num_bytes(num_slots)
             if found < _num_bytes(_MIN_SLOTS):
-                raise ValueError(f"{path} is no block index: it has {found} bytes")
+                raise ValueError(f"{path} is not a block index: it has {found} bytes")
             self._words = memoryview(mmap.mmap(fd, found)).cast("Q")
         if self.is_new:
             self._words[_SLOTS_AT] = len(self._words) - _HEADER_WORDS
             self._words[_MAGIC_AT] = _MAGIC
         if self._words[_MAGIC_AT] != _MAGIC:
-            raise ValueError(f"{path} is no block index, or of another version")
+            raise ValueError(f"{path} is not a block index, or is one of another version")
         self._num_buckets = (len(self._words) - _HEADER_WORDS) // _WAYS
 
     @property

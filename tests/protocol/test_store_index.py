@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.block_index import BlockIndex
+from protocol.stores.index import BlockIndex
 
 
 def key(number: int, group: int = 0) -> bytes:
@@ -50,8 +50,8 @@ def test_a_full_index_loses_few_entries_and_names_nothing_that_was_not_added(
 def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "index"
     path.write_bytes(bytes(100))
-    with pytest.raises(ValueError, match="no block index"):
+    with pytest.raises(ValueError, match="not a block index"):
         BlockIndex(path)
     path.write_bytes(bytes(100_000))
-    with pytest.raises(ValueError, match="no block index"):
+    with pytest.raises(ValueError, match="not a block index"):
         BlockIndex(path)
