@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from protocol.client import AsyncEngineClient, EngineClient, ReplicatedClient
@@ -158,9 +159,11 @@ def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while not (prefill.serves and decode.serves):
                     await asyncio.sleep(0.01)
-            requests = list(zip(PROMPTS, PARAMS, strict=True))
+            # Long enough that none ends before it is handed over.
+            params = [msgspec.structs.replace(one, max_tokens=1500) for one in PARAMS]
+            requests = list(zip(PROMPTS, params, strict=True))
             # Below the least number of tokens nothing is handed over.
-            short = [(prompt[:100], params) for prompt, params in requests]
+            short = [(prompt[:100], one) for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
             alone_short = [await tokens_left(client.submit(*one)) for one in short]
             assert client.num_handed_over == 0
             streams = [client.submit(*one) for one in requests]
