@@ -198,13 +198,15 @@ class WorkerHello(Message):
     facts: ModelFacts
     swap_cost_tokens: Annotated[float, Meta(ge=0.0)] = 0.0
     """Cost of copying one block to the host and back, in prompt tokens computed in that time."""
+    last_link_epoch: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """Of its last adoption, by this core or another one; 0: there was none."""
 
 
 class Adopt(Message):
     """Core → worker: drop all requests; the next step is `first_step_id`.
 
     The header's epoch holds for the link from now on. It is at least the core's and every worker's,
-    and greater than at any adoption before.
+    and greater than at any adoption of these workers before, by this core or another one.
     """
 
     first_step_id: StepId
@@ -278,7 +280,7 @@ class Sleep(Message):
 
 
 class CompileGrammar(Message):
-    """Core → worker: compile a grammar beside the steps, answered by one `GrammarCompiled`.
+    """Core → worker: compile a grammar beside the steps. Each rank answers by `GrammarCompiled`.
 
     Its requests are introduced after that. An adoption takes back what was not answered.
     """
@@ -391,7 +393,7 @@ class StepFailed(Message):
 
 
 class GrammarCompiled(Message):
-    """Worker → core: a grammar is ready for its requests, or cannot be used."""
+    """Worker → core: a grammar is ready for its requests on this rank, or cannot be used."""
 
     grammar_id: GrammarId
     error: Text = ""

@@ -64,6 +64,7 @@ class WorkerLoop:
         self._clock = clock
         self._reporter = child.reporter
         self._step_timer = StepTimer(child.config.recovery)
+        runner.on_wait(self._reporter.waits)
         self._begun: deque[tuple[int, float]] = deque()
         """Tokens and time of each step that is not answered yet."""
         self._step_ended_at = 0.0

@@ -176,6 +176,10 @@ class ModelRunner:
         self._steady: SteadyDecode | None = None
         """What the step before may be followed by."""
 
+    def on_wait(self, report: Callable[[], None]) -> None:
+        if self._exchange is not None:
+            self._exchange.report_wait = report
+
     def reset(self, epoch: int = 0) -> None:
         if self._exchange is not None:
             self._exchange.begin(epoch)

@@ -8,7 +8,7 @@ import math
 import struct
 import time
 from binascii import crc32
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from protocol.adapters import Adapter
@@ -148,6 +148,9 @@ class NullRunner:
         self._host_blocks: set[int] = set()
         has_states = facts.kv_groups[-1].is_state
         self._states = NullStates(facts.block_size) if has_states else None
+
+    def on_wait(self, report: Callable[[], None]) -> None:
+        pass
 
     def reset(self, epoch: int = 0) -> None:
         self._mirror.reset()

@@ -63,6 +63,9 @@ class Runner(Protocol):
     def block_memory(self) -> BlockMemory | None:
         """The blocks that may be kept in stores; None: they cannot be. Constant."""
 
+    def on_wait(self, report: Callable[[], None]) -> None:
+        """Have `report` called several times a second while a step waits for another rank."""
+
     def reset(self, epoch: int = 0) -> None:
         """Forget every request; the next step may carry any `step_id`.
 

@@ -67,6 +67,7 @@ class WorkerShim:
         self._next_step_id = 0
         self._launched: tuple[int, LaunchedStep] | None = None
         """The step that is not answered yet, and its id."""
+        self._last_link_epoch = 0
         self.link_epoch: int | None = None
         """Epoch of the link since the last adoption; None while no core has adopted this worker."""
         self.num_fenced_frames = 0  # of another epoch, which were dropped
@@ -88,7 +89,13 @@ class WorkerShim:
     def hello(self) -> WorkerHello:
         """Return the message that is sent repeatedly until a core adopts this worker."""
         runner = self._runner
-        return WorkerHello(self._rank, self._pid, runner.facts, runner.swap_cost_tokens)
+        return WorkerHello(
+            self._rank,
+            self._pid,
+            runner.facts,
+            runner.swap_cost_tokens,
+            self._last_link_epoch,
+        )
 
     @property
     def epoch(self) -> int:
@@ -134,7 +141,7 @@ class WorkerShim:
         if epoch < self._own_epoch or (self.link_epoch is not None and epoch <= self.link_epoch):
             self.num_fenced_frames += 1
             return
-        self.link_epoch = epoch
+        self.link_epoch = self._last_link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._launched = None
         self._runner.reset(epoch)
@@ -162,17 +169,12 @@ class WorkerShim:
         return None if self._offload is None else self._offload.deadline
 
     def take_prepared(self) -> list[GrammarCompiled | AdapterLoaded | BlocksLoaded]:
-        """Return answers about grammars, adapters and blocks that have become ready.
-
-        All ranks but 0 drop those about grammars and adapters.
-        """
+        """Return answers about grammars, adapters and blocks that have become ready."""
         results: list[GrammarCompiled | AdapterLoaded | BlocksLoaded] = []
         if self._grammars is not None:
             results += self._grammars.take_results()
         if self._adapters is not None:
             results += self._adapters.take_results()
-        if self._rank != 0:
-            results.clear()
         if self._offload is not None:
             results += self._offload.take_results()
         return [] if self.link_epoch is None else results

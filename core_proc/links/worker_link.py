@@ -11,6 +11,7 @@ from core_proc.engine import EngineCore
 from core_proc.links.output_check import WorkerMisbehaved
 from core_proc.links.owners import Client
 from core_proc.links.pidfd_monitor import PidfdMonitor
+from core_proc.links.rank_answers import RankAnswers
 from core_proc.links.workers import WorkerGroup
 from protocol.api_core import StepOutputs
 from protocol.core_worker import (
@@ -59,6 +60,7 @@ class WorkerLink:
         self._engine = engine
         self._send_to_client = send_to_client
         self._adopted_epoch: int | None = None
+        self._compiled = RankAnswers(group.size)
         self._page = page
         self._core_epoch = core_epoch
         self._unexplained: set[int] = set()
@@ -98,10 +100,12 @@ class WorkerLink:
             self._explain_loss(is_fault=True)
         elif isinstance(message, BlocksLoaded):  # of every rank
             self._engine.blocks_loaded(message)
+        elif isinstance(message, GrammarCompiled):  # of every rank: it is needed in all of them
+            error = self._compiled.take(message.grammar_id, rank, message.error)
+            if error is not None:
+                self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, error))
         elif rank != 0:  # rank 0 answers for the group
             self._engine.num_fenced_frames += 1
-        elif isinstance(message, GrammarCompiled):
-            self._engine.grammar_compiled(message)
         elif isinstance(message, AdapterLoaded):
             self._engine.adapter_loaded(message)
         else:
@@ -143,6 +147,7 @@ class WorkerLink:
         if self._adopted_epoch is not None:
             self._unexplained = self._adopted
         self._adopted_epoch = None
+        self._compiled.clear()
         self._engine.lose_workers()
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:

@@ -1,8 +1,8 @@
 """The group of workers: which ranks are connected, and under which epoch. No sockets.
 
 The supervisor gives every incarnation of the core and of a worker a greater epoch than all before.
-The epoch of the link is at least as great as those of both sides, and rises with every adoption, so
-that a frame sent before an adoption is never taken for one sent after it.
+The epoch of the link is at least as great as those of both sides, and rises with every adoption,
+also by another core, so that a frame sent before an adoption is never taken for one sent after it.
 
 The ranks of one incarnation of the group have consecutive epochs, in their order. Ranks of two
 incarnations would wait for each other in steps that the other one does not get, so they are never
@@ -41,14 +41,14 @@ class WorkerGroup:
     """Ranks 0 to size - 1, complete or not."""
 
     def __init__(self, size: int, core_epoch: int) -> None:
-        self._size = size
+        self.size = size
         self._core_epoch = core_epoch
         self._workers: dict[int, _Worker] = {}
         self._link_epoch = 0
 
     @property
     def complete(self) -> bool:
-        return len(self._workers) == self._size
+        return len(self._workers) == self.size
 
     @property
     def peers(self) -> list[bytes]:
@@ -64,7 +64,7 @@ class WorkerGroup:
 
         The group has as many blocks, and contexts as long, as the rank with the least memory.
         """
-        all_facts = [self._workers[rank].hello.facts for rank in range(self._size)]
+        all_facts = [self._workers[rank].hello.facts for rank in range(self.size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
         least = {name: min(getattr(facts, name) for facts in all_facts) for name in _SIZES}
         return msgspec.structs.replace(facts, **least)
@@ -101,7 +101,7 @@ class WorkerGroup:
         epoch is refused.
         """
         worker, known = _Worker(peer, epoch, hello), self._workers.get(hello.rank)
-        if hello.rank >= self._size or epoch >= _EPOCH_LIMIT:
+        if hello.rank >= self.size or epoch >= _EPOCH_LIMIT:
             return False
         if known is not None and known.group == worker.group and known.peer != peer:
             return False
@@ -126,5 +126,7 @@ class WorkerGroup:
     def begin_epoch(self) -> int:
         """Return the epoch that every frame of the link carries after this adoption."""
         assert self.complete
-        self._link_epoch = max(self._link_epoch + 1, self._core_epoch, *self.epochs)
+        last = max(worker.hello.last_link_epoch for worker in self._workers.values())
+        before = max(self._link_epoch, last)
+        self._link_epoch = max(before + 1, self._core_epoch, *self.epochs)
         return self._link_epoch

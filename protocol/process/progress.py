@@ -40,6 +40,7 @@ class ProgressReporter:
         self.tick_ms = None if self.page is None else max(1, int(tick_s * 1000))
         """Longest poll, so that an idle process shows that it was not stopped; None: no limit."""
         self._loaded: tuple[str, int] | None = None
+        self._present: tuple[Phase, int, int | None] = Phase.STARTING, self._load_ns, None
         self._write(Phase.STARTING, self._load_ns)
 
     def load(self, phase: str, done: int) -> None:
@@ -60,6 +61,10 @@ class ProgressReporter:
         """A step begins, which should end within `limit_s`."""
         self._write(Phase.STEP, int(limit_s * 1e9), step_id)
 
+    def waits(self) -> None:
+        """Let the time of the phase begin anew: it waits for another process, watched like this."""
+        self._write(*self._present)
+
     def step_completed(self) -> None:
         """Record useful work: after it, a death does not delay the next start."""
         if self.page is not None:
@@ -72,6 +77,7 @@ class ProgressReporter:
             self.page = None
 
     def _write(self, phase: Phase, limit_ns: int, step_id: int | None = None) -> None:
+        self._present = phase, limit_ns, step_id
         if self.page is not None:
             now = self._monotonic_ns()
             self.page.write(self.epoch, phase, step_id, now, now + limit_ns)

@@ -65,6 +65,15 @@ def test_a_group_has_the_sizes_of_its_smallest_rank_and_swaps_like_its_slowest()
     assert group.swap_cost_tokens == 5.0
 
 
+def test_the_next_core_takes_a_greater_epoch_than_any_before() -> None:
+    """The core before it has adopted the workers again and again, under growing epochs."""
+    group = WorkerGroup(2, core_epoch=8)
+    group.enter(b"a", 2, WorkerHello(0, 1, FACTS, last_link_epoch=30))
+    group.enter(b"b", 3, WorkerHello(1, 1, FACTS, last_link_epoch=31))
+    assert group.begin_epoch() == 32
+    assert group.begin_epoch() == 33
+
+
 def test_ranks_of_two_incarnations_are_never_one_group() -> None:
     """The death of the older rank 1 may be noticed only after the younger rank 0 has come."""
     group = WorkerGroup(2, core_epoch=1)

@@ -232,6 +232,21 @@ def test_each_phase_has_its_time(shared: tuple[ProgressPage, int]) -> None:
     reporter.page.close()
 
 
+def test_a_wait_for_another_process_begins_the_time_of_a_step_anew(
+    shared: tuple[ProgressPage, int],
+) -> None:
+    page, fd = shared
+    reporter = ProgressReporter(fd, EPOCH, RECOVERY)
+    reporter.step(7, 3.5)
+    before = page.read()
+    reporter.waits()
+    after = page.read()
+    assert before is not None
+    assert after is not None
+    assert after.deadline_ns > before.deadline_ns
+    assert (after.phase, after.step_id, after.limit_s) == (Phase.STEP, 7, 3.5)
+
+
 def test_only_visible_progress_extends_a_load(shared: tuple[ProgressPage, int]) -> None:
     page, fd = shared
     reporter = ProgressReporter(fd, EPOCH, RECOVERY)

@@ -3,10 +3,12 @@
 import os
 import signal
 
+import msgspec
 import pytest
 
 from protocol.client import EngineClient
 from protocol.lifecycle import Role
+from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import MAX_TOKENS, PROMPTS, params_of
 from worker_proc.native.build import build, compiler
@@ -27,15 +29,21 @@ SLOW = pytest.mark.slow
 def test_streams_go_on_after_kill_9(
     num_ranks: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
 ) -> None:
-    """The other ranks cannot go on alone: the whole group is started again."""
+    """The other ranks cannot go on alone: the whole group is started again.
+
+    One of the requests has a grammar, which every rank compiles.
+    """
     build()
     flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks))
     engine = start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
     requests = list(zip(PROMPTS[:3], params_of(3), strict=True))
+    grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{MAX_TOKENS}}}[cd]*")
+    confined = msgspec.structs.replace(requests[2][1], grammar=grammar)
+    requests[2] = requests[2][0], confined
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
-        assert all(len(tokens) == MAX_TOKENS for tokens in alone)
+        assert all(len(tokens) == MAX_TOKENS for tokens in alone[:2])
         for role, rank in victims:
             streams = [client.submit(*request) for request in requests]
             for stream in streams:

@@ -1,7 +1,10 @@
 """Ranks that hold parts of a model compute its tokens; here they are threads of one process."""
 
+import os
+import subprocess
+from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from protocol.config import (
     WorkerConfig,
 )
 from protocol.sampling import SamplingParams
+from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
 from tests.worker.driving import Run, drive
 from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
@@ -234,7 +238,33 @@ def test_ranks_that_have_sampled_other_tokens_fail(tmp_path: Path) -> None:
         at_once(calls)
 
 
-def test_a_file_that_finds_no_room_is_removed(
+def left_behind(run_dir: Path, before: set[Path]) -> list[Path]:
+    """Return the files of exchanges that are still there."""
+    new = {*SHARED_MEMORY.glob("*troika*"), *run_dir.iterdir()} - before
+    return [path for path in new if not path.name.startswith(("ranks-", "troika-kv"))]
+
+
+def test_without_room_in_shared_memory_ranks_use_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchanges = make_exchanges(tmp_path, 2)
+    before = set(SHARED_MEMORY.iterdir())
+    allocate = os.posix_fallocate
+
+    def fail_in_shared_memory(fd: int, first: int, num_bytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(SHARED_MEMORY)):
+            raise OSError("no room")
+        allocate(fd, first, num_bytes)
+
+    monkeypatch.setattr("os.posix_fallocate", fail_in_shared_memory)
+    rows = torch.ones(1, 4), torch.ones(1, 4)
+    at_once([partial(one.add, each) for one, each in zip(exchanges, rows, strict=True)])
+    assert torch.equal(rows[0], torch.full((1, 4), 2.0))
+    assert "the ranks do not use /dev/shm: no room" in caplog.text
+    assert not left_behind(tmp_path, before)
+
+
+def test_a_file_that_finds_no_room_anywhere_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = make_exchanges(tmp_path, 2)
@@ -242,7 +272,45 @@ def test_a_file_that_finds_no_room_is_removed(
     monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError("no room")))
     with pytest.raises(OSError, match="no room"):
         first.add(torch.zeros(1, 4))
-    assert not [path for path in set(SHARED_MEMORY.iterdir()) - before if "troika" in path.name]
+    assert not left_behind(tmp_path, before)
+
+
+def test_a_rank_that_waits_reports_it(tmp_path: Path) -> None:
+    """It does not hang: the one that it waits for does, perhaps."""
+    first, second = make_exchanges(tmp_path, 2)
+    num_reports = 0
+
+    def report() -> None:
+        nonlocal num_reports
+        num_reports += 1
+
+    first.report_wait = report
+    rows = torch.zeros(1, 4), torch.zeros(1, 4)
+    at_once([partial(one.add, each) for one, each in zip((first, second), rows, strict=True)])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.add, rows[0])
+        eventually(lambda: num_reports > 2, "reports")
+        second.add(rows[1])
+        waiting.result(TIMEOUT_S)
+
+
+def test_an_adoption_of_a_rank_that_is_dead_ends_no_wait(tmp_path: Path) -> None:
+    """The group before this one was adopted under a greater epoch, and was killed."""
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    exchanges = make_exchanges(tmp_path, 2)
+    (path,) = tmp_path.glob("ranks-*")
+    words = array("q", path.read_bytes())
+    words[2:4] = array("q", [dead.pid, 99])
+    with path.open("r+b") as file:  # in place: it is mapped
+        file.write(words.tobytes())
+    exchanges[0].begin(5)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(exchanges[0].add, torch.zeros(1, 4))
+        assert not wait([waiting], timeout=0.2).done
+        exchanges[1].begin(5)
+        exchanges[1].add(torch.zeros(1, 4))
+        waiting.result(TIMEOUT_S)
 
 
 def test_a_missing_rank_is_named_after_a_while(tmp_path: Path) -> None:
@@ -253,7 +321,7 @@ def test_a_missing_rank_is_named_after_a_while(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_first_one_gives_up(tmp_path: Path) -> None:
     _, second = make_exchanges(tmp_path, 2, timeout_s=0.2)
-    with pytest.raises(RankMissing, match="rank 0 has made no"):
+    with pytest.raises(RankMissing, match="rank 0 has not made"):
         second.add(torch.zeros(1, 4))
 
 

@@ -64,6 +64,9 @@ class FakeRunner:
     def reset(self, epoch: int = 0) -> None:
         self.num_resets += 1
 
+    def on_wait(self, report: object) -> None:
+        pass
+
     def prepare_memory(self) -> bool:
         self.prepared_at = self.prepared_at or time.monotonic()
         self.missing_pieces -= 1
@@ -134,7 +137,7 @@ def test_hello_carries_the_own_epoch_until_an_adoption(shim: WorkerShim) -> None
     assert shim.epoch == 9
     shim.end_adoption()
     assert shim.epoch == OWN_EPOCH
-    assert shim.hello() == WorkerHello(0, PID, FACTS, 3.5)
+    assert shim.hello() == WorkerHello(0, PID, FACTS, 3.5, last_link_epoch=9)
 
 
 def test_steps_are_executed_in_the_order_of_their_numbers(shim: WorkerShim) -> None:
