@@ -43,7 +43,7 @@ class Prefill:
         return number < self._num_replicas
 
     def wants(self, num_tokens: int) -> bool:
-        """Whether a prompt with so many tokens to compute goes to a prefill replica."""
+        """Whether a prompt with `num_tokens` to compute goes to a prefill replica."""
         return self.is_on and num_tokens >= LEAST_TOKENS
 
     def enter(self, request_id: int, replica: Replica, names: Sequence[bytes]) -> None:

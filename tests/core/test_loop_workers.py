@@ -12,17 +12,21 @@ import pytest
 from core_proc.engine import EngineCore
 from core_proc.kv import kv_cache
 from core_proc.links.worker_link import WorkerLink
+from core_proc.links.workers import WorkerGroup
 from protocol import message
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, EngineState, ErrorCode
 from protocol.core_worker import (
+    CompileGrammar,
+    GrammarCompiled,
     ModelRunnerOutput,
+    SchedulerOutput,
     StepFailed,
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
 from protocol.process.progress_page import CoreMarks, Death, ProgressPage
-from protocol.sampling import SamplingParams
+from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from protocol.transport.channel import PeerGone, Received, RouterChannel
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
 
@@ -357,6 +361,35 @@ def test_a_successor_of_one_rank_waits_for_those_of_the_others() -> None:
         assert (first.adopted, second.adopted) == ([6], [6])
 
 
+@pytest.mark.parametrize("error", ["", "no memory"])
+def test_a_grammar_is_ready_when_every_rank_has_answered(error: str) -> None:
+    """Else a rank would compile it in the step, while the others wait."""
+    with Bench(tensor_parallel_size=2) as bench:
+        first, second = WorkerEnd(bench, 5), WorkerEnd(bench, 6, rank=1)
+        first.answers = second.answers = False
+        first.hello()
+        second.join()
+        client = bench.client()
+        grammar = Grammar(GrammarKind.REGEX, "a*")
+        params = SamplingParams(max_tokens=4, grammar=grammar)
+        client.send(CORE_EPOCH, AddRequest(1, [5, 6, 7], params))
+        bench.until(lambda: second.unanswered)
+        epoch, message = second.unanswered.pop()
+        assert isinstance(message, CompileGrammar)
+        first.unanswered.clear()
+        first.send(epoch, GrammarCompiled(message.grammar_id))
+        for _ in range(20):
+            bench.turn()
+        assert not second.unanswered
+        second.send(epoch, GrammarCompiled(message.grammar_id, error))
+        if error:
+            bench.until(lambda: client.refused)
+            assert client.refused[0].error.message == error
+        else:
+            bench.until(lambda: second.unanswered)
+            assert isinstance(second.unanswered[0][1], SchedulerOutput)
+
+
 def test_the_error_of_any_rank_is_logged_and_ends_the_adoption(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -395,7 +428,8 @@ def test_a_dead_core_is_blamed_for_its_own_steps_only(died: int, is_blamed: bool
     """A core that never computed has inherited the steps of one that was killed."""
     engine = RecordingEngine()
     unused: Any = None
-    link = WorkerLink(unused, unused, unused, cast(EngineCore, engine), unused, core_epoch=7)
+    group = WorkerGroup(1, core_epoch=7)
+    link = WorkerLink(unused, unused, group, cast(EngineCore, engine), unused, core_epoch=7)
     link.on_core_death(Death(died, DeathCause.DEADLINE, None), CoreMarks(4, [1, 11, 12]))
     assert engine.inherited == ([[1, 11, 12]] if is_blamed else [])
 
