@@ -6,7 +6,7 @@ from core_proc.kv.offload import Offload
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.stores.index import BlockIndex
-from protocol.stores.tiers import index_path, tiers
+from protocol.stores.tiers import check_private, index_path, tiers
 
 log = logging.getLogger("troika.core")
 
@@ -19,6 +19,7 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
     for tier in tiers(config):
         path = index_path(tier, facts.kv_layout)
         try:
+            check_private(tier.private_directory(facts.kv_layout))
             indexes.append(BlockIndex(path))
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)

@@ -7,14 +7,16 @@ there. Whether a block is right is decided where it is read (`worker_proc/offloa
 Writes are single words without a lock. If two processes write to one place, one entry is lost.
 """
 
+import contextlib
 import mmap
 import os
+import sys
 from pathlib import Path
 
 _MAGIC = 0x78646E49766B0001
 _WORD_BYTES = 8
 _HEADER_WORDS = 8
-_MAGIC_AT, _SLOTS_AT, _BYTES_AT = 0, 1, 2
+_MAGIC_AT, _BYTES_AT = 0, 1
 _WAYS = 4
 """Places in which a block may be entered."""
 _MIN_SLOTS, _MAX_SLOTS = 2**10, 2**22
@@ -32,25 +34,14 @@ class BlockIndex:
 
         An OSError: there is no file, or no room for it. ValueError: it is not a table.
         """
-        self.is_new = False
+        self.is_new = most_blocks is not None and _make(path, most_blocks)
         """Whether the file was made here, and names nothing."""
-        num_slots = None
-        if most_blocks is not None:
-            num_slots = min(max(NUM_SLOTS_PER_BLOCK * most_blocks, _MIN_SLOTS), _MAX_SLOTS)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if num_slots else 0), 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with os.fdopen(fd):
             found = os.fstat(fd).st_size
-            if num_slots is not None and found != _num_bytes(num_slots):
-                os.ftruncate(fd, 0)
-                os.posix_fallocate(fd, 0, _num_bytes(num_slots))
-                self.is_new = True
-                found = _num_bytes(num_slots)
             if found < _num_bytes(_MIN_SLOTS):
                 raise ValueError(f"{path} is not a block index: it has {found} bytes")
             self._words = memoryview(mmap.mmap(fd, found)).cast("Q")
-        if self.is_new:
-            self._words[_SLOTS_AT] = len(self._words) - _HEADER_WORDS
-            self._words[_MAGIC_AT] = _MAGIC
         if self._words[_MAGIC_AT] != _MAGIC:
             raise ValueError(f"{path} is not a block index, or is one of another version")
         self._num_buckets = (len(self._words) - _HEADER_WORDS) // _WAYS
@@ -97,6 +88,28 @@ class BlockIndex:
 
 
 _HASH_BYTES = 32
+
+
+def _make(path: Path, most_blocks: int) -> bool:
+    """Make a table for a number of blocks, unless there is one of that size.
+
+    It replaces another one, which stays as it is for the processes that have mapped it.
+    """
+    num_slots = min(max(NUM_SLOTS_PER_BLOCK * most_blocks, _MIN_SLOTS), _MAX_SLOTS)
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size == _num_bytes(num_slots):
+            return False
+    draft = path.with_name(f"{path.name}-{os.getpid()}")
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd):
+            os.posix_fallocate(fd, 0, _num_bytes(num_slots))
+            os.pwrite(fd, _MAGIC.to_bytes(_WORD_BYTES, sys.byteorder), _MAGIC_AT * _WORD_BYTES)
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    return True
 
 
 def _num_bytes(num_slots: int) -> int:

@@ -7,6 +7,7 @@ read from them. `worker_proc/offload/block_store.py` has the format of the files
 import contextlib
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,12 @@ class Tier(NamedTuple):
 
     directory: Path
     most_bytes: int
+    is_memory: bool = False
+    """Whether it is the engine's own, in shared memory."""
+
+    def private_directory(self, layout: str) -> Path:
+        """Return what no other user may enter: all of it, or the part of a layout."""
+        return self.directory if self.is_memory else self.directory / layout
 
 
 def tiers(config: EngineConfig) -> list[Tier]:
@@ -28,7 +35,8 @@ def tiers(config: EngineConfig) -> list[Tier]:
     found = []
     cache = config.cache
     if cache.kv_offload_bytes:
-        found.append(Tier(memory_directory(engine_directory(config)), cache.kv_offload_bytes))
+        directory = memory_directory(engine_directory(config))
+        found.append(Tier(directory, cache.kv_offload_bytes, is_memory=True))
     if cache.kv_offload_dir is not None:
         found.append(Tier(Path(cache.kv_offload_dir), cache.kv_offload_dir_bytes))
     return found
@@ -46,6 +54,22 @@ def memory_directory(engine_dir: str) -> Path:
         return Path(engine_dir) / "kv"
     place = os.stat(engine_dir)
     return SHARED_MEMORY / f"troika-kv-{place.st_dev:x}-{place.st_ino:x}"
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user can enter; an OSError: it is there, and is another's.
+
+    Its name can be guessed: another user of the machine could have made it.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory)
+
+
+def check_private(directory: Path) -> None:
+    """Raise an OSError for a directory that others could write to."""
+    info = os.lstat(directory)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(f"{directory} must be a directory of this user with mode 0700")
 
 
 def blocks_directory(tier: Tier, layout: str, rank: int) -> Path:

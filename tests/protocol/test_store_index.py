@@ -33,7 +33,12 @@ def test_all_that_map_the_file_see_the_same_entries(tmp_path: Path) -> None:
     other.clear()
     assert key(3) not in one
     assert not BlockIndex(path, most_blocks=1000).is_new
-    assert BlockIndex(path, most_blocks=5000).is_new
+    larger = BlockIndex(path, most_blocks=5000)
+    assert larger.is_new
+    larger.add(key(4))
+    assert key(4) not in one  # it keeps the table that it has mapped
+    one.add(key(5))
+    assert key(5) in other
 
 
 def test_a_full_index_loses_few_entries_and_names_nothing_that_was_not_added(

@@ -4,7 +4,7 @@ import logging
 import os
 
 from protocol.config import EngineConfig
-from protocol.stores.tiers import Tier, blocks_directory, tiers
+from protocol.stores.tiers import Tier, blocks_directory, make_private, tiers
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.offload.service import OffloadService
@@ -23,6 +23,7 @@ def make_service(
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)
         try:
+            make_private(tier.private_directory(layout))
             stores.append(BlockStore(directory, tier.most_bytes // num_ranks, memory.block_bytes))
             if rank == 0:
                 _check_room(tier)

@@ -222,7 +222,7 @@ class _Load(threading.Thread):
         """Return the answer; no block is written to after this."""
         with self._copying:
             self._is_ended = True
-        if not self.is_done:
+        if not self.is_done and time.monotonic() >= self.deadline:
             log.warning("KV blocks could not be read within %g s", LOAD_TIMEOUT_S)
         load_ns = time.monotonic_ns() - self._began_ns
         return BlocksLoaded(self._message.req_id, self._num_blocks, load_ns)

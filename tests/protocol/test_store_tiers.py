@@ -1,0 +1,57 @@
+"""The directories of stores: whose they are, and when they are removed."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.config.settings import configure
+from protocol.stores.tiers import (
+    check_private,
+    index_path,
+    make_private,
+    memory_directory,
+    remove_memory,
+    tiers,
+)
+
+
+def test_replicas_share_the_directory_of_their_engine(tmp_path: Path) -> None:
+    replica_dir = tmp_path / "replica-1"
+    replica_dir.mkdir()
+    config = configure(
+        model="null", kv_offload_bytes=1000, kv_offload_dir="/disk", run_dir=str(tmp_path)
+    )
+    memory, disk = tiers(config)
+    assert (memory.most_bytes, disk.directory) == (1000, Path("/disk"))
+    run = msgspec.structs.replace(config.run, replica=1, run_dir=str(replica_dir))
+    assert tiers(msgspec.structs.replace(config, run=run)) == [memory, disk]
+    assert index_path(disk, "abc", 1) == Path("/disk/abc/rank-1/index")
+    assert tiers(configure(model="null", run_dir=str(tmp_path))) == []
+
+
+def test_two_engines_have_two_directories_which_end_with_them(tmp_path: Path) -> None:
+    paths = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        paths.append(memory_directory(str(tmp_path / name)))
+        make_private(paths[-1])
+    assert paths[0] != paths[1]
+    remove_memory(str(tmp_path / "a"))
+    assert [path.exists() for path in paths] == [False, True]
+    remove_memory(str(tmp_path / "b"))
+    remove_memory(str(tmp_path / "gone"))
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    """Its name can be guessed, and who writes to it decides tokens."""
+    private = tmp_path / "kv"
+    make_private(private)
+    check_private(private)
+    private.chmod(0o770)
+    with pytest.raises(PermissionError, match="must be a directory of this user with mode 0700"):
+        make_private(private)
+    link = tmp_path / "link"
+    link.symlink_to(private)
+    with pytest.raises(PermissionError):
+        make_private(link)
