@@ -97,7 +97,8 @@ def kill_all(engine: EngineProcesses, replica: int) -> None:
     """Kill the supervisor and all processes of a replica."""
     for row in rows_of(engine, replica):
         if row.pid is not None:
-            os.kill(row.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has left with one of the others
+                os.kill(row.pid, signal.SIGKILL)
 
 
 def drain(engine: EngineProcesses, replica: int) -> None:
