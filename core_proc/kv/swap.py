@@ -35,6 +35,10 @@ def _add(copies: BlockCopies, device_block_id: int, host_block_id: int) -> None:
     copies.host_block_ids.append(host_block_id)
 
 
+_NO_COPIES = StepCopies(), StepCopies()
+"""Of every step without a host pool; never changed."""
+
+
 class Swapper:
     """The host's blocks, and the copies of the step that is being put together."""
 
@@ -134,6 +138,8 @@ class Swapper:
 
     def take_copies(self) -> tuple[StepCopies, StepCopies]:
         """Return the copies of the step: of KV blocks, and of state blocks."""
+        if not self._is_on:
+            return _NO_COPIES
         copies = self._copies, self._state_copies
         self._copies, self._state_copies = StepCopies(), StepCopies()
         self._host.end_step()

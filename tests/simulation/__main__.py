@@ -5,6 +5,9 @@
     python -m tests.simulation --mode safety --first-seed 4711 --trace
     python -m tests.simulation --mode replicas --seeds 2000
     python -m tests.simulation --plant drop-token --seeds 300
+    python -m tests.simulation --replicas 1000 --requests 1000000
+
+The last one is another simulation, of routing and scheduling only: see tests/simulation/scale.
 
 The exit status is 1 if a violation was found. Its seed is printed, and reproduces it.
 docs/simulation.md explains the rest.
@@ -21,6 +24,7 @@ from tests.simulation.plan import FAULTS, MODES
 from tests.simulation.planted import PLANTS, planted
 from tests.simulation.replicas import REPLICAS, run_any_seed
 from tests.simulation.report import table
+from tests.simulation.scale import __main__ as scale
 
 _MOST_SHOWN = 20
 _PROGRESS_S = 30.0
@@ -28,6 +32,9 @@ _PROGRESS_S = 30.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run seeds, print the table, and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if any(argument.partition("=")[0] == "--replicas" for argument in argv):
+        return scale.main(argv)
     arguments = _parser().parse_args(argv)
     modes = list(MODES) if arguments.mode == "both" else [arguments.mode]
     if arguments.trace:
