@@ -341,12 +341,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return build_checkpoints(tmp_path_factory, CONFIGS)
 
 
+IN_FLOAT32 = ("llama", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5", "bloom")
+"""Models of different kinds that the default tests compute in float32, too."""
+
+
+def _cases() -> list[Any]:
+    cases = []
+    models = [*((name, NativeDecoder.AUTO) for name in CONFIGS), ("llama", NativeDecoder.OFF)]
+    for name, decoder in models:
+        for dtype in DTYPES:
+            is_slow = dtype == "float32" and name not in IN_FLOAT32
+            marks = pytest.mark.slow if is_slow else ()
+            case = f"{name}-{decoder}-{dtype}"
+            cases.append(pytest.param(name, decoder, dtype, marks=marks, id=case))
+    return cases
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "decoder"),
-    [*((name, NativeDecoder.AUTO) for name in CONFIGS), ("llama", NativeDecoder.OFF)],
-)
+@pytest.mark.parametrize(("name", "decoder", "dtype"), _cases())
 def test_logits_are_the_same_bits_in_every_schedule(
     name: str,
     decoder: NativeDecoder,

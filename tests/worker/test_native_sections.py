@@ -65,7 +65,7 @@ class Context:
         assert torch.equal(rows, self.expected[start : start + count])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS[:2], pytest.param(KERNELS[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block_size", [16, 24])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_bits_do_not_depend_on_threads_or_chunks(

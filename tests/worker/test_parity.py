@@ -130,18 +130,25 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
+WITHOUT_KERNELS = ("llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_next", "bloom")
+"""Architectures of different kinds that the default tests compute without the C++ kernels, too."""
+MORE = (*FAMILIES, *RECURRENT[len(KINDS) :], *OWN_ATTENTION[3:])
+"""Architectures of kinds that others stand for."""
+
+
+def _paths() -> list[Any]:
+    """Every architecture, with and without the kernels; most of these are slow."""
+    cases = []
+    for backend in ("native", "sdpa"):
+        for one in (*ARCHITECTURES, *KINDS, *OWN_KINDS, *MORE):
+            is_slow = one in MORE or (backend == "sdpa" and one.name not in WITHOUT_KERNELS)
+            marks = pytest.mark.slow if is_slow else ()
+            cases.append(pytest.param(backend, one, marks=marks, id=f"{backend}-{one.name}"))
+    return cases
+
+
 @pytest.mark.usefixtures("_backend")
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        *(*ARCHITECTURES, *KINDS, *OWN_KINDS),
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (*FAMILIES, *RECURRENT[len(KINDS) :], *OWN_ATTENTION[3:])
-        ),
-    ],
-    ids=lambda a: a.name,
-)
+@pytest.mark.parametrize(("_backend", "architecture"), _paths(), indirect=["_backend"])
 def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve: Serve) -> None:
     served = serve(architecture)
     runners = {blocks: make_runner(served.directory, blocks) for blocks in (ROOMY, TIGHT)}

@@ -245,8 +245,18 @@ MIXTURES: dict[str, PretrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("name", [SLOW_MIXTRAL if name == "mixtral" else name for name in MODELS])
+def _models() -> list[Any]:
+    """Every model with every code; each model once in the default tests, in turn."""
+    cases = []
+    for place, name in enumerate(MODELS):
+        for number, quantization in enumerate(QUANTIZATIONS):
+            is_slow = name == "mixtral" or number != place % len(QUANTIZATIONS)
+            marks = pytest.mark.slow if is_slow else ()
+            cases.append(pytest.param(name, quantization, marks=marks, id=f"{name}-{quantization}"))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "quantization"), _models())
 def test_logits_are_the_same_bits_in_every_schedule(
     name: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

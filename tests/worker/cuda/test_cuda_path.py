@@ -105,6 +105,7 @@ def test_outputs_equal_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check_outputs(tmp_path, Qwen3Config(**SMALL), "triton")
 
 
+@pytest.mark.slow
 def test_every_draft_of_the_model_itself_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
