@@ -37,6 +37,7 @@ from protocol.lifecycle import Role
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess, log_label
 from protocol.process.failpoints import failpoint
+from protocol.process.machines import client_keys
 from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter
 from protocol.process.run_dir import core_addresses
@@ -207,8 +208,9 @@ def _beat(reporter: ProgressReporter, loop: asyncio.AbstractEventLoop) -> None:
 
 def _engine_client(child: ChildProcess) -> ReplicatedClient:
     config = child.config
+    here = core_addresses(child.run_dir, config.parallel.data_parallel_size)
     return ReplicatedClient(
-        core_addresses(child.run_dir, config.parallel.data_parallel_size),
+        [*here, *config.parallel.replica_addresses],
         policy=config.parallel.routing_policy,
         failover_s=config.recovery.failover_s,
         max_open_requests=config.api.max_open_requests,
@@ -217,6 +219,7 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
         allow_inexact_resume=config.recovery.allow_inexact_resume,
         follow_kv_events=config.cache.enable_kv_events,
         prefill_replicas=config.parallel.prefill_replicas,
+        keys=client_keys(config),
     )
 
 

@@ -6,6 +6,7 @@ never waits for a worker or a client: messages that cannot be sent now are kept,
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import zmq
 
@@ -20,7 +21,9 @@ from protocol.lifecycle import Drain, Stop, Suspect, WorkerDied
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
+from protocol.process.machines import tcp_address
 from protocol.transport.channel import HighWaterMark, RouterChannel
+from protocol.transport.curve import Gate, read_server_keys
 from protocol.transport.runtime import Clock, Poller, ProcessControl
 
 STATUS_INTERVAL_S = 1.0
@@ -31,6 +34,18 @@ RETURN_S = 2.0
 _RETRY_MS = 5
 
 log = logging.getLogger("troika.core")
+
+
+def _listen(child: ChildProcess, link: RouterChannel) -> Gate | None:
+    """Serve clients of other machines, too, if this is configured; ValueError: the keys are bad."""
+    address, directory = tcp_address(child.config), child.config.parallel.curve_keys
+    if address is None or directory is None:
+        return None
+    keys = read_server_keys(Path(directory))
+    gate = Gate(child.context, keys.directory)
+    link.listen(address, keys)
+    log.info("clients of other machines connect to %s", address)
+    return gate
 
 
 class CoreLoop:
@@ -56,6 +71,9 @@ class CoreLoop:
         )
         self._links = [RouterChannel(child.context, *end) for end in ends]
         clients_link, workers_link = self._links
+        self._gate = _listen(child, clients_link)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
         monitor = PidfdMonitor(poller, processes)
         self._clients = Clients(clients_link, monitor, engine, child.epoch, clock.monotonic)
         group = WorkerGroup(child.config.parallel.tensor_parallel_size, child.epoch)
@@ -111,6 +129,8 @@ class CoreLoop:
         ready = dict(self._poller.poll(timeout_ms))
         self._reporter.turn()
         started = self._engine.now = self._clock.monotonic()
+        if self._gate is not None:
+            self._gate.answer()
         self._reclaim(ready)
         self._drain()
         failpoint("core.after_drain")

@@ -1,4 +1,4 @@
-"""The installed command: `troika serve`, `troika run-batch`, `troika status`, `troika restart`."""
+"""The installed command: `troika serve`, `run-batch`, `status`, `restart` and `keys`."""
 
 import difflib
 import importlib
@@ -11,12 +11,14 @@ _MODULES = {
     "run-batch": "batch.command",
     "status": "status",
     "restart": "restart",
+    "keys": "keys",
 }
 _USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows the flags
        troika run-batch IN OUT [flags]
                                       answer a file of requests in OpenAI's batch format
        troika status [flags]          show the processes of a running engine
-       troika restart ROLE [flags]    replace the api, core or worker of a running engine"""
+       troika restart ROLE [flags]    replace the api, core or worker of a running engine
+       troika keys DIR NAME...        make keys for engines and clients on several machines"""
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
 from protocol.process.launch import EngineProcesses, EngineStartError
+from protocol.process.machines import client_keys
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger("troika.api")
@@ -63,13 +64,14 @@ class ProcessEngine:
         self._processes = EngineProcesses(self._config)
         recovery, parallel = self._config.recovery, self._config.parallel
         self._client = ReplicatedClient(
-            self._processes.addresses,
+            [*self._processes.addresses, *self._config.parallel.replica_addresses],
             policy=parallel.routing_policy,
             failover_s=recovery.failover_s,
             stall_timeout_s=recovery.stall_timeout_s,
             allow_inexact_resume=recovery.allow_inexact_resume,
             follow_kv_events=self._config.cache.enable_kv_events,
             prefill_replicas=parallel.prefill_replicas,
+            keys=client_keys(self._config),
         )
         await self._client.start()
         num_checks = 0

@@ -45,6 +45,7 @@ from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.message import Message, ProtocolError, encode
 from protocol.sampling import Pooling, SamplingParams, pooling_params
+from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
 MAX_OPEN_REQUESTS = 16384
@@ -74,6 +75,7 @@ class AsyncEngineClient:
         numbers: Iterator[int] | None = None,
         room: Room | None = None,
         is_replica: bool = False,
+        keys: ClientKeys | None = None,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
@@ -88,6 +90,7 @@ class AsyncEngineClient:
             numbers: unused numbers of requests, where clients of several replicas share them.
             is_replica: there are other clients to which requests can be moved.
             room: what bounds open requests, where clients of several replicas share it.
+            keys: for a tcp address: see `protocol.transport.curve.read_client_keys`.
             make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
@@ -99,8 +102,9 @@ class AsyncEngineClient:
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
+        more = {} if keys is None else {"keys": keys}
         self._link = make_link(
-            address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock
+            address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock, **more
         )
         ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers, room)
         self._open = OpenRequests(ledger, self._link.send, is_replica=is_replica)

@@ -22,7 +22,14 @@ from protocol.api_core import Connect, ControlDone, Refused, Status, StepOutputs
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.salvage import readable_outputs
-from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent, Received
+from protocol.transport.channel import (
+    DealerChannel,
+    HighWaterMark,
+    LinkEvent,
+    Received,
+    is_remote,
+)
+from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock, SocketFactory
 
 TICK_S = 1.0
@@ -36,6 +43,11 @@ _SLICE_S = 0.002
 """Longest time for which sending the backlog holds the host's event loop."""
 RESYNC_PAUSE_S = 60.0
 """Shortest time between two reconnections on account of unreadable messages."""
+
+
+def _no_pid() -> int:
+    """The number of no process: that of another machine would name another one at the core."""
+    return 0
 
 
 class UnreadableOutputs(NamedTuple):
@@ -61,21 +73,23 @@ class CoreLink:
         clock: Clock = time,
         make_context: Callable[[], SocketFactory] = zmq.Context,
         getpid: Callable[[], int] = os.getpid,
+        keys: ClientKeys | None = None,
     ) -> None:
         """Name the core's address; nothing connects yet.
 
         With more than `outbox_limit` messages, kept while the socket's queue is full, the link
         begins anew. `on_status` gets every status, and whether it begins an epoch: then send
         everything. `on_message` gets all other messages of the agreed epoch. The core watches
-        process `getpid()`.
+        process `getpid()`, unless it may be on another machine, for which `keys` are needed.
         """
         self._address = address
+        self._keys = keys
         self._outbox_limit = outbox_limit
         self._on_status = on_status
         self._on_message = on_message
         self._make_context = make_context
         self._monotonic = clock.monotonic
-        self._getpid = getpid
+        self._getpid = _no_pid if is_remote(address) else getpid
         self._outbox: deque[bytes] = deque()
         self._backlog: Iterator[bytes] = iter(())
         self._is_flush_due = False
@@ -105,7 +119,7 @@ class CoreLink:
         self._is_look_due = False
         self._context = self._make_context()
         try:
-            self._use(DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK))
+            self._use(self._make_channel())
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -159,11 +173,14 @@ class CoreLink:
     def _replace_channel(self) -> None:
         """Replace the socket; if the system has no room for one, the next tick tries again."""
         try:
-            channel = DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK)
+            channel = self._make_channel()
         except (OSError, zmq.ZMQError):
             return
         self._close_channel()
         self._use(channel)
+
+    def _make_channel(self) -> DealerChannel:
+        return DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK, self._keys)
 
     def _use(self, channel: DealerChannel) -> None:
         self._unlinked_s = 0.0

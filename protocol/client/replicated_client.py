@@ -59,6 +59,7 @@ from protocol.config import RoutingPolicy
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
 from protocol.sampling import Pooling, SamplingParams, pooling_params
+from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
 FAILOVER_S = 0.75
@@ -85,6 +86,7 @@ class ReplicatedClient:
         allow_inexact_resume: bool = False,
         follow_kv_events: bool = False,
         prefill_replicas: int = 0,
+        keys: ClientKeys | None = None,
         clock: Clock = time,
         rng: random.Random | None = None,
         make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
@@ -103,6 +105,7 @@ class ReplicatedClient:
                 evictions are known.
             prefill_replicas: how many of the replicas, the first ones, compute long prompts for
                 the others.
+            keys: for replicas with tcp addresses: see `AsyncEngineClient`.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
         numbers = itertools.count(1)
@@ -119,6 +122,7 @@ class ReplicatedClient:
                     room=self._room,
                     is_replica=len(addresses) > 1,
                     clock=clock,
+                    **({} if keys is None else {"keys": keys}),
                 ),
             )
             for number, address in enumerate(addresses)

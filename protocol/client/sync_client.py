@@ -20,6 +20,7 @@ from protocol.client.replicated_client import ReplicatedClient
 from protocol.client.request_stream import RequestStream, merge
 from protocol.core_worker import ModelFacts
 from protocol.sampling import Pooling, SamplingParams
+from protocol.transport.curve import ClientKeys
 
 _CALL_TIMEOUT_S = 5.0
 """For calls that the loop answers at once."""
@@ -87,10 +88,14 @@ def _blocking(
 class EngineClient:
     """A `ReplicatedClient` in a background thread with a loop of its own."""
 
-    def __init__(self, address: str | Sequence[str]) -> None:
-        """Connect to the core at `address`, or to the cores of several replicas."""
+    def __init__(self, address: str | Sequence[str], *, keys: ClientKeys | None = None) -> None:
+        """Connect to the core at `address`, or to the cores of several replicas.
+
+        A tcp address needs `keys`: see `protocol.transport.curve.read_client_keys`.
+        """
         self._thread = LoopThread("engine-client")
-        self._client = ReplicatedClient([address] if isinstance(address, str) else address)
+        addresses = [address] if isinstance(address, str) else address
+        self._client = ReplicatedClient(addresses, keys=keys)
         try:
             self.run(self._client.start(), _CALL_TIMEOUT_S)
         except BaseException:

@@ -288,6 +288,16 @@ class ParallelConfig(Section):
     data_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Replicas of the engine, each with a core and workers of its own. A request whose replica is
     lost goes on at another one."""
+    core_listen: Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None = None
+    """Address HOST:PORT at which the core also serves clients of other machines, encrypted, with
+    curve_keys; of several replicas, each takes the next port. Default: none."""
+    replica_addresses: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^tcp://[^\s/]+:[0-9]{1,5}$")], ...], Meta(max_length=64)
+    ] = ()
+    """Cores of other machines, as tcp://HOST:PORT, which serve requests beside those here: replicas
+    that were started there with core_listen."""
+    curve_keys: PathText | None = None
+    """Directory with the keys of links between machines: see `troika keys`."""
     routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
     """How a replica is chosen for a request. prefix_aware: the one that has most of the prompt
     cached, unless it has much more to do; least_tokens: the one with the fewest tokens to compute;

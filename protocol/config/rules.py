@@ -136,6 +136,25 @@ def _replica_rules(config: EngineConfig) -> Iterator[Rule]:
     )
 
 
+def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Links between machines."""
+    parallel = config.parallel
+    yield (
+        parallel.core_listen is not None and parallel.curve_keys is None,
+        "core_listen needs curve_keys: a tcp address is never used without keys",
+    )
+    yield (
+        bool(parallel.replica_addresses) and parallel.curve_keys is None,
+        "replica_addresses need curve_keys: a tcp address is never used without keys",
+    )
+    addresses = list(parallel.replica_addresses)
+    if parallel.core_listen is not None:
+        addresses.append(parallel.core_listen)
+    for address in addresses:
+        port = int(address.rpartition(":")[2])
+        yield not 0 < port < 2**16, f"the port of {address} must be 1 to 65535"
+
+
 def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
     """Adapters."""
     lora, names = config.lora, set(config.model.served_model_name)
@@ -284,6 +303,7 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _policy_rules,
     _cache_rules,
     _replica_rules,
+    _machine_rules,
     _lora_rules,
     _tls_rules,
     _process_rules,

@@ -42,6 +42,7 @@ from protocol.message import (
     unpack_header,
 )
 from protocol.transport import multipart
+from protocol.transport.curve import ClientKeys, ServerKeys
 from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.transport.runtime import SocketFactory
 
@@ -49,6 +50,9 @@ MAX_FRAME_BYTES = 16 * 2**20
 _RECONNECT_MS = 10
 """Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
+_HEARTBEAT_MS = 500
+_SILENCE_MS = 2000
+"""After which a connection between machines ends."""
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)
 _EMPTY = int(Flag.BEAT | Flag.LOST)
@@ -107,6 +111,19 @@ def worker_address(run_dir: str) -> str:
 def lifecycle_address(run_dir: str) -> str:
     """Where the supervisor listens."""
     return f"ipc://{run_dir}/supervisor.sock"
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address may be one of another machine."""
+    return address.startswith("tcp://")
+
+
+def _notice_silence(socket: zmq.Socket[bytes]) -> None:
+    """Have a connection end when the other machine is silent: it may be gone unnoticed."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _SILENCE_MS)
 
 
 def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
@@ -230,6 +247,17 @@ class RouterChannel(_Channel):
         self._first_seq = 0
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
+    def listen(self, address: str, keys: ServerKeys) -> None:
+        """Also bind to a tcp address, where every connection is encrypted and has a known key.
+
+        There has to be a `Gate`. What was bound before stays as it was.
+        """
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        _notice_silence(self.socket)
+        self.socket.bind(address)
+
     def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
         """Send one message, or raise PeerGone or FrameTooLarge; False: the peer's queue is full."""
         return self._send(peer, epoch, body)
@@ -286,11 +314,27 @@ class DealerChannel(_Channel):
 
     _names_peers = False
 
-    def __init__(self, context: SocketFactory, address: str, hwm: HighWaterMark):
-        """Start connecting to `address`; the binding side may come later."""
+    def __init__(
+        self,
+        context: SocketFactory,
+        address: str,
+        hwm: HighWaterMark,
+        keys: ClientKeys | None = None,
+    ):
+        """Start connecting to `address`; the binding side may come later.
+
+        ValueError: a tcp address has no keys.
+        """
+        if is_remote(address) and keys is None:
+            raise ValueError(f"{address} needs CURVE keys: a tcp address is never used without")
         socket = context.socket(zmq.DEALER)
         with _closed_on_error(socket):
             _configure(socket, hwm)
+            if keys is not None and is_remote(address):
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+                _notice_silence(socket)
             socket.setsockopt(zmq.IDENTITY, b"T" + secrets.token_bytes(15))
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)

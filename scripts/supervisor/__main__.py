@@ -15,6 +15,7 @@ from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, LogFormat
 from protocol.lifecycle import Role
 from protocol.process.child_runtime import configure_logging, log_label
+from protocol.process.machines import check_links
 from protocol.process.prctl import set_subreaper
 from scripts.gguf.locks import hold
 from scripts.hub.messages import gguf_files, hub_names
@@ -83,6 +84,8 @@ def _serve(
     """Return the exit status, and the reason if the engine gave up."""
     config = complete(config)
     divide(config, os.environ)
+    check_links(config)
+    check_links(config)
     try:
         run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
     except OSError as error:

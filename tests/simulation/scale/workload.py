@@ -16,7 +16,7 @@ _ID_BYTES = 4
 
 
 class Turn(NamedTuple):
-    """A question in a conversation, with all that was said before it."""
+    """A question in a conversation, with all turns before it."""
 
     number: int
     """In its conversation, from 0."""

@@ -1,0 +1,173 @@
+"""Engines of several machines, here at addresses of this one, and a proxy that cuts the wire."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from protocol.client import EngineClient, ReplicatedClient
+from protocol.lifecycle import Role
+from protocol.transport.curve import make_keys, read_client_keys
+from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system.null_load import Stream
+from tests.system.test_replicas import (
+    EXPECTED,
+    NUM_STREAMS,
+    PARAMS,
+    Tokens,
+    all_streams,
+    prompt_of,
+    until_half,
+    until_serving,
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Proxy:
+    """A wire between two machines that can be cut: then nothing passes, and nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """Forward connections to the port; yields the address to connect to."""
+        server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
+        async with server:
+            yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            self.mend()
+            server.close_clients() if hasattr(server, "close_clients") else None
+
+    def cut(self) -> None:
+        self._is_open.clear()
+
+    def mend(self) -> None:
+        self._is_open.set()
+
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await self._is_open.wait()
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._forward(reader, back), self._forward(there, writer))
+
+    async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(2**16):
+                await self._is_open.wait()
+                target.write(data)
+                await target.drain()
+        except OSError:
+            pass
+        finally:
+            target.close()
+
+
+class Machine:
+    """An engine that other machines can reach."""
+
+    def __init__(self, start_engine: EngineFactory, keys: Path) -> None:
+        self.port = free_port()
+        listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
+        self.engine: Engine = start_engine("--no-api", "--null-step-ms", "5", *listen)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", ["api"])
+    return tmp_path / "keys"
+
+
+def test_streams_by_tcp_are_exact_through_kill_9_of_worker_and_core(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+    with EngineClient(machine.address, keys=read_client_keys(keys)) as client:
+        client.wait_ready(TIMEOUT_S)
+        for role in (Role.WORKER, Role.CORE):
+            streams = [client.submit(prompt_of(number), PARAMS) for number in range(8)]
+            for stream in streams:
+                next(stream)
+            os.kill(machine.engine.pid(role), signal.SIGKILL)
+            found = [stream.result(TIMEOUT_S).token_ids for stream in streams]
+            assert found == EXPECTED[:8]
+            machine.engine.ready()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_requests_of_a_machine_that_is_gone_or_silent_go_on_at_another(
+    is_killed: bool, start_engine: EngineFactory, keys: Path
+) -> None:
+    kept, lost = Machine(start_engine, keys), Machine(start_engine, keys)
+    for machine in (kept, lost):
+        machine.engine.ready()
+
+    async def play() -> None:
+        proxy = Proxy(lost.port)
+        async with proxy.listening() as address:
+            client = ReplicatedClient([kept.address, address], keys=read_client_keys(keys))
+            async with client:
+                await until_serving(client)
+                found: Tokens = [[] for _ in range(NUM_STREAMS)]
+                streams = asyncio.create_task(all_streams(client, found))
+                await until_half(found)
+                num_there = client.clients[1].num_open_requests
+                assert num_there > NUM_STREAMS / 3
+                if is_killed:
+                    await asyncio.to_thread(lost.engine.process.kill)
+                else:
+                    proxy.cut()
+                await streams
+                assert found == EXPECTED
+                assert client.num_moved == num_there
+                if not is_killed:  # it comes back, without an old request
+                    proxy.mend()
+                    await until_serving(client)
+                    assert await all_streams(client, again := [[] for _ in range(NUM_STREAMS)])
+                    assert again == EXPECTED
+
+    asyncio.run(play())
+
+
+def test_an_api_has_replicas_on_other_machines(start_engine: EngineFactory, keys: Path) -> None:
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+    remote = ("--replica-addresses", machine.address, "--curve-keys", str(keys))
+    head = start_engine("--null-step-ms", "5", "--routing-policy", "round_robin", *remote)
+
+    def serve() -> bool:
+        states: list[str] = head.readiness()["replicas"]
+        return states == ["ready"] * 2
+
+    eventually(serve, "both replicas serve")
+    streams = [
+        Stream(head.url(), prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1)
+        for number in range(8)
+    ]
+    eventually(lambda: all(len(one.token_ids) > 10 for one in streams), "all have begun")
+    machine.engine.process.kill()
+    for number, stream in enumerate(streams):
+        stream.join()
+        assert stream.error is None
+        assert stream.token_ids == EXPECTED[number]

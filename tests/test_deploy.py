@@ -1,0 +1,41 @@
+"""The examples in docs/deploy: their flags exist, and their own tools can read them."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protocol.config import EngineConfig
+
+DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
+
+
+def flags() -> set[str]:
+    sections = (getattr(EngineConfig(), name) for name in EngineConfig.__struct_fields__)
+    names = {name for section in sections for name in section.__struct_fields__}
+    return {"--no-api", *(f"--{name.replace('_', '-')}" for name in names)}
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.iterdir()), ids=lambda path: path.name)
+def test_every_flag_exists(path: Path) -> None:
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
+    assert len(used) > 2
+    assert used <= flags()
+
+
+def test_yaml_can_be_read() -> None:
+    kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "statefulset.yaml").read_text())]
+    assert kinds == ["Service", "StatefulSet"]
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert set(services) == {"engine-a", "engine-b", "api"}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd")
+def test_systemd_finds_nothing_but_the_missing_program() -> None:
+    command = ["systemd-analyze", "verify", str(DEPLOY / "troika.service")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in found.stderr.splitlines() if "is not executable" not in line]
+    assert not [line for line in lines if "troika.service" in line]
