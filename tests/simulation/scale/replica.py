@@ -1,4 +1,4 @@
-"""A replica in virtual time: the real scheduler, and steps that take what a model of their cost gives."""
+"""A replica in virtual time: the real scheduler, and steps whose times are modelled."""
 
 from array import array
 from typing import NamedTuple
