@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from protocol.client import AsyncEngineClient, EngineClient, ReplicatedClient
@@ -17,7 +16,8 @@ from protocol.process.launch import EngineProcesses
 from protocol.sampling import SamplingParams
 from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually
-from tests.system.test_replicas import kill_all
+from tests.system.null_load import null_tokens
+from tests.system.test_replicas import kill_all, until_serving
 
 NUM_PROMPTS = 4
 PROMPT_LEN = 320
@@ -115,9 +115,7 @@ def test_a_request_that_is_moved_brings_its_blocks() -> None:
 
     async def play(engine: EngineProcesses) -> None:
         async with ReplicatedClient(engine.addresses, policy=RoutingPolicy.ROUND_ROBIN) as client:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                while not all(each.serves for each in client.clients):
-                    await asyncio.sleep(0.01)
+            await until_serving(client, LOAD_TIMEOUT_S)
             requests = list(zip(PROMPTS, PARAMS, strict=True))
             alone = [await tokens_left(client.submit(*one)) for one in requests]
             streams = [client.submit(*one) for one in requests]
@@ -144,31 +142,29 @@ async def tokens_left(stream: RequestStream) -> list[int]:
 
 def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
     config = configure(
-        model="demo",
+        model="null",
         data_parallel_size=2,
         prefill_replicas=1,
-        kv_offload_bytes=2**28,
-        num_gpu_blocks_override=400,
-        num_threads=1,
+        kv_offload_bytes=2**20,
+        null_step_ms=5.0,
         log_level="error",
     )
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+    short = [prompt[:100] for prompt in PROMPTS]
+    """Fewer tokens than those that are computed elsewhere."""
+
+    async def all_of(client: ReplicatedClient, prompts: Tokens) -> None:
+        streams = [client.submit(prompt, params) for prompt in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert await tokens_left(stream) == null_tokens(prompt, params.max_tokens)
 
     async def play(engine: EngineProcesses) -> None:
         async with ReplicatedClient(engine.addresses, prefill_replicas=1) as client:
             prefill, decode = client.clients
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                while not (prefill.serves and decode.serves):
-                    await asyncio.sleep(0.01)
-            # Long enough that none ends before it is handed over.
-            params = [msgspec.structs.replace(one, max_tokens=1500) for one in PARAMS]
-            requests = list(zip(PROMPTS, params, strict=True))
-            # Below the least number of tokens nothing is handed over.
-            short = [(prompt[:100], one) for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
-            alone_short = [await tokens_left(client.submit(*one)) for one in short]
+            await until_serving(client)
+            await all_of(client, short)
             assert client.num_handed_over == 0
-            streams = [client.submit(*one) for one in requests]
-            assert prefill.num_open_requests == NUM_PROMPTS
-            found = [await tokens_left(stream) for stream in streams]
+            await all_of(client, PROMPTS)
             assert client.num_handed_over == NUM_PROMPTS
             async with asyncio.timeout(TIMEOUT_S):
                 while num_loaded_at(decode) < NUM_PROMPTS * PROMPT_LEN // 2:
@@ -178,8 +174,8 @@ def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
             async with asyncio.timeout(TIMEOUT_S):
                 while prefill.serves:
                     await asyncio.sleep(0.01)
-            assert [await tokens_left(client.submit(*one)) for one in requests] == found
-            assert [await tokens_left(client.submit(*one)) for one in short] == alone_short
+            await all_of(client, PROMPTS)
+            await all_of(client, short)
 
     with EngineProcesses.start(config) as engine:
         asyncio.run(play(engine))
@@ -195,7 +191,7 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_the_next_start_reads_from_the_disk_what_is_intact(
+def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
     start_engine: EngineFactory, tmp_path: Path
 ) -> None:
     flags = ("--kv-offload-dir", str(tmp_path / "kv"))
@@ -207,11 +203,11 @@ def test_the_next_start_reads_from_the_disk_what_is_intact(
     engine = start(start_engine, *flags)
     with connected(engine) as client:
         assert tokens_of(client) == alone
-        eventually(lambda: num_loaded(client) >= NUM_PROMPTS * PROMPT_LEN, "blocks are read")
-    stop(engine)
-    for file in files_in(tmp_path):
-        damage(file)
-    engine = start(start_engine, *flags)
-    with connected(engine) as client:
+        least = NUM_PROMPTS * PROMPT_LEN
+        eventually(lambda: num_loaded(client) >= least, "blocks are read")
+        loaded = num_loaded(client)
+        for file in files_in(tmp_path):
+            damage(file)
+        engine.kill(Role.WORKER)
         assert tokens_of(client) == alone
-        assert num_loaded(client) == 0
+        assert num_loaded(client) == loaded

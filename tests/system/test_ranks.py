@@ -10,10 +10,12 @@ from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
-from tests.system.kills import MAX_TOKENS, PROMPTS, params_of
+from tests.system.kills import PROMPTS, params_of
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
+NUM_TOKENS = 200
+"""Of each stream: a second of steps at least."""
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -36,14 +38,15 @@ def test_streams_go_on_after_kill_9(
     build()
     flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks))
     engine = start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
-    requests = list(zip(PROMPTS[:3], params_of(3), strict=True))
-    grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{MAX_TOKENS}}}[cd]*")
+    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
+    requests = list(zip(PROMPTS[:3], params, strict=True))
+    grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{NUM_TOKENS}}}[cd]*")
     confined = msgspec.structs.replace(requests[2][1], grammar=grammar)
     requests[2] = requests[2][0], confined
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
-        assert all(len(tokens) == MAX_TOKENS for tokens in alone[:2])
+        assert all(len(tokens) == NUM_TOKENS for tokens in alone[:2])
         for role, rank in victims:
             streams = [client.submit(*request) for request in requests]
             for stream in streams:

@@ -59,8 +59,8 @@ async def all_streams(
     return await asyncio.gather(*works)
 
 
-async def until_serving(client: ReplicatedClient) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
+async def until_serving(client: ReplicatedClient, timeout_s: float = TIMEOUT_S) -> None:
+    async with asyncio.timeout(timeout_s):
         while not all(each.serves for each in client.clients):
             await asyncio.sleep(0.01)
 
