@@ -166,6 +166,14 @@ def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
         is_on and config.parallel.tensor_parallel_size > 1,
         "enable_lora needs tensor_parallel_size 1: one rank answers when an adapter is loaded",
     )
+    yield (
+        is_on and config.model.device is Device.CUDA,
+        "enable_lora needs device cpu: there are no kernels for adapters on the GPU",
+    )
+    yield (
+        is_on and config.model.dtype is Dtype.FLOAT16,
+        "enable_lora needs dtype float32 or bfloat16: there are no kernels for float16",
+    )
     for text in lora.lora_modules:
         try:
             name = parse_lora_module(text).name

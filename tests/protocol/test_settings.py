@@ -125,6 +125,8 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             {"speculative_model": "d", "num_speculative_tokens": 2, "model": "null"},
             "not with the null model",
         ),
+        ({"enable_lora": True, "device": "cuda"}, "enable_lora needs device cpu"),
+        ({"enable_lora": True, "dtype": "float16"}, "needs dtype float32 or bfloat16"),
         ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
         ({"tenant_weights": "gold"}, "--tenant-weights.*'gold' is not name=value"),
         ({"tenant_weights": "gold=1,gold=2"}, "--tenant-weights.*'gold=2' comes twice"),

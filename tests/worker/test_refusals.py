@@ -170,10 +170,6 @@ REFUSED = {
         {"quantization": "w8a16", "dtype": "bfloat16"},
     ),
     "cache_of_encoders": Refusal("has no KV cache", ENCODER, {"kv_cache_dtype": "int8"}),
-    "adapters_in_float16": Refusal(
-        "enable_lora needs dtype float32 or bfloat16, and .* in float16",
-        settings={"enable_lora": True, "dtype": "float16"},
-    ),
     "rounded_float16": Refusal(
         "w8a16 needs dtype bfloat16, and .* in float32; add --dtype bfloat16",
         settings={"quantization": "w8a16"},
@@ -218,6 +214,16 @@ def test_the_reason_comes_before_the_weights(name: str, tmp_path: Path) -> None:
         load_model_runner(config, lambda phase, done, total: phases.append(phase))
     assert "load_weights" not in phases
     assert refusal.needs_kernels or "compile_kernels" not in phases
+
+
+def test_a_context_beyond_the_stated_one_is_refused_before_the_models_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "build_skeleton", lambda *_: pytest.fail("it ran"))
+    write_hollow(tmp_path, llama())
+    config = configure(model=str(tmp_path), device="cpu", max_model_len=257)
+    with pytest.raises(ValueError, match="257 is greater than the 256 tokens that config"):
+        load_model_runner(config, lambda *_: None)
 
 
 def draft_of(directory: Path, **settings: Any) -> dict[str, Any]:

@@ -30,15 +30,14 @@ def context_length(
 
     With LongRoPE it decides which factors all texts have (frequencies.py).
     """
-    key = length_key(text_config)
-    stated = None if key is None else getattr(text_config, key)
-    if stated is None and not has_attention:
+    length = stated_length(text_config, max_model_len)
+    if length is None and not has_attention:
         return UNBOUNDED_MODEL_LEN
-    if stated is None:
+    if length is None:
         _log.info("config.json bounds no positions; the context is %d tokens", UNSTATED_MODEL_LEN)
         return UNSTATED_MODEL_LEN
-    length = min(_scaled_lengths(text_config, int(stated), max_model_len or 0))
-    if length < stated:
+    stated = _stated_positions(text_config)
+    if stated is not None and length < stated:
         _log.info(
             "the context is %d tokens, with the short factors of longrope; --max-model-len serves"
             " up to %d (%s), with the long factors for all texts",
@@ -47,6 +46,14 @@ def context_length(
             _KEY,
         )
     return length
+
+
+def stated_length(text_config: PretrainedConfig, max_model_len: int | None) -> int | None:
+    """Return the most tokens that config.json allows a text; None: it bounds no positions."""
+    stated = _stated_positions(text_config)
+    if stated is None:
+        return None
+    return min(_scaled_lengths(text_config, stated, max_model_len or 0))
 
 
 def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> int | None:
@@ -74,6 +81,11 @@ def length_key(text_config: PretrainedConfig) -> str | None:
     """Return the key of config.json that bounds positions; None: there is none."""
     keys = (_KEY, *_OTHER_KEYS)
     return next((key for key in keys if getattr(text_config, key, None)), None)
+
+
+def _stated_positions(text_config: PretrainedConfig) -> int | None:
+    key = length_key(text_config)
+    return None if key is None else int(getattr(text_config, key))
 
 
 def _rotary(text_config: PretrainedConfig) -> list[Mapping[str, Any]]:

@@ -80,12 +80,7 @@ def inspect_config(
     exclude. `max_model_len` is the context that the engine asks for, if it asks for one.
     `other_bytes` are those of the weights of another model, which will be in memory, too.
     """
-    check_config_files(directory)
-    unknown = f"{directory}: transformers has no code of its own for this configuration"
-    with _rejections(directory, unknown):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+    config = read_config(directory)
     with unsupported_failures(config.model_type):
         inspected = _inspect(directory, config, dtype, device, proofs, max_model_len=max_model_len)
     probed = inspected.probed
@@ -94,6 +89,17 @@ def inspect_config(
     if inspected.format is None:
         check_room(probed.num_weights * inspected.dtype.itemsize, device, other_bytes)
     return inspected
+
+
+def read_config(directory: str) -> PretrainedConfig:
+    """Check the files of a configuration, and read it."""
+    check_config_files(directory)
+    unknown = f"{directory}: transformers has no code of its own for this configuration"
+    with _rejections(directory, unknown):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    return config
 
 
 def _inspect(

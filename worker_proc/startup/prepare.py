@@ -51,6 +51,7 @@ from worker_proc.startup.refusals import (
     check_cache,
     check_own_attention,
     check_settings,
+    check_stated_length,
     rehearse_draft,
     rehearse_experts,
     rehearse_model,
@@ -126,6 +127,7 @@ def _check(
         check_coding_device(setting, device)
     elif device.type == "cpu" and not is_quantized(config.model.model):
         start_building()
+    check_stated_length(config.model)
     proofs = None if kept is None else kept.without_kernels()
     checked = check_model(
         config.model.model,

@@ -7,17 +7,17 @@ model of the meta device, once for a checkpoint and its settings.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
+from protocol.config import EngineConfig, KVCacheDtype, ModelConfig, Quantization, WorkerConfig
 from worker_proc.attention.native import can_attend
 from worker_proc.calibration.memory import most_cache_bytes
 from worker_proc.cuda.coverage import choose_attention
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.errors import CheckpointError, UnsupportedModel, unsupported_failures
 from worker_proc.kv.kv_format import FORMATS
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
-from worker_proc.loading.context import length_key
+from worker_proc.loading.context import length_key, stated_length
 from worker_proc.loading.draft import group_without_window
-from worker_proc.loading.inspection import check_room
+from worker_proc.loading.inspection import check_room, read_config
 from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.proofs import proven
@@ -31,7 +31,7 @@ from worker_proc.modules.quantization import (
     check_rounded_dtype,
     check_rounding,
 )
-from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.sampling.heads import check_head
@@ -92,6 +92,21 @@ def _rehearse(checked: CheckedModel, quantization: Quantization | None) -> Rehea
     return Rehearsal(specs)
 
 
+def check_stated_length(model: ModelConfig) -> None:
+    """Refuse a context that config.json excludes, before the model's code runs; it may cut more."""
+    if model.max_model_len is None:
+        return
+    config = read_config(model.model)
+    with unsupported_failures(config.model_type):
+        text_config = config.get_text_config(decoder=True)
+        length = stated_length(text_config, model.max_model_len)
+    if length is not None and model.max_model_len > length:
+        raise CheckpointError(
+            f"max_model_len {model.max_model_len} is greater than the {length} tokens that"
+            f" config.json of {model.shown_model} states"
+        )
+
+
 def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
     """Raise why settings cannot be used with a model, by its facts; see worker_proc/errors.py."""
     inspected, model = checked.inspected, config.model
@@ -112,11 +127,6 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
         )
     if inspected.kind is not ModelKind.GENERATES:
         _check_pooling(checked, config)
-    elif config.lora.enable_lora and inspected.dtype not in NATIVE_DTYPES:
-        raise UnsupportedModel(
-            "enable_lora needs dtype float32 or bfloat16, and the checkpoint is loaded in"
-            f" {_dtype_name(checked)}"
-        )
     check_swap_space(config.cache.swap_space_bytes)
 
 
