@@ -50,6 +50,8 @@ MAX_FRAME_BYTES = 16 * 2**20
 _RECONNECT_MS = 10
 """Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
+_REMOTE_RECONNECT_MS = 200
+"""Between machines, one of which may be away for long, or refuse the key."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 2000
 """After which a connection between machines ends."""
@@ -337,7 +339,8 @@ class DealerChannel(_Channel):
                 _notice_silence(socket)
             socket.setsockopt(zmq.IDENTITY, b"T" + secrets.token_bytes(15))
             socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            remote = is_remote(address)
+            socket.setsockopt(zmq.RECONNECT_IVL, _REMOTE_RECONNECT_MS if remote else _RECONNECT_MS)
             self.monitor = socket.get_monitor_socket(
                 zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
             )

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -33,11 +34,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+STALL_S = 0.3
+"""As after a lost packet, which is sent again."""
+
+
 class Proxy:
     """A wire between two machines that can be cut: then nothing passes, and nothing is closed."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, delay_s: float = 0.0, stalls: float = 0.0) -> None:
+        """Take the port behind it, the delay of all data, and the share of it that stalls."""
         self._port = port
+        self._delay_s = delay_s
+        self._stalls = stalls
+        self._random = Random(1)
         self._is_open = asyncio.Event()
         self._is_open.set()
 
@@ -48,7 +57,6 @@ class Proxy:
         async with server:
             yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self.mend()
-            server.close_clients() if hasattr(server, "close_clients") else None
 
     def cut(self) -> None:
         self._is_open.clear()
@@ -70,6 +78,8 @@ class Proxy:
     async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         try:
             while data := await source.read(2**16):
+                is_stalled = self._random.random() < self._stalls
+                await asyncio.sleep(self._delay_s + STALL_S * is_stalled)
                 await self._is_open.wait()
                 target.write(data)
                 await target.drain()
@@ -146,6 +156,30 @@ def test_requests_of_a_machine_that_is_gone_or_silent_go_on_at_another(
                     await until_serving(client)
                     assert await all_streams(client, again := [[] for _ in range(NUM_STREAMS)])
                     assert again == EXPECTED
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_a_slow_wire_that_loses_packets_costs_time_only(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    """50 ms of delay each way, and a stall for one piece of a hundred."""
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+
+    async def play() -> None:
+        proxy = Proxy(machine.port, delay_s=0.05, stalls=0.01)
+        made = read_client_keys(keys)
+        async with (
+            proxy.listening() as address,
+            ReplicatedClient([address], keys=made) as client,
+        ):
+            await client.wait_ready(TIMEOUT_S)
+            for _ in range(5):
+                found: Tokens = [[] for _ in range(NUM_STREAMS)]
+                await all_streams(client, found)
+                assert found == EXPECTED
 
     asyncio.run(play())
 
