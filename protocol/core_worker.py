@@ -126,7 +126,10 @@ class ModelFacts(Record):
     blocks. Empty: blocks are kept nowhere else."""
     build: Text = ""
     """What else the results depend on: versions, instructions or device, the context that rotary
-    frequencies are made for, ranks and, where they are exact, the kernels."""
+    frequencies are made for, and ranks."""
+    kernels: Text = ""
+    """The library that computes, where results are exact. Elsewhere a successor may have another
+    one, or none."""
 
     @property
     def fingerprint(self) -> str:
@@ -164,7 +167,7 @@ class ModelFacts(Record):
             exact_resume=self.exact_resume,
             exact_resume_reason=self.exact_resume_reason,
             decoder=before.decoder if before.exact_resume else self.decoder,
-            build=before.build if is_promised else self.build,
+            kernels=before.kernels if is_promised else self.kernels,
         )
 
     def changes(self, before: "ModelFacts") -> str:

@@ -155,13 +155,21 @@ class OpenRequests:
     # Fingerprints -------------------------------------------------------------------------------
 
     def follow(self, fingerprint: str) -> None:
-        """The same core has other facts, with which it continues what it has."""
-        if fingerprint != self.fingerprint:
-            self.fingerprint = fingerprint
-            for request_id in list(self.ledger):
-                entry = self.ledger.get(request_id)
-                if entry is not None and request_id not in self._held:
-                    self._bind(entry, is_exact=True)
+        """The same core has other facts, with which it continues what it has.
+
+        What it could not continue with the facts before, it gets now if these are equal.
+        """
+        if fingerprint == self.fingerprint:
+            return
+        self.fingerprint = fingerprint
+        for request_id in list(self.ledger):
+            entry = self.ledger.get(request_id)
+            if entry is None:
+                continue
+            if request_id not in self._held:
+                self._bind(entry, is_exact=True)
+            elif entry.add.fingerprint == fingerprint:
+                self._resume(request_id)
 
     def held_ids(self) -> list[int]:
         """Return the requests that the core cannot continue exactly."""

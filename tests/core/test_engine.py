@@ -119,6 +119,21 @@ def test_workers_may_come_back_more_exact_than_they_were() -> None:
         engine.adopt_workers(msgspec.structs.replace(better, decoder="modules"))
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_workers_of_another_build_do_not_go_on_unnoticed(is_exact: bool) -> None:
+    """Where results are not exact, other kernels of the same build may: they promise nothing."""
+    engine = make_engine()
+    facts = msgspec.structs.replace(FACTS, exact_resume=is_exact, build="1.0", kernels="a")
+    engine.lose_workers()
+    with pytest.raises(FactsChanged):
+        engine.adopt_workers(facts)
+    assert not facts.can_replace(msgspec.structs.replace(facts, build="1.1"))
+    assert not msgspec.structs.replace(facts, exact_resume=False).can_replace(
+        msgspec.structs.replace(facts, build="1.1")
+    )
+    assert facts.can_replace(msgspec.structs.replace(facts, kernels="b")) != is_exact
+
+
 def test_without_workers_ever_requests_are_refused() -> None:
     engine = EngineCore(configure(model="null"))
     refused = engine.add(CLIENT, add(1))

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from protocol.api_core import AbortRequests, AddRequest, decode_from_client
+from protocol.api_core import AbortRequests, AddRequest, RequestOutput, decode_from_client
 from protocol.client import AsyncEngineClient, core_link
 from protocol.client.ledger import Ledger
 from protocol.client.open_requests import OpenRequests
@@ -66,6 +66,22 @@ class Wire:
         for body in some:
             self._send(body)
         return len(some) == 19
+
+
+def test_a_request_that_is_held_goes_on_when_the_facts_are_equal_again() -> None:
+    wire = Wire()
+    add = AddRequest(wire.open.ledger.next_request_id(), [5], PARAMS, fingerprint="A")
+    wire.open.accept(add, encode(add), Reader())
+    wire.open.take(RequestOutput(add.request_id, 0, [7]))
+    wire.sent.clear()
+    assert list(wire.open.resend("B")) == []
+    assert wire.open.held_ids() == [add.request_id]
+    wire.open.follow("C")
+    assert wire.sent == []
+    wire.open.follow("A")
+    assert wire.open.held_ids() == []
+    assert [(one.request_id, one.output_token_ids) for one in wire.sent] == [(add.request_id, [7])]
+    assert wire.open.num_inexact == 0
 
 
 def test_a_resend_keeps_the_order_whatever_is_added_and_cancelled_meanwhile() -> None:

@@ -8,13 +8,17 @@ from protocol.version import version
 from worker_proc.loading.prepared import PreparedModel
 
 
-def describe_build(prepared: PreparedModel, config: EngineConfig, *, is_exact: bool) -> str:
-    """Return a line that is equal where equal requests get equal bits.
+def kernels_of(prepared: PreparedModel) -> str:
+    """Return the name of the kernel library, or nothing.
 
-    The name of a kernel library changes with its sources, and with the instructions of the CPU that
-    it was compiled for. Where results are not exact, a successor may have the library and its
-    predecessor not.
+    It changes with the library's sources, and with the instructions of the CPU that it was compiled
+    for.
     """
+    return "" if prepared.kernels is None else prepared.kernels.path.stem
+
+
+def describe_build(prepared: PreparedModel, config: EngineConfig) -> str:
+    """Return a line that is equal where equal requests get equal bits of equal kernels."""
     parts = [
         f"troika {version()}",
         f"torch {torch.__version__}",
@@ -31,8 +35,6 @@ def describe_build(prepared: PreparedModel, config: EngineConfig, *, is_exact: b
             parts.append("batch invariant")
     else:
         parts.append(torch.backends.cpu.get_cpu_capability())
-    if is_exact and prepared.kernels is not None:
-        parts.append(prepared.kernels.path.stem)
     if config.parallel.tensor_parallel_size > 1:
         parts.append(f"{config.parallel.tensor_parallel_size} ranks")
     return ", ".join(parts)

@@ -29,7 +29,7 @@ from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_bloc
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.startup.build import describe_build
+from worker_proc.startup.build import describe_build, kernels_of
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.cpu_pinning import is_confined
 from worker_proc.startup.parts import (
@@ -94,7 +94,8 @@ def build_runner(
         num_swap_states=facts.num_host_state_blocks,
     )
     tensors = pool.all_tensors
-    facts = with_layout(facts, config, tensors, backend.name)
+    attention = f"{backend.name} {kernels_of(prepared)}"
+    facts = with_layout(facts, config, tensors, attention)
     memory = None
     if facts.kv_layout:
         number = num_slots(config, facts, block_bytes_of(loaded, layout))
@@ -249,7 +250,8 @@ def _facts_of(
         num_host_state_blocks=swap.num_states,
         state_swap_blocks=swap.state_cost_blocks,
         checkpoint=prepared.checkpoint,
-        build=describe_build(prepared, config, is_exact=exactness.holds),
+        build=describe_build(prepared, config),
+        kernels=kernels_of(prepared) if exactness.holds else "",
     )
 
 
