@@ -6,13 +6,13 @@ never waits for a worker or a client: messages that cannot be sent now are kept,
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 import zmq
 
 from core_proc.engine import EngineCore
 from core_proc.links.clients import Clients
 from core_proc.links.pidfd_monitor import PidfdMonitor
+from core_proc.links.remote_clients import listen
 from core_proc.links.worker_link import WorkerLink
 from core_proc.links.workers import WorkerGroup
 from core_proc.stats import StatsLine
@@ -21,9 +21,7 @@ from protocol.lifecycle import Drain, Stop, Suspect, WorkerDied
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
-from protocol.process.machines import tcp_address
 from protocol.transport.channel import HighWaterMark, RouterChannel
-from protocol.transport.curve import Gate, read_server_keys
 from protocol.transport.runtime import Clock, Poller, ProcessControl
 
 STATUS_INTERVAL_S = 1.0
@@ -34,18 +32,6 @@ RETURN_S = 2.0
 _RETRY_MS = 5
 
 log = logging.getLogger("troika.core")
-
-
-def _listen(child: ChildProcess, link: RouterChannel) -> Gate | None:
-    """Serve clients of other machines, too, if this is configured; ValueError: the keys are bad."""
-    address, directory = tcp_address(child.config), child.config.parallel.curve_keys
-    if address is None or directory is None:
-        return None
-    keys = read_server_keys(Path(directory))
-    gate = Gate(child.context, keys.directory)
-    link.listen(address, keys)
-    log.info("clients of other machines connect to %s", address)
-    return gate
 
 
 class CoreLoop:
@@ -71,7 +57,7 @@ class CoreLoop:
         )
         self._links = [RouterChannel(child.context, *end) for end in ends]
         clients_link, workers_link = self._links
-        self._gate = _listen(child, clients_link)
+        self._gate = listen(child.config, child.context, clients_link)
         if self._gate is not None:
             poller.register(self._gate.socket, zmq.POLLIN)
         monitor = PidfdMonitor(poller, processes)

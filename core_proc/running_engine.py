@@ -9,7 +9,7 @@ from core_proc.invariants import check_invariants
 from core_proc.kv.offload import Offload
 from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
 from core_proc.links.grammars import MAX_COMPILING, Grammars
-from core_proc.links.output_check import check_output
+from core_proc.links.output_check import WorkerMisbehaved, check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
 from core_proc.links.prompt_progress import PromptProgress
 from core_proc.options import SchedulerOptions
@@ -232,6 +232,8 @@ class RunningEngine:
 
     def blocks_loaded(self, answer: BlocksLoaded) -> None:
         """Let a request be admitted whose blocks were read, as far as they were there."""
+        if self.scheduler.offload is None:
+            raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never asked for")
         self.scheduler.blocks_loaded(answer)
         self._check_invariants()
 

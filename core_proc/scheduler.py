@@ -36,13 +36,14 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.kv.offload import Offload
 from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, FOR_WORKER, Request, RequestStatus
 from core_proc.scheduling.admission import Admission, Capacity
+from core_proc.scheduling.loads import Loads, Outcome
 from core_proc.scheduling.partial_prefills import PartialPrefills
 from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
@@ -101,14 +102,13 @@ class Scheduler:
         self.queues = RequestQueues(WaitingQueue(self.policy, self.partial_prefills.is_long))
         self.requests = self.queues.requests
         self.waiting = self.queues.waiting
+        self.loads = Loads(self.kv, self.queues, self._admission, offload)
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
         self.is_preparing = False
         """The last `schedule` has left work on a long prompt to the next one."""
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Id and sampling requests of every step that awaits its output, oldest first."""
-        self._loading: dict[int, Request] = {}
-        """Requests whose blocks another process writes to, though they may have ended."""
         self._finished_req_ids: list[int] = []
         self._preempted_req_ids: list[int] = []
         """Requests that the next message must name, because they left."""
@@ -233,7 +233,7 @@ class Scheduler:
         while not self._grow(request, num_new, step):
             step.ran_out_of_blocks = True
             victim = self.victims.choose(self.running)
-            if victim is request and self._loading:
+            if victim is request and self.loads:
                 # The loads of less important requests end soon, and cannot be taken back.
                 step.granted[request.req_id] = 0
                 self.queues.due_index.enter(request)
@@ -294,11 +294,12 @@ class Scheduler:
                 if not self.kv.prepare(request):
                     self.is_preparing = True
                     return
-                if self.offload is not None and (stored := self._find_stored(request)):
-                    if not self._may_begin_load:
-                        return
-                    if self._begin_load(request, *stored):
+                if self.offload is not None:
+                    outcome = self.loads.begin(request)
+                    if outcome is Outcome.BEGUN:
                         continue
+                    if outcome is Outcome.NO_PLACE:
+                        return
                 has_slot = step.budget > 0 and self._admission.has_slot(len(self.running))
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
@@ -561,9 +562,7 @@ class Scheduler:
         """
         request = self.requests.get(req_id)
         if request is not None and request.status in ({blocked} if blocked else BLOCKED):
-            has_run = request.num_cached_tokens is not None
-            status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
-            self.queues.change_waiting(request, status)
+            self.queues.unblock(request)
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of a running request; it waits again, with its outputs kept."""
@@ -618,7 +617,7 @@ class Scheduler:
             self._finished_req_ids.append(request.req_id)
         self.queues.finish(request, reason, stop)
         self.num_ended += 1
-        if request.block_tables and request.req_id not in self._loading:
+        if request.block_tables and request not in self.loads:
             if reason is FinishReason.ERROR:
                 # What it was to compute may not come, and its hashing may be what has failed.
                 self.kv.forget_uncomputed(request)
@@ -630,85 +629,13 @@ class Scheduler:
         self.speculation.ended(request)
         self.policy.left(request)
 
-    # Loads: KV that a store, or another process, has. -------------------------------------------
-
-    def _find_stored(self, request: Request) -> tuple[Tables, int] | None:
-        """Return the hits of a request, and how many blocks it has with stored ones.
-
-        None: it is to be computed from its hits on. Admission does not ask again then.
-        """
-        offload = self.offload
-        if offload is None or not request.may_load or self._admission.still_refuses(request):
-            return None
-        if request.swapped_out is None and self.kv.may_read_cache(request):
-            hits = self.kv.find_cached_prefix(request)
-            num_blocks = self.kv.num_loadable_blocks(request, hits)
-            num_tokens = (num_blocks - len(hits[0])) * self.kv.block_size
-            if num_tokens >= offload.least_tokens and offload.costs.pays:
-                return hits, num_blocks
-        request.may_load = False
-        return None
-
-    @property
-    def _may_begin_load(self) -> bool:
-        """Whether there is a place for a load, and a slot for its request after it."""
-        assert self.offload is not None
-        num_to_run = len(self.running) + len(self._loading)
-        return self.offload.has_place and self._admission.has_slot(num_to_run)
-
-    def _begin_load(self, request: Request, hits: Tables, num_blocks: int) -> bool:
-        """Let a request wait for its stored blocks; False: it lacks blocks to read them into."""
-        assert self.offload is not None
-        if self._hold(request, hits, num_blocks * self.kv.block_size) is None:
-            return False
-        request.may_load = False
-        self.offload.begin(request, len(hits[0]))
-        return True
-
-    def begin_remote_load(self, req_id: int, num_tokens: int) -> Tables | None:
-        """Block a waiting request, and give it blocks that another process writes to.
-
-        Returns the tables for its first `num_tokens`, whole blocks; None, and nothing has changed,
-        if these do not fit. Steps in flight may still write there: the load must come after them.
-        """
-        return self._hold(self.requests[req_id], [[] for _ in self.kv.groups], num_tokens)
-
-    def _hold(self, request: Request, hits: Tables, num_tokens: int) -> Tables | None:
-        """Do the same with blocks that are cached already, which must not be written to."""
-        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        assert self.kv.enable_prefix_caching, "loaded KV lands in the prefix cache"
-        assert num_tokens % self.kv.block_size == 0
-        assert 0 < num_tokens <= request.num_tokens
-        if not self.kv.hold(request, hits, num_tokens):
-            return None
-        self.queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
-        self._loading[request.req_id] = request
-        return request.block_tables
-
     def blocks_loaded(self, answer: BlocksLoaded) -> None:
-        """Take in a rank's answer to `LoadBlocks`."""
-        assert self.offload is not None
-        num_tokens = self.offload.end(answer, self.kv.block_size)
-        if num_tokens is not None:
-            self.end_remote_load(answer.req_id, num_tokens)
+        """Take in what the workers have read; an answer about a forgotten load is ignored."""
+        self.loads.answered(answer)
 
     def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
         """Return what is to be sent to the workers after the steps that were decided so far."""
         return [] if self.offload is None else self.offload.take_messages(self.kv.pool)
-
-    def end_remote_load(self, req_id: int, num_tokens: int) -> None:
-        """Put the KV of the first `num_tokens` (0: none has come) into the prefix cache.
-
-        Until this call the blocks are held, even if the request has ended, because they are
-        written to. A load that is unknown, because the worker was lost, is ignored.
-        """
-        request = self._loading.pop(req_id, None)
-        if request is None:
-            return
-        request.num_computed_tokens = num_tokens
-        self.kv.free(request)
-        request.num_computed_tokens = 0
-        self.unblock(req_id)
 
     # All requests -------------------------------------------------------------------------------
 
@@ -728,7 +655,7 @@ class Scheduler:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached contents; refused (False) while blocks are held or loaded."""
-        if self._loading:
+        if self.loads:
             return False
         if reset_running_requests:
             for victim in self.running:
@@ -753,11 +680,7 @@ class Scheduler:
             self._requeue(request)
         for request in self.requests.values():
             request.num_late_tokens = 0
-        for req_id, request in list(self._loading.items()):
-            request.may_load = True
-            self.end_remote_load(req_id, 0)
-        if self.offload is not None:
-            self.offload.workers_lost()
+        self.loads.workers_lost()
         self._finished_req_ids, self._preempted_req_ids = [], []
         self._lose_kv()
 
@@ -788,4 +711,4 @@ class Scheduler:
         return self.kv.usage
 
     def holders(self) -> list[Request]:
-        return [*self.running, *self._loading.values()]
+        return [*self.running, *self.loads.requests]

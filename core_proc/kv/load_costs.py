@@ -22,9 +22,8 @@ class LoadCosts:
         self._steps: deque[tuple[int, int]] = deque()
         """All tokens, and prompt tokens, of each step in flight."""
 
-    @property
-    def pays(self) -> bool:
-        """Whether to read, when it is possible; counts the refusals."""
+    def try_load(self) -> bool:
+        """Return whether to read what is stored; of loads that do not pay, a few are tried."""
         if self._computed_ns == 0.0 or self._loaded_ns < self._computed_ns:
             return True
         self._num_refused += 1

@@ -39,19 +39,14 @@ class _Load(NamedTuple):
     """For each block, its entry in the table."""
     num_hit: int
     """Leading entries that are not read."""
-    answers: list[int]
-    """Leading blocks that each rank which has answered has read."""
 
 
 class Offload:
     """The stores of one engine, and the transfers of the step that is being put together."""
 
-    def __init__(
-        self, indexes: Sequence[Index], num_ranks: int = 1, *, least_tokens: int = LEAST_TOKENS
-    ) -> None:
-        """Take the index of each store. A block that is read must be read by all ranks."""
+    def __init__(self, indexes: Sequence[Index], *, least_tokens: int = LEAST_TOKENS) -> None:
+        """Take the index of each store."""
         self._indexes = indexes
-        self._num_ranks = num_ranks
         self.least_tokens = least_tokens
         self._new: list[tuple[int, bytes]] = []
         """Blocks whose contents were cached since the last step, which no store has."""
@@ -86,22 +81,15 @@ class Offload:
                     block_ids.append(table[entry])
                     keys.append(group_key(request.block_hashes[entry], group))
         message = LoadBlocks(request.req_id, block_ids, keys)
-        self._loads[request.req_id] = _Load(message, entries, num_hit, [])
+        self._loads[request.req_id] = _Load(message, entries, num_hit)
         self._unsent.append(message)
 
     def end(self, answer: BlocksLoaded, block_size: int) -> int | None:
-        """Take in a rank's answer; returns the tokens that are there when all ranks have answered.
-
-        None: others are missing, or the load was forgotten.
-        """
-        load = self._loads.get(answer.req_id)
+        """Return how many tokens of a request are there after a load; None: it was forgotten."""
+        load = self._loads.pop(answer.req_id, None)
         if load is None:
             return None
-        load.answers.append(min(answer.num_blocks, len(load.entries)))
-        if len(load.answers) < self._num_ranks:
-            return None
-        del self._loads[answer.req_id]
-        num_blocks = min(load.answers)
+        num_blocks = min(answer.num_blocks, len(load.entries))
         is_all = num_blocks == len(load.entries)
         end = load.entries[-1] + 1 if is_all else load.entries[num_blocks]
         num_wanted = load.entries[-1] + 1 - load.num_hit

@@ -23,4 +23,4 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
             indexes.append(BlockIndex(path))
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    return Offload(indexes, config.parallel.tensor_parallel_size) if indexes else None
+    return Offload(indexes) if indexes else None

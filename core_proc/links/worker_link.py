@@ -60,7 +60,8 @@ class WorkerLink:
         self._engine = engine
         self._send_to_client = send_to_client
         self._adopted_epoch: int | None = None
-        self._compiled = RankAnswers(group.size)
+        self._compiled: RankAnswers[str] = RankAnswers(group.size)
+        self._loaded: RankAnswers[BlocksLoaded] = RankAnswers(group.size)
         self._page = page
         self._core_epoch = core_epoch
         self._unexplained: set[int] = set()
@@ -98,12 +99,17 @@ class WorkerLink:
         elif isinstance(message, StepFailed):  # the worker exits and reports to its supervisor
             self._lose(peer, f"step {message.step_id} failed on rank {rank}: {message.error}")
             self._explain_loss(is_fault=True)
-        elif isinstance(message, BlocksLoaded):  # of every rank
-            self._engine.blocks_loaded(message)
+        elif isinstance(message, BlocksLoaded):  # of every rank: each reads its part of a block
+            answers = self._loaded.take(message.req_id, rank, message)
+            if answers is not None:
+                num_blocks = min(answer.num_blocks for answer in answers)
+                load_ns = max(answer.load_ns for answer in answers)
+                self._engine.blocks_loaded(BlocksLoaded(message.req_id, num_blocks, load_ns))
         elif isinstance(message, GrammarCompiled):  # of every rank: it is needed in all of them
-            error = self._compiled.take(message.grammar_id, rank, message.error)
-            if error is not None:
-                self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, error))
+            errors = self._compiled.take(message.grammar_id, rank, message.error)
+            if errors is not None:
+                first_error = next(filter(None, errors), "")
+                self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, first_error))
         elif rank != 0:  # rank 0 answers for the group
             self._engine.num_fenced_frames += 1
         elif isinstance(message, AdapterLoaded):
@@ -148,6 +154,7 @@ class WorkerLink:
             self._unexplained = self._adopted
         self._adopted_epoch = None
         self._compiled.clear()
+        self._loaded.clear()
         self._engine.lose_workers()
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:

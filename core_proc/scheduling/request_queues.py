@@ -62,6 +62,11 @@ class RequestQueues:
         request.become(status)
         self.waiting.push(request)
 
+    def unblock(self, request: Request) -> None:
+        """Let a blocked request wait to be admitted, at its old place."""
+        has_run = request.num_cached_tokens is not None
+        self.change_waiting(request, RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING)
+
     def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None) -> None:
         """Remove a request from its queue, and end it."""
         if request.status is RequestStatus.RUNNING:

@@ -8,6 +8,7 @@ libzmq encrypts what is sent, and asks a socket in the same process about each c
 connect (ZAP, RFC 27). The core answers in its loop.
 """
 
+import logging
 import os
 import re
 import time
@@ -31,6 +32,8 @@ _MOST_ANSWERS = 64
 """Of one turn of the core's loop."""
 _REREAD_S = 1.0
 """For which the list of clients is taken to be as it was."""
+
+log = logging.getLogger("troika.transport")
 
 
 class ServerKeys(NamedTuple):
@@ -113,6 +116,8 @@ class Gate:
         self._directory = directory
         self._known: dict[bytes, str] = {}
         self._known_until = 0.0
+        self._unreadable: set[Path] = set()
+        """Files that were reported."""
         self.num_refused = 0
 
     def answer(self) -> None:
@@ -141,8 +146,14 @@ class Gate:
             self._known_until = now + _REREAD_S
             self._known = {}
             for path in self._directory.glob(f"*{_PUBLIC}"):
-                try:
-                    self._known[_read(path)] = path.stem
-                except ValueError:
-                    continue
+                self._add(path)
         return self._known
+
+    def _add(self, path: Path) -> None:
+        try:
+            self._known[_read(path)] = path.stem
+            self._unreadable.discard(path)
+        except ValueError as error:
+            if path not in self._unreadable:
+                self._unreadable.add(path)
+                log.warning("a client cannot connect: %s", error)

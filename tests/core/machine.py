@@ -265,11 +265,11 @@ class Machine:
         num_tokens = int(share * (request.num_tokens // size)) * size
         if num_tokens == 0 or request.num_cached_tokens is not None or self._owes_copies:
             return
-        tables = self.scheduler.begin_remote_load(request.req_id, num_tokens)
-        if tables is not None:
+        if self.scheduler.loads.hold(request, [[] for _ in kv.groups], num_tokens):
             self.num_loads += 1
             self._loading[request.req_id] = request
-            self._pipe.append(Load(request, num_tokens, [table.copy() for table in tables]))
+            tables = [table.copy() for table in request.block_tables]
+            self._pipe.append(Load(request, num_tokens, tables))
 
     def _on_end_load(self, which: int, share: float) -> None:
         self._bring_loads()
@@ -284,7 +284,7 @@ class Machine:
 
     def _end_load(self, load: Load, num_arrived: int) -> None:
         del self._loading[load.request.req_id]
-        self.scheduler.end_remote_load(load.request.req_id, num_arrived)
+        self.scheduler.loads.end(load.request, num_arrived)
         assert load.request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
 
     def _end_blocks(self, load: LoadBlocks, share: float) -> None:
@@ -428,8 +428,8 @@ class Machine:
         self._compiling.clear()
         self._compiled.clear()
         self._owes_copies = False
-        for req_id in self._loading:
-            self.scheduler.end_remote_load(req_id, 0)  # the loader notices late
+        for req_id, request in self._loading.items():
+            self.scheduler.loads.end(request, 0)  # the loader notices late
             if self.scheduler.offload is not None:
                 self.scheduler.blocks_loaded(BlocksLoaded(req_id, 0))
         self._loading.clear()

@@ -17,6 +17,7 @@ from protocol import message
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, EngineState, ErrorCode
 from protocol.core_worker import (
+    BlocksLoaded,
     CompileGrammar,
     GrammarCompiled,
     ModelRunnerOutput,
@@ -54,6 +55,10 @@ def unreadable_body(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) ->
     assert worker.channel.send(epoch, b"\xc1")
 
 
+def unasked_load(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, BlocksLoaded(1, 1))
+
+
 def foreign_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
     with pytest.MonkeyPatch.context() as foreign:
         foreign.setattr(message, "PROTOCOL_VERSION", 99)
@@ -68,6 +73,7 @@ def foreign_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> 
         wrong_token,
         repeated,
         unreadable_body,
+        unasked_load,
         foreign_header,
     ],
 )
@@ -388,6 +394,27 @@ def test_a_grammar_is_ready_when_every_rank_has_answered(error: str) -> None:
         else:
             bench.until(lambda: second.unanswered)
             assert isinstance(second.unanswered[0][1], SchedulerOutput)
+
+
+def test_blocks_are_loaded_as_far_as_every_rank_has_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Bench(tensor_parallel_size=2) as bench:
+        first, second = WorkerEnd(bench, 5), WorkerEnd(bench, 6, rank=1)
+        first.hello()
+        second.join()
+        loaded: list[BlocksLoaded] = []
+        monkeypatch.setattr(bench.engine, "blocks_loaded", loaded.append)
+        epoch = first.adopted[-1]
+        first.send(epoch, BlocksLoaded(7, 5, 100))
+        first.send(epoch, BlocksLoaded(7, 4, 200))  # again
+        first.send(epoch, BlocksLoaded(8, 9, 100))
+        second.send(epoch, BlocksLoaded(8, 3, 50))
+        bench.until(lambda: loaded)
+        assert loaded == [BlocksLoaded(8, 3, 100)]
+        second.send(epoch, BlocksLoaded(7, 6, 300))
+        bench.until(lambda: len(loaded) == 2)
+        assert loaded[1] == BlocksLoaded(7, 4, 300)
 
 
 def test_the_error_of_any_rank_is_logged_and_ends_the_adoption(

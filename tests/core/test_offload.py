@@ -4,7 +4,7 @@ import pytest
 
 from core_proc.kv.load_costs import LoadCosts
 from core_proc.kv.offload import LEAST_TOKENS, MAX_LOADS, Offload
-from core_proc.request import RequestStatus
+from core_proc.request import Request, RequestStatus
 from protocol.core_worker import BlocksLoaded, LoadBlocks, ModelRunnerOutput, StoreBlocks
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness
@@ -17,9 +17,9 @@ PROMPT = [1000 + i for i in range(6 * BLOCK + 3)]
 class Bench(Harness):
     """A scheduler with a store, which a worker fills and reads."""
 
-    def __init__(self, store: FakeStore | None = None, *, num_ranks: int = 1, **config: object):
+    def __init__(self, store: FakeStore | None = None, **config: object):
         self.store = store or FakeStore()
-        self.offload = Offload([self.store.index], num_ranks)
+        self.offload = Offload([self.store.index])
         super().__init__(caching=True, offload=self.offload, **config)  # type: ignore[arg-type]
         self.loads: list[LoadBlocks] = []
         self.num_stored = 0
@@ -120,6 +120,29 @@ def test_loads_have_a_limit_and_wait_for_a_place(filled: FakeStore) -> None:
     bench.run()
 
 
+def test_a_request_without_a_place_is_not_looked_up_in_every_step(
+    filled: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(filled, seqs=2 * MAX_LOADS)
+    for number in range(MAX_LOADS + 1):
+        bench.add(str(number), PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    looked_up: list[Request] = []
+    find = bench.scheduler.kv.find_cached_prefix
+    monkeypatch.setattr(
+        bench.scheduler.kv,
+        "find_cached_prefix",
+        lambda request: looked_up.append(request) or find(request),
+    )
+    for _ in range(5):
+        assert bench.step() == {}
+    assert looked_up == []
+    bench.answer()
+    bench.step()
+    assert bench.requests[str(MAX_LOADS)] in looked_up
+
+
 def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
     bench = Bench(filled, seqs=1)
     bench.add("running", 20, 5)
@@ -183,18 +206,6 @@ def test_a_lost_worker_ends_its_loads_and_answers_that_come_late_are_ignored(
     assert bench.step() == {"a": 3}
 
 
-def test_all_ranks_must_have_read_a_block(filled: FakeStore) -> None:
-    bench = Bench(filled, num_ranks=2)
-    bench.add("a", PROMPT, 2)
-    bench.step()
-    bench.transfer()
-    req_id = bench.loads[0].req_id
-    bench.scheduler.blocks_loaded(BlocksLoaded(req_id, 2, 1))
-    assert bench.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KV
-    bench.answer()
-    assert bench.step() == {"a": len(PROMPT) - 2 * BLOCK}
-
-
 def test_a_reset_of_the_prefix_cache_forgets_the_stores(filled: FakeStore) -> None:
     bench = Bench(filled)
     bench.offload.clear()
@@ -209,14 +220,14 @@ def _step(costs: LoadCosts, num_tokens: int, num_prompt_tokens: int, ns: int) ->
 
 def test_slow_loads_are_given_up_but_tried_now_and_then() -> None:
     costs = LoadCosts()
-    assert costs.pays  # nothing is known
+    assert costs.try_load()  # nothing is known
     _step(costs, 100, 100, 100_000)
     _step(costs, 64, 4, 900_000_000)  # it has mostly decoded
     costs.loaded(1000, 500_000)
-    assert costs.pays
+    assert costs.try_load()
     for _ in range(20):
         costs.loaded(1000, 50_000_000)
-    assert [costs.pays for _ in range(32)].count(True) == 2
+    assert [costs.try_load() for _ in range(32)].count(True) == 2
     for _ in range(20):
         costs.loaded(1000, 500_000)
-    assert costs.pays
+    assert costs.try_load()

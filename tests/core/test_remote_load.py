@@ -13,10 +13,14 @@ def _bench(**options: object) -> Harness:
 def _load(bench: Harness, name: str, num_tokens: int) -> list[int]:
     """Begin a load, and write its KV into the fake worker's memory."""
     request = bench.requests[name]
-    tables = bench.scheduler.begin_remote_load(request.req_id, num_tokens)
-    assert tables is not None
+    assert bench.scheduler.loads.hold(request, [[]], num_tokens)
+    tables = request.block_tables
     bench.worker.write_from_outside(request.token_ids[:num_tokens].tolist(), tables)
     return tables[0]
+
+
+def _end(bench: Harness, name: str, num_tokens: int) -> None:
+    bench.scheduler.loads.end(bench.requests[name], num_tokens)
 
 
 def test_a_loading_request_keeps_its_place_holds_its_blocks_and_hits_them() -> None:
@@ -27,7 +31,7 @@ def test_a_loading_request_keeps_its_place_holds_its_blocks_and_hits_them() -> N
     assert bench.step() == {"b": 10}
     assert bench.queue == ["a"]
     assert bench.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KV
-    bench.scheduler.end_remote_load(0, 32)
+    _end(bench, "a", 32)
     assert bench.step() == {"b": 1, "a": 18}
     assert bench.requests["a"].block_tables[0][:2] == table
     bench.run()
@@ -37,7 +41,7 @@ def test_a_failed_load_is_computed_instead() -> None:
     bench = _bench()
     bench.add("a", 50)
     _load(bench, "a", 32)
-    bench.scheduler.end_remote_load(0, 0)
+    _end(bench, "a", 0)
     assert bench.step() == {"a": 50}
 
 
@@ -51,7 +55,7 @@ def test_blocks_of_an_aborted_load_are_held_until_its_writer_is_done() -> None:
     assert bench.num_free == 1
     assert not bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert not bench.scheduler.sleep()
-    bench.scheduler.end_remote_load(0, 32)
+    _end(bench, "a", 32)
     assert bench.step() == {"b": 30}
 
 
@@ -60,7 +64,7 @@ def test_a_load_without_room_changes_nothing() -> None:
     bench.add("a", 60, 2)
     bench.step()
     bench.add("b", 40, 2)
-    assert bench.scheduler.begin_remote_load(1, 32) is None
+    assert not bench.scheduler.loads.hold(bench.requests["b"], [[]], 32)
     assert bench.requests["b"].status is RequestStatus.WAITING
     bench.run()
     assert set(bench.finished) == {"a", "b"}
@@ -74,5 +78,5 @@ def test_a_load_into_a_lost_pool_is_void(aborted: bool) -> None:
     if aborted:
         bench.abort("a")
     bench.lose_worker()
-    bench.scheduler.end_remote_load(0, 32)
+    _end(bench, "a", 32)
     assert bench.step() == ({} if aborted else {"a": 50})

@@ -151,6 +151,22 @@ def test_a_key_that_is_added_is_known_soon_and_one_that_is_removed_no_more(
         until(server, client, lambda: server.gate.num_refused)
 
 
+def test_a_key_file_that_cannot_be_read_is_named_once(
+    server: Server,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(curve, "_REREAD_S", 0.0)
+    (directory / CLIENTS / "cut.key").write_bytes(b"short")
+    for _ in range(2):
+        with connected(server.address, read_client_keys(directory)) as client:
+            ask(server, client, b"hello")
+    named = [record.message for record in caplog.records if "cut.key" in record.message]
+    path = directory / CLIENTS / "cut.key"
+    assert named == [f"a client cannot connect: {path} must have a key of 40 characters"]
+
+
 def test_a_listener_in_the_middle_reads_no_text(server: Server, directory: Path) -> None:
     seen = bytearray()
     port = int(server.address.rpartition(":")[2])

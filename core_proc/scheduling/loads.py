@@ -1,0 +1,142 @@
+"""Requests whose KV is being loaded: another process writes to blocks that are held for them."""
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.offload import Offload
+from core_proc.request import Request, RequestStatus
+from core_proc.scheduling.admission import Admission
+from core_proc.scheduling.request_queues import RequestQueues
+from protocol.core_worker import BlocksLoaded
+
+
+class Outcome(Enum):
+    """What has become of a waiting request that might load KV."""
+
+    NOTHING_TO_LOAD = auto()
+    """It is to be computed from its hits in the prefix cache on."""
+    NO_PLACE = auto()
+    """It has stored blocks, and must wait until another load ends."""
+    BEGUN = auto()
+    """It waits for its blocks."""
+
+
+class Loads:
+    """The loads under way, which hold blocks even if their requests have ended."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        queues: RequestQueues,
+        admission: Admission,
+        offload: Offload | None = None,
+    ) -> None:
+        """`offload`: where blocks are loaded from; None: only `hold` begins a load."""
+        self._kv = kv
+        self._queues = queues
+        self._admission = admission
+        self._offload = offload
+        self._requests: dict[int, Request] = {}
+        self._without_place: Request | None = None
+        """The last request for which there was no place. It is not looked up again until then."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.req_id in self._requests
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        return self._requests.values()
+
+    def begin(self, request: Request) -> Outcome:
+        """Load the stored blocks of the request that would be admitted next, if that pays."""
+        offload = self._offload
+        if offload is None or not request.may_load or self._admission.still_refuses(request):
+            return Outcome.NOTHING_TO_LOAD
+        has_place = self._has_place(offload)
+        if request is self._without_place and not has_place:
+            return Outcome.NO_PLACE
+        self._without_place = None
+        stored = self._find_stored(request, offload)
+        if stored is not None and not has_place:
+            self._without_place = request
+            return Outcome.NO_PLACE
+        request.may_load = False  # admission does not ask again
+        if stored is None:
+            return Outcome.NOTHING_TO_LOAD
+        hits, num_blocks = stored
+        if not self.hold(request, hits, num_blocks * self._kv.block_size):
+            request.may_load = True  # there may be room for the blocks later
+            return Outcome.NOTHING_TO_LOAD
+        offload.begin(request, len(hits[0]))
+        return Outcome.BEGUN
+
+    def _find_stored(self, request: Request, offload: Offload) -> tuple[Tables, int] | None:
+        """Return the hits of a request, and how many blocks it has with stored ones.
+
+        None: too few are stored, or loading them takes longer than computing.
+        """
+        if request.swapped_out is not None or not self._kv.may_read_cache(request):
+            return None
+        hits = self._kv.find_cached_prefix(request)
+        num_blocks = self._kv.num_loadable_blocks(request, hits)
+        num_tokens = (num_blocks - len(hits[0])) * self._kv.block_size
+        if num_tokens < offload.least_tokens or not offload.costs.try_load():
+            return None
+        return hits, num_blocks
+
+    def _has_place(self, offload: Offload) -> bool:
+        """Whether one more load may begin, and its request will find a slot after it."""
+        num_to_run = len(self._queues.running) + len(self._requests)
+        return offload.has_place and self._admission.has_slot(num_to_run)
+
+    def hold(self, request: Request, hits: Tables, num_tokens: int) -> bool:
+        """Block a waiting request, and give it blocks for its first `num_tokens`, whole blocks.
+
+        `hits` are cached already and must not be written to. Steps in flight may still write to
+        the others: the load must come after them. False if the blocks do not fit; then nothing has
+        changed.
+        """
+        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert self._kv.enable_prefix_caching, "loaded KV lands in the prefix cache"
+        assert num_tokens % self._kv.block_size == 0
+        assert 0 < num_tokens <= request.num_tokens
+        if not self._kv.hold(request, hits, num_tokens):
+            return False
+        self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
+        self._requests[request.req_id] = request
+        return True
+
+    def answered(self, answer: BlocksLoaded) -> None:
+        """Take in what was read from the stores; a load that was forgotten is ignored."""
+        assert self._offload is not None
+        num_tokens = self._offload.end(answer, self._kv.block_size)
+        request = self._requests.get(answer.req_id)
+        if request is not None and num_tokens is not None:
+            self.end(request, num_tokens)
+
+    def end(self, request: Request, num_tokens: int) -> None:
+        """Put the KV of the first `num_tokens` (0: none has come) into the prefix cache.
+
+        Until this call the blocks are held, because they are written to. A load that is unknown,
+        because the workers were lost, is ignored.
+        """
+        if self._requests.get(request.req_id) is not request:
+            return
+        del self._requests[request.req_id]
+        request.num_computed_tokens = num_tokens
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+        if not request.is_finished:
+            self._queues.unblock(request)
+
+    def workers_lost(self) -> None:
+        """End all loads: the blocks are lost, and their requests may load them again."""
+        for request in list(self._requests.values()):
+            request.may_load = True
+            self.end(request, 0)
+        if self._offload is not None:
+            self._offload.workers_lost()
