@@ -37,7 +37,7 @@ from protocol.lifecycle import Role
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess, log_label
 from protocol.process.failpoints import failpoint
-from protocol.process.machines import client_keys
+from protocol.process.machines import address_files, client_keys, read_addresses
 from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter
 from protocol.process.run_dir import core_addresses
@@ -192,6 +192,13 @@ def _background(
     """Yield what runs beside the server: the report of readiness, and reloading of files."""
     api = child.config.api
     yield _report_ready(child, client, state, named)
+    if files := address_files(child.config, child.run_dir):
+        fixed = _fixed_addresses(child)
+        yield watch_files(
+            files,
+            lambda: read_addresses(files),
+            lambda addresses: client.set_addresses([*fixed, *addresses]),
+        )
     if api.ssl_certfile is not None:
         yield watch_files(tls_files(api), lambda: make_context(api), server.renew_tls)
     if api.api_key_file is not None:
@@ -206,11 +213,26 @@ def _beat(reporter: ProgressReporter, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_later(reporter.tick_ms / 1000, _beat, reporter, loop)
 
 
+def _fixed_addresses(child: ChildProcess) -> list[str]:
+    """Return the addresses of the replicas that do not change: those here, and named ones."""
+    parallel = child.config.parallel
+    return [
+        *core_addresses(child.run_dir, parallel.data_parallel_size),
+        *parallel.replica_addresses,
+    ]
+
+
 def _engine_client(child: ChildProcess) -> ReplicatedClient:
     config = child.config
-    here = core_addresses(child.run_dir, config.parallel.data_parallel_size)
+    files = address_files(config, child.run_dir)
+    try:
+        changing = read_addresses(files)
+    except ValueError as error:  # it is read again when it changes
+        child.log.error("%s", error)
+        changing = []
     return ReplicatedClient(
-        [*here, *config.parallel.replica_addresses],
+        [*_fixed_addresses(child), *changing],
+        may_change=bool(files),
         policy=config.parallel.routing_policy,
         failover_s=config.recovery.failover_s,
         max_open_requests=config.api.max_open_requests,

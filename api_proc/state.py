@@ -199,9 +199,10 @@ class ApiState:
         """
         return _state_of(self.client)
 
-    def replica_states(self) -> list[EngineState]:
-        """Return the state of each replica."""
-        return [_state_of(client) for client in self.client.clients]
+    def replica_states(self) -> list[str]:
+        """Return the state of each replica; `left` for one that has."""
+        clients = self.client.clients
+        return [str(_state_of(client)) if client.is_open else "left" for client in clients]
 
     def is_serving(self) -> bool:
         """Whether requests make progress, or will as soon as a lost worker is replaced."""

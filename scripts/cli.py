@@ -1,4 +1,4 @@
-"""The installed command: `troika serve`, `run-batch`, `status`, `restart` and `keys`."""
+"""The installed command: `troika serve`, `agent`, `run-batch`, `status`, `restart` and `keys`."""
 
 import difflib
 import importlib
@@ -8,12 +8,15 @@ from protocol.version import version
 
 _MODULES = {
     "serve": "supervisor.__main__",
+    "agent": "agent",
     "run-batch": "batch.command",
     "status": "status",
     "restart": "restart",
     "keys": "keys",
 }
 _USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows the flags
+       troika agent --join HOST:PORT --curve-keys DIR
+                                      run an engine here for one on another machine
        troika run-batch IN OUT [flags]
                                       answer a file of requests in OpenAI's batch format
        troika status [flags]          show the processes of a running engine

@@ -175,14 +175,19 @@ class Engine(RunningEngine):
         arguments: list[str],
         environ: dict[str, str],
         timeout_s: float | None = None,
+        *,
+        module: str = "scripts.supervisor",
     ) -> None:
-        """Start it with the arguments of `scripts/serve`; it is not ready yet."""
+        """Start it with the arguments of `scripts/serve`, or of another module's command.
+
+        It is not ready yet.
+        """
         default_s = TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S
         super().__init__(run_dir, default_s if timeout_s is None else timeout_s)
         self._log = Path(f"{run_dir}.log")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.supervisor", "--run-dir", run_dir, *arguments],
+                [sys.executable, "-m", module, "--run-dir", run_dir, *arguments],
                 cwd=_PATH,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -237,6 +242,14 @@ class EngineFactory:
         run_dir = run_dir or f"{self.base}/{next(self._numbers)}"
         arguments = (model, "--port", "0", *arguments)
         engine = Engine(run_dir, list(arguments), self.environ, timeout_s)
+        self._stack.callback(engine.close)
+        return engine
+
+    def agent(self, join: str, keys: Path, *arguments: str) -> Engine:
+        """Start a host agent for the engine that listens at `join` for agents."""
+        run_dir = f"{self.base}/{next(self._numbers)}"
+        flags = ["--join", join, "--curve-keys", str(keys), *arguments]
+        engine = Engine(run_dir, flags, self.environ, module="scripts.agent")
         self._stack.callback(engine.close)
         return engine
 

@@ -16,7 +16,8 @@ DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
 def flags() -> set[str]:
     sections = (getattr(EngineConfig(), name) for name in EngineConfig.__struct_fields__)
     names = {name for section in sections for name in section.__struct_fields__}
-    return {"--no-api", *(f"--{name.replace('_', '-')}" for name in names)}
+    flags_of_agents = {"--join", "--listen"}
+    return {"--no-api", *flags_of_agents, *(f"--{name.replace('_', '-')}" for name in names)}
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.iterdir()), ids=lambda path: path.name)
@@ -29,6 +30,8 @@ def test_every_flag_exists(path: Path) -> None:
 def test_yaml_can_be_read() -> None:
     kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "statefulset.yaml").read_text())]
     assert kinds == ["Service", "StatefulSet"]
+    kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "agents.yaml").read_text())]
+    assert kinds == ["Service", "Deployment", "Deployment"]
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert set(services) == {"engine-a", "engine-b", "api"}
 

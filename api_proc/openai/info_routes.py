@@ -160,7 +160,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         kv_cache_dtype=(facts and facts.kv_cache_dtype) or None,
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
-        replicas=list(map(str, state.replica_states())),
+        replicas=state.replica_states(),
         fingerprints=[client.fingerprint for client in state.client.clients],
     )
 

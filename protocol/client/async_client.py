@@ -125,6 +125,11 @@ class AsyncEngineClient:
         return self._link.is_agreed
 
     @property
+    def is_open(self) -> bool:
+        """Whether it was started, and not closed since."""
+        return self._link.is_open
+
+    @property
     def epoch(self) -> int:
         """The epoch of the connected core."""
         return self._link.epoch
@@ -167,6 +172,10 @@ class AsyncEngineClient:
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
+        self.connect()
+
+    def connect(self) -> None:
+        """Do the same; to be called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._link.open()
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -180,6 +189,10 @@ class AsyncEngineClient:
 
     async def close(self) -> None:
         """Disconnect; open streams fail, and the core aborts them. Idempotent."""
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Do the same; to be called in the event loop."""
         if not self._link.is_open:
             return
         self._timer.cancel()

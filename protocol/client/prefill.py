@@ -14,16 +14,21 @@ LEAST_TOKENS = 256
 """Of a prompt that its replica does not have cached: fewer are computed beside the streams."""
 _WAIT_TICKS = 2
 """From a request's first token to its move, as its last blocks must be written."""
+_REST_TICKS = 10
+"""From a try that no replica has taken to the next one."""
 
 
-class _Begun(NamedTuple):
+class Begun(NamedTuple):
     """A request at a prefill replica."""
 
+    request_id: int
     replica: Replica
     names: Sequence[bytes]
     """Of the pieces of its prompt."""
-    num_ticks: int = 0
-    """Since its first token."""
+    affinity: str
+    """See `Router.home`; empty: it has none."""
+    wait_ticks: int = _WAIT_TICKS
+    """Until it is moved, once it has a token."""
 
 
 class Prefill:
@@ -32,7 +37,7 @@ class Prefill:
     def __init__(self, num_replicas: int) -> None:
         """Let the first replicas compute prompts; 0: all do everything."""
         self._num_replicas = num_replicas
-        self._requests: dict[int, _Begun] = {}
+        self._requests: dict[int, Begun] = {}
 
     @property
     def is_on(self) -> bool:
@@ -46,22 +51,30 @@ class Prefill:
         """Whether a prompt with `num_tokens` to compute goes to a prefill replica."""
         return self.is_on and num_tokens >= LEAST_TOKENS
 
-    def enter(self, request_id: int, replica: Replica, names: Sequence[bytes]) -> None:
+    def enter(
+        self, request_id: int, replica: Replica, names: Sequence[bytes], affinity: str = ""
+    ) -> None:
         """Let a request be moved after its first token, if it is at a prefill replica."""
         if self.computes_prompts(replica.number):
-            self._requests[request_id] = _Begun(replica, names)
+            self._requests[request_id] = Begun(request_id, replica, names, affinity)
 
-    def due(self) -> Iterator[tuple[int, Replica, Sequence[bytes]]]:
-        """Yield the requests that are to be moved now, with replica and names; called every tick.
-
-        A request is due until it is at another replica, or has ended.
-        """
-        for request_id, request in list(self._requests.items()):
-            entry = request.replica.client.entry(request_id)
+    def tick(self) -> None:
+        """Count the waits of the requests that have a token; forget those that have ended."""
+        for request in list(self._requests.values()):
+            entry = request.replica.client.entry(request.request_id)
             if entry is None:
-                del self._requests[request_id]
-            elif entry.has_begun:
-                if request.num_ticks >= _WAIT_TICKS:
-                    yield request_id, request.replica, request.names
-                else:
-                    self._requests[request_id] = request._replace(num_ticks=request.num_ticks + 1)
+                del self._requests[request.request_id]
+            elif entry.has_begun and request.wait_ticks:
+                waited = request._replace(wait_ticks=request.wait_ticks - 1)
+                self._requests[request.request_id] = waited
+
+    def due(self) -> Iterator[Begun]:
+        """Yield the requests that are to be moved now, until they are, or have ended.
+
+        One that is yielded is due again only after a pause.
+        """
+        for request in list(self._requests.values()):
+            if not request.wait_ticks:
+                again = request._replace(wait_ticks=_REST_TICKS)
+                self._requests[request.request_id] = again
+                yield request

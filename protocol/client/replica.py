@@ -15,9 +15,13 @@ _NUM_RESTS = 10
 
 
 class Replica:
-    def __init__(self, number: int, client: AsyncEngineClient) -> None:
+    def __init__(self, number: int, address: str, client: AsyncEngineClient) -> None:
         self.number = number
+        self.address = address
         self.client = client
+        self.is_retired = False
+        """Whether it gets no new requests, and is left by those that it has."""
+        self.is_closed = False
         self.lost_s = 0.0
         """Without a connection. Counted in ticks: while the loop was blocked, nothing is known."""
         self.unready_s = 0.0
@@ -30,7 +34,13 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        return self.client.serves
+        """Whether it gets new requests."""
+        return self.client.serves and not self.is_retired
+
+    def close(self) -> None:
+        """Disconnect for good."""
+        self.is_closed = True
+        self.client.disconnect()
 
     @property
     def lateness(self) -> tuple[bool, float, float]:
@@ -45,9 +55,10 @@ class Replica:
 
     @property
     def is_draining(self) -> bool:
-        """Whether its core finishes its requests, and takes no others."""
+        """Whether it finishes the requests that it has, and takes no others."""
         status = self.client.status
-        return status is not None and status.state is EngineState.DRAINING
+        is_ending = status is not None and status.state is EngineState.DRAINING
+        return is_ending or self.is_retired
 
     def rest(self) -> None:
         """Try to move nothing for a while: no other replica has taken a request."""

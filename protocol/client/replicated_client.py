@@ -18,7 +18,6 @@ With one replica it passes all calls on.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
@@ -32,7 +31,9 @@ import msgspec
 from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
+    ErrorCode,
     PauseMode,
+    RequestError,
     Status,
     validate_request,
 )
@@ -50,15 +51,17 @@ from protocol.client.ledger import Entry, RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
 from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PackedPrompt, PromptIds, prompt_length
-from protocol.client.prefill import Prefill
+from protocol.client.prefill import Begun, Prefill
 from protocol.client.prefix_index import piece_names, piece_tokens
 from protocol.client.replica import TICK_S, Replica
+from protocol.client.replica_set import NO_CORE, ReplicaSet
 from protocol.client.request_stream import RequestStream, vector_of
-from protocol.client.routing import Router
+from protocol.client.routing import Candidate, Router
 from protocol.config import RoutingPolicy
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
 from protocol.sampling import Pooling, SamplingParams, pooling_params
+from protocol.transport.channel import is_remote
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
@@ -87,6 +90,7 @@ class ReplicatedClient:
         follow_kv_events: bool = False,
         prefill_replicas: int = 0,
         keys: ClientKeys | None = None,
+        may_change: bool = False,
         clock: Clock = time,
         rng: random.Random | None = None,
         make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
@@ -106,33 +110,31 @@ class ReplicatedClient:
             prefill_replicas: how many of the replicas, the first ones, compute long prompts for
                 the others.
             keys: for replicas with tcp addresses: see `AsyncEngineClient`.
+            may_change: whether `set_addresses` is called later; then there may be none at first.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
-        numbers = itertools.count(1)
         self._room = Room(max_open_requests, max_open_tokens)
-        self._replicas = [
-            Replica(
-                number,
-                make_client(
-                    address,
-                    max_open_requests=max_open_requests,
-                    stall_timeout_s=stall_timeout_s,
-                    allow_inexact_resume=allow_inexact_resume and len(addresses) == 1,
-                    numbers=numbers,
-                    room=self._room,
-                    is_replica=len(addresses) > 1,
-                    clock=clock,
-                    **({} if keys is None else {"keys": keys}),
-                ),
-            )
-            for number, address in enumerate(addresses)
-        ]
-        self._only = self._replicas[0].client if len(self._replicas) == 1 else None
+        is_only = len(addresses) == 1 and not may_change
+        options = {
+            "max_open_requests": max_open_requests,
+            "stall_timeout_s": stall_timeout_s,
+            "allow_inexact_resume": allow_inexact_resume and is_only,
+            "numbers": itertools.count(1),
+            "room": self._room,
+            "is_replica": not is_only,
+            "clock": clock,
+            **({} if keys is None else {"keys": keys}),
+        }
+        self._may_change = may_change
+        self._set = ReplicaSet(addresses, lambda address: make_client(address, **options))
+        self._replicas = self._set.replicas
+        self._only = self._replicas[0].client if is_only else None
         self._failover_s = failover_s
         self._allow_inexact_resume = allow_inexact_resume
         self._clock = clock
         self._follows = follow_kv_events and self._only is None
-        self._followers: list[asyncio.Task[None]] = []
+        self._followers: dict[int, asyncio.Task[None]] = {}
+        """Of the caches of replicas, by number."""
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router(policy, self._replicas, rng or random.Random())
         self._prefill = Prefill(prefill_replicas)
@@ -145,7 +147,7 @@ class ReplicatedClient:
 
     @property
     def clients(self) -> list[AsyncEngineClient]:
-        """The client of each replica."""
+        """The client of each replica, by number; those of replicas that have left are closed."""
         return [replica.client for replica in self._replicas]
 
     # State of all replicas ----------------------------------------------------------------------
@@ -204,14 +206,37 @@ class ReplicatedClient:
     async def start(self) -> None:
         """Begin to connect to all replicas; returns at once."""
         self._loop = asyncio.get_running_loop()
-        for client in self.clients:
-            await client.start()
+        for replica in self._replicas:
+            self._connect(replica)
         if self._only is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _connect(self, replica: Replica) -> None:
+        replica.client.connect()
         if self._follows and self._router.policy is RoutingPolicy.PREFIX_AWARE:
-            for replica in self._replicas:
-                work = follow(replica, self._router.index)
-                self._followers.append(self._loop.create_task(work))
+            work = follow(replica, self._router.index)
+            self._followers[replica.number] = self._loop.create_task(work)
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Name the replicas anew: new ones join, and those that are not named any more retire.
+
+        A retired replica gets no new requests; those that it has are moved, exactly.
+        """
+        assert self._may_change
+        new = self._set.rename(addresses)
+        self._close_retired()  # their numbers are free
+        for replica in self._set.join(new):
+            if replica.address != NO_CORE:
+                log.info("replica %d joins: %s", replica.number, replica.address)
+            self._connect(replica)
+
+    def _close_retired(self) -> None:
+        for replica in self._set.close_retired():
+            if (follower := self._followers.pop(replica.number, None)) is not None:
+                follower.cancel()
+            self._router.index.forget(replica.number)
+            if replica.address != NO_CORE:
+                log.info("replica %d has left: %s", replica.number, replica.address)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -224,22 +249,24 @@ class ReplicatedClient:
         """Disconnect; open streams fail, and the cores abort them. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        for follower in self._followers:
+        for follower in self._followers.values():
             follower.cancel()
         for client in self.clients:
             await client.close()
 
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
         """Wait until one of the replicas serves; errors as `AsyncEngineClient.wait_ready`."""
-        waits = [asyncio.ensure_future(c.wait_ready(timeout_s)) for c in self.clients]
-        try:
-            for first in asyncio.as_completed(waits):
-                with contextlib.suppress(TimeoutError):
-                    return await first
-            raise TimeoutError
-        finally:
-            for wait in waits:
-                wait.cancel()
+        if self._only is not None:
+            return await self._only.wait_ready(timeout_s)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                if not any(client.is_open for client in self.clients):
+                    raise failure_of(RequestError(ErrorCode.INTERNAL, "the client is not open"))
+                serving = (each.client for each in self._replicas if each.serves)
+                facts = next((client.facts for client in serving if client.facts), None)
+                if facts is not None:
+                    return facts
+                await asyncio.sleep(TICK_S)
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -265,11 +292,11 @@ class ReplicatedClient:
         if self._only is not None:
             return self._only.submit_to(receiver, prompt_token_ids, params, **accepted)
         names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
-        replica, num_cached = self._choose(
-            names, affinity=affinity, num_prompt_tokens=prompt_length(prompt_token_ids)
-        )
+        reads_cache = params.prompt_logprobs is None and params.pooling is None
+        num_tokens = prompt_length(prompt_token_ids) if reads_cache else 0
+        replica, num_cached = self._choose(names, affinity=affinity, num_prompt_tokens=num_tokens)
         add = replica.client.submit_to(receiver, prompt_token_ids, params, **accepted)
-        self._enter(replica, add.request_id, names, num_cached)
+        self._enter(replica, add.request_id, names, num_cached, affinity)
         return add
 
     async def embed(
@@ -322,7 +349,8 @@ class ReplicatedClient:
     ) -> tuple[Replica, int]:
         """Return the replica for a request, and how many tokens of its prompt it has cached.
 
-        It serves, has the fingerprint, and holds a context of `num_tokens` tokens, if any does.
+        `num_prompt_tokens`: of a prompt that another replica may compute. The replica serves, has
+        the fingerprint, and holds a context of `num_tokens` tokens, if any does.
         """
 
         def is_equal(number: int) -> bool:
@@ -337,25 +365,36 @@ class ReplicatedClient:
             chosen = self._router.choose(names, size, is_equal)
         else:
             may = decodes if self._prefill.is_on else None
-            if affinity:
-                chosen = self._router.home(affinity, names, size, may)
-            else:
-                chosen = self._router.choose(names, size, may)
+            chosen = self._chosen(names, affinity, may)
             num_cached = 0 if chosen is None else chosen.num_cached_tokens
             if self._prefill.wants(num_prompt_tokens - num_cached):
-                prefill = self._router.choose(names, size, self._prefill.computes_prompts)
-                chosen = prefill or chosen
+                computes = self._prefill.computes_prompts
+                chosen = self._router.choose(names, size, computes, "prefill") or chosen
             if chosen is None and self._prefill.is_on:
                 chosen = self._router.choose(names, size)
         if chosen is not None:
             return self._replicas[chosen.number], chosen.num_cached_tokens
         # The request waits for the one that was lost last.
-        return min(self._replicas, key=lambda one: (one.serves, one.lateness)), 0
+        present = [each for each in self._replicas if not each.is_closed]
+        return min(present, key=lambda one: (one.is_retired, one.serves, one.lateness)), 0
+
+    def _chosen(
+        self, names: Sequence[bytes], affinity: str, may: Callable[[int], bool] | None
+    ) -> Candidate | None:
+        """Return the replica of a value of affinity, or that of the policy."""
+        if affinity:
+            return self._router.home(affinity, names, self._piece_tokens, may)
+        return self._router.choose(names, self._piece_tokens, may)
 
     def _enter(
-        self, replica: Replica, request_id: int, names: Sequence[bytes], num_cached: int
+        self,
+        replica: Replica,
+        request_id: int,
+        names: Sequence[bytes],
+        num_cached: int,
+        affinity: str = "",
     ) -> None:
-        self._prefill.enter(request_id, replica, names)
+        self._prefill.enter(request_id, replica, names, affinity)
         facts = replica.client.facts
         if names and facts is not None:
             replica.client.expect_cached(request_id, num_cached)
@@ -368,6 +407,7 @@ class ReplicatedClient:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._close_retired()
         for replica in self._replicas:
             replica.tick()
             has_lost = replica.has_lost_cache(self._failover_s)
@@ -376,26 +416,38 @@ class ReplicatedClient:
                 self._router.index.forget(replica.number)
         if not any(replica.serves for replica in self._replicas):
             return
-        for request_id, replica, names in self._prefill.due():
-            self._hand_over(request_id, replica, names)
+        self._hand_over_some()
         for replica in self._replicas:
             if not replica.leaving and not replica.is_resting:
                 replica.leaving.extend(replica.ids_to_move(self._failover_s))
                 if replica.leaving:
                     self._move_some(replica, self.num_moved)
 
-    def _hand_over(self, request_id: int, replica: Replica, names: Sequence[bytes]) -> None:
-        """Let a request that has its first token be decoded elsewhere, if that can be done."""
+    def _hand_over_some(self) -> None:
+        """Let requests that have their first token be decoded elsewhere, for a slice of time."""
+        deadline = self._clock.monotonic() + _SLICE_S
+        self._prefill.tick()
+        for request in self._prefill.due():
+            self._hand_over(request)
+            if self._clock.monotonic() >= deadline:
+                return
+
+    def _hand_over(self, request: Begun) -> None:
+        """Let a request be decoded where its blocks can be read, if there is such a replica."""
+        request_id, replica, names, affinity, _ = request
         entry, facts = replica.client.entry(request_id), replica.client.facts
-        longest = 0 if facts is None else facts.max_model_len
+        if entry is None or facts is None:
+            return
 
         def takes(number: int) -> bool:
             other = self._replicas[number]
-            if entry is None or self._prefill.computes_prompts(number):
-                return False
-            return _continues(other, entry, longest)
+            return (
+                not self._prefill.computes_prompts(number)
+                and _shares_blocks(replica, other)
+                and _continues(other, entry, facts.max_model_len)
+            )
 
-        chosen = self._router.choose(names, self._piece_tokens, takes)
+        chosen = self._chosen(names, affinity, takes)
         if chosen is not None:
             target = self._replicas[chosen.number]
             if replica.client.move(request_id, target.client, is_exact=True):
@@ -494,10 +546,12 @@ class ReplicatedClient:
         """Send a control to all replicas; once all have answered, the first error is raised."""
         if self._only is not None:
             return [await control(self._only)]
-        results = await asyncio.gather(*map(control, self.clients), return_exceptions=True)
-        for number, result in enumerate(results):
+        replicas = [each for each in self._replicas if not each.is_retired]
+        works = (control(each.client) for each in replicas)
+        results = await asyncio.gather(*works, return_exceptions=True)
+        for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, BaseException):
-                raise _of_replica(number, result) from result
+                raise _of_replica(replica.number, result) from result
         return [result for result in results if not isinstance(result, BaseException)]
 
 
@@ -520,6 +574,16 @@ def _continues(replica: Replica, entry: Entry, longest: int) -> bool:
     here = client.facts.max_model_len
     is_same_end = here == longest or entry.most_tokens <= min(here, longest or here)
     return is_same_end and entry.add.fingerprint in ("", client.fingerprint)
+
+
+def _shares_blocks(one: Replica, other: Replica) -> bool:
+    """Whether each reads the blocks that the other writes: both are on this machine."""
+    if is_remote(one.address) or is_remote(other.address):
+        return False
+    facts, others = one.client.facts, other.client.facts
+    if facts is None or others is None:
+        return False
+    return bool(facts.kv_layout) and facts.kv_layout == others.kv_layout
 
 
 def _of_replica(number: int, error: BaseException) -> BaseException:

@@ -87,13 +87,15 @@ class Router:
         self.index = PrefixIndex()
         self._targets = targets
         self._rng = rng
-        self._turn = 0
+        self._turns: dict[str, int] = {}
+        """Of the requests of each kind, where the next one goes."""
 
     def choose(
         self,
         names: Sequence[bytes] = (),
         piece_tokens: int = 0,
         may: Callable[[int], bool] | None = None,
+        kind: str = "",
     ) -> Candidate | None:
         """Return a replica that serves for a request; None: there is none.
 
@@ -101,6 +103,7 @@ class Router:
             names: of the pieces of its prompt.
             piece_tokens: of each piece.
             may: whether the request can be computed at a replica; by default at all of them.
+            kind: requests that may be computed at the same replicas; they take turns.
         """
 
         def serves(number: int) -> bool:
@@ -108,9 +111,11 @@ class Router:
 
         every = range(len(self._targets))
         if self.policy is RoutingPolicy.ROUND_ROBIN:
-            number = next(_in_turn(every, self._turn, serves), None)
-            self._turn = self._turn if number is None else number + 1
-            return None if number is None else self._candidate(number)
+            number = next(_in_turn(every, self._turns.get(kind, 0), serves), None)
+            if number is None:
+                return None
+            self._turns[kind] = number + 1
+            return self._candidate(number)
         found = self._drawn(every, _NUM_DRAWN, serves)
         longest = self.index.longest(names, serves)
         for length in (longest, longest // 2):
@@ -135,7 +140,7 @@ class Router:
         count = len(self._targets)
         for attempt in range(_MOST_HOMES):
             digest = blake2b(f"{attempt} {affinity}".encode(errors="surrogatepass"), digest_size=8)
-            number = int.from_bytes(digest.digest(), "big") % count
+            number = _place(int.from_bytes(digest.digest(), "big"), count)
             if self._targets[number].serves and (may is None or may(number)):
                 return self._candidate(number, names, piece_tokens)
         return self.choose(names, piece_tokens, may)
@@ -158,6 +163,19 @@ class Router:
                 break
             found[number] = None
         return found
+
+
+def _place(key: int, count: int) -> int:
+    """Return a number below `count`; with one more, only the share of the new number changes.
+
+    This is jump consistent hashing (Lamping and Veach, 2014); the key has 64 bits.
+    """
+    place, following = 0, 0
+    while following < count:
+        place = following
+        key = (key * 2862933555777941757 + 1) % 2**64
+        following = (place + 1) * 2**31 // ((key >> 33) + 1)
+    return place
 
 
 def _in_turn(numbers: Sequence[int], first: int, serves: Callable[[int], bool]) -> Iterator[int]:

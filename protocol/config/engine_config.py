@@ -285,9 +285,9 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ranks that the model is split over: workers that each hold a part of every matrix."""
-    data_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    data_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 1
     """Replicas of the engine, each with a core and workers of its own. A request whose replica is
-    lost goes on at another one."""
+    lost goes on at another one. 0: all replicas are on other machines."""
     core_listen: Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None = None
     """Address HOST:PORT at which the core also serves clients of other machines, encrypted, with
     curve_keys; of several replicas, each takes the next port. Default: none."""
@@ -296,6 +296,12 @@ class ParallelConfig(Section):
     ] = ()
     """Cores of other machines, as tcp://HOST:PORT, which serve requests beside those here: replicas
     that were started there with core_listen."""
+    replica_file: PathText | None = None
+    """File with addresses of further cores, one a line, as in replica_addresses. It is read again
+    when it changes: new cores get requests, and those of others go on elsewhere."""
+    agents_listen: Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None = None
+    """Address HOST:PORT at which host agents of other machines join: see `troika agent`. Each
+    starts an engine there with these settings, which serves beside those here. Default: none."""
     curve_keys: PathText | None = None
     """Directory with the keys of links between machines: see `troika keys`."""
     routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
@@ -308,6 +314,16 @@ class ParallelConfig(Section):
     session_key: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Requests with an equal value of this go to the same replica while it serves: cache_salt, or
     the name of a header, as X-Session-Id. Others are routed by the policy."""
+
+    @property
+    def has_changing_replicas(self) -> bool:
+        """Whether replicas join and leave while the engine runs."""
+        return self.replica_file is not None or self.agents_listen is not None
+
+    @property
+    def has_other_machines(self) -> bool:
+        """Whether there are replicas on other machines, or will be."""
+        return bool(self.replica_addresses) or self.has_changing_replicas
 
 
 class WorkerConfig(Section):

@@ -147,12 +147,29 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
         bool(parallel.replica_addresses) and parallel.curve_keys is None,
         "replica_addresses need curve_keys: a tcp address is never used without keys",
     )
+    yield (
+        parallel.replica_file is not None and parallel.curve_keys is None,
+        "replica_file needs curve_keys: a tcp address is never used without keys",
+    )
+    yield (
+        parallel.agents_listen is not None and parallel.curve_keys is None,
+        "agents_listen needs curve_keys: a tcp address is never used without keys",
+    )
+    yield (
+        parallel.data_parallel_size == 0 and not parallel.has_other_machines,
+        "data_parallel_size 0 needs agents_listen, replica_file or replica_addresses",
+    )
     addresses = list(parallel.replica_addresses)
-    if parallel.core_listen is not None:
-        addresses.append(parallel.core_listen)
+    addresses += filter(None, (parallel.core_listen, parallel.agents_listen))
     for address in addresses:
         port = int(address.rpartition(":")[2])
         yield not 0 < port < 2**16, f"the port of {address} must be 1 to 65535"
+    last = int((parallel.core_listen or ":0").rpartition(":")[2]) + parallel.data_parallel_size - 1
+    yield (
+        last >= 2**16,
+        f"core_listen {parallel.core_listen} leaves no ports for all of data_parallel_size "
+        f"{parallel.data_parallel_size}: each replica takes the next one",
+    )
 
 
 def _lora_rules(config: EngineConfig) -> Iterator[Rule]:

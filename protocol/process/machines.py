@@ -1,10 +1,16 @@
-"""Links between machines, as they are configured: where a core listens, and keys of clients."""
+"""Links between machines, as they are configured: addresses of cores, and keys of clients."""
 
+import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.config import EngineConfig
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
+
+MOST_ADDRESSES = 1024
+"""In all files together."""
+_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
 
 def check_links(config: EngineConfig) -> None:
@@ -13,6 +19,8 @@ def check_links(config: EngineConfig) -> None:
     if parallel.curve_keys is None:
         return
     client_keys(config)
+    if parallel.replica_file is not None:
+        read_addresses([Path(parallel.replica_file)])
     if parallel.core_listen is None:
         return
     read_server_keys(Path(parallel.curve_keys))
@@ -20,7 +28,7 @@ def check_links(config: EngineConfig) -> None:
         return
     host, _, port = str(tcp_address(config)).removeprefix("tcp://").rpartition(":")
     try:
-        with socket.create_server((host, int(port))):
+        with socket.create_server(("" if host == "*" else host, int(port))):
             pass
     except OSError as error:
         raise ValueError(
@@ -40,6 +48,40 @@ def tcp_address(config: EngineConfig) -> str | None:
 def client_keys(config: EngineConfig) -> ClientKeys | None:
     """Return the keys for cores of other machines, if there are such; ValueError: they are bad."""
     parallel = config.parallel
-    if not parallel.replica_addresses or parallel.curve_keys is None:
+    if not parallel.has_other_machines or parallel.curve_keys is None:
         return None
     return read_client_keys(Path(parallel.curve_keys))
+
+
+def members_file(run_dir: str) -> Path:
+    """Return the file in which a supervisor keeps the addresses of the host agents' cores."""
+    return Path(run_dir) / "members"
+
+
+def address_files(config: EngineConfig, run_dir: str) -> list[Path]:
+    """Return the files with addresses of cores that change while the engine runs."""
+    parallel = config.parallel
+    files = [] if parallel.replica_file is None else [Path(parallel.replica_file)]
+    return files if parallel.agents_listen is None else [*files, members_file(run_dir)]
+
+
+def read_addresses(files: Sequence[Path]) -> list[str]:
+    """Read addresses of cores, one a line; empty lines, and those after a #, are skipped.
+
+    ValueError: a file cannot be read, a line is not an address, or there are too many.
+    """
+    addresses: list[str] = []
+    for path in files:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        for number, line in enumerate(map(str.strip, lines), 1):
+            if not line or line.startswith("#"):
+                continue
+            if not _ADDRESS.fullmatch(line):
+                raise ValueError(f"{path}, line {number}: {line[:64]} is not tcp://HOST:PORT")
+            addresses.append(line)
+    if len(addresses) > MOST_ADDRESSES:
+        raise ValueError(f"{len(addresses)} addresses are more than {MOST_ADDRESSES}")
+    return addresses

@@ -68,13 +68,21 @@ def make_keys(directory: Path, names: list[str]) -> list[Path]:
         if base.with_suffix(_PUBLIC).exists():
             continue
         public, secret = zmq.curve_keypair()
+        # A secret without its public key, as of an interrupted call, was never in use.
         for suffix, key in ((_SECRET, secret), (_PUBLIC, public)):
             path = base.with_suffix(suffix)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(key + b"\n")
+            _write(path, key)
             written.append(path)
     return written
+
+
+def _write(path: Path, key: bytes) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(key + b"\n")
+    draft.replace(path)
 
 
 def read_server_keys(directory: Path) -> ServerKeys:

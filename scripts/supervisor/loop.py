@@ -39,9 +39,10 @@ from scripts.supervisor import actions
 from scripts.supervisor.actions import Action, Slot, api_slot
 from scripts.supervisor.console import Console
 from scripts.supervisor.deaths import Evidence
+from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
-from scripts.supervisor.replica import ReplicaReports
+from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name
 from scripts.supervisor.system import System
@@ -67,15 +68,17 @@ class Supervisor:
         parent_fd: int | None,
         started_at: float,
         system: System,
-        reports: ReplicaReports | None = None,
+        reports: Reports | None = None,
+        agents: HostAgents | None = None,
     ) -> None:
         """Listen for children; `run` starts them. Without a `listener` there is no API.
 
         EOF of `parent_fd`, or the end of this process's parent, ends everything at once. The start
-        counts from `started_at`, in monotonic seconds. `reports`: of a replica, to the supervisor
-        above.
+        counts from `started_at`, in monotonic seconds. `reports`: to whatever has started the
+        engine; `agents`: the engines of other machines that have joined this one.
         """
         self._reports = reports
+        self._agents = agents
         self._config = config
         self._console = console
         is_tls = config.api.ssl_certfile is not None
@@ -115,12 +118,18 @@ class Supervisor:
         self._poller.register(signal_fd, zmq.POLLIN)
         if self._reports is not None:
             self._poller.register(self._reports.socket, zmq.POLLIN)
+        if self._agents is not None:
+            for socket_of_agents in self._agents.sockets:
+                self._poller.register(socket_of_agents, zmq.POLLIN)
         self._perform(self.policy.begin(self._clock.monotonic()))
         while self._exit_status is None:
             ready = dict(self._poller.poll(self._poll_ms()))
             self.policy.on_turn(self._clock.monotonic())
             if self._reports is not None:
                 self._on_commands(self._reports.commands())
+            if self._agents is not None:
+                for note in self._agents.turn(self._clock.monotonic()):
+                    self._console.note(logging.INFO, note)
             if signal_fd in ready:
                 os.read(signal_fd, 64)
                 self._perform(self.policy.on_signal(self._clock.monotonic()))
@@ -164,7 +173,7 @@ class Supervisor:
         self._perform(self.policy.on_orphaned(self._clock.monotonic()))
 
     def _on_commands(self, commands: Sequence[Command]) -> None:
-        """Handle what the supervisor above a replica has sent."""
+        """Handle what was sent by whatever has started the engine."""
         for command in commands:
             now = self._clock.monotonic()
             if isinstance(command, Stop):

@@ -369,7 +369,7 @@ class ProcessTable:
 def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
     """How many processes of each role an engine has, in the order in which they are started."""
     num_apis = config.api.api_server_count if has_api else 0
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.data_parallel_size != 1:
         numbers = {Role.REPLICA: config.parallel.data_parallel_size, Role.API: num_apis}
         return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)

@@ -217,3 +217,12 @@ def test_keys_are_made_once_and_belong_to_their_user(tmp_path: Path) -> None:
     (tmp_path / "server.secret").write_text("short")
     with pytest.raises(ValueError, match="must have a key of 40 characters"):
         read_server_keys(tmp_path)
+
+
+def test_keys_are_made_again_after_an_interrupted_call(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["api"])
+    (tmp_path / CLIENTS / "api.key").unlink()
+    (tmp_path / CLIENTS / "api.secret").write_bytes(b"cut")
+    written = make_keys(tmp_path, ["api"])
+    assert {path.name for path in written} == {"api.key", "api.secret"}
+    assert read_client_keys(tmp_path).secret != b"cut"

@@ -481,3 +481,127 @@ def test_request_that_a_draining_core_refuses_goes_on_at_the_other(cores: Cores)
         assert (await anext(stream)).token_ids == [7]
 
     play(cores, act)
+
+
+def joining(
+    cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]], *first: FakeCore
+) -> None:
+    """Run a test with a client whose replicas change; `first`: those that it begins with."""
+
+    async def pump() -> None:
+        while True:
+            for core in cores:
+                core.pump()
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        addresses = [core.address for core in first]
+        async with ReplicatedClient(addresses, may_change=True, failover_s=0.1) as client:
+            task = asyncio.create_task(pump())
+            await act(client)
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def test_without_a_replica_requests_are_refused_and_resumed_ones_wait(cores: Cores) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        with pytest.raises(Overloaded, match="is starting"):
+            client.submit([5], PARAMS)
+        client.adopt(begun("", 7), RequestStream(0, client.cancel))
+        client.set_addresses([cores[0].address])
+        await until(lambda: cores[0].num_added == 1)
+        assert cores[0].adds[0].output_token_ids == [7]
+        await until(lambda: [each.is_open for each in client.clients] == [False, True])
+
+    joining(cores, act)
+
+
+def test_replicas_join_and_those_that_retire_leave_once_they_are_empty(cores: Cores) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        streams = [client.submit([5], PARAMS) for _ in range(8)]
+        await until(lambda: one.num_added == 8)
+        for stream in streams:
+            one.emit(RequestOutput(stream.request_id, 0, [7]))
+        await until(lambda: all(stream.num_unread for stream in streams))
+        client.set_addresses([one.address, other.address])
+        await until(lambda: client.clients[1].serves)
+        client.set_addresses([other.address])
+        await until(lambda: other.num_added == 8)
+        assert all(add.output_token_ids == [7] for add in other.adds)
+        await until(lambda: sorted(one.aborted) == [stream.request_id for stream in streams])
+        await until(lambda: not client.clients[0].is_open)
+        client.submit([6], PARAMS)
+        await until(lambda: other.num_added == 9)
+        client.set_addresses([other.address, one.address])  # its number is taken again
+        await until(lambda: client.clients[0].serves)
+        assert len(client.clients) == 2
+        for _ in range(20):
+            client.submit([5], PARAMS)
+        await until(lambda: one.num_added > 8 and one.num_added + other.num_added == 37)
+
+    joining(cores, act, one)
+
+
+def test_a_replica_that_retires_alone_keeps_its_requests_until_another_one_joins(
+    cores: Cores,
+) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        stream = client.submit([5], PARAMS)
+        await until(lambda: one.num_added == 1)
+        client.set_addresses([])
+        await ticks(client)
+        output(one, 7)
+        await until(lambda: stream.num_unread == 1)
+        client.set_addresses([other.address])
+        await until(lambda: other.num_added == 1)
+        assert other.adds[0].output_token_ids == [7]
+
+    joining(cores, act, one)
+
+
+LONG = list(range(300))
+
+
+@pytest.mark.parametrize("affinity", ["", "a session"])
+def test_long_prompts_go_on_where_their_blocks_can_be_read(
+    tmp_path: Path, cores: Cores, affinity: str
+) -> None:
+    """Of the others, one keeps blocks of another layout."""
+    with ExitStack() as stack:
+        (tmp_path / "third").mkdir()
+        third = stack.enter_context(FakeCore(str(tmp_path / "third")))
+        for core, layout in zip((*cores, third), ("one", "other", "one"), strict=True):
+            with_facts(core, kv_layout=layout)
+
+        async def act(client: ReplicatedClient) -> None:
+            for number in range(1, 9):
+                client.submit([number, *LONG], PARAMS, affinity=affinity)
+                await until(lambda number=number: cores[0].num_added == number)
+                output(cores[0], 7)
+                await until(lambda number=number: third.num_added == number)
+            assert not cores[1].adds
+            assert client.num_handed_over == 8
+            client.submit(LONG[:5], PARAMS)
+            await until(lambda: cores[1].num_added + third.num_added == 9)
+            assert cores[0].num_added == 8
+
+        play([*cores, third], act, prefill_replicas=1)
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_where_it_is_decoded(cores: Cores) -> None:
+    params = SamplingParams(max_tokens=8, seed=1, prompt_logprobs=1)
+    for core in cores:
+        with_facts(core, kv_layout="one")
+
+    async def act(client: ReplicatedClient) -> None:
+        client.submit(LONG, params)
+        await until(lambda: cores[1].num_added == 1)
+
+    play(cores, act, prefill_replicas=1)

@@ -148,6 +148,17 @@ def test_requests_of_a_session_go_to_one_replica_and_come_back_with_it() -> None
     assert set(homes()) == {None}
 
 
+def test_a_new_replica_becomes_the_home_of_its_share_and_all_other_sessions_stay() -> None:
+    sessions = [f"s{number}" for number in range(600)]
+    before, after = (
+        [router(replicas(*[IDLE] * count)).home(session, [], 0) for session in sessions]
+        for count in (5, 6)
+    )
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert {one.number for one in moved if one is not None} == {5}
+    assert 60 < len(moved) < 140
+
+
 def test_only_replicas_that_may_compute_it_get_a_request() -> None:
     routed = router(replicas(IDLE, BUSY, IDLE))
     assert chosen(routed, may=lambda number: number == 1) == 1
@@ -207,3 +218,12 @@ def test_pieces_end_where_blocks_of_the_core_do(block_size: int) -> None:
         blocks.append(name_of(prefix.digest()))
     each = piece_tokens(block_size) // block_size
     assert piece_names(ids, piece_tokens(block_size), "salt") == blocks[each - 1 :: each]
+
+
+def test_requests_of_each_kind_take_turns_among_themselves() -> None:
+    routed = router(replicas(*[IDLE] * 4), RoutingPolicy.ROUND_ROBIN)
+    found = []
+    for _ in range(6):
+        assert chosen(routed, may=lambda number: number == 0, kind="prefill") == 0
+        found.append(chosen(routed, may=lambda number: number > 0))
+    assert found == [1, 2, 3, 1, 2, 3]

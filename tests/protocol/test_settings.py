@@ -134,6 +134,14 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"tenant_weights": {"gold": "4"}}, "--tenant-weights.*float"),
         ({"tenant_weights": "x" * 257 + "=1"}, "--tenant-weights.*<= 256"),
         ({"swap_space_bytes": -1}, "--swap-space-bytes.*>= 0"),
+        ({"data_parallel_size": 0}, "data_parallel_size 0 needs agents_listen, replica_file or"),
+        ({"agents_listen": "10.0.0.1:7100"}, "agents_listen needs curve_keys"),
+        ({"agents_listen": "7100"}, "--agents-listen"),
+        ({"replica_file": "replicas"}, "replica_file needs curve_keys"),
+        (
+            {"core_listen": "*:65535", "curve_keys": "keys", "data_parallel_size": 2},
+            "core_listen .*:65535 leaves no ports for all of data_parallel_size 2",
+        ),
     ],
 )
 def test_bad_value_is_named_with_its_bound(values: dict[str, object], complaint: str) -> None:

@@ -76,6 +76,8 @@ from protocol.lifecycle import (
     WorkerDied,
 )
 from protocol.message import Decoder, Message, pack_token_ids
+from protocol.process import host_agents
+from protocol.process.host_agents import Join, Joined, Leave, Settings
 from protocol.sampling import (
     FinishReason,
     Grammar,
@@ -298,5 +300,17 @@ DIRECTIONS = [
             Forked(7, 4321),
             ForkFailed(7, "no processes left"),
         ],
+    ),
+    Direction(
+        "agent to supervisor",
+        host_agents.decode_from_agent,
+        Join,
+        [Join("one"), Join("two:7000", "tcp://10.0.0.2:7000", "0a1b", True)],
+    ),
+    Direction(
+        "supervisor to agent",
+        host_agents.decode_to_agent,
+        host_agents.ToAgent,
+        [Joined(), Settings(b"settings"), Leave("another agent has the name")],
     ),
 ]

@@ -1,0 +1,57 @@
+"""The link between host agents and the engine that they join.
+
+A host agent runs an engine on its machine, with the settings of the engine that it joins, whose
+supervisor listens. The agent repeats `Join` every `REPEAT_S`: each is complete in itself and renews
+a lease, so that lost messages and restarts of either end need no remedy of their own.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.message import Decoder, Message, Text
+
+REPEAT_S = 1.0
+LEASE_S = 10.0
+"""After the last `Join` an agent's core gets no new requests; its clients notice silence sooner."""
+MOST_AGENTS = 512
+_MOST_BYTES = 2**20
+"""Of encoded settings."""
+
+AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class Join(Message, frozen=True):
+    """Agent → supervisor."""
+
+    name: AgentName
+    """Of one engine. Of two agents with the same name the older one is sent `Leave`."""
+    address: Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]{1,5})?$")] = ""
+    """Of the core, once it serves; it may be lost for a while after."""
+    settings: Text = ""
+    """Digest of the settings that the agent has; empty: it has none."""
+    is_leaving: bool = False
+    """Whether the engine ends in order: its requests go on elsewhere."""
+
+
+class Joined(Message, frozen=True):
+    """Supervisor → agent: the lease is renewed."""
+
+
+class Settings(Message, frozen=True):
+    """Supervisor → agent, in answer to a `Join` without settings."""
+
+    encoded: Annotated[bytes, Meta(max_length=_MOST_BYTES)]
+    """An `EngineConfig` in msgpack."""
+
+
+class Leave(Message, frozen=True):
+    """Supervisor → agent: end the engine in order."""
+
+    reason: Text = ""
+
+
+ToAgent = Joined | Settings | Leave
+
+decode_from_agent: Decoder[Join] = Decoder(Join)
+decode_to_agent: Decoder[ToAgent] = Decoder(ToAgent)

@@ -1,0 +1,170 @@
+"""The host agents that have joined this engine, and the file with the addresses of their cores.
+
+The supervisor sends the engine's settings to each agent. API processes read the file again whenever
+it changes. A supervisor that is started again finds the agents within a second, as they repeat
+`Join`; until then the file has nothing, and requests of other machines wait there.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from protocol.config import ApiConfig, EngineConfig, RunConfig
+from protocol.message import NO_EPOCH, ProtocolError, encode
+from protocol.process.host_agents import (
+    LEASE_S,
+    MOST_AGENTS,
+    Join,
+    Joined,
+    Leave,
+    Settings,
+    ToAgent,
+    decode_from_agent,
+)
+from protocol.process.machines import members_file
+from protocol.transport.channel import HighWaterMark, PeerGone, Received, RouterChannel
+from protocol.transport.curve import Gate, read_server_keys
+
+_DRAIN_LIMIT = 1024
+
+
+@dataclass(slots=True)
+class _Member:
+    """An agent that has joined."""
+
+    peer: bytes
+    address: str
+    heard_at: float
+
+
+def settings_of(config: EngineConfig) -> Settings:
+    """Return the settings of an engine on another machine: those of its core and its workers."""
+    parallel = msgspec.structs.replace(
+        config.parallel,
+        data_parallel_size=1,
+        core_listen=None,
+        replica_addresses=(),
+        replica_file=None,
+        agents_listen=None,
+        curve_keys=None,
+    )
+    run = RunConfig(
+        log_level=config.run.log_level,
+        log_format=config.run.log_format,
+        check_invariants=config.run.check_invariants,
+        log_stats_interval_s=config.run.log_stats_interval_s,
+    )
+    config = msgspec.structs.replace(config, parallel=parallel, api=ApiConfig(), run=run)
+    return Settings(msgspec.msgpack.encode(config))
+
+
+def digest_of(settings: Settings) -> str:
+    return hashlib.blake2b(settings.encoded, digest_size=16).hexdigest()
+
+
+class HostAgents:
+    """Takes in agents of other machines, and keeps the file of their cores."""
+
+    def __init__(self, config: EngineConfig, run_dir: str) -> None:
+        """Listen. `config`: as it was asked for, so that names of models are looked up there.
+
+        ValueError: the keys or the address cannot be used.
+        """
+        address, directory = config.parallel.agents_listen, config.parallel.curve_keys
+        assert address is not None
+        assert directory is not None
+        keys = read_server_keys(Path(directory))
+        self._settings = settings_of(config)
+        self._digest = digest_of(self._settings)
+        self._members: dict[str, _Member] = {}
+        self._replaced: deque[bytes] = deque(maxlen=MOST_AGENTS)
+        """Agents whose name another one has taken."""
+        self._file = members_file(run_dir)
+        self._written: list[str] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = Gate(self._context, keys.directory)
+        self._link = RouterChannel(
+            self._context, f"ipc://{run_dir}/agents.sock", HighWaterMark.LIFECYCLE_LINK
+        )
+        try:
+            self._link.listen(f"tcp://{address}", keys)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            text = f"agents_listen {address} cannot be used: {error.strerror}"
+            raise ValueError(text) from error
+        self._write()
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Sockets to poll for `turn`."""
+        return [self._gate.socket, self._link.socket]
+
+    def turn(self, now: float) -> list[str]:
+        """Handle what has arrived, and end leases; returns lines for the console."""
+        self._gate.answer()
+        notes: list[str] = []
+        for received in self._link.drain(_DRAIN_LIMIT):
+            notes += self._on(received, now)
+        for name, member in list(self._members.items()):
+            if now - member.heard_at > LEASE_S:
+                del self._members[name]
+                notes.append(f"agent {name} has been silent for {LEASE_S:g} s: it is not used")
+        self._write()
+        return notes
+
+    def _on(self, received: Received, now: float) -> Iterator[str]:
+        peer = received.peer
+        try:
+            join = decode_from_agent(received.body)
+        except ProtocolError as error:
+            yield f"unreadable message of an agent: {error}"
+            return
+        if not join.settings:
+            self._send(peer, self._settings)
+        elif peer in self._replaced:
+            self._send(peer, Leave(f"another agent has the name {join.name}"))
+        elif join.settings != self._digest:
+            self._send(peer, Leave("the engine has other settings now"))
+        elif join.is_leaving:
+            if self._members.pop(join.name, None) is not None:
+                yield f"agent {join.name} leaves"
+        else:
+            yield from self._enter(peer, join, now)
+
+    def _enter(self, peer: bytes, join: Join, now: float) -> Iterator[str]:
+        member = self._members.get(join.name)
+        if member is None and len(self._members) >= MOST_AGENTS:
+            self._send(peer, Leave(f"there are {MOST_AGENTS} agents already"))
+            return
+        if member is not None and member.peer != peer:
+            self._replaced.append(member.peer)
+            self._send(member.peer, Leave(f"another agent has the name {join.name}"))
+        if member is None or member.peer != peer:
+            yield f"agent {join.name} has joined"
+        if join.address and (member is None or member.address != join.address):
+            yield f"agent {join.name} serves at {join.address}"
+        self._members[join.name] = _Member(peer, join.address, now)
+        self._send(peer, Joined())
+
+    def _send(self, peer: bytes, message: ToAgent) -> None:
+        with contextlib.suppress(PeerGone):  # it joins again, and is answered again
+            self._link.send(peer, NO_EPOCH, encode(message))
+
+    def _write(self) -> None:
+        addresses = sorted({one.address for one in self._members.values() if one.address})
+        if addresses == self._written:
+            return
+        new = self._file.with_suffix(".new")
+        new.write_text("".join(f"{address}\n" for address in addresses))
+        os.replace(new, self._file)
+        self._written = addresses
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

@@ -1,0 +1,107 @@
+"""One life of an engine: its run directory, its model, its processes, and what is left behind."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from api_proc.http.listener import close_listener
+from api_proc.peers.directory import remove_all
+from protocol.config import ConfigError, EngineConfig
+from protocol.process.machines import check_links
+from protocol.process.prctl import set_subreaper
+from scripts.gguf.locks import hold
+from scripts.hub.messages import gguf_files, hub_names
+from scripts.supervisor.console import Console
+from scripts.supervisor.fetching import Interrupted, ModelFetch
+from scripts.supervisor.gpus import divide
+from scripts.supervisor.host_agents import HostAgents
+from scripts.supervisor.loop import Supervisor
+from scripts.supervisor.reports import Reports
+from scripts.supervisor.run_dirs import RunDir
+from scripts.supervisor.startup import complete, open_listener
+from scripts.supervisor.system import System
+
+
+def serve(
+    config: EngineConfig,
+    console: Console,
+    signal_fd: int,
+    started_at: float,
+    *,
+    has_api: bool,
+    has_bars: bool,
+    is_temporary: bool = False,
+    epoch: int = 0,
+    parent_fd: int | None = None,
+    reports: Reports | None = None,
+) -> tuple[int, str | None]:
+    """Run an engine; returns the exit status, and the reason if the engine gave up.
+
+    Args:
+        config: as it was asked for: names of models are resolved here.
+        signal_fd: has one byte for each signal to stop.
+        started_at: when the start has begun, on the monotonic clock.
+        is_temporary: whether the run directory is removed at the end.
+        epoch: greater than those of all processes before, in the same run directory.
+        parent_fd: its EOF ends everything at once.
+        reports: to whatever has started the engine.
+
+    Raises:
+        ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
+    """
+    asked, config = config, complete(config)
+    divide(config, os.environ)
+    check_links(config)
+    try:
+        run_dir = RunDir(config.run.run_dir, is_temporary=is_temporary)
+    except OSError as error:
+        text = f"run_dir {config.run.run_dir} cannot be used: {error.strerror}"
+        raise ConfigError(text) from error
+    is_abandoned = False
+    listener = agents = None
+    held: list[int] = []
+    try:
+        remove_all(run_dir.path)
+        run_dir.raise_epoch(epoch)
+        run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
+        config = msgspec.structs.replace(config, run=run)
+        if config.parallel.agents_listen is not None and config.run.replica is None:
+            agents = HostAgents(asked, run_dir.path)
+        if hub_names(config.model) or gguf_files(config.model):
+            if has_api:  # a wrong address is reported before hours of waiting
+                close_listener(open_listener(config.api))
+            fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
+            config = fetch.run(signal_fd, parent_fd)
+            used = (config.model.model, config.model.speculative_model)
+            held = hold(Path(name) for name in used if name is not None)
+        listener = open_listener(config.api) if has_api else None
+        set_subreaper(bool(config.recovery.standby_workers))
+        supervisor = Supervisor(
+            config,
+            run_dir,
+            console,
+            listener=listener,
+            parent_fd=parent_fd,
+            started_at=started_at,
+            system=System(),
+            reports=reports,
+            agents=agents,
+        )
+        if config.run.replica is None:
+            run_dir.register()
+        status = supervisor.run(signal_fd)
+        is_abandoned = supervisor.was_orphaned
+        return status, supervisor.policy.failure
+    except Interrupted as interrupted:
+        is_abandoned = interrupted.is_orphaned
+        return 0, None
+    finally:
+        if agents is not None:
+            agents.close()
+        if listener is not None:
+            close_listener(listener)
+        remove_all(run_dir.path)
+        run_dir.close(is_abandoned=is_abandoned)
+        for fd in held:
+            os.close(fd)

@@ -1,0 +1,36 @@
+"""The addresses of cores on other machines, as they are written in files."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.process.machines import MOST_ADDRESSES, read_addresses
+
+
+def test_addresses_are_read_from_all_files(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("# machines\n\n  tcp://10.0.0.2:7000  \ntcp://b:1\n")
+    other.write_text("")
+    assert read_addresses([one, other]) == ["tcp://10.0.0.2:7000", "tcp://b:1"]
+    assert read_addresses([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("tcp://a:1\n10.0.0.2:7000\n", "line 2: 10.0.0.2:7000 is not tcp://HOST:PORT"),
+        ("tcp://a:1 tcp://b:1\n", "line 1: tcp://a:1 tcp://b:1 is not"),
+        ("tcp://a:1\n" * (MOST_ADDRESSES + 1), f"addresses are more than {MOST_ADDRESSES}"),
+        ("\udcff", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "replicas"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=complaint):
+        read_addresses([file])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing cannot be read"):
+        read_addresses([tmp_path / "nothing"])
