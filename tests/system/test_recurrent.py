@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from scripts.testing import EngineFactory
+from tests.chaos.__main__ import main
 from tests.system.kills import check_tokens_after_kills
 from tests.worker.checkpoints import Architecture, build_checkpoint
-from tests.worker.recurrent_models import KINDS
+from tests.worker.recurrent_models import KINDS, build_with_tokenizer
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -39,3 +40,16 @@ def test_streams_go_on_after_kill_9(
     facts = check_tokens_after_kills(engine, num_prompts=2)
     assert facts.kv_groups[-1].is_state
     assert bool(facts.speculation) == bool(more)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("architecture", KINDS, ids=lambda kind: kind.name)
+def test_kills_in_every_phase_change_no_stream(architecture: Architecture, tmp_path: Path) -> None:
+    """Of worker, core and both: streams of every kind are computed again from their states."""
+    build()
+    build_with_tokenizer(tmp_path / "model", architecture)
+    faults = ("--matrix", "--faults", "worker,core,both")
+    settings = ("--num-threads", "1", "--mamba-block-size", "64")
+    assert main(["--model", str(tmp_path / "model"), *faults, "--", *settings]) == 0

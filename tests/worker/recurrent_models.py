@@ -1,11 +1,15 @@
 """Small configurations of models with recurrent layers, one for each model type."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.worker.checkpoints import LATENT, SHAPE, Architecture
+from scripts.supervisor.model_names import BUNDLED_MODELS
+from tests.worker.checkpoints import LATENT, SHAPE, Architecture, build_checkpoint
 
 _HYBRID: dict[str, Any] = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
 _SHORT: dict[str, Any] = SHAPE | {"layer_types": ["conv", "full_attention"]}
@@ -111,3 +115,14 @@ RECURRENT = tuple(
 KINDS = RECURRENT[:4]
 """One architecture of each kind of recurrence: delta rule, state space, short convolution,
 selective scan."""
+
+
+def build_with_tokenizer(directory: Path, architecture: Architecture) -> None:
+    """Write a checkpoint that answers texts: it has the demo model's tokenizer."""
+    config = architecture.config()
+    demo = BUNDLED_MODELS["demo"]
+    config.vocab_size = json.loads((demo / "config.json").read_text())["vocab_size"]
+    config.max_position_embeddings = 2048
+    build_checkpoint(directory, config)
+    for path in demo.glob("tokenizer*.json"):
+        shutil.copy(path, directory)
