@@ -140,6 +140,10 @@ class FakeClient:
             self.report(EngineState.READY)
 
     @property
+    def is_open(self) -> bool:
+        return True
+
+    @property
     def clients(self) -> "list[FakeClient]":
         return [self]
 
