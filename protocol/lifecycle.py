@@ -23,6 +23,8 @@ class Role(enum.StrEnum):
     STANDBY = "standby"
     STANDBY_CORE = "standby_core"
     ZYGOTE = "zygote"
+    PLACER = "placer"
+    """Keeps engines in a Ray cluster."""
     REPLICA = "replica"
     """The supervisor of one of several replicas of the engine."""
 

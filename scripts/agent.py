@@ -1,7 +1,8 @@
 """Run an engine of this machine for another one: `troika agent --join HOST:PORT --curve-keys DIR`.
 
 The engine at HOST:PORT, which was started with --agents-listen, sends its settings; its clients use
-the engine here beside others. Start an agent anew when it ends: it does so if it is told to leave.
+the engine here beside others. Start an agent anew when it ends: it does so when that engine has
+other settings.
 """
 
 import argparse
@@ -32,7 +33,7 @@ _NAME = re.compile("[A-Za-z0-9._:-]{1,128}")
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Run the engine until it is stopped, or told to leave. Returns the exit status."""
+    """Run the engine until it is stopped, or has to leave. Returns the exit status."""
     started_at = time.monotonic()
     arguments = _parse(argv, program)
     defaults = EngineConfig()

@@ -46,7 +46,7 @@ SUBPACKAGES = {
             "startup",
         ),
     ],
-    "scripts": ["gguf", "hub", "supervisor", "bench", "batch"],
+    "scripts": ["gguf", "hub", "placement", "supervisor", "bench", "batch"],
 }
 """Lowest first: a subpackage imports only those before it."""
 MAX_ROOT_FILES = 12
@@ -70,7 +70,10 @@ STATE_MACHINES = {
         *("client/controls", "client/ledger"),
         *("config/engine_config", "config/settings", "transport/frame_sequence"),
     ],
-    "scripts": ["supervisor/policy", "supervisor/failover", "supervisor/shutdown"],
+    "scripts": [
+        *("supervisor/policy", "supervisor/failover", "supervisor/shutdown"),
+        "placement/scaling",
+    ],
 }
 """Modules that decide: no sockets, no threads, no sleeping."""
 WITHOUT_TORCH = ["worker_proc.loop", "worker_proc.null_runner", "worker_proc.__main__"]

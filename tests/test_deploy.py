@@ -32,6 +32,8 @@ def test_yaml_can_be_read() -> None:
     assert kinds == ["Service", "StatefulSet"]
     kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "agents.yaml").read_text())]
     assert kinds == ["Service", "Deployment", "Deployment"]
+    kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())]
+    assert kinds == ["RayCluster", "Service", "Deployment"]
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert set(services) == {"engine-a", "engine-b", "api"}
 

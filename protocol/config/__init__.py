@@ -16,6 +16,7 @@ from protocol.config.engine_config import LoraConfig as LoraConfig
 from protocol.config.engine_config import ModelConfig as ModelConfig
 from protocol.config.engine_config import NativeDecoder as NativeDecoder
 from protocol.config.engine_config import ParallelConfig as ParallelConfig
+from protocol.config.engine_config import PlacementConfig as PlacementConfig
 from protocol.config.engine_config import Quantization as Quantization
 from protocol.config.engine_config import RecoveryConfig as RecoveryConfig
 from protocol.config.engine_config import RoutingPolicy as RoutingPolicy

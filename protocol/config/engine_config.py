@@ -281,7 +281,7 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Ranks of a model, and replicas of the engine."""
+    """Ranks of a model, replicas of the engine."""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ranks that the model is split over: workers that each hold a part of every matrix."""
@@ -324,6 +324,39 @@ class ParallelConfig(Section):
     def has_other_machines(self) -> bool:
         """Whether there are replicas on other machines, or will be."""
         return bool(self.replica_addresses) or self.has_changing_replicas
+
+
+class PlacementConfig(Section):
+    """Engines in a Ray cluster."""
+
+    ray: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Address of a Ray cluster, HOST:PORT or auto, in which engines are started instead of here;
+    they join this one at agents_listen. Needs the extra [ray]. Default: none."""
+    replicas: Annotated[int, Meta(ge=1, le=512)] = 1
+    """Engines in the cluster; with min_replicas or max_replicas, those at the start."""
+    min_replicas: Annotated[int, Meta(ge=1, le=512)] | None = None
+    """Fewest engines while there is little to do. Default: replicas."""
+    max_replicas: Annotated[int, Meta(ge=1, le=512)] | None = None
+    """Most engines while requests wait. Default: replicas."""
+    ray_cpus: Annotated[float, Meta(ge=0.0, le=1024.0)] = 1.0
+    """CPUs of the cluster that each rank takes."""
+    ray_gpus: Annotated[float, Meta(ge=0.0, le=16.0)] | None = None
+    """GPUs of the cluster that each rank takes. Default: 1 with device cuda, else 0."""
+    grow_after_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 5.0
+    """Seconds for which requests must wait before there are more engines."""
+    shrink_after_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 120.0
+    """Seconds for which one engine less would have to be half full at most before there is one
+    less."""
+
+    @property
+    def least(self) -> int:
+        """Fewest engines."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """Most engines."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 class WorkerConfig(Section):
@@ -488,6 +521,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)

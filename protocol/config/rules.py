@@ -172,6 +172,26 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
     )
 
 
+def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Engines in a Ray cluster."""
+    placement, parallel = config.placement, config.parallel
+    least, first, most = placement.least, placement.replicas, placement.most
+    yield (
+        not least <= first <= most,
+        f"replicas {first} must be min_replicas {least} to max_replicas {most}",
+    )
+    yield (
+        placement.ray is not None and parallel.agents_listen is None,
+        "ray needs agents_listen: engines in the cluster join there",
+    )
+    yield (
+        placement.ray is not None and parallel.data_parallel_size > 1,
+        f"data_parallel_size {parallel.data_parallel_size} has no effect with ray: replicas is the "
+        "number of engines",
+    )
+    yield placement.ray is None and most > 1, "replicas and max_replicas need ray"
+
+
 def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
     """Adapters."""
     lora, names = config.lora, set(config.model.served_model_name)
@@ -329,6 +349,7 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _cache_rules,
     _replica_rules,
     _machine_rules,
+    _placement_rules,
     _lora_rules,
     _tls_rules,
     _process_rules,

@@ -21,7 +21,7 @@ _MOST_BYTES = 2**20
 AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 
 
-class Join(Message, frozen=True):
+class Join(Message):
     """Agent → supervisor."""
 
     name: AgentName
@@ -34,18 +34,18 @@ class Join(Message, frozen=True):
     """Whether the engine ends in order: its requests go on elsewhere."""
 
 
-class Joined(Message, frozen=True):
+class Joined(Message):
     """Supervisor → agent: the lease is renewed."""
 
 
-class Settings(Message, frozen=True):
+class Settings(Message):
     """Supervisor → agent, in answer to a `Join` without settings."""
 
     encoded: Annotated[bytes, Meta(max_length=_MOST_BYTES)]
     """An `EngineConfig` in msgpack."""
 
 
-class Leave(Message, frozen=True):
+class Leave(Message):
     """Supervisor → agent: end the engine in order."""
 
     reason: Text = ""

@@ -17,7 +17,7 @@ from protocol.transport.curve import ClientKeys
 from scripts.supervisor.host_agents import digest_of
 
 SILENCE_S = 5.0
-"""Without an answer, after which a line says so."""
+"""Without an answer, after which a line reports it."""
 _READ_LIMIT = 64
 _LINGER_MS = 1000
 

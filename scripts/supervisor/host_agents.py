@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from protocol.config import ApiConfig, EngineConfig, RunConfig
+from protocol.config import ApiConfig, EngineConfig, PlacementConfig, RunConfig
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.process.host_agents import (
     LEASE_S,
@@ -41,7 +41,7 @@ class _Member:
 
     peer: bytes
     address: str
-    heard_at: float
+    joined_at: float
 
 
 def settings_of(config: EngineConfig) -> Settings:
@@ -61,7 +61,9 @@ def settings_of(config: EngineConfig) -> Settings:
         check_invariants=config.run.check_invariants,
         log_stats_interval_s=config.run.log_stats_interval_s,
     )
-    config = msgspec.structs.replace(config, parallel=parallel, api=ApiConfig(), run=run)
+    config = msgspec.structs.replace(
+        config, parallel=parallel, placement=PlacementConfig(), api=ApiConfig(), run=run
+    )
     return Settings(msgspec.msgpack.encode(config))
 
 
@@ -113,7 +115,7 @@ class HostAgents:
         for received in self._link.drain(_DRAIN_LIMIT):
             notes += self._on(received, now)
         for name, member in list(self._members.items()):
-            if now - member.heard_at > LEASE_S:
+            if now - member.joined_at > LEASE_S:
                 del self._members[name]
                 notes.append(f"agent {name} has been silent for {LEASE_S:g} s: it is not used")
         self._write()

@@ -24,7 +24,7 @@ from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Action, Announce, DumpStacks, Note, Origin, Show, Slot
 from scripts.supervisor.crash_loop import CrashLoop
 from scripts.supervisor.deaths import DeathNotices, Evidence, classify, describe_death
-from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, HELPERS, STANDBY_OF, Failover
+from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, HELPERS, STANDBY_OF, UNNEEDED, Failover
 from scripts.supervisor.planned_restarts import PlannedRestarts
 from scripts.supervisor.process_state import Group, Process, make_groups
 from scripts.supervisor.shutdown import Shutdown
@@ -75,7 +75,7 @@ class SupervisorPolicy:
     @property
     def is_ready(self) -> bool:
         """Whether all processes serve that requests need."""
-        needed = [group for group in self._groups if group.role not in HELPERS]
+        needed = [group for group in self._groups if group.role not in UNNEEDED]
         return not self._shutdown.has_begun and all(group.is_ready for group in needed)
 
     @property

@@ -37,6 +37,7 @@ MODULES = {
     Role.WORKER: "worker_proc",
     Role.STANDBY: "worker_proc",
     Role.STANDBY_CORE: "core_proc",
+    Role.PLACER: "scripts.placement",
     Role.REPLICA: "scripts.supervisor",
 }
 _ARGUMENTS = {
@@ -370,7 +371,11 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
     """How many processes of each role an engine has, in the order in which they are started."""
     num_apis = config.api.api_server_count if has_api else 0
     if config.parallel.data_parallel_size != 1:
-        numbers = {Role.REPLICA: config.parallel.data_parallel_size, Role.API: num_apis}
+        numbers = {
+            Role.REPLICA: config.parallel.data_parallel_size,
+            Role.API: num_apis,
+            Role.PLACER: int(config.placement.ray is not None),
+        }
         return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)
     size = config.parallel.tensor_parallel_size

@@ -29,7 +29,7 @@ from scripts.supervisor.process_state import Group, Groups, Process
 
 STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""
-_STOP_ORDER = (Role.API, Role.REPLICA, Role.CORE, Role.WORKER, *HELPERS)
+_STOP_ORDER = (Role.API, Role.PLACER, Role.REPLICA, Role.CORE, Role.WORKER, *HELPERS)
 _DRAIN_ORDER = (Role.API, Role.REPLICA, Role.CORE)
 _MAX_FAILURES = 3
 """Failures in a row after which a front is not started again."""

@@ -24,11 +24,14 @@ from scripts.supervisor.model_names import resolve
 def complete(config: EngineConfig) -> EngineConfig:
     """Resolve names of models that are here, and the number of standbys; ConfigError: no model.
 
-    Models of the hub keep their names (`scripts.hub.messages.hub_names`).
+    With `ray` no replica is here. Models of the hub keep their names, as in
+    `scripts.hub.messages.hub_names`.
     """
-    model = config.model
+    model, parallel = config.model, config.parallel
     recovery = msgspec.structs.replace(config.recovery, standby_workers=num_standby_workers(config))
-    config = msgspec.structs.replace(config, recovery=recovery)
+    if config.placement.ray is not None:  # all engines are in the cluster
+        parallel = msgspec.structs.replace(parallel, data_parallel_size=0)
+    config = msgspec.structs.replace(config, recovery=recovery, parallel=parallel)
     if model.model == "null":
         return config
     if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():

@@ -138,6 +138,10 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"agents_listen": "10.0.0.1:7100"}, "agents_listen needs curve_keys"),
         ({"agents_listen": "7100"}, "--agents-listen"),
         ({"replica_file": "replicas"}, "replica_file needs curve_keys"),
+        ({"ray": "auto"}, "ray needs agents_listen"),
+        ({"replicas": 2}, "replicas and max_replicas need ray"),
+        ({"replicas": 3, "max_replicas": 2}, "replicas 3 must be min_replicas 3 to max_replicas 2"),
+        ({"ray": "", "replicas": 2}, "--ray"),
         (
             {"core_listen": "*:65535", "curve_keys": "keys", "data_parallel_size": 2},
             "core_listen .*:65535 leaves no ports for all of data_parallel_size 2",

@@ -164,3 +164,16 @@ def test_replicas_of_a_file_join_and_leave_while_requests_run(
     eventually(lambda: f"has left: {machines[0].address}" in head.log, "the first has left")
     kill_machine(machines[0].engine)
     check(begin(head))
+
+
+def test_without_rays_package_the_start_is_refused_with_a_sentence(
+    start_engine: EngineFactory, keys: Path, tmp_path: Path
+) -> None:
+    hidden = tmp_path / "hidden" / "ray"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('hidden')")
+    start_engine.environ["PYTHONPATH"] = f"{hidden.parent}:{start_engine.environ['PYTHONPATH']}"
+    listen = ("--agents-listen", f"127.0.0.1:{free_port()}", "--curve-keys", str(keys))
+    engine = start_engine("--ray", "auto", *listen)
+    assert engine.process.wait(30) == 1
+    assert "ray needs its package: pip install 'troika[ray]'" in engine.log

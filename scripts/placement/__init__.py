@@ -1,0 +1,1 @@
+"""Places engines on the machines of a Ray cluster: `--ray`."""

@@ -1,0 +1,164 @@
+"""The placer: it keeps as many engines in a Ray cluster as are wanted. Started by the supervisor.
+
+The engines and the API do without it: when it is gone, or the cluster does not answer, what runs
+goes on, and only starts and ends of engines wait.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from api_proc.http.file_watch import watch_files
+from protocol.client import ReplicatedClient
+from protocol.config import ConfigError, Device, EngineConfig
+from protocol.lifecycle import Drain, Health, Role, StatusReply, Stop
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.machines import address_files, client_keys, read_addresses
+from scripts.placement.scaling import Demand, Scaler
+
+if TYPE_CHECKING:
+    from scripts.placement.cluster import Cluster
+
+_INTERVAL_S = 1.0
+_SILENCE_S = 10.0
+"""Without an answer of the cluster, after which a line reports it."""
+_END_S = 3.0
+"""For all engines to end in order, before the supervisor kills this process."""
+LEAVE_AFTER_S = 600
+"""Without this engine, after which those in the cluster end."""
+
+
+def main() -> None:
+    child = ChildProcess.from_argv("scripts.placement", Role.PLACER, sys.argv[1:])
+    child.progress("import ray")
+    try:
+        from scripts.placement.cluster import Cluster
+    except ImportError as error:
+        text = f"ray needs its package: pip install 'troika[ray]' ({error})"
+        child.fatal("ray", ConfigError(text), retry=False)
+    asyncio.run(_serve(child, _cluster(child.config, Cluster)))
+    child.leave()
+
+
+def _cluster(config: EngineConfig, make: "type[Cluster]") -> "Cluster":
+    placement, parallel = config.placement, config.parallel
+    assert placement.ray is not None
+    assert parallel.agents_listen is not None
+    gpus = placement.ray_gpus
+    if gpus is None:
+        gpus = float(config.model.device is Device.CUDA)
+    num_ranks = parallel.tensor_parallel_size
+    bundle = {"CPU": placement.ray_cpus * num_ranks, "GPU": gpus * num_ranks}
+    arguments = ["--join", parallel.agents_listen, "--curve-keys", str(parallel.curve_keys)]
+    arguments += ["--leave-after-s", str(LEAVE_AFTER_S)]
+    return make(
+        placement.ray,
+        f"troika:{parallel.agents_listen}",
+        arguments,
+        {name: number for name, number in bundle.items() if number},
+        placement.least,
+    )
+
+
+async def _serve(child: ChildProcess, cluster: "Cluster") -> None:
+    config = child.config
+    loop = asyncio.get_running_loop()
+    stops = asyncio.Event()
+
+    def on_message(message: Drain | Stop | Health | StatusReply) -> None:
+        if isinstance(message, Stop):
+            stops.set()
+
+    def beat() -> None:
+        child.reporter.turn()
+        if child.reporter.tick_ms is not None:
+            loop.call_later(child.reporter.tick_ms / 1000, beat)
+
+    child.attach_asyncio(loop, on_message)
+    beat()
+    for name in ("troika.client", "troika.api"):  # the API reports these
+        logging.getLogger(name).setLevel(logging.WARNING)
+    files = address_files(config, child.run_dir)
+    async with ReplicatedClient([], may_change=True, keys=client_keys(config)) as client:
+        following = asyncio.create_task(
+            watch_files(files, lambda: read_addresses(files), client.set_addresses)
+        )
+        child.ready()
+        keeping = asyncio.create_task(_keep(child, cluster, client))
+        await stops.wait()
+        for task in (keeping, following):
+            task.cancel()
+        with contextlib.suppress(Exception):  # the cluster may be lost
+            await asyncio.wait_for(asyncio.to_thread(cluster.end_all, _END_S), _END_S + 1)
+
+
+async def _keep(child: ChildProcess, cluster: "Cluster", client: ReplicatedClient) -> None:
+    """Keep as many engines as are wanted, until this is cancelled."""
+    placement = child.config.placement
+    scaler = Scaler(
+        placement.replicas,
+        placement.least,
+        placement.most,
+        child.config.scheduler.max_num_seqs,
+        grow_after_s=placement.grow_after_s,
+        shrink_after_s=placement.shrink_after_s,
+    )
+    contact = Contact(child.log)
+    while True:
+        before = scaler.num_wanted
+        num_wanted = scaler.update(_demand(client), time.monotonic())
+        if num_wanted != before:
+            child.log.info("%d engines are wanted, instead of %d", num_wanted, before)
+        notes = await contact.ask(partial(cluster.reconcile, num_wanted))
+        for note in notes:
+            child.log.info("%s", note)
+        await asyncio.sleep(_INTERVAL_S)
+
+
+class Contact:
+    """Calls the cluster, and reports once when it does not answer and when it does again."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._is_lost = False
+
+    async def ask(self, call: Callable[[], list[str]]) -> list[str]:
+        """Return what a call returns, which may take long; nothing if it raises an error."""
+        answer = asyncio.create_task(asyncio.to_thread(call))
+        done, _ = await asyncio.wait([answer], timeout=_SILENCE_S)
+        if not done:
+            self._lost(f"for {_SILENCE_S:g} s")
+        try:
+            notes = await answer
+        except Exception as error:  # Ray raises whatever its libraries raise
+            self._lost(str(error).partition("\n")[0] or type(error).__name__)
+            return []
+        if self._is_lost:
+            self._log.info("the Ray cluster answers")
+        self._is_lost = False
+        return notes
+
+    def _lost(self, why: str) -> None:
+        if not self._is_lost:
+            self._log.warning(
+                "the Ray cluster does not answer (%s): engines that run go on, and none is started "
+                "or ended meanwhile",
+                why,
+            )
+        self._is_lost = True
+
+
+def _demand(client: ReplicatedClient) -> Demand:
+    serving = [each.status for each in client.clients if each.serves and each.status is not None]
+    stats = [status.stats for status in serving]
+    num_running = sum(each.num_running_reqs for each in stats)
+    return Demand(len(stats), num_running, sum(each.num_waiting_reqs for each in stats))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A Ray actor on each machine: it starts a host agent there, and watches it.
+
+The agent is no child of the actor's process. So it serves on when this ends, as when Ray is lost;
+an actor that Ray starts again on the same machine finds it by its run directory.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import ray
+
+from protocol.lifecycle import Role
+from protocol.process.status import StatusLink
+
+_QUERY_TIMEOUT_S = 1.0
+_START_TIMEOUT_S = 30.0
+_DETACH = '"$@" </dev/null >&2 & echo $!'
+"""Of a shell: starts a command that outlives it, and prints its pid."""
+
+
+class Machine:
+    """One host agent. Ray makes an actor of this class."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        """`arguments`: of `scripts.agent`, but for those that depend on the machine."""
+        self._run_dir = run_dir_of(name, ray.get_runtime_context().get_node_id())
+        self._arguments = [*arguments, "--name", name, "--run-dir", str(self._run_dir)]
+        self._pidfd = self._find()
+        if self._pidfd is None:
+            self.start()
+
+    def _find(self) -> int | None:
+        """Return the agent that an earlier actor has started here, if it is alive."""
+        if not self._run_dir.is_dir():
+            return None
+        link = StatusLink(str(self._run_dir))
+        try:
+            reply = link.query(_QUERY_TIMEOUT_S)
+        finally:
+            link.close()
+        rows = [] if reply is None else reply.processes
+        pids = (row.pid for row in rows if row.role is Role.SUPERVISOR)
+        return next((_open(pid) for pid in pids if pid is not None), None)
+
+    def start(self) -> None:
+        """Start the agent anew; the last one has ended."""
+        command = [sys.executable, "-m", "scripts.agent", *self._arguments]
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            ["/bin/sh", "-c", _DETACH, "sh", *command],
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            timeout=_START_TIMEOUT_S,
+            check=True,
+        )
+        self._pidfd = _open(int(done.stdout))
+
+    def is_running(self) -> bool:
+        """Whether the agent is alive."""
+        if self._pidfd is None:
+            return False
+        ready, _, _ = select.select([self._pidfd], [], [], 0)
+        if ready:
+            os.close(self._pidfd)
+            self._pidfd = None
+        return not ready
+
+    def stop(self) -> None:
+        """Ask the agent to end in order: its requests go on elsewhere."""
+        if self.is_running() and self._pidfd is not None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+
+
+def run_dir_of(name: str, node_id: str) -> Path:
+    """Return the run directory of an agent on one machine of a cluster."""
+    digest = blake2b(f"{name} {node_id}".encode(), digest_size=6).hexdigest()
+    return Path(tempfile.gettempdir()) / f"troika-ray-{os.getuid()}-{digest}"
+
+
+def _open(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
