@@ -151,7 +151,9 @@ def test_engines_stay_when_the_placer_or_the_head_of_the_cluster_is_gone(
     check(streams)
     streams = begin(served.engine)
     cluster.head_node.kill_gcs_server(check_alive=False)
-    eventually(lambda: "the Ray cluster does not answer" in served.engine.log, "a line says so", 60)
+    eventually(
+        lambda: "the Ray cluster does not answer" in served.engine.log, "a line reports it", 60
+    )
     check(streams)
     check(begin(served.engine))
     assert served.agents() == before
