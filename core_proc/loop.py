@@ -62,7 +62,8 @@ class CoreLoop:
             poller.register(self._gate.socket, zmq.POLLIN)
         monitor = PidfdMonitor(poller, processes)
         self._clients = Clients(clients_link, monitor, engine, child.epoch, clock.monotonic)
-        group = WorkerGroup(child.config.parallel.tensor_parallel_size, child.epoch)
+        parallel = child.config.parallel
+        group = WorkerGroup(parallel.num_ranks, child.epoch, parallel.answering_rank)
         self._workers = WorkerLink(
             workers_link,
             PidfdMonitor(poller, processes),

@@ -37,6 +37,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_num_scheduled_tokens: int | None = None
     max_steps_in_flight: int = 1
+    pipeline_parallel_size: int = 1
+    """Stages that compute different steps at the same time."""
     num_speculative_tokens: int = 0
     """Most drafts of a request that the worker verifies in one step; 0: no speculation."""
     adaptive_speculation: bool = False
@@ -105,11 +107,19 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ) -> "SchedulerOptions":
         """Take the settings from `config`, and all else from the workers' report."""
         values: dict[str, Any] = {}
-        for source in (config.cache, config.scheduler, facts):  # facts replace what was asked for
+        for source in (
+            config.cache,
+            config.scheduler,
+            config.parallel,
+            facts,
+        ):  # facts replace what was asked for
             values |= {name: getattr(source, name) for name in source.__struct_fields__}
         spacing = -(-DEFAULT_MAMBA_BLOCK_SIZE // facts.block_size) * facts.block_size
         values |= {
             "num_blocks": facts.num_gpu_blocks,
+            "max_steps_in_flight": max(
+                config.scheduler.max_steps_in_flight, config.parallel.pipeline_parallel_size
+            ),
             "kv_groups": tuple(facts.kv_groups),
             "eos_token_ids": tuple(facts.eos_token_ids),
             "swap_cost_tokens": swap_cost_tokens,
@@ -153,6 +163,7 @@ _LEAST = {
     "max_num_batched_tokens": 1,
     "max_num_scheduled_tokens": 1,
     "max_steps_in_flight": 1,
+    "pipeline_parallel_size": 1,
     "num_speculative_tokens": 0,
     "long_prefill_token_threshold": 0,
     "target_itl_ms": 0.0,

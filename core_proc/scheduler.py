@@ -49,6 +49,7 @@ from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
 from core_proc.scheduling.results import Failure, StepResult
 from core_proc.scheduling.speculation import Speculation
+from core_proc.scheduling.stages import Stages
 from core_proc.scheduling.step import ScheduledStep, longest_sequence
 from core_proc.scheduling.victims import VictimChoice
 from core_proc.scheduling.waiting import WaitingQueue
@@ -95,6 +96,7 @@ class Scheduler:
         self.victims = VictimChoice(options, self.policy, self.kv, self.swapper)
         self.partial_prefills = PartialPrefills(options)
         self.speculation = Speculation(options)
+        self.stages = Stages(options)
         self.prompt_budget = PromptBudget(options)
         self._admission = Admission(options, self.kv, self.partial_prefills)
         self._futile: _Futile | None = None
@@ -220,6 +222,8 @@ class Scheduler:
             most = step.budget - 1 - step.num_behind
             num_new += self.speculation.num_drafts(request, self.kv, most)
         must_wait = num_new <= 0 and self.speculation.must_wait(request)
+        if self.stages.is_on and num_new <= 1:
+            must_wait = self.stages.must_wait(request, len(step.sampling), len(self.running))
         if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
             step.granted[request.req_id] = 0
             self.queues.due_index.enter(request)
@@ -266,7 +270,7 @@ class Scheduler:
             if self.speculation.is_on:
                 is_known = before < request.num_tokens  # else it is ahead by pending tokens
                 self.speculation.granted(request, num_ahead if is_known else 0)
-            if self.speculation.is_quiet(request):
+            if self.speculation.is_quiet(request) and not self.stages.is_on:
                 num_quiet = min(self.kv.num_slots(request), request.max_num_tokens - 1) - computed
         self.queues.due_index.enter(request, num_quiet)
         if self.partial_prefills.is_counted:

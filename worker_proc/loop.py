@@ -79,6 +79,7 @@ class WorkerLoop:
             child.rank,
             child.pid,
             child.epoch,
+            answering_rank=child.config.parallel.answering_rank,
             grammars=grammars,
             adapters=adapters,
             offload=offload,

@@ -31,6 +31,7 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.exchange import RankExchange
+from worker_proc.parallel.stage_part import StagePart
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
@@ -140,13 +141,15 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         num_draft_states: int = 0,
         exchange: RankExchange | None = None,
+        stage: StagePart | None = None,
         block_memory: PoolMemory | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
         `num_draft_states`: blocks of states in the pool, beyond those that are announced.
-        `exchange`: with the other ranks, which compute the same steps. `block_memory`: of blocks
-        that are kept in stores.
+        `exchange`: with the other ranks, which compute the same steps. `stage`: the last one of
+        several, if the model has some of the layers only. `block_memory`: of blocks that are kept
+        in stores.
         """
         self._model = loaded.model
         self._head = loaded.head
@@ -170,6 +173,7 @@ class ModelRunner:
         self._device_sampler = device_sampler
         self._graphs = graphs
         self._exchange = exchange
+        self._stage = stage
         self.block_memory = block_memory
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""
@@ -178,14 +182,24 @@ class ModelRunner:
 
     def on_wait(self, report: Callable[[], None]) -> None:
         if self._exchange is not None:
-            self._exchange.report_wait = report
+            self._exchange.on_wait(report)
+        if self._stage is not None:
+            self._stage.pipe.on_wait(report)
 
     def reset(self, epoch: int = 0) -> None:
         if self._exchange is not None:
             self._exchange.begin(epoch)
+        if self._stage is not None:
+            self._stage.pipe.begin(epoch)
         self._mirror.reset()
         self._launched = None
         self._steady = None
+
+    def leave(self) -> None:
+        if self._exchange is not None:
+            self._exchange.leave()
+        if self._stage is not None:
+            self._stage.pipe.leave()
 
     def sleep(self) -> None:
         self._mirror.check_empty()
@@ -270,8 +284,7 @@ class ModelRunner:
             rows = inputs.first_rows
             pooled, not_finite = pool(scheduled, rows, pooling, hidden.rows, self._head)
             errors |= dict.fromkeys(not_finite, NOT_FINITE)
-        if self._exchange is not None:
-            self._exchange.agree(token_ids)
+        self._share(token_ids)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
         self._mirror.advance(scheduled, token_ids, num_tokens)
         if masks is not None:
@@ -312,8 +325,7 @@ class ModelRunner:
         logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
         sampled = self._sample_rows(steady.requests, logits, None)
-        if self._exchange is not None:
-            self._exchange.agree(sampled.token_ids)
+        self._share(sampled.token_ids)
         self._mirror.append(sampled.token_ids)
         self._steady = steady
         forward_ns, wait_ns = self._times.end(arrival)
@@ -326,7 +338,17 @@ class ModelRunner:
             wait_ns=wait_ns,
         )
 
+    def _share(self, token_ids: Sequence[int]) -> None:
+        """Compare a step's tokens with those of other ranks, and give them to other stages."""
+        if self._exchange is not None:
+            self._exchange.agree(token_ids)
+        if self._stage is not None:
+            self._stage.pipe.publish(token_ids)
+
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
+        if self._stage is not None:
+            vocab_size = self.facts.vocab_size
+            return self._stage.compute_logits(self._model, self._backend, inputs, vocab_size)
         if self._graphs is not None and not self._mirror.pooling:
             logits = self._graphs.compute(inputs)
             if logits is not None:

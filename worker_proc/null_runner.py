@@ -159,6 +159,9 @@ class NullRunner:
     def prepare_memory(self) -> bool:
         return False
 
+    def leave(self) -> None:
+        pass
+
     def sleep(self) -> None:
         self._mirror.check_empty()
         self._writers.clear()

@@ -72,6 +72,9 @@ class Runner(Protocol):
         `epoch` is that of the link: all ranks that a core has adopted together have the same.
         """
 
+    def leave(self) -> None:
+        """Note that the adoption has ended: the next steps come after another `reset`."""
+
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step; raises a MirrorError if it contradicts those before it."""
 

@@ -53,15 +53,18 @@ class WorkerShim:
         pid: int,
         epoch: int,
         *,
+        answering_rank: int = 0,
         grammars: GrammarService | None = None,
         adapters: AdapterService[Any] | None = None,
         offload: OffloadService | None = None,
     ) -> None:
+        """`answering_rank`: the one that sends the outputs of steps."""
         self._runner = runner
         self._grammars = grammars
         self._adapters = adapters
         self._offload = offload
         self._rank = rank
+        self._answers = rank == answering_rank
         self._pid = pid
         self._own_epoch = epoch
         self._next_step_id = 0
@@ -76,6 +79,8 @@ class WorkerShim:
 
     def end_adoption(self) -> None:
         """Forget the adoption, since the connection was made or lost."""
+        if self.link_epoch is not None:
+            self._runner.leave()
         self.link_epoch = None
         self._launched = None
 
@@ -210,4 +215,4 @@ class WorkerShim:
         except Exception as error:
             self.failure = error
             return StepFailed(step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])
-        return output if self._rank == 0 else None
+        return output if self._answers else None

@@ -110,7 +110,7 @@ class WorkerLink:
             if errors is not None:
                 first_error = next(filter(None, errors), "")
                 self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, first_error))
-        elif rank != 0:  # rank 0 answers for the group
+        elif rank != self._group.answering_rank:
             self._engine.num_fenced_frames += 1
         elif isinstance(message, AdapterLoaded):
             self._engine.adapter_loaded(message)

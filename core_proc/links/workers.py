@@ -40,8 +40,10 @@ class _Worker(NamedTuple):
 class WorkerGroup:
     """Ranks 0 to size - 1, complete or not."""
 
-    def __init__(self, size: int, core_epoch: int) -> None:
+    def __init__(self, size: int, core_epoch: int, answering_rank: int = 0) -> None:
+        """`answering_rank`: the one whose outputs count for the group."""
         self.size = size
+        self.answering_rank = answering_rank
         self._core_epoch = core_epoch
         self._workers: dict[int, _Worker] = {}
         self._link_epoch = 0

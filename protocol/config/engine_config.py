@@ -244,7 +244,7 @@ class SchedulerConfig(Section):
     watermark: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of KV blocks kept free at admission."""
     max_steps_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
-    """Steps dispatched to the worker before the first returns."""
+    """Steps dispatched to the worker before the first returns; at least pipeline_parallel_size."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
     """Most tokens that are guessed ahead for a request, by speculative_model or from repetitions in
     its text, and verified together in one step; 0: none. Never changes what is sampled."""
@@ -285,6 +285,9 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ranks that the model is split over: workers that each hold a part of every matrix."""
+    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Stages that the model's layers are divided into: workers that each hold consecutive layers,
+    and compute different requests at the same time."""
     data_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 1
     """Replicas of the engine, each with a core and workers of its own. A request whose replica is
     lost goes on at another one. 0: all replicas are on other machines."""
@@ -314,6 +317,16 @@ class ParallelConfig(Section):
     session_key: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Requests with an equal value of this go to the same replica while it serves: cache_salt, or
     the name of a header, as X-Session-Id. Others are routed by the policy."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of one replica: those of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def answering_rank(self) -> int:
+        """The rank that answers for all: the first one of the last stage, which samples."""
+        return self.num_ranks - self.tensor_parallel_size
 
     @property
     def has_changing_replicas(self) -> bool:
@@ -530,7 +543,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def num_workers(self) -> int:
         """Workers of all replicas, which share a machine."""
-        return self.parallel.tensor_parallel_size * self.run.num_replicas
+        return self.parallel.num_ranks * self.run.num_replicas
 
 
 class ConfigError(Exception):

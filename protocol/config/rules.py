@@ -246,6 +246,37 @@ def _process_rules(config: EngineConfig) -> Iterator[Rule]:
     )
 
 
+def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
+    """What works with a model in several stages."""
+    if config.parallel.pipeline_parallel_size == 1:
+        return
+    model, scheduler = config.model, config.scheduler
+    above = "pipeline_parallel_size above 1"
+    yield (
+        config.parallel.tensor_parallel_size > 1,
+        f"{above} needs tensor_parallel_size 1",
+    )
+    yield model.device is Device.CUDA, f"{above} needs device cpu"
+    yield (
+        scheduler.num_speculative_tokens > 0,
+        f"{above} needs num_speculative_tokens 0: the first stage does not get guessed tokens",
+    )
+    yield (
+        scheduler.target_itl_ms > 0,
+        f"{above} needs target_itl_ms 0: a step's time is measured at the last stage only",
+    )
+    yield config.lora.enable_lora, f"enable_lora works without {above} only"
+    yield (
+        config.cache.keeps_blocks,
+        f"kv_offload_bytes and kv_offload_dir work without {above} only",
+    )
+    yield model.quantization is not None, f"quantization works without {above} only"
+    yield (
+        config.cache.kv_cache_dtype is not KVCacheDtype.AUTO,
+        f"kv_cache_dtype works without {above} only",
+    )
+
+
 def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
     """On which CPUs workers compute."""
     worker, parallel = config.worker, config.parallel
@@ -260,7 +291,7 @@ def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
     except ValueError as error:
         yield True, f"worker_cpus: {error}"
         return
-    num_workers = parallel.tensor_parallel_size * parallel.data_parallel_size
+    num_workers = parallel.num_ranks * parallel.data_parallel_size
     yield (
         len(lists) != num_workers,
         f"worker_cpus has {len(lists)} lists of CPUs for {num_workers} workers",
@@ -353,6 +384,7 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _lora_rules,
     _tls_rules,
     _process_rules,
+    _stage_rules,
     _cpu_rules,
     _draft_rules,
     _code_rules,

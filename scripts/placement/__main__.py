@@ -52,7 +52,7 @@ def _cluster(config: EngineConfig, make: "type[Cluster]") -> "Cluster":
     gpus = placement.ray_gpus
     if gpus is None:
         gpus = float(config.model.device is Device.CUDA)
-    num_ranks = parallel.tensor_parallel_size
+    num_ranks = parallel.num_ranks
     bundle = {"CPU": placement.ray_cpus * num_ranks, "GPU": gpus * num_ranks}
     arguments = ["--join", parallel.agents_listen, "--curve-keys", str(parallel.curve_keys)]
     arguments += ["--leave-after-s", str(LEAVE_AFTER_S)]

@@ -175,7 +175,7 @@ class ProcessTable:
         if not ready.num_gpu_blocks:
             return
         self._num_blocks[slot] = (ready.num_gpu_blocks, ready.num_state_blocks)
-        if len(self._num_blocks) == self._config.parallel.tensor_parallel_size:
+        if len(self._num_blocks) == self._config.parallel.num_ranks:
             num_gpu_blocks, num_state_blocks = map(
                 min, zip(*self._num_blocks.values(), strict=True)
             )
@@ -378,7 +378,7 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         }
         return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_ranks
     numbers = {
         Role.ZYGOTE: int(has_standby and size == 1),
         Role.WORKER: size,

@@ -46,7 +46,7 @@ def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NOD
     if config.recovery.standby_workers is not None:
         return config.recovery.standby_workers
     on_gpu = computes_on_gpu(config.model.device, gpu_nodes)
-    is_plain = config.parallel.tensor_parallel_size == 1 and config.model.model != "null"
+    is_plain = config.parallel.num_ranks == 1 and config.model.model != "null"
     return int(is_plain and not on_gpu)
 
 

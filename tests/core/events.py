@@ -55,6 +55,7 @@ OPTIONS: Values = {
     "scheduler_reserve_full_isl": (True, False),
     "watermark": (0.0, 0.0, 0.1),
     "has_store": (False, True),
+    "pipeline_parallel_size": (1, 1, 2, 3),
 }
 ARRIVAL: Values = {
     "length": (5, 1, 12, 17, 25, 33, MAX_PROMPT),
@@ -118,6 +119,8 @@ def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> Schedule
             "num_state_blocks": 1 + num_states,
             "num_host_state_blocks": num_host_states,
         }
+    if drawn["pipeline_parallel_size"] > 1:
+        settings |= {"num_speculative_tokens": 0, "target_itl_ms": 0.0}
     if not drawn["long_prefill_token_threshold"]:
         settings["max_long_partial_prefills"] = 0
     if drawn["max_num_scheduled_tokens"] is not None:

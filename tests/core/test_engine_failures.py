@@ -197,6 +197,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     expected = settings | {
         "computes_whole_prompts": False,
         "policy": "priority",
+        "pipeline_parallel_size": 1,
         "has_draft_model": False,
         "num_blocks": 100,
         "block_size": 16,
@@ -223,6 +224,11 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     assert fair.running.scheduler.options.mamba_block_size == 96
     options = fair.running.scheduler.options
     assert {name: getattr(options, name) for name in of_states} == of_states
+    staged = EngineCore(configure(model="null", pipeline_parallel_size=4))
+    staged.adopt_workers(FACTS)
+    assert staged.running is not None
+    options = staged.running.scheduler.options
+    assert options.pipeline_parallel_size == options.max_steps_in_flight == 4
 
 
 def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:

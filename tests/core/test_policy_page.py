@@ -26,6 +26,7 @@ VLLM_HAS = {
     "max_num_batched_tokens",
     "max_num_scheduled_tokens",
     "max_steps_in_flight",
+    "pipeline_parallel_size",
     "enable_chunked_prefill",
     "long_prefill_token_threshold",
     "long_prefill_token_threshold_adaptive",

@@ -105,6 +105,23 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             {"model": "null", "enable_lora": True, "tensor_parallel_size": 2},
             "enable_lora needs tensor_parallel_size 1",
         ),
+        *[
+            (
+                {"model": "m", "pipeline_parallel_size": 2} | one,
+                f"{next(reversed(one))}.*pipeline_parallel_size above 1|"
+                f"pipeline_parallel_size above 1.*{next(reversed(one))}",
+            )
+            for one in (
+                {"tensor_parallel_size": 2},
+                {"device": "cuda"},
+                {"num_speculative_tokens": 2},
+                {"target_itl_ms": 9},
+                {"enable_lora": True},
+                {"kv_offload_bytes": 2**20},
+                {"quantization": "w8a16"},
+                {"kv_cache_dtype": "int8"},
+            )
+        ],
         ({"max_num_batched_tokens": None}, "must have a value"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy.*fcfs"),
         ({"victim_choice": "random"}, "--victim-choice.*cheapest"),

@@ -48,6 +48,8 @@ _DRAFTS_RATE = 0.25
 """Share of seeds with speculation."""
 _ADAPTERS_RATE = 0.25
 """Share of seeds with adapters, of those with one rank."""
+_STAGES_RATE = 0.2
+"""Share of seeds with several stages, of those without the features that exclude them."""
 _DEADLY_RATE = 0.3
 """Share of these in which loads of one adapter kill workers."""
 
@@ -166,6 +168,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
     _draw_states(random.Random(f"{seed} {mode} states"), plan)
     _draw_drafts(random.Random(f"{seed} {mode} drafts"), plan)
     _draw_adapters(random.Random(f"{seed} {mode} adapters"), plan, duration_s, kinds)
+    _draw_stages(random.Random(f"{seed} {mode} stages"), plan)
     _draw_faults(rng, plan, mode, kinds)
     plan.heal_at_s = max([plan.heal_at_s, *(fault.time_s for fault in plan.faults)])
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
@@ -342,6 +345,18 @@ def _draw_adapters(
         plan.adapters.loads.append((rng.uniform(0.5, 1.0 + duration_s), rng.choice(adapters)))
 
 
+def _draw_stages(rng: random.Random, plan: Plan) -> None:
+    """Divide the layers among two or three workers, which share the requests."""
+    config, replace = plan.config, msgspec.structs.replace
+    is_excluded = config.scheduler.num_speculative_tokens or config.worker.null_state_blocks
+    if is_excluded or plan.adapters is not None or rng.random() >= _STAGES_RATE:
+        return
+    parallel = replace(
+        config.parallel, tensor_parallel_size=1, pipeline_parallel_size=rng.choice((2, 3))
+    )
+    plan.config = replace(config, parallel=parallel)
+
+
 def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:
     """Draw faults of processes and links; every third run has damaged frames, too."""
     frame_kinds = [kind for kind in FRAME_FAULTS if kind in kinds]
@@ -402,7 +417,7 @@ def _target(rng: random.Random, kind: str, config: EngineConfig) -> str:
         return rng.choice(("worker", "core", "api"))
     recovery = config.recovery
     helpers = ["standby"] if recovery.standby_workers or recovery.standby_cores else []
-    has_zygote = recovery.standby_workers and config.parallel.tensor_parallel_size == 1
+    has_zygote = recovery.standby_workers and config.parallel.num_ranks == 1
     helpers += ["zygote"] if has_zygote else []
     if kind == "stop":
         return rng.choice(("worker", "core", "client", "supervisor", *helpers))

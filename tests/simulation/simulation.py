@@ -112,7 +112,7 @@ class Simulation:
             self.wire.harm(plan.frame_rates)
             if plan.frame_rates:
                 world.excuse = "frames are harmed"
-            elif plan.config.parallel.tensor_parallel_size > 1:
+            elif plan.config.parallel.num_ranks > 1:
                 world.excuse = "ranks end together"
             if self._mode == "safety":
                 self._run_for(plan.heal_at_s + SAFETY_EXTRA_S)

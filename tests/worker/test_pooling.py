@@ -46,6 +46,9 @@ class Recorder:
         self.swap_cost_tokens = runner.swap_cost_tokens
         self.vectors: dict[int, bytes] = {}
 
+    def leave(self) -> None:
+        pass
+
     def reset(self, epoch: int = 0) -> None:
         self._runner.reset(epoch)
 

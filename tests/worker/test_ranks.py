@@ -33,12 +33,8 @@ from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, m
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
-from worker_proc.parallel.exchange import (
-    SHARED_MEMORY,
-    RankExchange,
-    RankMissing,
-    RanksDiffer,
-)
+from worker_proc.parallel.adoption import SHARED_MEMORY, RankMissing
+from worker_proc.parallel.exchange import RankExchange, RanksDiffer
 from worker_proc.parallel.sharding import Share
 from worker_proc.runner import StepAbandoned
 from worker_proc.startup.load_runner import load_model_runner
@@ -284,7 +280,7 @@ def test_a_rank_that_waits_reports_it(tmp_path: Path) -> None:
         nonlocal num_reports
         num_reports += 1
 
-    first.report_wait = report
+    first.on_wait(report)
     rows = torch.zeros(1, 4), torch.zeros(1, 4)
     at_once([partial(one.add, each) for one, each in zip((first, second), rows, strict=True)])
     with ThreadPoolExecutor(1) as thread:
@@ -301,7 +297,7 @@ def test_an_adoption_of_a_rank_that_is_dead_ends_no_wait(tmp_path: Path) -> None
     exchanges = make_exchanges(tmp_path, 2)
     (path,) = tmp_path.glob("ranks-*")
     words = array("q", path.read_bytes())
-    words[2:4] = array("q", [dead.pid, 99])
+    words[3:6] = array("q", [dead.pid, 99, 99])
     with path.open("r+b") as file:  # in place: it is mapped
         file.write(words.tobytes())
     exchanges[0].begin(5)
@@ -325,6 +321,17 @@ def test_a_rank_without_a_first_one_gives_up(tmp_path: Path) -> None:
         second.add(torch.zeros(1, 4))
 
 
+def test_a_rank_that_leaves_ends_the_waits_of_the_others(tmp_path: Path) -> None:
+    """As after the death of a core that has sent a step to one rank only: the other is idle."""
+    first, second = make_exchanges(tmp_path, 2)
+    at_once([partial(one.add, torch.zeros(1, 4)) for one in (first, second)])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.add, torch.zeros(1, 4))
+        second.leave()
+        with pytest.raises(StepAbandoned, match="left the adoption"):
+            waiting.result(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("has_joined", [True, False])
 def test_an_adoption_ends_the_waits_of_the_one_before(has_joined: bool, tmp_path: Path) -> None:
     """As after the death of a core that has sent a step to one rank only."""
@@ -334,7 +341,7 @@ def test_an_adoption_ends_the_waits_of_the_one_before(has_joined: bool, tmp_path
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(first.add, torch.zeros(1, 4))
         second.begin(2)
-        with pytest.raises(StepAbandoned, match="adopted again"):
+        with pytest.raises(StepAbandoned, match="left the adoption"):
             waiting.result(TIMEOUT_S)
     first.begin(2)
     rows = torch.ones(1, 4), torch.ones(1, 4)

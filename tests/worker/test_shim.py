@@ -55,11 +55,14 @@ class FakeRunner:
     adapters: KeptAdapters[str] | None = None
 
     def __init__(self) -> None:
-        self.num_resets = 0
+        self.num_resets = self.num_leaves = 0
         self.num_sleeps = 0
         self.missing_pieces = 1
         self.executed_at = self.prepared_at = 0.0
         self.error: Exception | None = None
+
+    def leave(self) -> None:
+        self.num_leaves += 1
 
     def reset(self, epoch: int = 0) -> None:
         self.num_resets += 1
@@ -248,12 +251,31 @@ def test_a_step_that_is_abandoned_is_not_answered() -> None:
     runner = FakeRunner()
     shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
     shim.on_message(9, Adopt(0))
-    runner.error = StepAbandoned("another rank was adopted again")
+    runner.error = StepAbandoned("another rank has left the adoption")
     assert shim.on_message(9, step(0)) is None
     assert shim.failure is None
     runner.error = None
     shim.on_message(10, Adopt(0))
     assert isinstance(shim.on_message(10, step(0)), ModelRunnerOutput)
+
+
+def test_one_rank_answers_for_all() -> None:
+    for rank in range(3):
+        shim = WorkerShim(FakeRunner(), rank, PID, OWN_EPOCH, answering_rank=2)
+        shim.on_message(9, Adopt(0))
+        assert (shim.on_message(9, step(0)) is not None) == (rank == 2)
+
+
+def test_a_lost_adoption_is_left_once() -> None:
+    """So that other ranks do not wait for this one."""
+    runner = FakeRunner()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    shim.end_adoption()
+    assert not runner.num_leaves
+    shim.on_message(9, Adopt(0))
+    shim.end_adoption()
+    shim.end_adoption()
+    assert runner.num_leaves == 1
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

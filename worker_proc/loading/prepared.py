@@ -6,6 +6,7 @@ from worker_proc.adapters.store import AdapterStore
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.passages import StageModel
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.kernels import NativeLibrary
 
@@ -26,6 +27,9 @@ class PreparedModel(NamedTuple):
     """Only with enable_lora. The draft model has none."""
     checkpoint: str = ""
     """Names the contents of its files: see `checkpoint_identity`."""
+
+    stage: StageModel | None = None
+    """What passes rows in and out of a model that has some of the layers only."""
 
     def of_draft(self, draft: LoadedModel) -> "PreparedModel":
         """Return the draft model as a model of its own."""

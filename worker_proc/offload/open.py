@@ -19,7 +19,7 @@ def make_service(
     if memory is None or not layout:
         return None
     stores = []
-    num_ranks = config.parallel.tensor_parallel_size
+    num_ranks = config.parallel.num_ranks
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)
         try:

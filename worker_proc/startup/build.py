@@ -37,4 +37,6 @@ def describe_build(prepared: PreparedModel, config: EngineConfig) -> str:
         parts.append(torch.backends.cpu.get_cpu_capability())
     if config.parallel.tensor_parallel_size > 1:
         parts.append(f"{config.parallel.tensor_parallel_size} ranks")
+    if config.parallel.pipeline_parallel_size > 1:
+        parts.append(f"{config.parallel.pipeline_parallel_size} stages")
     return ", ".join(parts)

@@ -76,7 +76,7 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         settings = find_settings(prepared, plain, plain_layout, stepwise)
     if layout.format is not KVFormat.PLAIN:
         stepwise = check_codes(loaded, plain, backend, layout)
-    is_whole = is_whole_exact(prepared, backend, layout, settings)
+    is_whole = prepared.stage is None and is_whole_exact(prepared, backend, layout, settings)
     with decoding(prepared, settings):
         if settings:
             stepwise = compute_stepwise(loaded, backend, layout)

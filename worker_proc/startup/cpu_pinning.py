@@ -26,7 +26,7 @@ def pin_worker(config: EngineConfig, rank: int) -> None:
     if listed is None and config.worker.cpu_pinning is CpuPinning.OFF:
         return
     present = os.sched_getaffinity(0)
-    num_ranks = config.parallel.tensor_parallel_size
+    num_ranks = config.parallel.num_ranks
     num_workers = config.num_workers
     place = num_ranks * (config.run.replica or 0) + rank
     if listed is not None:

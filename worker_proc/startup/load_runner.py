@@ -25,9 +25,13 @@ from worker_proc.offload.layout import num_slots, with_layout
 from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.connect import connect
 from worker_proc.parallel.exchange import RankExchange
+from worker_proc.parallel.pipe import PipeSize, StagePipe
+from worker_proc.parallel.stage_part import StagePart
+from worker_proc.parallel.stage_runner import StageRunner
+from worker_proc.parallel.stages import Stage, hidden_size
 from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
-from worker_proc.runner import ReportProgress
+from worker_proc.runner import ReportProgress, Runner
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.startup.build import describe_build, kernels_of
 from worker_proc.startup.calibrate import Calibration, calibrate
@@ -49,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 def load_model_runner(
     config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False, rank: int = 0
-) -> ModelRunner:
+) -> Runner:
     """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py.
 
     With `keeps_proofs`, what is proven here is not proven again at the next start.
@@ -73,7 +77,7 @@ def build_runner(
     progress: ReportProgress,
     *,
     rank: int = 0,
-) -> ModelRunner:
+) -> Runner:
     """Size and allocate the KV cache of a loaded and checked model, and connect the two."""
     loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
@@ -104,6 +108,13 @@ def build_runner(
     exchange = _make_exchange(prepared, config, rank)
     if exchange is not None:
         connect(loaded, stack, exchange)
+    part = _make_stage(prepared, config, rank)
+    if part is not None and not part.pipe.stage.is_last:
+        cost = calibration.swap_cost_tokens
+        progress("allocate_cache", 1, 1)
+        return StageRunner(
+            loaded, facts, backend, pool, part, swap_cost_tokens=cost, grammars=prepared.grammars
+        )
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
     progress("allocate_cache", 1, 1)
@@ -122,6 +133,7 @@ def build_runner(
         adapters=prepared.adapters,
         num_draft_states=size.num_draft_states,
         exchange=exchange,
+        stage=part,
         block_memory=memory,
     )
 
@@ -134,6 +146,25 @@ def _make_exchange(prepared: PreparedModel, config: EngineConfig, rank: int) -> 
     if prepared.kernels is None:
         raise UnsupportedModel(f"tensor_parallel_size {num_ranks} needs the compiled kernels")
     return RankExchange(prepared.kernels, rank, num_ranks, make_run_dir(config.run.run_dir))
+
+
+def _make_stage(prepared: PreparedModel, config: EngineConfig, rank: int) -> StagePart | None:
+    """Return what joins a stage to the others, if there are some."""
+    parallel, scheduler, loaded = config.parallel, config.scheduler, prepared.loaded
+    number = parallel.pipeline_parallel_size
+    if prepared.stage is None:
+        return None
+    if prepared.kernels is None:
+        raise UnsupportedModel(f"pipeline_parallel_size {number} needs the compiled kernels")
+    size = PipeSize(
+        num_rows=scheduler.max_num_batched_tokens,
+        row_bytes=hidden_size(loaded.model) * loaded.dtype.itemsize,
+        num_tokens=scheduler.max_num_seqs + 1,
+        num_steps=max(scheduler.max_steps_in_flight, number),
+    )
+    stage = Stage(rank // parallel.tensor_parallel_size, number)
+    pipe = StagePipe(prepared.kernels, stage, make_run_dir(config.run.run_dir), size)
+    return StagePart(loaded, prepared.stage, pipe)
 
 
 def _size_cache(

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
-    """Group the layers that share block tables."""
+    """Group the layers that share block tables; of stages, which have other layers, all at once."""
     format = FORMATS[config.cache.kv_cache_dtype]
-    hybrid = config.cache.enable_hybrid_kv_cache and loaded.is_causal
+    has_one_stage = config.parallel.pipeline_parallel_size == 1
+    hybrid = config.cache.enable_hybrid_kv_cache and loaded.is_causal and has_one_stage
     return _lay_out(loaded, config, hybrid=hybrid, format=format)
 
 

@@ -44,6 +44,7 @@ from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, Format, NativeLibrary, load_library
 from worker_proc.parallel.sharding import Share, check_division, shard
+from worker_proc.parallel.stages import Stage, StageParts, check_stages, connect_stage, only_stage
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
@@ -65,16 +66,19 @@ def prepare_model(
 ) -> PreparedModel:
     """Load the configured checkpoints, and round, fuse and pack their modules as configured.
 
-    Of several ranks, each keeps its part of the matrices.
+    Of several ranks, each keeps its part of the matrices, and of several stages, its layers.
     """
     device = resolve_device(config.model.device)
     quantization = config.model.quantization
     kept = find_proofs(config, rank) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device)
     checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
-    checked, checked_draft, library = _check(config, device, kept, progress)
+    parallel = config.parallel
+    stage = Stage(rank // parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    checked, checked_draft, library, parts = _check(config, device, kept, progress, stage)
     loaded = load_checked(checked, progress)
-    share = Share(rank, config.parallel.tensor_parallel_size)
+    passages = None if parts is None else connect_stage(loaded, parts, stage)
+    share = Share(rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
     if share.num_ranks > 1:
         loaded = shard(loaded, share)
     draft = None if checked_draft is None else load_checked(checked_draft, progress)
@@ -112,15 +116,22 @@ def prepare_model(
     executor = _make_executor(loaded, draft, library, config.worker)
     grammars = _load_grammars(vocabulary)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)
-    return PreparedModel(loaded, library, grammars, executor, proofs, draft, adapters, checkpoint)
+    return PreparedModel(
+        loaded, library, grammars, executor, proofs, draft, adapters, checkpoint, passages
+    )
 
 
 def _check(
-    config: EngineConfig, device: torch.device, kept: Proofs | None, progress: ReportProgress
-) -> tuple[CheckedModel, CheckedModel | None, NativeLibrary | None]:
+    config: EngineConfig,
+    device: torch.device,
+    kept: Proofs | None,
+    progress: ReportProgress,
+    stage: Stage,
+) -> tuple[CheckedModel, CheckedModel | None, NativeLibrary | None, StageParts | None]:
     """Check the configured models and settings before weights are read.
 
-    Returns the model, its draft model and, where a setting needs them, the kernels.
+    Returns the model, or a stage of it, its draft model and, where a setting needs them, the
+    kernels. The parts are those that stages divide, if there are several.
     """
     setting, quantization = _setting_of_codes(config), config.model.quantization
     if setting is not None:
@@ -141,7 +152,13 @@ def _check(
     if (num_ranks := config.parallel.tensor_parallel_size) > 1:
         check_division(checked, Share(0, num_ranks))
     draft = check_draft(config.model, checked, progress)
-    check_cache(checked, rehearse_model(checked, quantization, proofs), config)
+    rehearsal = rehearse_model(checked, quantization, proofs)
+    parts = None
+    if stage.num_stages > 1:
+        parts = check_stages(checked, stage.num_stages)
+        checked = only_stage(checked, parts, stage)
+        rehearsal = rehearsal.of(stage.layers(len(parts.layers)))
+    check_cache(checked, rehearsal, config)
     if draft is not None:
         check_own_attention(draft, config.model.max_model_len)
         rehearse_draft(draft, proofs)
@@ -152,7 +169,7 @@ def _check(
     if quantization is not None and library is not None and checked.files is None:
         proofs = None if kept is None else kept.with_kernels(library)
         rehearse_experts(checked, quantization, library, proofs)
-    return checked, draft, library
+    return checked, draft, library, parts
 
 
 def _make_store(

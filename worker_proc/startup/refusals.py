@@ -45,6 +45,10 @@ class Rehearsal(NamedTuple):
     specs: list[LayerSpec]
     """Of the attention layers, with latent rows where its modules have their parts."""
 
+    def of(self, layers: range) -> "Rehearsal":
+        """Return what concerns some layers."""
+        return Rehearsal(self.specs[layers.start : layers.stop])
+
 
 def rehearse_model(
     checked: CheckedModel, quantization: Quantization | None, proofs: StartCache | None
@@ -226,7 +230,7 @@ def _layout(checked: CheckedModel, specs: Sequence[LayerSpec], config: EngineCon
         config.cache.block_size,
         config.scheduler.max_num_batched_tokens,
         config.model.max_model_len or checked.inspected.model_len,
-        config.cache.enable_hybrid_kv_cache,
+        config.cache.enable_hybrid_kv_cache and config.parallel.pipeline_parallel_size == 1,
         format=FORMATS[config.cache.kv_cache_dtype],
         has_states=bool(checked.inspected.probed.recurrent),
     )

@@ -15,8 +15,7 @@ from worker_proc.cuda.device import resolve_device
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.model_runner import ModelRunner
-from worker_proc.runner import ReportProgress, RunnerFactory
+from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.load_runner import build_runner, num_threads
 from worker_proc.startup.parts import make_backend, make_draft_layout, make_layout
@@ -51,7 +50,7 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
     )
     forked_config = msgspec.structs.replace(config, cache=cache)
 
-    def make(progress: ReportProgress) -> ModelRunner:
+    def make(progress: ReportProgress) -> Runner:
         count = num_threads(config)
         torch.set_num_threads(count)
         calibration = found.of(count)

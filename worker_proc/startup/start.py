@@ -83,7 +83,7 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
     try:
         pin_worker(child.config, child.rank)
         runner = make(child.progress)
-        is_alone = child.config.parallel.tensor_parallel_size == 1
+        is_alone = child.config.parallel.num_ranks == 1
         if is_standby and is_alone and child.config.model.model != "null":
             warm_up(runner)
     except ValueError as error:

@@ -1,0 +1,63 @@
+"""A model whose layers are divided among workers: kill -9 of any process changes no token.
+
+All tokens are those of an engine with one worker.
+"""
+
+import os
+import signal
+
+import msgspec
+import pytest
+
+from protocol.client import EngineClient
+from protocol.lifecycle import Role
+from protocol.sampling import Grammar, GrammarKind
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
+from tests.system.kills import PROMPTS, params_of
+from worker_proc.native.build import build, compiler
+
+SLOW = pytest.mark.slow
+NUM_TOKENS = 200
+"""Of each stream: a second of steps at least."""
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("num_stages", "victims"),
+    [
+        (2, [(Role.WORKER, 0), (Role.WORKER, 1), (Role.CORE, 0)]),
+        pytest.param(3, [(Role.WORKER, 1), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
+        pytest.param(3, [(Role.WORKER, rank) for rank in range(3)], marks=SLOW),
+    ],
+)
+def test_streams_go_on_after_kill_9(
+    num_stages: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
+) -> None:
+    """The other stages cannot go on alone: all of them are started again.
+
+    One of the requests has a grammar, which every rank compiles.
+    """
+    build()
+    flags = ("--no-api", "--num-threads", "1", "--dtype", "float32")
+    whole = start_engine(*flags, "--standby-workers", "0", model="demo", timeout_s=LOAD_TIMEOUT_S)
+    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
+    requests = list(zip(PROMPTS[:3], params, strict=True))
+    grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{NUM_TOKENS}}}[cd]*")
+    confined = msgspec.structs.replace(requests[2][1], grammar=grammar)
+    requests[2] = requests[2][0], confined
+    with EngineClient(whole.address) as client:
+        client.wait_ready(LOAD_TIMEOUT_S)
+        expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
+    assert all(len(tokens) == NUM_TOKENS for tokens in expected[:2])
+    whole.close()
+    stages = ("--pipeline-parallel-size", str(num_stages))
+    engine = start_engine(*flags, *stages, model="demo", timeout_s=LOAD_TIMEOUT_S)
+    with EngineClient(engine.address) as client:
+        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        for role, rank in victims:
+            streams = [client.submit(*request) for request in requests]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            os.kill(engine.pid(role, rank), signal.SIGKILL)
+            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected

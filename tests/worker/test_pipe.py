@@ -1,0 +1,179 @@
+"""What stages pass to each other arrives whole and in order; here they are threads."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.testing import eventually
+from worker_proc.native.kernels import load_library
+from worker_proc.parallel.adoption import SHARED_MEMORY, RankMissing
+from worker_proc.parallel.pipe import PipeSize, StagePipe
+from worker_proc.parallel.stages import Stage
+from worker_proc.runner import StepAbandoned
+
+TIMEOUT_S = 60.0
+WIDTH = 24
+SIZE = PipeSize(num_rows=8, row_bytes=WIDTH * 4, num_tokens=5, num_steps=2)
+
+
+def make_pipes(run_dir: Path, num_stages: int = 2, **options: Any) -> list[StagePipe]:
+    library = load_library()
+    if library is None:
+        pytest.skip("no compiled kernels")
+    pipes = [
+        StagePipe(library, Stage(place, num_stages), str(run_dir), SIZE, **options)
+        for place in range(num_stages)
+    ]
+    for pipe in pipes:
+        pipe.begin(1)
+    return pipes
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result(TIMEOUT_S) for future in [threads.submit(call) for call in calls]]
+
+
+def make_rows(num_rows: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, WIDTH, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_steps_of_all_sizes_arrive_at_the_last_stage(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Also those of more rows than a slot has, and while a stage is ahead."""
+    counts = (1, 8, 3, 60, 9, 1, 17)
+    first, middle, last = make_pipes(tmp_path, 3)
+
+    def send() -> None:
+        for seed, count in enumerate(counts):
+            first.send(make_rows(count, seed, dtype))
+
+    def pass_on() -> None:
+        for count in counts:
+            rows = torch.empty(count, WIDTH, dtype=dtype)
+            middle.receive(rows)
+            middle.send(rows + 1)
+
+    def receive() -> list[torch.Tensor]:
+        found = []
+        for count in counts:
+            found.append(torch.empty(count, WIDTH, dtype=dtype))
+            last.receive(found[-1])
+        return found
+
+    _, _, found = at_once(send, pass_on, receive)
+    for seed, (count, rows) in enumerate(zip(counts, found, strict=True)):
+        assert torch.equal(rows, make_rows(count, seed, dtype) + 1)
+
+
+def test_tokens_arrive_at_the_first_stage_as_late_as_it_takes_them(tmp_path: Path) -> None:
+    first, last = make_pipes(tmp_path)
+    at_once(partial(first.has_tokens, 1), partial(last.has_tokens, 1))
+    sampled = [[step * 10 + place for place in range(step % 6)] for step in range(1, 40)]
+    behind = first.max_steps_behind
+    assert behind >= SIZE.num_steps
+    for step, token_ids in enumerate(sampled, start=1):
+        assert not first.has_tokens(step)
+        last.publish(token_ids)
+        assert first.has_tokens(step)
+        if step > behind:
+            early = sampled[step - behind - 1]
+            assert first.tokens(step - behind, len(early)) == early
+
+
+def test_more_tokens_than_a_slot_has_are_an_error(tmp_path: Path) -> None:
+    first, last = make_pipes(tmp_path)
+    at_once(partial(first.has_tokens, 1), partial(last.has_tokens, 1))
+    with pytest.raises(ValueError, match="17 tokens exceed 128 bytes"):
+        last.publish(range(17))
+
+
+def test_a_stage_that_waits_reports_it(tmp_path: Path) -> None:
+    first, last = make_pipes(tmp_path)
+    num_reports = 0
+
+    def report() -> None:
+        nonlocal num_reports
+        num_reports += 1
+
+    last.on_wait(report)
+    rows = torch.empty(2, WIDTH)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(last.receive, rows)
+        eventually(lambda: num_reports > 2, "reports")
+        first.send(make_rows(2, 0))
+        waiting.result(TIMEOUT_S)
+    assert torch.equal(rows, make_rows(2, 0))
+
+
+def test_a_stage_is_two_steps_ahead_at_most(tmp_path: Path) -> None:
+    first, last = make_pipes(tmp_path)
+    rows = torch.empty(1, WIDTH)
+    at_once(partial(first.send, make_rows(1, 0)), partial(last.receive, rows))
+    first.send(make_rows(1, 1))
+    first.send(make_rows(1, 2))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.send, make_rows(1, 3))
+        assert not wait([waiting], timeout=0.2).done
+        for seed in (1, 2, 3):
+            last.receive(rows)
+            assert torch.equal(rows, make_rows(1, seed))
+        waiting.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("waits_for", ["rows", "tokens"])
+@pytest.mark.parametrize("how", ["leave", "begin"])
+def test_an_adoption_that_ends_for_one_stage_ends_the_waits_of_the_others(
+    how: str, waits_for: str, tmp_path: Path
+) -> None:
+    """As after the death of a core that has sent a step to one stage only."""
+    pipes = make_pipes(tmp_path)
+    at_once(*(partial(pipe.has_tokens, 1) for pipe in pipes))
+    if waits_for == "rows":
+        idle, blocked = pipes
+        call = partial(blocked.receive, torch.empty(1, WIDTH))
+    else:
+        blocked, idle = pipes
+        call = partial(blocked.tokens, 1, 1)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(call)
+        if how == "leave":
+            idle.leave()
+        else:
+            idle.begin(2)
+        with pytest.raises(StepAbandoned, match="left the adoption"):
+            waiting.result(TIMEOUT_S)
+    for pipe in pipes:
+        pipe.begin(2)
+    rows = torch.empty(1, WIDTH)
+    at_once(partial(pipes[0].send, make_rows(1, 7)), partial(pipes[1].receive, rows))
+    assert torch.equal(rows, make_rows(1, 7))
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"), [(0, "rank 1 has not joined"), (1, "rank 0 has not made")]
+)
+def test_a_missing_stage_is_named_after_a_while(place: int, problem: str, tmp_path: Path) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    pipe = make_pipes(tmp_path, timeout_s=0.2)[place]
+    with pytest.raises(RankMissing, match=problem):
+        pipe.has_tokens(1)
+    left = {path.name for path in set(SHARED_MEMORY.iterdir()) - before}
+    assert not any(name.startswith(("troika", "new-troika")) for name in left)
+
+
+def test_rows_that_do_not_come_are_named(tmp_path: Path) -> None:
+    pipes = make_pipes(tmp_path, timeout_s=0.2)
+    at_once(*(partial(pipe.has_tokens, 1) for pipe in pipes))
+    with pytest.raises(RankMissing, match="the stage before has not computed its rows"):
+        pipes[1].receive(torch.empty(1, WIDTH))
+    with pytest.raises(RankMissing, match="the last stage has not sampled its tokens"):
+        pipes[0].tokens(1, 1)

@@ -1,0 +1,245 @@
+"""Stages that hold some of a model's layers compute its tokens; here they are threads."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from protocol.config import (
+    CacheConfig,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    NativeDecoder,
+    ParallelConfig,
+    RunConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import SHAPE, build_checkpoint
+from tests.worker.driving import Run, drive
+from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.passages import Passage
+from worker_proc.modules.packed_linear import PackedLinear
+from worker_proc.parallel.stages import Stage
+from worker_proc.runner import Runner
+from worker_proc.startup.load_runner import load_model_runner
+
+TIMEOUT_S = 60.0
+NUM_LAYERS = 4
+DEEP = SHAPE | {"num_hidden_layers": NUM_LAYERS}
+
+
+class _InFlight:
+    """A step that all stages are computing."""
+
+    def __init__(self, outputs: list[Future[ModelRunnerOutput]]) -> None:
+        self._outputs = outputs
+
+    @property
+    def is_done(self) -> bool:
+        return self._outputs[-1].done()
+
+    def finish(self) -> ModelRunnerOutput:
+        """Return what the last stage has sampled."""
+        outputs = [output.result(TIMEOUT_S) for output in self._outputs]
+        return outputs[-1]
+
+
+class Stages:
+    """The runners of all stages of a model as one, each in a thread of its own."""
+
+    def __init__(self, directory: Path, num_stages: int, **settings: Any) -> None:
+        """Take settings of the worker, and a `dtype`."""
+        run_dir = directory.with_name(f"{directory.name}-run")
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        dtype = Dtype(settings.pop("dtype", "float32"))
+        self.num_stages = num_stages
+        self._config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype=dtype),
+            cache=CacheConfig(
+                block_size=BLOCK_SIZE,
+                num_gpu_blocks_override=400,
+                swap_space_bytes=settings.pop("swap_space_bytes", 0),
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+            parallel=ParallelConfig(pipeline_parallel_size=num_stages),
+            worker=WorkerConfig(num_threads=1, **settings),
+            run=RunConfig(run_dir=str(run_dir)),
+        )
+        self.runners = [self._load(rank) for rank in range(num_stages)]
+        self._threads = [ThreadPoolExecutor(1) for _ in self.runners]
+        self._epoch = 0
+
+    def _load(self, rank: int) -> Runner:
+        return load_model_runner(self._config, lambda phase, done, total: None, rank=rank)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.runners[-1].facts
+
+    def leave(self) -> None:
+        pass
+
+    def reset(self, epoch: int = 0) -> None:
+        """Reset all stages after the steps that were launched."""
+        self._epoch += 1
+        resets = [
+            thread.submit(runner.reset, self._epoch)
+            for thread, runner in zip(self._threads, self.runners, strict=True)
+        ]
+        for one in resets:
+            one.result(TIMEOUT_S)
+
+    def launch(self, step: SchedulerOutput) -> _InFlight:
+        return _InFlight(
+            [
+                thread.submit(runner.execute, step)
+                for thread, runner in zip(self._threads, self.runners, strict=True)
+            ]
+        )
+
+    def drive(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **options: Any,
+    ) -> Run:
+        """Let the stages compute some requests, with as many steps in flight as stages."""
+        options = {
+            "pipeline_parallel_size": self.num_stages,
+            "max_steps_in_flight": max(2, self.num_stages),
+        } | options
+        return drive(self, prompts, params, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "num_stages"),
+    [
+        (LlamaConfig(**DEEP), 2),
+        (Qwen3Config(**DEEP), 3),
+        (Qwen3Config(**DEEP | {"tie_word_embeddings": True}), 2),
+        (Gemma2Config(**DEEP | {"sliding_window": 8, "query_pre_attn_scalar": 16}), 2),
+        (MixtralConfig(**DEEP | {"num_local_experts": 4}), 2),
+    ],
+    ids=["llama", "three stages", "tied", "scaled embedding and windows", "experts"],
+)
+def test_stages_compute_the_tokens_of_the_whole_model(
+    config: PretrainedConfig, num_stages: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    model = build_checkpoint(directory, config)
+    model.set_attn_implementation("eager")
+    prompts = make_prompts()
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    stages = Stages(directory, num_stages)
+    assert stages.drive(prompts).output_token_ids == expected
+    assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
+    assert stages.drive(prompts, max_num_seqs=1).output_token_ids == expected
+    assert all(runner.facts == stages.facts for runner in stages.runners)
+    assert stages.facts.exact_resume, stages.facts.exact_resume_reason
+    assert stages.facts.decoder == "native"
+
+
+def test_a_stage_has_its_own_layers_only(tmp_path: Path) -> None:
+    """No weight of another layer is read, and the KV cache has the stage's layers."""
+    directory = tmp_path / "model"
+    build_checkpoint(directory, LlamaConfig(**DEEP))
+    for rank, runner in enumerate(Stages(directory, 2).runners):
+        model, pool = runner._model, runner._pool  # type: ignore[attr-defined]
+        own = Stage(rank, 2).layers(NUM_LAYERS)
+        assert len(pool.tensors) == len(own) == 2
+        for index, layer in enumerate(model.model.layers):
+            assert isinstance(layer, Passage) == (index not in own)
+        others = {type(module) for module in (model.model.embed_tokens, model.lm_head)}
+        assert (nn.Embedding in others) == (rank == 0)
+        assert any(issubclass(one, PackedLinear) for one in others) == (rank == 1)
+
+
+def test_layers_are_divided_evenly() -> None:
+    for num_layers in range(1, 40):
+        for num_stages in range(1, num_layers + 1):
+            parts = [Stage(place, num_stages).layers(num_layers) for place in range(num_stages)]
+            assert [layer for part in parts for layer in part] == list(range(num_layers))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+            assert len(parts[-1]) == min(map(len, parts))
+
+
+def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
+    tmp_path: Path,
+) -> None:
+    """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
+    build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
+    prompts = make_prompts()
+    params = [
+        SamplingParams(
+            max_tokens=8,
+            temperature=1.3,
+            seed=seed,
+            presence_penalty=0.5,
+            logprobs=2,
+            ignore_eos=True,
+        )
+        for seed in range(len(prompts))
+    ]
+    for decoder in NativeDecoder:
+        options: dict[str, Any] = {"dtype": "bfloat16", "native_decoder": decoder}
+        alone = Stages(tmp_path / "model", 1, **options).drive(prompts, params).output_token_ids
+        stages = Stages(tmp_path / "model", 2, **options)
+        assert stages.drive(prompts, params).output_token_ids == alone
+        assert stages.drive(prompts, params, max_num_seqs=1).output_token_ids == alone
+        assert stages.drive(prompts, params, max_num_batched_tokens=7).output_token_ids == alone
+        began = [tokens[:3] for tokens in alone]
+        assert stages.drive(prompts, params, outputs=began).output_token_ids == alone
+
+
+@pytest.mark.parametrize("swap_space_bytes", [0, 2**20])
+def test_preempted_requests_go_on(swap_space_bytes: int, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
+    prompts = make_prompts()
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    stages = Stages(tmp_path / "model", 2, swap_space_bytes=swap_space_bytes)
+    expected = stages.drive(prompts, params).output_token_ids
+    least = max(map(len, prompts)) + params.max_tokens
+    num_blocks = 2 + 2 * -(-least // BLOCK_SIZE)
+    run = stages.drive(prompts, params, num_blocks=num_blocks)
+    assert run.num_preemptions > 0
+    assert bool(run.num_swaps) == bool(swap_space_bytes)
+    assert run.output_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "num_stages", "dtype", "reason"),
+    [
+        (LlamaConfig(**SHAPE), 3, "float32", "pipeline_parallel_size 3: the model has 2 layers"),
+        (LlamaConfig(**SHAPE), 2, "float16", "float32 and bfloat16, and not in float16"),
+        (MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2), 2, "float32", "state"),
+    ],
+    ids=["layers", "float16", "recurrent"],
+)
+def test_what_cannot_be_divided_is_refused_before_weights_are_read(
+    config: PretrainedConfig,
+    num_stages: int,
+    dtype: str,
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    build_checkpoint(tmp_path / "model", config)
+    reads = patch("worker_proc.startup.prepare.load_checked", side_effect=OSError)
+    with reads, pytest.raises(UnsupportedModel, match=reason):
+        Stages(tmp_path / "model", num_stages, dtype=dtype)

@@ -1,0 +1,41 @@
+"""The ends of a model that has some of the layers only: what passes rows in and out."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Passage(nn.Module):
+    """Takes the place of a layer of another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: torch.Tensor | None = None
+        """What it passes on instead of its input."""
+        self.seen: torch.Tensor | None = None
+        """Its last input, if that is to be kept."""
+        self.keeps = False
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        if self.keeps:
+            self.seen = hidden_states
+        return hidden_states if self.given is None else self.given
+
+
+class StageModel(NamedTuple):
+    """What a stage takes in and gives away; None: it is the first, or the last."""
+
+    inlet: Passage | None
+    outlet: Passage | None
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Give the rows of the stage before to the next forward, `[1, T, width]`."""
+        assert self.inlet is not None
+        self.inlet.given = rows
+
+    def rows(self) -> torch.Tensor:
+        """Return what the last forward has left for the next stage, `[1, T, width]`."""
+        assert self.outlet is not None
+        assert self.outlet.seen is not None
+        return self.outlet.seen

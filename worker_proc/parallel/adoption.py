@@ -1,0 +1,192 @@
+"""What the ranks of a group have in common since a core has adopted them: an epoch, and files.
+
+A file of shared memory is made by one rank, and is gone from its directory once all ranks have it.
+Its name contains the epoch of the link, so ranks of different adoptions never meet, and each
+adoption begins with zeros.
+
+A core may die between sending a step to one rank and to the next. So each rank writes the epoch of
+its last adoption to a further file, in the run directory, and whether it has left that one. A rank
+that waits abandons its step if another one has left the adoption, or has a later one. A rank that
+waits for another one does not hang: it reports this, so that only the one that computes too long is
+ended.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from worker_proc.runner import StepAbandoned
+
+TIMEOUT_S = 60.0
+"""Of one wait. If a rank dies, it ends earlier: the supervisor kills the others of its group."""
+SHARED_MEMORY = Path("/dev/shm")
+SLICE_NS = 50_000_000
+"""Of a wait, in which no signal is handled and no epoch is read."""
+_LOOK_S = 0.001  # between looks for the file of another rank
+_ADOPTIONS = "ranks-"
+_ADOPTION_WORDS = 3
+_WORD_BYTES = 8
+
+log = logging.getLogger("troika.worker")
+
+
+class RankMissing(RuntimeError):
+    """Another rank has not taken its part in an exchange."""
+
+
+class Adoption:
+    """One rank's view of the group's adoption."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, run_dir: str, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Take the rank's number; files are made in shared memory, or else in the run directory.
+
+        The ranks are children of one supervisor: the files' names contain its pid, and the inode of
+        the run directory.
+        """
+        self.report_wait: Callable[[], None] = _nothing
+        """Called several times a second while this rank waits for another one."""
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.epoch: int | None = None
+        self.timeout_s = timeout_s
+        self._directories = [SHARED_MEMORY, Path(run_dir)]
+        place = os.stat(run_dir)
+        self._prefix = f"troika-{place.st_dev:x}-{place.st_ino:x}-"
+        self._adoptions = _Adoptions(Path(run_dir), num_ranks)
+
+    def begin(self, epoch: int) -> None:
+        """Note that a core has adopted the group under an epoch."""
+        self.epoch = epoch
+        self._adoptions.enter(self.rank, epoch)
+
+    def leave(self) -> None:
+        """Note that this rank takes no part in further steps of the adoption."""
+        if self.epoch is not None:
+            self._adoptions.leave(self.rank, self.epoch)
+
+    @property
+    def deadline(self) -> float:
+        """Of a wait that begins now."""
+        return time.monotonic() + self.timeout_s
+
+    def check(self, deadline: float, problem: str) -> None:
+        """Report a wait; raises an error if there is nothing to wait for any more.
+
+        RankMissing: the deadline has passed. StepAbandoned: another rank has left the adoption.
+        """
+        self.report_wait()
+        assert self.epoch is not None
+        if self._adoptions.has_ended(self.epoch):
+            raise StepAbandoned("another rank has left the adoption")
+        if time.monotonic() > deadline:
+            raise RankMissing(f"{problem} in {self.timeout_s} s")
+
+    def map_file(self, label: str, num_bytes: int, *, makes: bool, deadline: float) -> mmap.mmap:
+        """Map a file of this adoption, which one rank makes and the others wait for."""
+        name = self._name(label)
+        fd = self._make(name, label, num_bytes) if makes else self._open(name, deadline)
+        with os.fdopen(fd):
+            return mmap.mmap(fd, num_bytes)
+
+    def remove_file(self, label: str) -> None:
+        """Remove a file of this adoption from its directory; it stays mapped."""
+        for directory in self._directories:
+            (directory / self._name(label)).unlink(missing_ok=True)
+
+    def _name(self, label: str) -> str:
+        if self.epoch is None:
+            raise RuntimeError("ranks exchange rows after an adoption only")
+        return f"{self._prefix}{label}{os.getppid()}-{self.epoch}"
+
+    def _make(self, name: str, label: str, num_bytes: int) -> int:
+        """Make the file, in the first directory that has room for it.
+
+        Files of adoptions that ended before all ranks had joined are removed.
+        """
+        for directory in self._directories:
+            for old in directory.glob(f"*{self._prefix}{label}*"):
+                old.unlink(missing_ok=True)
+        for directory in self._directories[:-1]:
+            try:
+                return _make_file(directory / name, num_bytes)
+            except OSError as error:
+                log.warning("the ranks do not use %s: %s", directory, error)
+        return _make_file(self._directories[-1] / name, num_bytes)
+
+    def _open(self, name: str, deadline: float) -> int:
+        while True:
+            for directory in self._directories:
+                with contextlib.suppress(FileNotFoundError):
+                    return os.open(directory / name, os.O_RDWR | os.O_CLOEXEC)
+            self.check(deadline, f"rank 0 has not made {name}")
+            time.sleep(_LOOK_S)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _make_file(path: Path, num_bytes: int) -> int:
+    """Make a file of zeros, which appears when it has its size; returns its descriptor."""
+    hidden = path.with_name(f"new-{path.name}")
+    fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        # Else a write to a full file system would end the process.
+        os.posix_fallocate(fd, 0, num_bytes)
+        hidden.rename(path)
+    except OSError:
+        os.close(fd)
+        hidden.unlink(missing_ok=True)
+        raise
+    return fd
+
+
+class _Adoptions:
+    """Each rank's process, its last adoption, and the last that it has left, in a mapped file.
+
+    The ranks of a new group write to the same file as those before it, which are dead by then.
+    """
+
+    def __init__(self, run_dir: Path, num_ranks: int) -> None:
+        path = run_dir / f"{_ADOPTIONS}{os.getppid()}"
+        for old in run_dir.glob(f"{_ADOPTIONS}*"):  # of supervisors that have ended
+            if old != path:
+                old.unlink(missing_ok=True)
+        num_bytes = num_ranks * _ADOPTION_WORDS * _WORD_BYTES
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd):
+            os.posix_fallocate(fd, 0, num_bytes)
+            self._words = memoryview(mmap.mmap(fd, num_bytes)).cast("q")
+
+    def enter(self, rank: int, epoch: int) -> None:
+        first = rank * _ADOPTION_WORDS
+        self._words[first + 2] = 0  # a rank before this one may have left a later adoption
+        self._words[first], self._words[first + 1] = os.getpid(), epoch
+
+    def leave(self, rank: int, epoch: int) -> None:
+        self._words[rank * _ADOPTION_WORDS + 2] = epoch + 1
+
+    def has_ended(self, epoch: int) -> bool:
+        """Whether a living rank has left an adoption, or was adopted under a greater epoch."""
+        words = self._words.tolist()
+        columns = (words[column::_ADOPTION_WORDS] for column in range(_ADOPTION_WORDS))
+        return any(
+            max(adopted, left) > epoch and _is_alive(pid)
+            for pid, adopted, left in zip(*columns, strict=True)
+        )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user: the pid was used again
+        return False
+    return True

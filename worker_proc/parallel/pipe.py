@@ -1,0 +1,241 @@
+"""What stages pass to each other in a step, through memory that they share.
+
+Each stage passes the rows behind its last layer to the next one, and the last stage passes the
+sampled tokens to the first. Both sides know from the step how much there is. A channel has two
+slots; of rows, the writer waits until the reader has left the slot, so a stage is at most two steps
+ahead of the next one.
+
+The tokens have no such wait, which could close a circle. There are more slots than steps in flight,
+and the first stage takes the tokens of a step before it computes the one whose tokens get the same
+slot.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.parallel.adoption import SLICE_NS, TIMEOUT_S, Adoption
+from worker_proc.parallel.stages import Stage
+
+MAX_SLOT_BYTES = 32 << 20
+"""Of rows that are passed at once; more are divided."""
+_LABEL = "stages-"
+_LINE = 128  # bytes, to which slots are rounded up
+_SLOTS = 2  # of a channel
+
+
+class PipeSize(NamedTuple):
+    """The largest step."""
+
+    num_rows: int
+    row_bytes: int
+    num_tokens: int
+    """That one step samples."""
+    num_steps: int
+    """In flight."""
+
+    @property
+    def row_slot_bytes(self) -> int:
+        rows_at_once = max(1, MAX_SLOT_BYTES // self.row_bytes)
+        return _rounded(self.row_bytes * min(self.num_rows, rows_at_once))
+
+    @property
+    def token_slot_bytes(self) -> int:
+        return _rounded(self.num_tokens * torch.long.itemsize)
+
+    @property
+    def num_token_channels(self) -> int:
+        return -(-self.num_steps // _SLOTS) + 1
+
+
+class _Channel:
+    """Slots that one rank writes and another one reads, with numbers from 1 on."""
+
+    def __init__(self, native: NativeExchange, slot_bytes: int) -> None:
+        self._native = native
+        self.slot_bytes = slot_bytes
+
+    def write(self, rows: torch.Tensor, number: int) -> None:
+        self._native.publish(rows, number)
+
+    def has(self, number: int, timeout_ns: int = 0) -> bool:
+        """Wait until a number was written; returns whether it was."""
+        return self._native.wait(number, timeout_ns) == ALL_PUBLISHED
+
+    def read(self, out: torch.Tensor, number: int) -> None:
+        """Read what was written under a number, which `has` has shown."""
+        self._native.gather(out, number, out)
+
+
+class _Rows:
+    """Rows from one stage to the next."""
+
+    def __init__(self, data: _Channel, left: _Channel) -> None:
+        """`left`: the reader writes there which number it has read."""
+        self._data = data
+        self._left = left
+        self._number = 0
+
+    def send(self, rows: torch.Tensor, wait: Callable[[_Channel, int, str], None]) -> None:
+        for part in self._parts(rows):
+            self._number += 1
+            if self._number > _SLOTS:
+                wait(self._left, self._number - _SLOTS, "the next stage has not read its rows")
+            self._data.write(part, self._number)
+
+    def receive(self, out: torch.Tensor, wait: Callable[[_Channel, int, str], None]) -> None:
+        for part in self._parts(out):
+            self._number += 1
+            wait(self._data, self._number, "the stage before has not computed its rows")
+            self._data.read(part, self._number)
+            self._left.write(_NOTHING, self._number)
+
+    def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        row_bytes = rows.shape[1] * rows.element_size()
+        yield from rows.split(self._data.slot_bytes // row_bytes)
+
+
+_NOTHING = torch.empty(0, 1)
+
+
+class _Memory(NamedTuple):
+    """The channels of an adoption that a rank uses."""
+
+    file: mmap.mmap
+    before: _Rows | None
+    behind: _Rows | None
+    tokens: list[_Channel]
+
+
+class StagePipe:
+    """One rank's ends of the channels; every rank counts the same steps."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        stage: Stage,
+        run_dir: str,
+        size: PipeSize,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.stage = stage
+        self._library = library
+        self._size = size
+        self._adoption = Adoption(stage.place, stage.num_stages, run_dir, timeout_s=timeout_s)
+        self._memory: _Memory | None = None
+        self._num_published = 0
+
+    @property
+    def max_steps_behind(self) -> int:
+        """Steps whose tokens the first stage may not have taken when it begins another one."""
+        return _SLOTS * self._size.num_token_channels - 1
+
+    def on_wait(self, report: Callable[[], None]) -> None:
+        """Have `report` called several times a second while this rank waits for another one."""
+        self._adoption.report_wait = report
+
+    def begin(self, epoch: int) -> None:
+        """Leave the channels of the last adoption; the first call after this joins the next one."""
+        self._memory = None
+        self._num_published = 0
+        self._adoption.begin(epoch)
+
+    def leave(self) -> None:
+        """Take no part in further steps of this adoption: ranks that wait abandon theirs."""
+        self._adoption.leave()
+
+    def receive(self, rows: torch.Tensor) -> None:
+        """Fill `[T, width]` with the rows of the stage before.
+
+        RankMissing: they do not come. StepAbandoned: another rank has left the adoption.
+        """
+        before = self._joined().before
+        assert before is not None
+        before.receive(rows, self._wait)
+
+    def send(self, rows: torch.Tensor) -> None:
+        """Pass `[T, width]` to the next stage; raises as `receive` does."""
+        behind = self._joined().behind
+        assert behind is not None
+        behind.send(rows, self._wait)
+
+    def publish(self, token_ids: Sequence[int]) -> None:
+        """Pass the tokens of the next step to the first stage."""
+        self._num_published += 1
+        channel, number = self._token_slot(self._num_published)
+        if len(token_ids) * torch.long.itemsize > channel.slot_bytes:
+            raise ValueError(f"{len(token_ids)} tokens exceed {channel.slot_bytes} bytes")
+        if token_ids:
+            channel.write(torch.tensor(token_ids).unsqueeze(1), number)
+        else:
+            channel.write(_NOTHING, number)
+
+    def has_tokens(self, step: int) -> bool:
+        """Return whether the last stage has sampled the n-th step, counted from 1."""
+        channel, number = self._token_slot(step)
+        return channel.has(number)
+
+    def tokens(self, step: int, num_tokens: int) -> list[int]:
+        """Wait for the tokens of the n-th step, and return them; raises as `receive` does."""
+        channel, number = self._token_slot(step)
+        self._wait(channel, number, "the last stage has not sampled its tokens")
+        if not num_tokens:
+            return []
+        out = torch.empty(num_tokens, 1, dtype=torch.long)
+        channel.read(out, number)
+        found: list[int] = out[:, 0].tolist()
+        return found
+
+    def _token_slot(self, step: int) -> tuple[_Channel, int]:
+        channels = self._joined().tokens
+        return channels[step % len(channels)], step // len(channels) + 1
+
+    def _wait(self, channel: _Channel, number: int, problem: str) -> None:
+        deadline = self._adoption.deadline
+        while not channel.has(number, SLICE_NS):
+            self._adoption.check(deadline, problem)
+
+    def _joined(self) -> _Memory:
+        if self._memory is None:
+            self._memory = self._join()
+        return self._memory
+
+    def _join(self) -> _Memory:
+        """Map the file of this adoption, and wait until all ranks have it."""
+        adoption, size = self._adoption, self._size
+        deadline, num_hops = adoption.deadline, adoption.num_ranks - 1
+        meeting_bytes = exchange_bytes(adoption.num_ranks, 0)
+        slots = [size.row_slot_bytes] * num_hops + [0] * num_hops
+        slots += [size.token_slot_bytes] * size.num_token_channels
+        num_bytes = meeting_bytes + sum(exchange_bytes(1, slot) for slot in slots)
+        is_first = self.stage.is_first
+        try:
+            file = adoption.map_file(_LABEL, num_bytes, makes=is_first, deadline=deadline)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(file))
+            meeting = self._library.exchange(address, adoption.rank, adoption.num_ranks, 0)
+            meeting.publish(_NOTHING, 1)
+            while (found := meeting.wait(1, SLICE_NS)) != ALL_PUBLISHED:
+                adoption.check(deadline, f"rank {found} has not joined the others")
+        finally:
+            if is_first:
+                adoption.remove_file(_LABEL)
+        address += meeting_bytes
+        channels = []
+        for slot in slots:
+            channels.append(_Channel(self._library.exchange(address, 0, 1, slot), slot))
+            address += exchange_bytes(1, slot)
+        hops = list(zip(channels[:num_hops], channels[num_hops : 2 * num_hops], strict=True))
+        index = self.stage.place
+        before = None if self.stage.is_first else _Rows(*hops[index - 1])
+        behind = None if self.stage.is_last else _Rows(*hops[index])
+        return _Memory(file, before, behind, channels[2 * num_hops :])
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE) * _LINE

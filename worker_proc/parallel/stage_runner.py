@@ -1,0 +1,134 @@
+"""The runner of a stage that is not the last one: it computes its layers, and samples nothing.
+
+Its mirror follows the steps as that of the last stage does, with stand-ins for the tokens that the
+last one samples. The first stage puts these in their places when it needs them as inputs.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.process.failpoints import failpoint
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.inputs import pack_step
+from worker_proc.kv.kv_pool import KVPool
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.parallel.stage_part import StagePart
+from worker_proc.runner import ComputedStep, LaunchedStep
+
+
+class _Sampling(NamedTuple):
+    """The parts of a computed step whose tokens the last stage samples."""
+
+    number: int
+    """Of the step, counted from 1 since the adoption."""
+    parts: Sequence[ScheduledRequest]
+
+
+class StageRunner:
+    """Executes steps as far as the layers of a stage go, and passes them on."""
+
+    adapters = None
+    block_memory = None
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        facts: ModelFacts,
+        backend: AttentionBackend,
+        pool: KVPool,
+        part: StagePart,
+        *,
+        swap_cost_tokens: float,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Take a model whose attention modules are attached to `backend` and `pool`."""
+        self._model = loaded.model
+        self._device = loaded.device
+        self.facts = facts
+        self.attention = backend.name
+        self._backend = backend
+        self._pool = pool
+        self._part = part
+        self._pipe = part.pipe
+        self._mirror = Mirror(facts)
+        self.swap_cost_tokens = swap_cost_tokens
+        self.grammars = grammars
+        self._num_computed = 0
+        self._pending: deque[_Sampling] = deque()
+        """Steps whose tokens are stand-ins in the mirror, of the first stage."""
+
+    def on_wait(self, report: Callable[[], None]) -> None:
+        self._pipe.on_wait(report)
+
+    def reset(self, epoch: int = 0) -> None:
+        self._pipe.begin(epoch)
+        self._mirror.reset()
+        self._num_computed = 0
+        self._pending.clear()
+
+    def leave(self) -> None:
+        self._pipe.leave()
+
+    def sleep(self) -> None:
+        self._mirror.check_empty()
+        self._pool.sleep()
+        self._mirror.forget_blocks()
+
+    def prepare_memory(self) -> bool:
+        return self._pool.allocate_ahead(self._mirror.highest_block)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self.launch(step).finish()
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        began_ns = time.perf_counter_ns()
+        scheduled = self._mirror.apply(step)
+        for new in step.scheduled_new_reqs:
+            # What changes scores would count stand-ins.
+            self._mirror.requests[new.req_id].edits = None
+        self._pool.swap(step.swap_out, step.swap_in)
+        if scheduled:
+            self._pool.wake()
+            self._compute(scheduled)
+        forward_ns = time.perf_counter_ns() - began_ns
+        return ComputedStep(ModelRunnerOutput(step.step_id, [], forward_ns=forward_ns))
+
+    def _compute(self, scheduled: list[ScheduledRequest]) -> None:
+        self._num_computed += 1
+        if self._pipe.stage.is_first:
+            self._take_tokens(scheduled)
+        inputs = pack_step(scheduled, self._device)
+        vocab_size = self.facts.vocab_size
+        self._part.compute_logits(self._model, self._backend, inputs, vocab_size)
+        failpoint("worker.mid_step")
+        self._pipe.send(self._part.model.rows()[0])
+        sampling = inputs.sampling
+        self._mirror.advance(scheduled, [~place for place in range(len(sampling))])
+        if self._pipe.stage.is_first:
+            self._pending.append(_Sampling(self._num_computed, sampling))
+
+    def _take_tokens(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Put sampled tokens in their places: all that a step needs, and those that are there."""
+        pending = self._pending
+        while pending and (
+            len(pending) > self._pipe.max_steps_behind
+            or any(_has_stand_in(part) for part in scheduled)
+            or self._pipe.has_tokens(pending[0].number)
+        ):
+            number, parts = pending.popleft()
+            token_ids = self._pipe.tokens(number, len(parts))
+            for part, token_id in zip(parts, token_ids, strict=True):
+                part.request.token_ids[part.end] = token_id
+
+
+def _has_stand_in(part: ScheduledRequest) -> bool:
+    """Return whether the last token that a part computes is not known yet."""
+    return part.request.token_ids[part.end - 1] < 0

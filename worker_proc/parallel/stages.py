@@ -1,0 +1,183 @@
+"""Gives a rank its part of a model's layers: a stage of the pipeline.
+
+A stage is a model whose other layers were not built. The module in the place of the layer before
+its own passes on the rows of the stage before, and the one behind its own keeps the rows that the
+next stage gets: they are all that passes from a layer to the next one. The first stage has the
+embedding, and the last one the output layer.
+
+While a stage is checked at its load, a table of random rows takes the place of the embedding that
+it does not have. So everything that is proven about a model is proven about a stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from worker_proc.attention.probe import is_within
+from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
+from worker_proc.loading.model_kind import ModelKind
+from worker_proc.loading.passages import Passage, StageModel
+from worker_proc.modules.packed_linear import output_layer
+from worker_proc.native.kernels import NATIVE_DTYPES
+from worker_proc.parallel.sharding import layer_name
+
+_NUM_ROWS = 251
+"""Of the table that takes the place of an embedding."""
+
+
+class Stage(NamedTuple):
+    """One of the stages that a model's layers are divided into."""
+
+    place: int
+    num_stages: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.place == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Return its layers; the last stage, with the output layer, has no more than others."""
+        first, last = (
+            -(-num_layers * index // self.num_stages) for index in (self.place, self.place + 1)
+        )
+        return range(first, last)
+
+
+class _AnyRows(nn.Module):
+    """Takes the place of an embedding: random rows, of which tokens have different ones."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = make_generator(2)
+        # Neither parameter nor buffer, so that nothing packs or checks it.
+        self._rows = [torch.randn(_NUM_ROWS, width, generator=generator).to(dtype)]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self._rows[0][input_ids % _NUM_ROWS]
+
+
+class _NoOutput(nn.Module):
+    """Takes the place of the output layer: hidden states stand for logits."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+class StageParts(NamedTuple):
+    """The names of the modules that are divided."""
+
+    layers: list[str]
+    embedding: str
+    head: str
+    is_tied: bool
+    """Whether the output layer has the embedding's table."""
+
+    def absent(self, stage: Stage) -> list[str]:
+        """Return the modules that a stage does not have."""
+        own = stage.layers(len(self.layers))
+        names = [name for index, name in enumerate(self.layers) if index not in own]
+        if not stage.is_last:
+            names.append(self.head)
+        if not stage.is_first and not (stage.is_last and self.is_tied):
+            names.append(self.embedding)
+        return names
+
+
+def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
+    """Return the parts of a model; raises UnsupportedModel if its layers cannot be divided.
+
+    No weights are read.
+    """
+    probed, device = checked.inspected.probed, checked.device.type
+    if device != "cpu":
+        raise _refuse(num_stages, f"it works on the CPU only, and the device is {device}")
+    if probed.recurrent:
+        raise _refuse(num_stages, f"{probed.recurrent[0].module_name} has a recurrent state")
+    if checked.files is not None:
+        raise _refuse(num_stages, "the checkpoint is quantized")
+    if checked.inspected.dtype not in NATIVE_DTYPES:
+        dtype = str(checked.inspected.dtype).removeprefix("torch.")
+        raise _refuse(num_stages, f"stages compute in float32 and bfloat16, and not in {dtype}")
+    if checked.inspected.kind is not ModelKind.GENERATES or not checked.is_causal:
+        raise _refuse(num_stages, "the model does not generate text by attention")
+    if probed.has_own_attention:
+        raise _refuse(num_stages, "attention is in the model's own code")
+    for layer in probed.layers:
+        if layer.spec.kv_source is not None or layer.biases is not None:
+            raise _refuse(num_stages, f"{layer.module_name} has keys of another layer, or biases")
+    model = rehearse(checked)
+    layers = _layer_names(model, probed.layers, num_stages)
+    return _parts_of(model, layers, num_stages)
+
+
+def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> CheckedModel:
+    """Return what is built and read of a model for a stage."""
+    absent = parts.absent(stage)
+    probed = checked.inspected.probed
+    own = replace(
+        probed,
+        layers=[one for one in probed.layers if not is_within(one.module_name, absent)],
+        parameters=frozenset(name for name in probed.parameters if not is_within(name, absent)),
+        unused_modules=(*probed.unused_modules, *absent),
+        read_linears=tuple(name for name in probed.read_linears if not is_within(name, absent)),
+    )
+    return checked._replace(inspected=checked.inspected._replace(probed=own))
+
+
+def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> StageModel:
+    """Put what passes rows in the places of the modules that a stage does not have."""
+    model, own = loaded.model, stage.layers(len(parts.layers))
+    passages = {index: Passage() for index in range(len(parts.layers)) if index not in own}
+    for index, passage in passages.items():
+        model.set_submodule(parts.layers[index], passage)
+    if not stage.is_first:
+        model.set_submodule(parts.embedding, _AnyRows(hidden_size(model), loaded.dtype))
+    outlet = passages.get(own.stop)
+    if outlet is not None:
+        model.set_submodule(parts.head, _NoOutput())
+        outlet.keeps = True
+    return StageModel(passages.get(own.start - 1), outlet)
+
+
+def hidden_size(model: nn.Module) -> int:
+    """Return the width of the rows that pass from a layer to the next one."""
+    config: Any = model.config
+    width: int = config.get_text_config(decoder=True).hidden_size
+    return width
+
+
+def _refuse(num_stages: int, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"pipeline_parallel_size {num_stages}: {reason}")
+
+
+def _layer_names(model: nn.Module, layers: Sequence[ProbedLayer], num_stages: int) -> list[str]:
+    """Return the names of all layers, which are modules of one list with an attention each."""
+    names = [layer_name(layer) for layer in layers]
+    prefix = names[0].rpartition(".")[0]
+    if names != [f"{prefix}.{index}" for index in range(len(names))]:
+        raise _refuse(num_stages, f"{names[0]} is not in a list of layers with an attention each")
+    parent: Any = model.get_submodule(prefix)
+    if not isinstance(parent, nn.ModuleList) or len(parent) != len(names):
+        raise _refuse(num_stages, f"{prefix} is not a list of {len(names)} layers")
+    if len(names) < num_stages:
+        raise _refuse(num_stages, f"the model has {len(names)} layers")
+    return names
+
+
+def _parts_of(model: Any, layers: list[str], num_stages: int) -> StageParts:
+    embedding, head = model.get_input_embeddings(), output_layer(model)
+    names = {module: name for name, module in model.named_modules()}
+    if embedding not in names or head not in names:
+        raise _refuse(num_stages, "the model shows no embedding and output layer")
+    is_tied = any(is_within(name, [names[head]]) for name in model.all_tied_weights_keys)
+    return StageParts(layers, names[embedding], names[head], is_tied)
