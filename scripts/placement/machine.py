@@ -1,7 +1,7 @@
 """A Ray actor on each machine: it starts a host agent there, and watches it.
 
-The agent is not a child of the actor's process. So it serves on when this ends, as when Ray is lost;
-an actor that Ray starts again on the same machine finds it by its run directory.
+The agent is not a child of the actor's process. So it serves on when this ends, as when Ray is
+lost; an actor that Ray starts again on the same machine finds it by its run directory.
 """
 
 import os
