@@ -73,6 +73,9 @@ class WorkerShim:
         self._last_link_epoch = 0
         self.link_epoch: int | None = None
         """Epoch of the link since the last adoption; None while no core has adopted this worker."""
+        self._is_abandoned = False
+        """Whether another rank was adopted anew: this one waits for the same, as what it has been
+        sent since may build on a step that it has not computed."""
         self.num_fenced_frames = 0  # of another epoch, which were dropped
         self.failure: Exception | None = None
         """Error of a step or a sleep; the process must exit once the reply, if any, is sent."""
@@ -83,6 +86,7 @@ class WorkerShim:
             self._runner.leave()
         self.link_epoch = None
         self._launched = None
+        self._is_abandoned = False
 
     def prepare_memory(self) -> bool:
         """Allocate some memory of later steps, unless a step is unfinished.
@@ -115,7 +119,7 @@ class WorkerShim:
         if isinstance(message, Adopt):
             self._adopt(epoch, message)
             return None
-        if epoch != self.link_epoch:
+        if epoch != self.link_epoch or self._is_abandoned:
             self.num_fenced_frames += 1
             return None
         if isinstance(message, SchedulerOutput):
@@ -149,6 +153,7 @@ class WorkerShim:
         self.link_epoch = self._last_link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._launched = None
+        self._is_abandoned = False
         self._runner.reset(epoch)
         if self._grammars is not None:
             self._grammars.begin_adoption()
@@ -182,7 +187,7 @@ class WorkerShim:
             results += self._adapters.take_results()
         if self._offload is not None:
             results += self._offload.take_results()
-        return [] if self.link_epoch is None else results
+        return [] if self.link_epoch is None or self._is_abandoned else results
 
     @property
     def num_launched(self) -> int:
@@ -211,6 +216,8 @@ class WorkerShim:
         try:
             output = launched.finish()
         except StepAbandoned:
+            self._is_abandoned = True
+            self._launched = None
             return None
         except Exception as error:
             self.failure = error

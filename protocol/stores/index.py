@@ -10,6 +10,7 @@ Writes are single words without a lock. If two processes write to one place, one
 import contextlib
 import mmap
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class BlockIndex:
 
     def __init__(self, path: Path, *, most_blocks: int | None = None) -> None:
         """Map the file. With `most_blocks` it is made if it is not there, or has another size.
+
+        Processes that may make it do so one after the other, under a lock of theirs.
 
         An OSError: there is no file, or no room for it. ValueError: it is not a table.
         """
@@ -99,8 +102,8 @@ def _make(path: Path, most_blocks: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size == _num_bytes(num_slots):
             return False
-    draft = path.with_name(f"{path.name}-{os.getpid()}")
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd):
             os.posix_fallocate(fd, 0, _num_bytes(num_slots))

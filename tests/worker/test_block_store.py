@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "index").unlink()
     assert read(make(tmp_path), 1) == content(1)
     assert key(1) in make(tmp_path).index  # it was entered anew
+
+
+def test_stores_that_are_opened_together_share_one_index(tmp_path: Path) -> None:
+    """Else none finds what the other has written, and each counts its own bytes only."""
+    for number in range(30):
+        start = threading.Barrier(4)
+        stores: list[BlockStore] = []
+
+        def open_store(
+            start: threading.Barrier = start, path: Path = tmp_path / str(number)
+        ) -> None:
+            start.wait()
+            stores.append(make(path))  # noqa: B023
+
+        threads = [threading.Thread(target=open_store) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stores[0].write(key(1), block(1))
+        assert all(key(1) in store.index for store in stores)
 
 
 def flip(path: Path) -> None:

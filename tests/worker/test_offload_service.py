@@ -25,13 +25,31 @@ def key(number: int) -> bytes:
     return hashlib.sha256(bytes([number])).digest()
 
 
+class FakePool:
+    """Tensors whose rows are blocks."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.all_tensors = tensors
+        self.is_asleep = False
+
+    def copy_blocks(self, *_: object) -> None:
+        raise AssertionError("there is no device")
+
+    def wake(self) -> None:
+        if self.is_asleep:
+            for tensor in self.all_tensors:
+                tensor.zero_()
+        self.is_asleep = False
+
+
 class Bench:
     """A pool, and a service with some stores."""
 
     def __init__(self, paths: list[Path], num_writer_slots: int = 8) -> None:
         self.tensors = [torch.randn(NUM_BLOCKS, *shape) for shape in SHAPES]
         self.tensors[1] = self.tensors[1].to(torch.bfloat16)
-        self.memory = PoolMemory(self.tensors, MAX_READERS + num_writer_slots, _no_device)
+        self.pool = FakePool(self.tensors)
+        self.memory = PoolMemory(self.pool, MAX_READERS + num_writer_slots)  # type: ignore[arg-type]
         self.stores = [BlockStore(path, 2**20, self.memory.block_bytes) for path in paths]
         self.service = OffloadService(self.memory, self.stores)
 
@@ -65,10 +83,6 @@ class Bench:
         raise AssertionError("no answer")
 
 
-def _no_device(*_: object) -> None:
-    raise AssertionError("there is no device")
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Bench]:
     def make_bench(*names: str, num_writer_slots: int = 8) -> Bench:
@@ -92,6 +106,21 @@ def test_blocks_are_stored_as_they_were_and_loaded_where_they_are_wanted(
     assert [bench.content(block_id) for block_id in (4, 5)] == [before[3], before[1]]
     assert not any(any(bench.content(block_id)) for block_id in (0, 1, 2, 3, 6, 7))
     assert bench.service.deadline is None
+
+
+def test_a_load_wakes_the_pool_and_blocks_of_one_that_sleeps_are_not_stored(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make("memory")
+    before = bench.content(1)
+    bench.store(1)
+    bench.wait_for(1)
+    bench.pool.is_asleep = True
+    bench.store(2)
+    assert bench.load([1], [3]).num_blocks == 1
+    assert not bench.pool.is_asleep
+    assert bench.content(3) == before
+    assert key(2) not in bench.stores[0].index
 
 
 def test_a_load_ends_at_the_first_block_that_is_missing(make: Callable[..., Bench]) -> None:

@@ -13,16 +13,19 @@ from protocol.adapters import Adapter
 from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
+    BlocksLoaded,
     CachedRequestData,
     CompileGrammar,
     CoreToWorker,
     GrammarCompiled,
     LoadAdapter,
+    LoadBlocks,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
     Sleep,
     StepFailed,
+    StoreBlocks,
     UnloadAdapter,
     WorkerHello,
     WorkerToCore,
@@ -246,15 +249,22 @@ def test_a_device_that_fails_fails_the_step_that_it_computed() -> None:
     assert shim.failure is runner.launched[0].error
 
 
-def test_a_step_that_is_abandoned_is_not_answered() -> None:
-    """Its core is gone, and the worker goes on with the next one."""
+def test_after_a_step_that_is_abandoned_nothing_counts_until_the_next_adoption() -> None:
+    """Blocks that it was to fill would be stored, and later steps build on it."""
     runner = FakeRunner()
-    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    offload = FakeOffload()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH, offload=offload)  # type: ignore[arg-type]
     shim.on_message(9, Adopt(0))
     runner.error = StepAbandoned("another rank has left the adoption")
     assert shim.on_message(9, step(0)) is None
     assert shim.failure is None
     runner.error = None
+    shim.on_message(9, StoreBlocks([1], [b"k"]))
+    assert shim.on_message(9, LoadBlocks(1, [1], [b"k"])) is None
+    assert shim.on_message(9, step(1)) is None
+    assert shim.num_fenced_frames == 3
+    assert offload.messages == []
+    assert shim.take_prepared() == []
     shim.on_message(10, Adopt(0))
     assert isinstance(shim.on_message(10, step(0)), ModelRunnerOutput)
 
@@ -276,6 +286,25 @@ def test_a_lost_adoption_is_left_once() -> None:
     shim.end_adoption()
     shim.end_adoption()
     assert runner.num_leaves == 1
+
+
+class FakeOffload:
+    """Records what a worker is to store and to load."""
+
+    def __init__(self) -> None:
+        self.messages: list[StoreBlocks | LoadBlocks] = []
+
+    def store(self, message: StoreBlocks) -> None:
+        self.messages.append(message)
+
+    def load(self, message: LoadBlocks) -> None:
+        self.messages.append(message)
+
+    def begin_adoption(self) -> None:
+        pass
+
+    def take_results(self) -> list[BlocksLoaded]:
+        return [BlocksLoaded(1, 1)]
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

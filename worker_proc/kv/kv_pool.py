@@ -43,7 +43,7 @@ class KVPool:
         self.copy_blocks = copy_blocks
         self._device = device
         self._memory: list[HostMemory | DeviceMemory] = []
-        self._is_asleep = False
+        self.is_asleep = False
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device and on the host
         self.tensors: list[KVTensors] = []
         on_host: list[HostMemory] = []
@@ -87,7 +87,7 @@ class KVPool:
 
     def sleep(self) -> None:
         """Release all memory until `wake`; its content is lost."""
-        if self._is_asleep:
+        if self.is_asleep:
             return
         if self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
@@ -96,15 +96,15 @@ class KVPool:
         self._pages_ahead.forget()
         if self._device.type != "cpu":
             torch.cuda.empty_cache()
-        self._is_asleep = True
+        self.is_asleep = True
 
     def allocate_ahead(self, highest_block: int) -> bool:
         """Allocate some pages of blocks after those in use; return whether more are missing."""
-        return not self._is_asleep and self._pages_ahead.allocate(highest_block)
+        return not self.is_asleep and self._pages_ahead.allocate(highest_block)
 
     def wake(self) -> None:
         """Make the tensors usable again, with zeros after a sleep."""
-        if self._is_asleep:
+        if self.is_asleep:
             for memory in self._memory:
                 memory.restore()
-        self._is_asleep = False
+        self.is_asleep = False

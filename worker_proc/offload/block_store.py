@@ -9,9 +9,11 @@ their check.
 
 import contextlib
 import fcntl
+import heapq
 import itertools
 import logging
 import os
+import secrets
 import struct
 import time
 import zlib
@@ -31,6 +33,8 @@ _STALE_S = 60.0
 _KEPT_SHARE = 0.9
 """Of the bytes that may be used: what is left when old blocks are removed."""
 _LOCK_TRIES = 20
+_START_TRIES = 6000
+"""At the start: another process may enter all blocks into a new index."""
 _LOCK_PAUSE_S = 0.005
 _MAX_PARTS = 512
 """Buffers that are written or read at once; the system's limit is 1,024."""
@@ -56,24 +60,32 @@ class BlockStore:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         file_bytes = _HEADER.size + block_bytes
-        self.index = BlockIndex(directory / "index", most_blocks=most_bytes // file_bytes)
-        if self.index.is_new:
-            with self._locked():
+        # Under the lock: processes that start together would make an index each.
+        with self._locked(_START_TRIES) as has_lock:
+            if not has_lock:
+                raise TimeoutError(f"the lock of {directory} is held by another process")
+            self.index = BlockIndex(directory / "index", most_blocks=most_bytes // file_bytes)
+            if self.index.is_new:
                 self._enter_all()
 
-    def write(self, key: bytes, block: Parts) -> bool:
-        """Store a block; returns whether it is there now. An OSError: it cannot be written."""
+    def write(self, key: bytes, block: Parts, *, waits: bool = True) -> bool:
+        """Store a block; returns whether it is there now. An OSError: it cannot be written.
+
+        With `waits`, another process's work on the store is waited for, a tenth of a second.
+        """
         if key in self.index:
             return True
         num_bytes = _HEADER.size + sum(map(len, block))
-        if num_bytes > self._most_bytes or not self._make_room(num_bytes):
+        num_tries = _LOCK_TRIES if waits else 1
+        if num_bytes > self._most_bytes or not self._make_room(num_bytes, num_tries):
             return False
         path = self._path(key)
-        draft = path.with_name(f"{_DRAFT}{os.getpid()}-{next(self._numbers)}")
         header = _HEADER.pack(_MAGIC, _checksum(key, block), num_bytes - _HEADER.size)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        # Processes of several machines may share the directory, so pids are not enough.
+        draft = path.with_name(f"{_DRAFT}{next(self._numbers)}-{secrets.token_hex(8)}")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd):
                 _write_all(fd, [memoryview(header), *block])
             draft.rename(path)
@@ -118,9 +130,9 @@ class BlockStore:
         name = key.hex()
         return self._directory / name[:2] / name
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _make_room(self, num_bytes: int, num_tries: int) -> bool:
         """Count a block that is to be written, and remove old ones if there are too many."""
-        with self._locked() as has_lock:
+        with self._locked(num_tries) as has_lock:
             if not has_lock:
                 return False
             self.index.num_bytes += num_bytes
@@ -130,14 +142,16 @@ class BlockStore:
         return True
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """Hold the store's lock, if it is free within a tenth of a second."""
-        for _ in range(_LOCK_TRIES):
+    def _locked(self, num_tries: int) -> Iterator[bool]:
+        """Hold the store's lock, if it is free at one of some tries, with short pauses between."""
+        for number in range(num_tries):
+            if number:
+                time.sleep(_LOCK_PAUSE_S)
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(_LOCK_PAUSE_S)
+                continue
         else:
             yield False
             return
@@ -148,9 +162,10 @@ class BlockStore:
 
     def _remove_old(self, most_bytes: float) -> None:
         """Remove the blocks that were used least recently; counts the others anew."""
-        files = sorted(self._files())
-        left = sum(file.num_bytes for file in files)
-        for file in files:
+        # Each directory is sorted alone: sorting all files would hold the interpreter for long.
+        directories = [sorted(self._files_in(path)) for path in self._directories()]
+        left = sum(file.num_bytes for files in directories for file in files)
+        for file in heapq.merge(*directories):
             if left <= most_bytes:
                 break
             self.index.discard(file.key)
@@ -162,27 +177,29 @@ class BlockStore:
     def _enter_all(self) -> None:
         """Enter the blocks that are there into a new index."""
         num_bytes = 0
-        for file in self._files():
-            self.index.add(file.key)
-            num_bytes += file.num_bytes
+        for directory in self._directories():
+            for file in self._files_in(directory):
+                self.index.add(file.key)
+                num_bytes += file.num_bytes
         self.index.num_bytes = num_bytes
 
-    def _files(self) -> Iterator[_File]:
-        """Find all blocks; removes what dead writers have left."""
-        for directory in _entries(self._directory):
-            if not directory.is_dir():
-                continue
-            for entry in _entries(directory.path):
-                try:
-                    info = entry.stat()
-                    if entry.name.startswith(_DRAFT):
-                        if time.time() - info.st_mtime > _STALE_S:
-                            os.unlink(entry.path)
-                        continue
-                    key = bytes.fromhex(entry.name)
-                except (OSError, ValueError):  # just removed, or not a block
+    def _directories(self) -> list[str]:
+        """Return the directories that blocks are in."""
+        return [entry.path for entry in _entries(self._directory) if entry.is_dir()]
+
+    def _files_in(self, directory: str) -> Iterator[_File]:
+        """Find the blocks of a directory; removes what dead writers have left."""
+        for entry in _entries(directory):
+            try:
+                info = entry.stat()
+                if entry.name.startswith(_DRAFT):
+                    if time.time() - info.st_mtime > _STALE_S:
+                        os.unlink(entry.path)
                     continue
-                yield _File(info.st_mtime_ns, info.st_size, entry.path, key)
+                key = bytes.fromhex(entry.name)
+            except (OSError, ValueError):  # just removed, or not a block
+                continue
+            yield _File(info.st_mtime_ns, info.st_size, entry.path, key)
 
 
 def _entries(directory: str | Path) -> list["os.DirEntry[str]"]:

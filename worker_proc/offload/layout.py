@@ -19,7 +19,7 @@ log = logging.getLogger("troika.worker")
 
 
 def with_layout(
-    facts: ModelFacts, config: EngineConfig, tensors: Sequence[torch.Tensor], attention: str
+    facts: ModelFacts, config: EngineConfig, tensors: Sequence[torch.Tensor], kernels: str
 ) -> ModelFacts:
     """Add the layout of the blocks, if they can be kept in stores and are to be kept."""
     if not config.cache.keeps_blocks:
@@ -33,7 +33,7 @@ def with_layout(
         *(facts.dtype, facts.kv_cache_dtype, facts.quantization, facts.decoder, facts.build),
         str(facts.block_size),
         msgspec.json.encode(facts.kv_groups).decode(),
-        attention,
+        kernels,
         *(f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors),
     ]
     name = hashlib.blake2b("\n".join(parts).encode(), digest_size=_NAME_BYTES).hexdigest()

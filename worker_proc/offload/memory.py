@@ -20,6 +20,13 @@ class BlockMemory(Protocol):
     def parts(self, slot: int) -> Parts:
         """Return the bytes of a slot, which are those of the block in it."""
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool's memory is released; its blocks have lost their content."""
+
+    def wake(self) -> None:
+        """Make the pool usable; called between two steps, before blocks are copied in."""
+
     def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> Wait:
         """Copy blocks to slots, after all steps that were launched; returns a wait for the copy."""
 
@@ -31,12 +38,16 @@ class NoMemory:
     """Blocks without content, of a runner without a model."""
 
     block_bytes = 0
+    is_asleep = False
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
     def parts(self, slot: int) -> Parts:
         return []
+
+    def wake(self) -> None:
+        pass
 
     def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> Wait:
         return no_wait

@@ -56,6 +56,8 @@ class OffloadService:
 
     def store(self, message: StoreBlocks) -> None:
         """Copy blocks out and let them be written; those without a free slot are left out."""
+        if self._memory.is_asleep:  # they have no content
+            return
         blocks = [
             (block_id, key)
             for block_id, key in zip(message.block_ids, message.keys, strict=True)
@@ -74,6 +76,7 @@ class OffloadService:
         """Begin to read blocks; returns the answer if it cannot be begun."""
         if not self._reader_slots:
             return BlocksLoaded(message.req_id, 0)
+        self._memory.wake()
         slot = self._reader_slots.popleft()
         load = _Load(message, self._memory, self._stores, slot, self._end_reader)
         self._loads.append(load)
@@ -214,7 +217,7 @@ class _Load(threading.Thread):
             if key in store.index and store.read(key, block):
                 for faster in self._stores[:number]:
                     with contextlib.suppress(OSError):
-                        faster.write(key, block)
+                        faster.write(key, block, waits=False)
                 return True
         return False
 

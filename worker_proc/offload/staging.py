@@ -10,20 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_proc.kv.kv_pool import CopyBlocks
+from worker_proc.kv.kv_pool import KVPool
 from worker_proc.kv.kv_tensors import HostMemory
 from worker_proc.offload.memory import Parts, Wait, no_wait
 
 
 class PoolMemory:
-    """The blocks of a pool of tensors."""
+    """The blocks of a pool."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], num_slots: int, copy_blocks: CopyBlocks
-    ) -> None:
-        """Take the pool's tensors, whose rows are blocks; `copy_blocks` copies to a device."""
+    def __init__(self, pool: KVPool, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._tensors = tensors
+        self._pool = pool
+        tensors = self._tensors = pool.all_tensors
         self._device = tensors[0].device
         on_cpu = self._device.type == "cpu"
         # Not released while the pool sleeps: a block may be on its way to a store.
@@ -32,11 +30,18 @@ class PoolMemory:
             for tensor in tensors
         ]
         self.block_bytes = sum(tensor[0].nbytes for tensor in tensors)
-        self._copy_blocks = copy_by_address if on_cpu else copy_blocks
+        self._copy_blocks = copy_by_address if on_cpu else pool.copy_blocks
         self._stream = None if on_cpu else torch.cuda.Stream(self._device)
 
     def parts(self, slot: int) -> Parts:
         return [memory.row(slot) for memory in self._memory]
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._pool.is_asleep
+
+    def wake(self) -> None:
+        self._pool.wake()
 
     def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> Wait:
         pairs = [(t, m.tensor) for t, m in zip(self._tensors, self._memory, strict=True)]

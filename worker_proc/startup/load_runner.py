@@ -97,13 +97,12 @@ def build_runner(
         num_state_blocks=facts.num_state_blocks + size.num_draft_states,
         num_swap_states=facts.num_host_state_blocks,
     )
-    tensors = pool.all_tensors
-    attention = f"{backend.name} {kernels_of(prepared)}"
-    facts = with_layout(facts, config, tensors, attention)
+    kernels = f"{backend.name} {kernels_of(prepared)}"
+    facts = with_layout(facts, config, pool.all_tensors, kernels)
     memory = None
     if facts.kv_layout:
         number = num_slots(config, facts, block_bytes_of(loaded, layout))
-        memory = PoolMemory(tensors, number, pool.copy_blocks)
+        memory = PoolMemory(pool, number)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     exchange = _make_exchange(prepared, config, rank)
     if exchange is not None:
