@@ -29,7 +29,8 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert request.num_computed_tokens + num_quiet <= scheduler.kv.num_slots(request)
         _check_running(request, _num_owed(scheduler, request), scheduler.kv.block_size)
     for request in waiting:
-        _check_waiting(request, _num_owed(scheduler, request))
+        is_loading = request in scheduler.loads
+        _check_waiting(request, _num_owed(scheduler, request), is_loading=is_loading)
     scheduler.swapper.check_invariants(waiting)
     scheduler.partial_prefills.check_invariants(running)
     scheduler.queues.due_index.check_invariants(running)
@@ -48,13 +49,13 @@ def _check_running(request: Request, num_owed: int, block_size: int) -> None:
     assert request.num_computed_tokens <= len(request.block_tables[0]) * block_size
 
 
-def _check_waiting(request: Request, num_owed: int) -> None:
+def _check_waiting(request: Request, num_owed: int, *, is_loading: bool) -> None:
     assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED, *BLOCKED)
     assert request.num_late_tokens == num_owed
     assert request.num_drafts_in_flight == request.num_draft_tokens == 0
     assert request.num_computed_tokens == 0
-    is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KV
     assert bool(request.block_tables) == is_loading
+    assert not is_loading or request.status is RequestStatus.WAITING_FOR_REMOTE_KV
 
 
 def _num_owed(scheduler: Scheduler, request: Request) -> int:

@@ -293,17 +293,15 @@ class Scheduler:
                     self.kv.remember_full_blocks(due, due.num_computed_tokens)
                 except Exception as error:
                     self._fail(due, step, error)
+        if self.offload is not None:
+            self.loads.give_places()
         while (request := self._front()) is not None:
             try:
                 if not self.kv.prepare(request):
                     self.is_preparing = True
                     return
-                if self.offload is not None:
-                    outcome = self.loads.begin(request)
-                    if outcome is Outcome.BEGUN:
-                        continue
-                    if outcome is Outcome.NO_PLACE:
-                        return
+                if self.offload is not None and self.loads.begin(request) is Outcome.WAIT:
+                    continue
                 has_slot = step.budget > 0 and self._admission.has_slot(len(self.running))
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
@@ -629,6 +627,7 @@ class Scheduler:
             else:
                 self.kv.free(request)
         self.swapper.drop(request)
+        self.loads.drop(request)
         self.partial_prefills.drop(request)
         self.speculation.ended(request)
         self.policy.left(request)

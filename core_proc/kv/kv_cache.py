@@ -249,11 +249,11 @@ class KVCacheManager:
             end = min(missing)
         return end
 
-    def hold(self, request: Request, hits: Tables, num_tokens: int) -> bool:
-        """Give a waiting request its hits, and blocks that a load fills, if they fit."""
+    def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
+        """Give a waiting request its hits, and blocks that a load fills, if `headroom` is left."""
         assert self.states is None, "a load brings no states"
         hits = self.without_passed(hits, num_tokens)
-        if self.num_missing_blocks(hits, num_tokens, num_tokens, 0) > 0:
+        if self.num_missing_blocks(hits, num_tokens, num_tokens, 0) + headroom > 0:
             return False
         self._take(request, hits, num_tokens, num_tokens)
         return True

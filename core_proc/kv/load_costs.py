@@ -30,9 +30,9 @@ class LoadCosts:
         return self._num_refused % _TRIAL_EVERY == 0
 
     def loaded(self, num_tokens: int, load_ns: int) -> None:
-        """Take in the duration of a load, of `num_tokens` that were wanted."""
+        """Take in the duration of a load, and how many tokens have come."""
         if load_ns > 0:
-            self._loaded_ns = _mean(self._loaded_ns, load_ns / num_tokens)
+            self._loaded_ns = _mean(self._loaded_ns, load_ns / max(num_tokens, 1))
 
     def sent(self, num_tokens: int, num_prompt_tokens: int) -> None:
         self._steps.append((num_tokens, num_prompt_tokens))

@@ -27,6 +27,8 @@ class Index(Protocol):
 
     def __contains__(self, key: bytes, /) -> bool: ...
 
+    def discard(self, key: bytes, /) -> None: ...
+
     def clear(self) -> None:
         """Forget it."""
 
@@ -44,9 +46,16 @@ class _Load(NamedTuple):
 class Offload:
     """The stores of one engine, and the transfers of the step that is being put together."""
 
-    def __init__(self, indexes: Sequence[Index], *, least_tokens: int = LEAST_TOKENS) -> None:
+    def __init__(
+        self,
+        indexes: Sequence[Index],
+        *,
+        least_tokens: int = LEAST_TOKENS,
+        most_loads: int = MAX_LOADS,
+    ) -> None:
         """Take the index of each store."""
         self._indexes = indexes
+        self._most_loads = most_loads
         self.least_tokens = least_tokens
         self._new: list[tuple[int, bytes]] = []
         """Blocks whose contents were cached since the last step, which no store has."""
@@ -67,9 +76,9 @@ class Offload:
             self._new.append((block_id, key))
 
     @property
-    def has_place(self) -> bool:
-        """Whether one more request may have its blocks read."""
-        return len(self._loads) < MAX_LOADS
+    def num_places(self) -> int:
+        """How many more requests may have their blocks read now."""
+        return self._most_loads - len(self._loads)
 
     def begin(self, request: Request, num_hit: int) -> None:
         """Read the blocks of a request's tables behind the first `num_hit`."""
@@ -85,15 +94,20 @@ class Offload:
         self._unsent.append(message)
 
     def end(self, answer: BlocksLoaded, block_size: int) -> int | None:
-        """Return how many tokens of a request are there after a load; None: it was forgotten."""
+        """Return how many tokens of a request are there after a load; None: it was forgotten.
+
+        A block that did not come is written again once it is computed: one of the ranks lacks it.
+        """
         load = self._loads.pop(answer.req_id, None)
         if load is None:
             return None
         num_blocks = min(answer.num_blocks, len(load.entries))
         is_all = num_blocks == len(load.entries)
         end = load.entries[-1] + 1 if is_all else load.entries[num_blocks]
-        num_wanted = load.entries[-1] + 1 - load.num_hit
-        self.costs.loaded(num_wanted * block_size, answer.load_ns)
+        if not is_all:
+            for index in self._indexes:
+                index.discard(load.message.keys[num_blocks])
+        self.costs.loaded((end - load.num_hit) * block_size, answer.load_ns)
         self.num_loaded_tokens += (end - load.num_hit) * block_size
         return end * block_size
 

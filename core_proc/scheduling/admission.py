@@ -133,6 +133,10 @@ class Admission:
     def _headroom(self, num_running: int) -> int:
         return self._watermark_blocks if num_running else 0
 
+    def headroom(self, num_running: int) -> int:
+        """Return the free blocks that a load leaves: the next one of each running request."""
+        return max(self._headroom(num_running), num_running * len(self._kv.groups))
+
     def take_blocks(self, candidate: Candidate, num_new: int, num_running: int) -> bool:
         is_admitted = self._kv.admit(
             candidate.request,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from itertools import islice
 
 from core_proc.kv.kv_cache import KVCacheManager, Tables
 from core_proc.kv.offload import Offload
@@ -14,12 +15,10 @@ from protocol.core_worker import BlocksLoaded
 class Outcome(Enum):
     """What has become of a waiting request that might load KV."""
 
-    NOTHING_TO_LOAD = auto()
+    COMPUTE = auto()
     """It is to be computed from its hits in the prefix cache on."""
-    NO_PLACE = auto()
-    """It has stored blocks, and must wait until another load ends."""
-    BEGUN = auto()
-    """It waits for its blocks."""
+    WAIT = auto()
+    """It waits for its stored blocks, or until they can be loaded; others are admitted."""
 
 
 class Loads:
@@ -38,8 +37,8 @@ class Loads:
         self._admission = admission
         self._offload = offload
         self._requests: dict[int, Request] = {}
-        self._without_place: Request | None = None
-        """The last request for which there was no place. It is not looked up again until then."""
+        self._without_place: dict[int, Request] = {}
+        """Requests with stored blocks that wait until another load ends, in this order."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -55,24 +54,35 @@ class Loads:
         """Load the stored blocks of the request that would be admitted next, if that pays."""
         offload = self._offload
         if offload is None or not request.may_load or self._admission.still_refuses(request):
-            return Outcome.NOTHING_TO_LOAD
-        has_place = self._has_place(offload)
-        if request is self._without_place and not has_place:
-            return Outcome.NO_PLACE
-        self._without_place = None
+            return Outcome.COMPUTE
         stored = self._find_stored(request, offload)
-        if stored is not None and not has_place:
-            self._without_place = request
-            return Outcome.NO_PLACE
-        request.may_load = False  # admission does not ask again
         if stored is None:
-            return Outcome.NOTHING_TO_LOAD
+            request.may_load = False  # admission does not ask again
+            return Outcome.COMPUTE
+        if not self._has_place(offload):
+            self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
+            self._without_place[request.req_id] = request
+            return Outcome.WAIT
         hits, num_blocks = stored
-        if not self.hold(request, hits, num_blocks * self._kv.block_size):
-            request.may_load = True  # there may be room for the blocks later
-            return Outcome.NOTHING_TO_LOAD
+        headroom = self._admission.headroom(len(self._queues.running))
+        if not self.hold(request, hits, num_blocks * self._kv.block_size, headroom):
+            return Outcome.COMPUTE
+        request.may_load = False
         offload.begin(request, len(hits[0]))
-        return Outcome.BEGUN
+        return Outcome.WAIT
+
+    def give_places(self) -> None:
+        """Let requests that wait for a place be admitted, or loaded, if there is one now."""
+        if self._offload is None or not self._without_place or not self._has_place(self._offload):
+            return
+        for req_id in list(islice(self._without_place, self._offload.num_places)):
+            request = self._without_place.pop(req_id)
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                self._queues.unblock(request)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that has ended, unless its blocks are still written to."""
+        self._without_place.pop(request.req_id, None)
 
     def _find_stored(self, request: Request, offload: Offload) -> tuple[Tables, int] | None:
         """Return the hits of a request, and how many blocks it has with stored ones.
@@ -91,20 +101,20 @@ class Loads:
     def _has_place(self, offload: Offload) -> bool:
         """Whether one more load may begin, and its request will find a slot after it."""
         num_to_run = len(self._queues.running) + len(self._requests)
-        return offload.has_place and self._admission.has_slot(num_to_run)
+        return offload.num_places > 0 and self._admission.has_slot(num_to_run)
 
-    def hold(self, request: Request, hits: Tables, num_tokens: int) -> bool:
+    def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
         """Block a waiting request, and give it blocks for its first `num_tokens`, whole blocks.
 
         `hits` are cached already and must not be written to. Steps in flight may still write to
-        the others: the load must come after them. False if the blocks do not fit; then nothing has
-        changed.
+        the others: the load must come after them. False, and nothing has changed, if the blocks do
+        not fit beside `headroom` free ones: until the load ends they cannot be taken back.
         """
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self._kv.enable_prefix_caching, "loaded KV lands in the prefix cache"
         assert num_tokens % self._kv.block_size == 0
         assert 0 < num_tokens <= request.num_tokens
-        if not self._kv.hold(request, hits, num_tokens):
+        if not self._kv.hold(request, hits, num_tokens, headroom):
             return False
         self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
         self._requests[request.req_id] = request
@@ -138,5 +148,9 @@ class Loads:
         for request in list(self._requests.values()):
             request.may_load = True
             self.end(request, 0)
+        for request in self._without_place.values():
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                self._queues.unblock(request)
+        self._without_place.clear()
         if self._offload is not None:
             self._offload.workers_lost()

@@ -82,7 +82,7 @@ class Machine:
         self.options = options
         self._store = FakeStore()
         is_kept = has_store and options.enable_prefix_caching and not options.num_state_blocks
-        offload = Offload([self._store.index], least_tokens=1) if is_kept else None
+        offload = Offload([self._store.index], least_tokens=1, most_loads=2) if is_kept else None
         self.scheduler = Scheduler(options, offload)
         self.grammars = Grammars(self.scheduler)
         self.num_steps = 0

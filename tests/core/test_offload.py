@@ -111,7 +111,9 @@ def test_loads_have_a_limit_and_wait_for_a_place(filled: FakeStore) -> None:
     bench.step()
     bench.transfer()
     assert len(bench.loads) == MAX_LOADS
-    assert bench.requests[str(MAX_LOADS)].status is RequestStatus.WAITING
+    last = bench.requests[str(MAX_LOADS)]
+    assert last.status is RequestStatus.WAITING_FOR_REMOTE_KV
+    assert not last.block_tables
     bench.answer()
     granted = bench.step()
     assert granted == {"0": 3, str(MAX_LOADS): 3}  # the last one hits what was read
@@ -138,9 +140,59 @@ def test_a_request_without_a_place_is_not_looked_up_in_every_step(
     for _ in range(5):
         assert bench.step() == {}
     assert looked_up == []
+    bench.add("behind", 20, 2)
+    assert bench.step() == {"behind": 20}  # it has no stored blocks, and is not delayed
     bench.answer()
     bench.step()
     assert bench.requests[str(MAX_LOADS)] in looked_up
+
+
+@pytest.mark.parametrize("ends", ["abort", "lose"])
+def test_a_request_without_a_place_may_end_or_lose_its_worker(filled: FakeStore, ends: str) -> None:
+    bench = Bench(filled, seqs=2 * MAX_LOADS)
+    for number in range(MAX_LOADS + 1):
+        bench.add(str(number), PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    if ends == "abort":
+        bench.abort(str(MAX_LOADS))
+    else:
+        bench.lose_worker()
+        bench.loads.clear()
+        bench.step()
+        bench.transfer()
+    while bench.loads:
+        bench.answer()
+        bench.step()
+        bench.transfer()
+    bench.run()
+    assert len(bench.finished) == MAX_LOADS + (ends == "lose")
+
+
+def test_a_load_leaves_the_running_requests_their_next_blocks(filled: FakeStore) -> None:
+    bench = Bench(filled, blocks=8)
+    bench.add("running", BLOCK, 40)
+    bench.step()
+    bench.add("a", PROMPT, 2)
+    for _ in range(20):
+        assert bench.step().get("running") == 1
+        bench.transfer()
+    assert bench.loads == []
+
+
+def test_a_block_that_one_rank_has_lost_is_stored_again(filled: FakeStore) -> None:
+    """The index, which is that of the first rank, names it."""
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    load = bench.loads.pop()
+    assert filled.read(bench.worker, load, 1000) == 6
+    bench.scheduler.blocks_loaded(BlocksLoaded(load.req_id, 2, 1000))
+    bench.step()
+    bench.transfer()
+    assert bench.num_stored == 1
+    bench.run()
 
 
 def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
