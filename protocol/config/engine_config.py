@@ -185,8 +185,8 @@ class CacheConfig(Section):
     """Shared memory in which full KV blocks are kept beside the cache, for all workers of this
     machine and their successors, where reading is quicker than computing again; 0: none."""
     kv_offload_dir: PathText | None = None
-    """Directory on a disk in which full KV blocks are kept, also for the next start. It contains
-    what can be read off the prompts."""
+    """Directory on a disk in which full KV blocks are kept, also for the next start. The
+    prompts can be recovered from it."""
     kv_offload_dir_bytes: Annotated[int, Meta(ge=2**20, lt=2**56)] = 2**35
     """Most bytes of these blocks; the least recently used ones are removed."""
     enable_hybrid_kv_cache: bool = True

@@ -33,7 +33,7 @@ class BlockIndex:
     def __init__(self, path: Path, *, most_blocks: int | None = None) -> None:
         """Map the file. With `most_blocks` it is made if it is not there, or has another size.
 
-        Processes that may make it do so one after the other, under a lock of theirs.
+        Processes that may make it must do so one after the other, under a lock.
 
         An OSError: there is no file, or no room for it. ValueError: it is not a table.
         """

@@ -14,7 +14,10 @@ from typing import NamedTuple
 from protocol.config import EngineConfig
 
 SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "troika-kv-"
 _INDEX = "index"
+_ENGINE = "engine"
+"""In a directory of shared memory: a link to the run directory of its engine."""
 
 
 class Tier(NamedTuple):
@@ -53,7 +56,13 @@ def memory_directory(engine_dir: str) -> Path:
     if not os.access(SHARED_MEMORY, os.W_OK):
         return Path(engine_dir) / "kv"
     place = os.stat(engine_dir)
-    return SHARED_MEMORY / f"troika-kv-{place.st_dev:x}-{place.st_ino:x}"
+    return SHARED_MEMORY / f"{_PREFIX}{place.st_dev:x}-{place.st_ino:x}"
+
+
+def name_engine(directory: Path, engine_dir: str) -> None:
+    """Leave the name of its engine in a directory of blocks in memory."""
+    with contextlib.suppress(FileExistsError):
+        (directory / _ENGINE).symlink_to(os.path.abspath(engine_dir))
 
 
 def make_private(directory: Path) -> None:
@@ -86,3 +95,17 @@ def remove_memory(engine_dir: str) -> None:
     """Remove the blocks in memory of an engine that has ended, if it has left some."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(memory_directory(engine_dir), ignore_errors=True)
+
+
+def remove_orphaned_memory() -> None:
+    """Remove the blocks in memory of this user's engines whose run directories are gone."""
+    for directory in SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        try:
+            check_private(directory)
+            engine_dir = os.readlink(directory / _ENGINE)
+        except OSError:  # another user's, or just being made
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if memory_directory(engine_dir) == directory:
+                continue
+        shutil.rmtree(directory, ignore_errors=True)

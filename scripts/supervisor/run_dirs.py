@@ -15,7 +15,7 @@ from pathlib import Path
 
 from protocol.adapters import ADAPTERS_FILE
 from protocol.process.run_dir import make_run_dir
-from protocol.stores.tiers import remove_memory
+from protocol.stores.tiers import remove_memory, remove_orphaned_memory
 
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"
@@ -97,6 +97,7 @@ class RunDir:
                 remove_memory(target)
                 if link.name.startswith(_TEMPORARY):
                     shutil.rmtree(target, ignore_errors=True)
+        remove_orphaned_memory()
         kind = _TEMPORARY if self._is_temporary else "given"
         self._link = register / f"{kind}-{os.getpid()}"
         self._link.unlink(missing_ok=True)

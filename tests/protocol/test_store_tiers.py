@@ -1,5 +1,6 @@
 """The directories of stores: whose they are, and when they are removed."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,9 @@ from protocol.stores.tiers import (
     index_path,
     make_private,
     memory_directory,
+    name_engine,
     remove_memory,
+    remove_orphaned_memory,
     tiers,
 )
 
@@ -41,6 +44,31 @@ def test_two_engines_have_two_directories_which_end_with_them(tmp_path: Path) ->
     assert [path.exists() for path in paths] == [False, True]
     remove_memory(str(tmp_path / "b"))
     remove_memory(str(tmp_path / "gone"))
+
+
+def test_blocks_in_memory_whose_engine_has_no_directory_any_more_are_removed(
+    tmp_path: Path,
+) -> None:
+    """As after the death of a supervisor whose run directory the system removes."""
+    paths = {}
+    for name in ("gone", "made again", "there", "unnamed"):
+        engine_dir = tmp_path / name
+        engine_dir.mkdir()
+        paths[name] = memory_directory(str(engine_dir))
+        make_private(paths[name])
+        if name != "unnamed":
+            name_engine(paths[name], str(engine_dir))
+            name_engine(paths[name], str(engine_dir))
+    (tmp_path / "gone").rmdir()
+    (tmp_path / "made again").rename(tmp_path / "old")
+    (tmp_path / "made again").mkdir()
+    try:
+        remove_orphaned_memory()
+        left = [name for name, path in paths.items() if path.exists()]
+        assert left == ["there", "unnamed"]
+    finally:
+        for path in paths.values():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,14 @@ import logging
 import os
 
 from protocol.config import EngineConfig
-from protocol.stores.tiers import Tier, blocks_directory, make_private, tiers
+from protocol.stores.tiers import (
+    Tier,
+    blocks_directory,
+    engine_directory,
+    make_private,
+    name_engine,
+    tiers,
+)
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.offload.service import OffloadService
@@ -24,6 +31,8 @@ def make_service(
         directory = blocks_directory(tier, layout, rank)
         try:
             make_private(tier.private_directory(layout))
+            if tier.is_memory:
+                name_engine(tier.directory, engine_directory(config))
             stores.append(BlockStore(directory, tier.most_bytes // num_ranks, memory.block_bytes))
             if rank == 0:
                 _check_room(tier)

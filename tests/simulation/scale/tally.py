@@ -54,7 +54,7 @@ class Tally:
         self.num_tokens = sum(replica.num_computed for replica in replicas)
         self.busy_share = sum(replica.busy_s for replica in replicas) / len(replicas) / now
         lasting = [r.num_computed for r in replicas if r.incarnation == 0]
-        self.imbalance = max(lasting) / mean(lasting)
+        self.imbalance = max(lasting) / mean(lasting) if lasting else 1.0
 
     @property
     def num_lost(self) -> int:
