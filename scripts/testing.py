@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -177,17 +177,18 @@ class Engine(RunningEngine):
         timeout_s: float | None = None,
         *,
         module: str = "scripts.supervisor",
+        prefix: Sequence[str] = (),
     ) -> None:
         """Start it with the arguments of `scripts/serve`, or of another module's command.
 
-        It is not ready yet.
+        It is not ready yet. `prefix`: words in front of the command, as of `ip netns exec`.
         """
         default_s = TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S
         super().__init__(run_dir, default_s if timeout_s is None else timeout_s)
         self._log = Path(f"{run_dir}.log")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--run-dir", run_dir, *arguments],
+                [*prefix, sys.executable, "-m", module, "--run-dir", run_dir, *arguments],
                 cwd=_PATH,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -245,11 +246,11 @@ class EngineFactory:
         self._stack.callback(engine.close)
         return engine
 
-    def agent(self, join: str, keys: Path, *arguments: str) -> Engine:
+    def agent(self, join: str, keys: Path, *arguments: str, prefix: Sequence[str] = ()) -> Engine:
         """Start a host agent for the engine that listens at `join` for agents."""
         run_dir = f"{self.base}/{next(self._numbers)}"
         flags = ["--join", join, "--curve-keys", str(keys), *arguments]
-        engine = Engine(run_dir, flags, self.environ, module="scripts.agent")
+        engine = Engine(run_dir, flags, self.environ, module="scripts.agent", prefix=prefix)
         self._stack.callback(engine.close)
         return engine
 
