@@ -252,10 +252,6 @@ def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
         return
     model, scheduler = config.model, config.scheduler
     above = "pipeline_parallel_size above 1"
-    yield (
-        config.parallel.tensor_parallel_size > 1,
-        f"{above} needs tensor_parallel_size 1",
-    )
     yield model.device is Device.CUDA, f"{above} needs device cpu"
     yield (
         scheduler.num_speculative_tokens > 0,

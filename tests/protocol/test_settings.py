@@ -112,7 +112,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
                 f"pipeline_parallel_size above 1.*{next(reversed(one))}",
             )
             for one in (
-                {"tensor_parallel_size": 2},
                 {"device": "cuda"},
                 {"num_speculative_tokens": 2},
                 {"target_itl_ms": 9},

@@ -351,9 +351,7 @@ def _draw_stages(rng: random.Random, plan: Plan) -> None:
     is_excluded = config.scheduler.num_speculative_tokens or config.worker.null_state_blocks
     if is_excluded or plan.adapters is not None or rng.random() >= _STAGES_RATE:
         return
-    parallel = replace(
-        config.parallel, tensor_parallel_size=1, pipeline_parallel_size=rng.choice((2, 3))
-    )
+    parallel = replace(config.parallel, pipeline_parallel_size=rng.choice((2, 3)))
     plan.config = replace(config, parallel=parallel)
 
 

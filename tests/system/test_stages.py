@@ -24,19 +24,23 @@ NUM_TOKENS = 200
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("num_stages", "victims"),
+    ("num_stages", "num_shares", "victims"),
     [
-        (2, [(Role.WORKER, 0), (Role.WORKER, 1), (Role.CORE, 0)]),
-        pytest.param(3, [(Role.WORKER, 1), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
-        pytest.param(3, [(Role.WORKER, rank) for rank in range(3)], marks=SLOW),
+        (2, 1, [(Role.WORKER, 0), (Role.WORKER, 1), (Role.CORE, 0)]),
+        pytest.param(3, 1, [(Role.WORKER, 1), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
+        pytest.param(3, 1, [(Role.WORKER, rank) for rank in range(3)], marks=SLOW),
+        pytest.param(
+            2, 2, [*((Role.WORKER, rank) for rank in range(4)), (Role.CORE, 0)], marks=SLOW
+        ),
     ],
 )
 def test_streams_go_on_after_kill_9(
-    num_stages: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
+    num_stages: int, num_shares: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
 ) -> None:
     """The other stages cannot go on alone: all of them are started again.
 
-    One of the requests has a grammar, which every rank compiles.
+    One of the requests has a grammar, which every rank compiles. `num_shares` ranks divide each
+    stage.
     """
     build()
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32")
@@ -52,6 +56,7 @@ def test_streams_go_on_after_kill_9(
     assert all(len(tokens) == NUM_TOKENS for tokens in expected[:2])
     whole.close()
     stages = ("--pipeline-parallel-size", str(num_stages))
+    stages += ("--tensor-parallel-size", str(num_shares))
     engine = start_engine(*flags, *stages, model="demo", timeout_s=LOAD_TIMEOUT_S)
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume

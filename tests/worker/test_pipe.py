@@ -11,8 +11,9 @@ import torch
 
 from scripts.testing import eventually
 from worker_proc.native.kernels import load_library
-from worker_proc.parallel.adoption import SHARED_MEMORY, RankMissing
+from worker_proc.parallel.adoption import SHARED_MEMORY, Adoption, RankMissing
 from worker_proc.parallel.pipe import PipeSize, StagePipe
+from worker_proc.parallel.sharding import Share
 from worker_proc.parallel.stages import Stage
 from worker_proc.runner import StepAbandoned
 
@@ -21,13 +22,21 @@ WIDTH = 24
 SIZE = PipeSize(num_rows=8, row_bytes=WIDTH * 4, num_tokens=5, num_steps=2)
 
 
-def make_pipes(run_dir: Path, num_stages: int = 2, **options: Any) -> list[StagePipe]:
+def make_pipes(
+    run_dir: Path, num_stages: int = 2, num_shares: int = 1, *, timeout_s: float = TIMEOUT_S
+) -> list[StagePipe]:
     library = load_library()
     if library is None:
         pytest.skip("no compiled kernels")
     pipes = [
-        StagePipe(library, Stage(place, num_stages), str(run_dir), SIZE, **options)
-        for place in range(num_stages)
+        StagePipe(
+            library,
+            Adoption(rank, num_stages * num_shares, str(run_dir), timeout_s=timeout_s),
+            Stage(rank // num_shares, num_stages),
+            Share(rank % num_shares, num_shares),
+            SIZE,
+        )
+        for rank in range(num_stages * num_shares)
     ]
     for pipe in pipes:
         pipe.begin(1)
@@ -72,6 +81,17 @@ def test_rows_of_steps_of_all_sizes_arrive_at_the_last_stage(
     _, _, found = at_once(send, pass_on, receive)
     for seed, (count, rows) in enumerate(zip(counts, found, strict=True)):
         assert torch.equal(rows, make_rows(count, seed, dtype) + 1)
+
+
+def test_each_share_of_a_stage_passes_to_its_own(tmp_path: Path) -> None:
+    pipes = make_pipes(tmp_path, num_shares=2)
+    rows = [torch.empty(3, WIDTH) for _ in range(2)]
+    sends = [partial(pipe.send, make_rows(3, seed)) for seed, pipe in enumerate(pipes[:2])]
+    at_once(*sends, *(partial(pipes[2 + share].receive, rows[share]) for share in range(2)))
+    for share in range(2):
+        assert torch.equal(rows[share], make_rows(3, share))
+        pipes[2 + share].publish([share])
+        assert pipes[share].tokens(1, 1) == [share]
 
 
 def test_tokens_arrive_at_the_first_stage_as_late_as_it_takes_them(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, m
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
-from worker_proc.parallel.adoption import SHARED_MEMORY, RankMissing
+from worker_proc.parallel.adoption import SHARED_MEMORY, Adoption, RankMissing
 from worker_proc.parallel.exchange import RankExchange, RanksDiffer
 from worker_proc.parallel.sharding import Share
 from worker_proc.runner import StepAbandoned
@@ -192,12 +192,20 @@ def test_fewer_units_than_ranks_are_held_by_several() -> None:
     assert [list(Share(rank, 4).of(2)) for rank in range(4)] == [[0], [0], [1], [1]]
 
 
-def make_exchanges(run_dir: Path, num_ranks: int, **options: Any) -> list[RankExchange]:
+def make_exchanges(
+    run_dir: Path, num_ranks: int, *, timeout_s: float = TIMEOUT_S, **options: Any
+) -> list[RankExchange]:
     library = load_library()
     if library is None:
         pytest.skip("no compiled kernels")
     exchanges = [
-        RankExchange(library, rank, num_ranks, str(run_dir), **options) for rank in range(num_ranks)
+        RankExchange(
+            library,
+            Adoption(rank, num_ranks, str(run_dir), timeout_s=timeout_s),
+            Share(rank, num_ranks),
+            **options,
+        )
+        for rank in range(num_ranks)
     ]
     for exchange in exchanges:
         exchange.begin(1)

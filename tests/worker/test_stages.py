@@ -58,14 +58,16 @@ class _InFlight:
     def finish(self) -> ModelRunnerOutput:
         """Return what the last stage has sampled."""
         outputs = [output.result(TIMEOUT_S) for output in self._outputs]
-        return outputs[-1]
+        return outputs[-1]  # all ranks of the last stage sample alike
 
 
 class Stages:
     """The runners of all stages of a model as one, each in a thread of its own."""
 
-    def __init__(self, directory: Path, num_stages: int, **settings: Any) -> None:
-        """Take settings of the worker, and a `dtype`."""
+    def __init__(
+        self, directory: Path, num_stages: int, num_shares: int = 1, **settings: Any
+    ) -> None:
+        """Take settings of the worker, and a `dtype`; `num_shares` ranks divide each stage."""
         run_dir = directory.with_name(f"{directory.name}-run")
         run_dir.mkdir(mode=0o700, exist_ok=True)
         dtype = Dtype(settings.pop("dtype", "float32"))
@@ -78,11 +80,13 @@ class Stages:
                 swap_space_bytes=settings.pop("swap_space_bytes", 0),
             ),
             scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
-            parallel=ParallelConfig(pipeline_parallel_size=num_stages),
+            parallel=ParallelConfig(
+                pipeline_parallel_size=num_stages, tensor_parallel_size=num_shares
+            ),
             worker=WorkerConfig(num_threads=1, **settings),
             run=RunConfig(run_dir=str(run_dir)),
         )
-        self.runners = [self._load(rank) for rank in range(num_stages)]
+        self.runners = [self._load(rank) for rank in range(num_stages * num_shares)]
         self._threads = [ThreadPoolExecutor(1) for _ in self.runners]
         self._epoch = 0
 
@@ -152,6 +156,19 @@ def test_stages_compute_the_tokens_of_the_whole_model(
     assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
     assert stages.drive(prompts, max_num_seqs=1).output_token_ids == expected
     assert all(runner.facts == stages.facts for runner in stages.runners)
+    assert stages.facts.exact_resume, stages.facts.exact_resume_reason
+    assert stages.facts.decoder == "native"
+
+
+def test_ranks_divide_the_layers_of_stages(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    model = build_checkpoint(directory, LlamaConfig(**DEEP))
+    model.set_attn_implementation("eager")
+    prompts = make_prompts()
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    stages = Stages(directory, 2, num_shares=2)
+    assert stages.drive(prompts).output_token_ids == expected
+    assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
     assert stages.facts.exact_resume, stages.facts.exact_resume_reason
     assert stages.facts.decoder == "native"
 

@@ -1,6 +1,7 @@
 """The sums that the ranks of a model exchange in every layer, through memory that they share.
 
-The memory is a file of the adoption (adoption.py), which rank 0 makes.
+The memory is a file of the adoption (adoption.py), which the first of them makes. Of a model in
+stages, the ranks of each stage have a file.
 """
 
 import ctypes
@@ -13,7 +14,8 @@ import torch
 
 from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.parallel.adoption import SLICE_NS, TIMEOUT_S, Adoption
+from worker_proc.parallel.adoption import SLICE_NS, Adoption
+from worker_proc.parallel.sharding import Share
 
 SLOT_BYTES = 1 << 20
 """Of the rows that are exchanged at once; more are divided."""
@@ -29,19 +31,18 @@ class RankExchange:
     def __init__(
         self,
         library: NativeLibrary,
-        rank: int,
-        num_ranks: int,
-        run_dir: str,
+        adoption: Adoption,
+        share: Share,
         *,
         slot_bytes: int = SLOT_BYTES,
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Take the rank's number, and the run directory of the engine."""
-        self.rank = rank
-        self.num_ranks = num_ranks
+        """Take the adoption of the whole group, and which of the ranks of its stage this one is."""
+        self.rank, self.num_ranks = share
         self._library = library
         self._slot_bytes = slot_bytes
-        self._adoption = Adoption(rank, num_ranks, run_dir, timeout_s=timeout_s)
+        self._adoption = adoption
+        self._first_rank = adoption.rank - self.rank
+        self._label = f"sums-{self._first_rank}-"
         self._memory: mmap.mmap | None = None
         self._native: NativeExchange | None = None
         self._sequence = 0
@@ -103,7 +104,9 @@ class RankExchange:
 
     def _await_all(self, native: NativeExchange, deadline: float) -> None:
         while (found := native.wait(self._sequence, SLICE_NS)) != ALL_PUBLISHED:
-            self._adoption.check(deadline, f"rank {found} has not computed its part")
+            self._adoption.check(
+                deadline, f"rank {self._first_rank + found} has not computed its part"
+            )
 
     def _joined(self) -> NativeExchange:
         if self._native is None:
@@ -116,7 +119,9 @@ class RankExchange:
         num_bytes = exchange_bytes(self.num_ranks, self._slot_bytes)
         is_first = self.rank == 0
         try:
-            self._memory = self._adoption.map_file("", num_bytes, makes=is_first, deadline=deadline)
+            self._memory = self._adoption.map_file(
+                self._label, num_bytes, makes=is_first, deadline=deadline
+            )
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             native = self._library.exchange(address, self.rank, self.num_ranks, self._slot_bytes)
             self._sequence = 1
@@ -124,5 +129,5 @@ class RankExchange:
             self._await_all(native, deadline)
         finally:
             if is_first:
-                self._adoption.remove_file("")
+                self._adoption.remove_file(self._label)
         return native

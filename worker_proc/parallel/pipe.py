@@ -1,9 +1,11 @@
 """What stages pass to each other in a step, through memory that they share.
 
 Each stage passes the rows behind its last layer to the next one, and the last stage passes the
-sampled tokens to the first. Both sides know from the step how much there is. A channel has two
-slots; of rows, the writer waits until the reader has left the slot, so a stage is at most two steps
-ahead of the next one.
+sampled tokens to the first. Where several ranks divide the layers of a stage, all of them have the
+same rows and tokens, and each passes them to the rank with its place in the other stage.
+
+Both sides know from the step how much there is. A channel has two slots; of rows, the writer waits
+until the reader has left the slot, so a stage is at most two steps ahead of the next one.
 
 The tokens have no such wait, which could close a circle. There are more slots than steps in flight,
 and the first stage takes the tokens of a step before it computes the one whose tokens get the same
@@ -19,7 +21,8 @@ import torch
 
 from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.parallel.adoption import SLICE_NS, TIMEOUT_S, Adoption
+from worker_proc.parallel.adoption import SLICE_NS, Adoption
+from worker_proc.parallel.sharding import Share
 from worker_proc.parallel.stages import Stage
 
 MAX_SLOT_BYTES = 32 << 20
@@ -118,16 +121,17 @@ class StagePipe:
     def __init__(
         self,
         library: NativeLibrary,
+        adoption: Adoption,
         stage: Stage,
-        run_dir: str,
+        share: Share,
         size: PipeSize,
-        *,
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        """Take the adoption of the whole group, and the place of this rank in it."""
         self.stage = stage
+        self._share = share
         self._library = library
         self._size = size
-        self._adoption = Adoption(stage.place, stage.num_stages, run_dir, timeout_s=timeout_s)
+        self._adoption = adoption
         self._memory: _Memory | None = None
         self._num_published = 0
 
@@ -209,12 +213,13 @@ class StagePipe:
     def _join(self) -> _Memory:
         """Map the file of this adoption, and wait until all ranks have it."""
         adoption, size = self._adoption, self._size
-        deadline, num_hops = adoption.deadline, adoption.num_ranks - 1
+        deadline, num_hops = adoption.deadline, self.stage.num_stages - 1
         meeting_bytes = exchange_bytes(adoption.num_ranks, 0)
         slots = [size.row_slot_bytes] * num_hops + [0] * num_hops
         slots += [size.token_slot_bytes] * size.num_token_channels
-        num_bytes = meeting_bytes + sum(exchange_bytes(1, slot) for slot in slots)
-        is_first = self.stage.is_first
+        own_bytes = sum(exchange_bytes(1, slot) for slot in slots)
+        num_bytes = meeting_bytes + self._share.num_ranks * own_bytes
+        is_first = adoption.rank == 0
         try:
             file = adoption.map_file(_LABEL, num_bytes, makes=is_first, deadline=deadline)
             address = ctypes.addressof(ctypes.c_char.from_buffer(file))
@@ -225,7 +230,7 @@ class StagePipe:
         finally:
             if is_first:
                 adoption.remove_file(_LABEL)
-        address += meeting_bytes
+        address += meeting_bytes + self._share.rank * own_bytes
         channels = []
         for slot in slots:
             channels.append(_Channel(self._library.exchange(address, 0, 1, slot), slot))

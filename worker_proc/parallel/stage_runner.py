@@ -19,6 +19,7 @@ from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.runner import ComputedStep, LaunchedStep
 
@@ -47,8 +48,12 @@ class StageRunner:
         *,
         swap_cost_tokens: float,
         grammars: GrammarCompiler | None = None,
+        exchange: RankExchange | None = None,
     ) -> None:
-        """Take a model whose attention modules are attached to `backend` and `pool`."""
+        """Take a model whose attention modules are attached to `backend` and `pool`.
+
+        `exchange`: with the other ranks of the stage.
+        """
         self._model = loaded.model
         self._device = loaded.device
         self.facts = facts
@@ -57,6 +62,7 @@ class StageRunner:
         self._pool = pool
         self._part = part
         self._pipe = part.pipe
+        self._exchange = exchange
         self._mirror = Mirror(facts)
         self.swap_cost_tokens = swap_cost_tokens
         self.grammars = grammars
@@ -69,6 +75,8 @@ class StageRunner:
 
     def reset(self, epoch: int = 0) -> None:
         self._pipe.begin(epoch)
+        if self._exchange is not None:
+            self._exchange.begin(epoch)
         self._mirror.reset()
         self._num_computed = 0
         self._pending.clear()

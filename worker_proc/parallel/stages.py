@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from protocol.config import ParallelConfig
 from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
@@ -25,7 +26,7 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.passages import Passage, StageModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.parallel.sharding import layer_name
+from worker_proc.parallel.sharding import Share, layer_name
 
 _NUM_ROWS = 251
 """Of the table that takes the place of an embedding."""
@@ -51,6 +52,15 @@ class Stage(NamedTuple):
             -(-num_layers * index // self.num_stages) for index in (self.place, self.place + 1)
         )
         return range(first, last)
+
+
+def places(rank: int, parallel: ParallelConfig) -> tuple[Stage, Share]:
+    """Return the stage of a rank, and its share of the matrices there."""
+    place, share = divmod(rank, parallel.tensor_parallel_size)
+    return (
+        Stage(place, parallel.pipeline_parallel_size),
+        Share(share, parallel.tensor_parallel_size),
+    )
 
 
 class _AnyRows(nn.Module):

@@ -23,12 +23,13 @@ from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.offload.layout import num_slots, with_layout
 from worker_proc.offload.staging import PoolMemory
+from worker_proc.parallel.adoption import Adoption
 from worker_proc.parallel.connect import connect
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.pipe import PipeSize, StagePipe
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.stage_runner import StageRunner
-from worker_proc.parallel.stages import Stage, hidden_size
+from worker_proc.parallel.stages import hidden_size, places
 from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress, Runner
@@ -104,15 +105,21 @@ def build_runner(
         number = num_slots(config, facts, block_bytes_of(loaded, layout))
         memory = PoolMemory(pool, number)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
-    exchange = _make_exchange(prepared, config, rank)
+    exchange, part = _join_ranks(prepared, config, rank)
     if exchange is not None:
         connect(loaded, stack, exchange)
-    part = _make_stage(prepared, config, rank)
     if part is not None and not part.pipe.stage.is_last:
         cost = calibration.swap_cost_tokens
         progress("allocate_cache", 1, 1)
         return StageRunner(
-            loaded, facts, backend, pool, part, swap_cost_tokens=cost, grammars=prepared.grammars
+            loaded,
+            facts,
+            backend,
+            pool,
+            part,
+            swap_cost_tokens=cost,
+            grammars=prepared.grammars,
+            exchange=exchange,
         )
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
@@ -137,33 +144,29 @@ def build_runner(
     )
 
 
-def _make_exchange(prepared: PreparedModel, config: EngineConfig, rank: int) -> RankExchange | None:
-    """Return what exchanges sums with the other ranks, if there are some."""
-    num_ranks = config.parallel.tensor_parallel_size
-    if num_ranks == 1:
-        return None
-    if prepared.kernels is None:
-        raise UnsupportedModel(f"tensor_parallel_size {num_ranks} needs the compiled kernels")
-    return RankExchange(prepared.kernels, rank, num_ranks, make_run_dir(config.run.run_dir))
-
-
-def _make_stage(prepared: PreparedModel, config: EngineConfig, rank: int) -> StagePart | None:
-    """Return what joins a stage to the others, if there are some."""
-    parallel, scheduler, loaded = config.parallel, config.scheduler, prepared.loaded
-    number = parallel.pipeline_parallel_size
+def _join_ranks(
+    prepared: PreparedModel, config: EngineConfig, rank: int
+) -> tuple[RankExchange | None, StagePart | None]:
+    """Return what exchanges sums with the ranks of a stage, and what joins it to other stages."""
+    parallel, library = config.parallel, prepared.kernels
+    if parallel.num_ranks == 1:
+        return None, None
+    if library is None:
+        raise UnsupportedModel(f"a model in {parallel.num_ranks} ranks needs the compiled kernels")
+    adoption = Adoption(rank, parallel.num_ranks, make_run_dir(config.run.run_dir))
+    stage, share = places(rank, parallel)
+    exchange = RankExchange(library, adoption, share) if share.num_ranks > 1 else None
     if prepared.stage is None:
-        return None
-    if prepared.kernels is None:
-        raise UnsupportedModel(f"pipeline_parallel_size {number} needs the compiled kernels")
+        return exchange, None
+    scheduler, loaded = config.scheduler, prepared.loaded
     size = PipeSize(
         num_rows=scheduler.max_num_batched_tokens,
         row_bytes=hidden_size(loaded.model) * loaded.dtype.itemsize,
         num_tokens=scheduler.max_num_seqs + 1,
-        num_steps=max(scheduler.max_steps_in_flight, number),
+        num_steps=max(scheduler.max_steps_in_flight, stage.num_stages),
     )
-    stage = Stage(rank // parallel.tensor_parallel_size, number)
-    pipe = StagePipe(prepared.kernels, stage, make_run_dir(config.run.run_dir), size)
-    return StagePart(loaded, prepared.stage, pipe)
+    pipe = StagePipe(library, adoption, stage, share, size)
+    return exchange, StagePart(loaded, prepared.stage, pipe)
 
 
 def _size_cache(

@@ -44,7 +44,14 @@ from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, Format, NativeLibrary, load_library
 from worker_proc.parallel.sharding import Share, check_division, shard
-from worker_proc.parallel.stages import Stage, StageParts, check_stages, connect_stage, only_stage
+from worker_proc.parallel.stages import (
+    Stage,
+    StageParts,
+    check_stages,
+    connect_stage,
+    only_stage,
+    places,
+)
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
@@ -73,12 +80,10 @@ def prepare_model(
     kept = find_proofs(config, rank) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device)
     checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
-    parallel = config.parallel
-    stage = Stage(rank // parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    stage, share = places(rank, config.parallel)
     checked, checked_draft, library, parts = _check(config, device, kept, progress, stage)
     loaded = load_checked(checked, progress)
     passages = None if parts is None else connect_stage(loaded, parts, stage)
-    share = Share(rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
     if share.num_ranks > 1:
         loaded = shard(loaded, share)
     draft = None if checked_draft is None else load_checked(checked_draft, progress)
