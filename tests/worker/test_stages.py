@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -189,12 +190,20 @@ def test_a_stage_has_its_own_layers_only(tmp_path: Path) -> None:
 
 
 def test_layers_are_divided_evenly() -> None:
-    for num_layers in range(1, 40):
+    """The output layer counts as some layers of the last stage, and each stage has a layer."""
+    for num_layers, head_layers in product(range(1, 30), (0, 1, 5, 40)):
         for num_stages in range(1, num_layers + 1):
-            parts = [Stage(place, num_stages).layers(num_layers) for place in range(num_stages)]
+            stages = [Stage(place, num_stages) for place in range(num_stages)]
+            parts = [stage.layers(num_layers, head_layers) for stage in stages]
             assert [layer for part in parts for layer in part] == list(range(num_layers))
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-            assert len(parts[-1]) == min(map(len, parts))
+            sizes = list(map(len, parts))
+            assert min(sizes) >= 1
+            assert sizes[-1] == min(sizes)
+            if head_layers == 0:
+                assert max(sizes) - min(sizes) <= 1
+            elif sizes[-1] > 1:
+                assert max(sizes) - (sizes[-1] + head_layers) <= 1
+    assert [len(Stage(place, 2).layers(30, 4)) for place in range(2)] == [17, 13]
 
 
 def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(

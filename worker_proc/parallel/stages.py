@@ -46,12 +46,17 @@ class Stage(NamedTuple):
     def is_last(self) -> bool:
         return self.place == self.num_stages - 1
 
-    def layers(self, num_layers: int) -> range:
-        """Return its layers; the last stage, with the output layer, has no more than others."""
-        first, last = (
-            -(-num_layers * index // self.num_stages) for index in (self.place, self.place + 1)
-        )
-        return range(first, last)
+    def layers(self, num_layers: int, head_layers: int = 0) -> range:
+        """Return its layers; the output layer counts as some layers of the last stage.
+
+        Each stage has one at least.
+        """
+        ends = []
+        for end in (self.place, self.place + 1):
+            least, most = end, num_layers - (self.num_stages - end)
+            share = -(-(num_layers + head_layers) * end // self.num_stages)
+            ends.append(min(max(share, least), most))
+        return range(*ends)
 
 
 def places(rank: int, parallel: ParallelConfig) -> tuple[Stage, Share]:
@@ -91,10 +96,17 @@ class StageParts(NamedTuple):
     head: str
     is_tied: bool
     """Whether the output layer has the embedding's table."""
+    head_layers: int
+    """As how many layers the output layer counts: half of its weights, as it computes no row of a
+    prompt but the last one."""
+
+    def own(self, stage: Stage) -> range:
+        """Return the layers that a stage has."""
+        return stage.layers(len(self.layers), self.head_layers)
 
     def absent(self, stage: Stage) -> list[str]:
         """Return the modules that a stage does not have."""
-        own = stage.layers(len(self.layers))
+        own = self.own(stage)
         names = [name for index, name in enumerate(self.layers) if index not in own]
         if not stage.is_last:
             names.append(self.head)
@@ -146,7 +158,7 @@ def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> Checke
 
 def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> StageModel:
     """Put what passes rows in the places of the modules that a stage does not have."""
-    model, own = loaded.model, stage.layers(len(parts.layers))
+    model, own = loaded.model, parts.own(stage)
     passages = {index: Passage() for index in range(len(parts.layers)) if index not in own}
     for index, passage in passages.items():
         model.set_submodule(parts.layers[index], passage)
@@ -187,7 +199,13 @@ def _layer_names(model: nn.Module, layers: Sequence[ProbedLayer], num_stages: in
 def _parts_of(model: Any, layers: list[str], num_stages: int) -> StageParts:
     embedding, head = model.get_input_embeddings(), output_layer(model)
     names = {module: name for name, module in model.named_modules()}
-    if embedding not in names or head not in names:
+    if head is None or embedding not in names or head not in names:
         raise _refuse(num_stages, "the model shows no embedding and output layer")
     is_tied = any(is_within(name, [names[head]]) for name in model.all_tied_weights_keys)
-    return StageParts(layers, names[embedding], names[head], is_tied)
+    per_layer = sum(map(_num_weights, map(model.get_submodule, layers))) / len(layers)
+    head_layers = int(_num_weights(head) / (2 * per_layer))
+    return StageParts(layers, names[embedding], names[head], is_tied, head_layers)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -162,7 +162,7 @@ def _check(
     if stage.num_stages > 1:
         parts = check_stages(checked, stage.num_stages)
         checked = only_stage(checked, parts, stage)
-        rehearsal = rehearsal.of(stage.layers(len(parts.layers)))
+        rehearsal = rehearsal.of(parts.own(stage))
     check_cache(checked, rehearsal, config)
     if draft is not None:
         check_own_attention(draft, config.model.max_model_len)
