@@ -5,6 +5,7 @@ another depth or on another attention backend; a few depend on the machine more 
 `scripts/test -m slow` runs them and the tests that are marked as slow where they are defined.
 """
 
+import gc
 import os
 
 import pytest
@@ -86,12 +87,11 @@ VARIANTS = {
     },
     "system/test_pausing.py": {
         "test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly": (
-            "pause-resume-victims0 pause-resume-victims2 sleep-wake_up-victims1 "
-            "sleep-wake_up-victims3 sleep-resume-victims1"
+            "pause-resume-victims0 pause-resume-victims2 sleep-resume-victims1"
         ),
     },
     "system/test_quarantine.py": {
-        "test_only_the_poison_request_is_refused_and_all_others_are_exact": "exc@* hold:30000@*",
+        "test_only_the_poison_request_is_refused_and_all_others_are_exact": "exc@*-1",
     },
     "system/test_responses.py": {
         "test_official_client": "",
@@ -181,7 +181,9 @@ VARIANTS = {
         ),
     },
     "worker/test_zygote.py": {
-        "test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself": "float32",
+        "test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself": (
+            "float32-none bfloat16-w4a16"
+        ),
     },
 }
 """Tests by file, with the variants to leave out; "" leaves out the whole test."""
@@ -205,3 +207,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: [not item.nodeid.startswith(path) for path in LONGEST])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cheap_collections() -> None:
+    """Exempt libraries and collected tests from garbage collections: many tests call for one."""
+    if not gc.get_freeze_count():  # the first file, or one before has ended the exemption
+        gc.collect()
+        gc.freeze()

@@ -12,6 +12,12 @@ TINY = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no measurement collect the objects of the other tests' libraries."""
+    monkeypatch.setattr("gc.unfreeze", lambda: None)
+
+
 def test_the_report_is_one_json_object_with_every_figure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
