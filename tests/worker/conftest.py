@@ -12,6 +12,18 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup import prepare
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Compute with one thread, unless the test sets another number: its operations are small."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> None:
+    """For tests of kernels that divide the work of one call."""
+    torch.set_num_threads(2)
+
+
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Return checkpoints with their expected outputs, each made once."""

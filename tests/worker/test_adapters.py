@@ -141,8 +141,9 @@ def errors(
 @pytest.mark.parametrize(
     ("name", "dtype", "decoder"),
     [
-        *(("llama", "float32", "native"), ("llama", "bfloat16", "native")),
-        *(("llama", "float32", "modules"), ("llama", "bfloat16", "modules")),
+        *(("llama", "float32", "native"), ("llama", "bfloat16", "modules")),
+        pytest.param("llama", "bfloat16", "native", marks=pytest.mark.slow),
+        pytest.param("llama", "float32", "modules", marks=pytest.mark.slow),
         *(("phi3", "float32", "native"), ("phi3", "bfloat16", "modules")),
         *(("glm4", "float32", "native"), ("gemma3", "bfloat16", "native")),
         *(("olmo2", "float32", "native"), ("granite", "bfloat16", "native")),

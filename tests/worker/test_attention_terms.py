@@ -3,7 +3,6 @@
 Both backends give what float64 gives, and the native kernel the same bits however the work is cut.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -64,13 +63,6 @@ LONG_TERMS = (
     Terms("chunks", replace(_ODD, window=700, is_chunked=True)),
     Terms("long_chunks", replace(_ODD, window=SECTION + 190, is_chunked=True), has_sinks=True),
 )
-
-
-@pytest.fixture(autouse=True)
-def number_of_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make_layer(

@@ -31,7 +31,10 @@ from worker_proc.native.build import build, compiler
 from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 CODES = (KVFormat.INT8, KVFormat.FP8)
 SAMPLED = {"max_tokens": 12, "temperature": 0.9, "ignore_eos": True}

@@ -8,7 +8,10 @@ from worker_proc.modules.coded_weights import pack_weight
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import Format, NativeLibrary, PackedWeight
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 SHAPES = ((96, 128), (70, 45), (33, 300), (160, 257))
 """Outputs and inputs; most fill no panel and no unit."""

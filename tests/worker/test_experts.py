@@ -31,7 +31,10 @@ from worker_proc.modules.fused import FusedMLP, fuse_modules
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import Activation, Format, NativeLibrary
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 HIDDEN_SIZE, SIZE = 74, 44
 """Not multiples of a vector."""

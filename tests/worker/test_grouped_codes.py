@@ -22,7 +22,10 @@ from worker_proc.quantization.packing import (
 )
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 NUM_ROWS = (*range(MOST_ROWS + 1), *NUM_MANY_ROWS)
 

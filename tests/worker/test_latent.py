@@ -33,6 +33,8 @@ from worker_proc.modules.latent import install_latent
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary, Rotation, load_library
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 LATENT = [a for a in ARCHITECTURES if a.name in LATENT_NAMES - {"glm4_moe_lite"}]
 V2_LITE = LatentShape(num_heads=16, nope_dim=128, rope_dim=64, value_dim=128, rank=512)
 ODD = LatentShape(num_heads=3, nope_dim=20, rope_dim=6, value_dim=13, rank=18)

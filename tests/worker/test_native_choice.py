@@ -18,6 +18,8 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 NUM_ROWS = 96
 LARGE = 40_009
 

@@ -2,12 +2,11 @@
 
 import copy
 from array import array
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.worker.test_native_attention import NUM_BLOCKS, Texts, native_backend, without_tiles
+from tests.worker.test_native_attention import Texts, native_backend, without_tiles
 from worker_proc.attention.native import NativeBackend
 from worker_proc.attention.work import SECTION
 from worker_proc.kv.kv_groups import LayerSpec
@@ -18,6 +17,7 @@ __all__ = ["without_tiles"]
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
+NUM_BLOCKS = 700
 LENGTH = 2 * SECTION + 300
 OTHERS = (20,) * 16
 SPECS = (
@@ -31,13 +31,6 @@ SPECS = (
 KERNELS = ("float32", "bfloat16", "bfloat16 without tiles")
 
 
-@pytest.fixture(autouse=True)
-def number_of_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 class Context:
     """One long text and some short ones; its rows are known, as one thread computes them."""
 
@@ -46,7 +39,7 @@ class Context:
     ) -> None:
         dtype = torch.float32 if kernel == "float32" else torch.bfloat16
         library = without_tiles if kernel.endswith("without tiles") else None
-        self.texts = Texts(spec, block_size, dtype, (LENGTH, *OTHERS))
+        self.texts = Texts(spec, block_size, dtype, (LENGTH, *OTHERS), num_blocks=NUM_BLOCKS)
         # The highest score of a row is in another section than the last one.
         self.texts.rows[0][1][SECTION + 40 : SECTION + 60] *= 3
         self.backend = native_backend(block_size, dtype, [spec.window], library, [spec])
@@ -65,8 +58,16 @@ class Context:
         assert torch.equal(rows, self.expected[start : start + count])
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS[:2], pytest.param(KERNELS[2], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize(
+    ("block_size", "kernel"),
+    [
+        *((16, KERNELS[0]), (24, KERNELS[1])),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((24, KERNELS[0]), (16, KERNELS[1]), (16, KERNELS[2]), (24, KERNELS[2]))
+        ),
+    ],
+)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_bits_do_not_depend_on_threads_or_chunks(
     spec: LayerSpec, block_size: int, kernel: str, without_tiles: NativeLibrary

@@ -15,6 +15,8 @@ from worker_proc.modules.packed_linear import (
 )
 from worker_proc.native.kernels import load_library
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 CPU = torch.device("cpu")
 MAX_ROWS = 130
 LIBRARY = load_library()

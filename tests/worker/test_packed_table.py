@@ -25,7 +25,10 @@ from worker_proc.quantization.packing import pack_codes
 from worker_proc.quantization.weight import QuantizedWeight
 from worker_proc.startup.prepare import prepare_model
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_ROWS, NUM_INPUTS = 70, 512
 

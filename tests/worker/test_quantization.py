@@ -5,7 +5,7 @@ for.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,6 @@ MODELS: dict[str, PretrainedConfig] = {
     "gpt2": CONFIGS["gpt2"],
 }
 RECURRENT_NAMES = [one.name for one in KINDS]
-SLOW_MIXTRAL = pytest.param("mixtral", marks=pytest.mark.slow)
 MIXTURES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(
@@ -245,18 +244,20 @@ MIXTURES: dict[str, PretrainedConfig] = {
 }
 
 
-def _models() -> list[Any]:
+def _each_once(
+    names: Iterable[str], quantizations: Sequence[Quantization] = QUANTIZATIONS
+) -> list[Any]:
     """Every model with every code; each model once in the default tests, in turn."""
     cases = []
-    for place, name in enumerate(MODELS):
-        for number, quantization in enumerate(QUANTIZATIONS):
-            is_slow = name == "mixtral" or number != place % len(QUANTIZATIONS)
+    for place, name in enumerate(names):
+        for number, quantization in enumerate(quantizations):
+            is_slow = name == "mixtral" or number != place % len(quantizations)
             marks = pytest.mark.slow if is_slow else ()
             cases.append(pytest.param(name, quantization, marks=marks, id=f"{name}-{quantization}"))
     return cases
 
 
-@pytest.mark.parametrize(("name", "quantization"), _models())
+@pytest.mark.parametrize(("name", "quantization"), _each_once(MODELS))
 def test_logits_are_the_same_bits_in_every_schedule(
     name: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,8 +271,17 @@ def test_logits_are_the_same_bits_in_every_schedule(
     compare(runners, monkeypatch)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("qwen3", Quantization.W8A16),
+        ("qwen3_moe", Quantization.W4A16),
+        ("qwen3_moe", Quantization.W8A8),
+        pytest.param("qwen3", Quantization.W4A16, marks=pytest.mark.slow),
+        pytest.param("qwen3", Quantization.W8A8, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", Quantization.W8A16, marks=pytest.mark.slow),
+    ],
+)
 def test_modules_take_the_place_of_the_native_decoder(
     name: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,8 +316,13 @@ def rounded_model(
     return model
 
 
-@pytest.mark.parametrize("quantization", [Quantization.W8A16, Quantization.W4A16])
-@pytest.mark.parametrize("name", ["qwen3_moe", "dots1", *RECURRENT_NAMES, SLOW_MIXTRAL])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    _each_once(
+        ["qwen3_moe", "dots1", *RECURRENT_NAMES, "mixtral"],
+        [Quantization.W8A16, Quantization.W4A16],
+    ),
+)
 def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
@@ -336,9 +351,12 @@ def coded_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize(
-    "name", ["llama", "llama_tied", "qwen3_moe", "dots1", "lfm2", SLOW_MIXTRAL]
+    ("name", "quantization"),
+    [
+        *_each_once(["llama", "qwen3_moe", "lfm2", "dots1", "mixtral"]),
+        ("llama_tied", Quantization.W8A16),
+    ],
 )
 def test_greedy_tokens_are_those_of_the_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path

@@ -11,7 +11,10 @@ from worker_proc.modules.grouped_experts import GroupedExperts
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import Format, NativeLibrary
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 
 @pytest.fixture(scope="module")
