@@ -22,8 +22,8 @@ from tests.system.test_replicas import (
     PARAMS,
     Tokens,
     all_streams,
+    half_read,
     prompt_of,
-    until_half,
     until_serving,
 )
 
@@ -138,12 +138,7 @@ def test_requests_of_a_machine_that_is_gone_or_silent_go_on_at_another(
         async with proxy.listening() as address:
             client = ReplicatedClient([kept.address, address], keys=read_client_keys(keys))
             async with client:
-                await until_serving(client)
-                found: Tokens = [[] for _ in range(NUM_STREAMS)]
-                streams = asyncio.create_task(all_streams(client, found))
-                await until_half(found)
-                num_there = client.clients[1].num_open_requests
-                assert num_there > NUM_STREAMS / 3
+                found, streams, num_there = await half_read(client)
                 if is_killed:
                     await asyncio.to_thread(lost.engine.process.kill)
                 else:

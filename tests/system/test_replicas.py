@@ -71,17 +71,23 @@ async def until_half(found: Tokens) -> None:
             await asyncio.sleep(0.01)
 
 
+async def half_read(client: ReplicatedClient) -> tuple[Tokens, asyncio.Task[list[float]], int]:
+    """Begin all streams of two replicas; return them half read, and how many the second one has."""
+    await until_serving(client)
+    found: Tokens = [[] for _ in range(NUM_STREAMS)]
+    streams = asyncio.create_task(all_streams(client, found))
+    await until_half(found)
+    num_there = client.clients[1].num_open_requests
+    assert num_there > NUM_STREAMS / 3
+    return found, streams, num_there
+
+
 def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None:
     config = null_config()
 
     async def play(kept: EngineProcesses, lost: EngineProcesses) -> None:
         async with ReplicatedClient([kept.address, lost.address]) as client:
-            await until_serving(client)
-            found: Tokens = [[] for _ in range(NUM_STREAMS)]
-            streams = asyncio.create_task(all_streams(client, found))
-            await until_half(found)
-            num_there = client.clients[1].num_open_requests
-            assert num_there > NUM_STREAMS / 3
+            found, streams, num_there = await half_read(client)
             await asyncio.to_thread(lost.close)
             pauses = await streams
             assert found == EXPECTED
@@ -128,11 +134,7 @@ def test_streams_go_on_while_a_replica_is_replaced(
 
     async def play(engine: EngineProcesses) -> None:
         async with ReplicatedClient(engine.addresses) as client:
-            await until_serving(client)
-            found: Tokens = [[] for _ in range(NUM_STREAMS)]
-            streams = asyncio.create_task(all_streams(client, found))
-            await until_half(found)
-            num_there = client.clients[1].num_open_requests
+            found, streams, num_there = await half_read(client)
             await asyncio.to_thread(disturb, engine, 1)
             pauses = await streams
             assert found == EXPECTED
