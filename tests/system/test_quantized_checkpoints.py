@@ -11,6 +11,7 @@ from tests.worker.quantized_checkpoints import (
     WIDE,
     Layout,
     bitsandbytes_int8,
+    bitsandbytes_table,
     gptq,
     int_quantized,
     write_quantized,
@@ -27,6 +28,7 @@ from worker_proc.native.build import build, compiler
         gptq(4, 64, is_symmetric=False, has_order=True),
         int_quantized(codes_rows=True),
         bitsandbytes_int8(),
+        bitsandbytes_table("nf4", is_nested=True),
     ],
     ids=lambda layout: layout.name,
 )

@@ -50,7 +50,10 @@ MEASURED = (
     *("gptq4_128_sym_v1", "gptq4_64_asym_order_v1", "awq_128", "pack_quantized4_32_asym"),
     *("pack_quantized8_-1_sym", "int_quantized_w8a8", "float_quantized_channel", "fp8_blocks"),
 )
-TURNS = ("pack_quantized8_-1_sym", MEASURED[0], "Q8_0.gguf", "Q4_K.gguf")
+TURNS = (
+    *("pack_quantized8_-1_sym", MEASURED[0], "awq_128", "bitsandbytes_nf4_nested"),
+    *("Q8_0.gguf", "Q4_K.gguf"),
+)
 NUM_TOKENS = 24
 NUM_TURN_TOKENS = 8
 HEAD = "+head"
@@ -165,9 +168,10 @@ def print_turns(directory: Path, names: list[str], num_rounds: int) -> None:
     for each in (Quantization.W8A16, Quantization.W4A16):
         cases[f"`{each}` at load"] = directory / "plain", str(each)
     for name in names:
-        if not (directory / name).exists():
-            quantize(directory / "plain", directory / name, name, repeats_shapes=True)
-        cases[name] = directory / name, ""
+        layout, _, quantization = name.partition(":")
+        if not (directory / layout).exists():
+            quantize(directory / "plain", directory / layout, layout, repeats_shapes=True)
+        cases[name] = directory / layout, quantization
     runners = {name: load_in_bf16(*case) for name, case in cases.items()}
     params = SamplingParams(max_tokens=NUM_TURN_TOKENS, temperature=0.0, ignore_eos=True)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}

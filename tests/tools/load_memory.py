@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "Q8_0 (GGUF)": ("dense", "Q8_0.gguf", ""),
     "Q4_K (GGUF)": ("dense", "Q4_K.gguf", ""),
     "nf4 (bitsandbytes)": ("dense", "bitsandbytes_nf4_nested", ""),
+    "nf4 (bitsandbytes), output layer `w8a16`": ("dense", "bitsandbytes_nf4_nested", "w8a16"),
     "mixture, bf16": ("mixture", "", ""),
     "mixture, int4 (compressed-tensors)": ("mixture", "pack_quantized4_32_asym", ""),
 }

@@ -332,7 +332,7 @@ def bitsandbytes_table(name: str, *, block_size: int = 64, is_nested: bool) -> L
         "bnb_4bit_quant_storage": "uint8",
     }
     nested = "_nested" if is_nested else ""
-    return Layout(f"bitsandbytes_{name}{nested}", settings, encode)
+    return Layout(f"bitsandbytes_{name}{nested}", settings, encode, f"bitsandbytes {name}")
 
 
 def _nest(scales: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]]:

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.worker.quantized_checkpoints import FP4, NF4
 from tests.worker.test_quantization import MOST_ROWS, NUM_MANY_ROWS, product
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import Format, NativeLibrary, PackedWeight
 from worker_proc.quantization.packing import (
+    CannotJoin,
     can_take_codes,
     join_packed,
     obstacle,
@@ -50,6 +52,11 @@ CASES = (
     Case(CodeKind.INT8, (70, 45), 45, torch.float32),
     Case(CodeKind.INT8, (96, 192), 64, has_zeros=True),
     Case(CodeKind.INT8, (64, 256), 32, torch.bfloat16, has_order=True),
+    Case(CodeKind.INT4, (70, 200), 32, torch.float32, has_zeros=True),
+    Case(CodeKind.INT4, (70, 200), 32, torch.bfloat16, has_zeros=True),
+    Case(CodeKind.NF4, (96, 192), 64, torch.float32),
+    Case(CodeKind.FP4, (70, 256), 32, torch.float32),
+    Case(CodeKind.NF4, (34, 300), 300),
     Case(CodeKind.FP8, (70, 257), 257, torch.float32),
     Case(CodeKind.FP8, (160, 300), 128, torch.float32),
 )
@@ -60,7 +67,7 @@ def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed + sum(case.shape))
     num_outputs, num_inputs = case.shape
     num_groups = -(-num_inputs // case.group_size)
-    most = 16 if case.kind is CodeKind.INT4 else 256
+    most = 2**case.kind.bits
     codes = torch.randint(0, most, case.shape, generator=generator, dtype=torch.uint8)
     if case.kind is CodeKind.FP8:
         codes[codes & 0x7F == 0x7F] = 1  # less than the normal numbers, instead of NaN
@@ -69,13 +76,16 @@ def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
     zeros = torch.full((num_outputs, num_groups), most / 2)
     if case.has_zeros:
         zeros = torch.randint(0, most, zeros.shape, generator=generator).float()
-    if case.kind is CodeKind.FP8:
+    table = None
+    if case.kind in (CodeKind.NF4, CodeKind.FP4):
+        table = torch.tensor(NF4 if case.kind is CodeKind.NF4 else FP4)
+    if case.kind is CodeKind.FP8 or table is not None:
         zeros.zero_()
     order = None
     if case.has_order:
         order = torch.randperm(num_inputs, generator=generator) // case.group_size
     rounded = scales.to(case.scales).float()
-    return QuantizedWeight(case.kind, codes, rounded, zeros, case.group_size, order)
+    return QuantizedWeight(case.kind, codes, rounded, zeros, case.group_size, order, table=table)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +168,18 @@ def test_experts_with_other_types_of_scales_and_zero_points_are_joined(num_even:
     assert zeros is not None
     assert len(zeros) == len(joined.scales)
     assert bool((zeros[: num_even * len(zeros) // 3] == 7).all())
+
+
+def test_experts_with_tables_of_their_own_are_not_joined() -> None:
+    one = make_weight(Case(CodeKind.NF4, (96, 192), 64))
+    assert one.table is not None
+    packed = [
+        pack_codes(one._replace(table=table), None, torch.float32)
+        for table in (one.table, one.table * 2)
+    ]
+    join_packed(iter([packed[0], packed[0]]), 2)
+    with pytest.raises(CannotJoin, match="tables of their own"):
+        join_packed(iter(packed), 2)
 
 
 def test_rows_of_codes_are_multiplied_with_the_codes_of_the_checkpoint(

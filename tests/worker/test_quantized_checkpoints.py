@@ -114,6 +114,9 @@ SERVED = (
     (float_quantized("channel"), OTHER_ROUTER),
     (float_quantized("channel"), RECURRENT),
     (bitsandbytes_int8(), MOE),
+    (bitsandbytes_table("nf4", is_nested=True), MOE),
+    (bitsandbytes_table("nf4", is_nested=True), None),
+    (bitsandbytes_table("fp4", is_nested=False), None),
 )
 
 
@@ -163,6 +166,7 @@ SCHEDULED = (
     (int_quantized(codes_rows=True), OTHER_ROUTER),
     (int_quantized(codes_rows=True), None),
     (fp8_blocks(), None),
+    (bitsandbytes_table("nf4", is_nested=True), MOE),
 )
 
 
@@ -205,25 +209,6 @@ def test_weights_that_no_kernel_reads_are_dequantized_and_a_line_states_it(
     assert "fp8: 14 weights are dequantized to float32: groups of 48 inputs" in caplog.text
     assert runner.facts.quantization == ""
     assert coded_formats(runner) == {Format.UNITS}
-
-
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["nf4", "fp4"])
-def test_codes_that_are_places_in_a_table_are_dequantized(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Tokens are those of the plain checkpoint, and a line states what becomes of the weights."""
-    layout = bitsandbytes_table(name, is_nested=name == "nf4")
-    dense = write_quantized(tmp_path / "coded", layout)
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    with caplog.at_level(logging.INFO):
-        runner = make_runner(tmp_path / "coded", 200)
-    line = f"bitsandbytes {name}: 14 weights are dequantized to float32: no kernel computes"
-    assert line in caplog.text
-    prompt = make_prompts()[0]
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    run = drive(runner, [prompt], params, max_num_seqs=1)
-    assert run.output_token_ids == [generate(model, prompt, MAX_TOKENS)]
 
 
 def test_blocks_of_a_table_may_cross_the_ends_of_rows(tmp_path: Path) -> None:

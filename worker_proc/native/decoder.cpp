@@ -82,6 +82,7 @@ struct Instruction {
   const uint8_t* zeros;
   const void* minimums;
   const uint16_t *scale_units, *minimum_units;
+  const float* table;
   const float *bias, *query_norm, *key_norm;
   const Layer* layer;
 };
@@ -237,7 +238,7 @@ class Executor {
 
   static GroupedPanels<T> grouped(const Instruction& i) {
     const auto* codes = static_cast<const uint8_t*>(i.weight);
-    return {{codes, i.scales, i.zeros, i.minimums, i.scale_units, i.minimum_units, i.format,
+    return {{codes, i.scales, i.zeros, i.minimums, i.scale_units, i.minimum_units, i.table, i.format,
              i.scale_type, i.zero, i.group_inputs, i.section_inputs},
             i.num_units,
             i.num_pairs};

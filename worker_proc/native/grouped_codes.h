@@ -1,9 +1,9 @@
 // Weights of quantized checkpoints: codes of 4 or 8 bits as their files store them.
 //
 // Consecutive inputs of an output share a scale and a zero point, in groups of whole tiles, or of 16
-// inputs. A whole number stands for (code - zero point) · scale or for code · scale + minimum, and a
-// number in e4m3 for number · scale, in float32, rounded once: products with scales that have a minimum
-// are exact. Kernels that multiply pairs of bfloat16 round it to bfloat16, too (tile); others take it in
+// inputs. A whole number stands for (code - zero point) · scale or for code · scale + minimum, a
+// number in e4m3 for number · scale, and a place in a table of 16 numbers for entry · scale, in float32,
+// rounded once: products with scales that have a minimum are exact. Kernels that multiply pairs of bfloat16 round it to bfloat16, too (tile); others take it in
 // float32 (widen_tile).
 //
 // Scales and minimums of GGUF's K formats are whole numbers of 8 bits, in multiples of a unit that the
@@ -45,6 +45,30 @@ inline Vec widen_fp16(const uint16_t* p) {
 #endif
 }
 
+// Whole numbers of 8 bits as floats. GCC would widen them in parts.
+#ifdef __AVX512F__
+inline Vec as_floats(VecSignedCodes v) {
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
+}
+inline Vec as_floats(VecCodes v) {
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)v));
+}
+#else
+template <class Codes>
+Vec as_floats(Codes v) {
+  return __builtin_convertvector(__builtin_convertvector(v, VecInt), Vec);
+}
+#endif
+
+// sum + x · y, where the product is exact.
+inline Part sum_with_product(Part sum, Part x, Part y) {
+#ifdef __AVX512F__
+  return multiply_add(x, y, sum);
+#else
+  return x * y + sum;
+#endif
+}
+
 // Whole numbers of some bits, from 0 on. A word has the first one in its lowest bits. They are moved by
 // a zero point before they are multiplied, or by a minimum afterwards.
 template <int Bits, bool kHasMinimums>
@@ -52,7 +76,7 @@ class WholeCodes {
  public:
   static constexpr int kPerWord = 32 / Bits;
 
-  WholeCodes(Part scales, Part moved) : scales_(scales), minimums_(moved) {
+  WholeCodes(Part scales, Part moved, const Vec&) : scales_(scales), minimums_(moved) {
     const Part zeros = kHasMinimums ? Part{} : moved;
     for (int k = 0; k < kPerWord; k++) offsets_[k] = zeros + float_of(size_of(k));
   }
@@ -61,8 +85,8 @@ class WholeCodes {
   Part operator()(PartBits words, int k) const {
     const PartBits mask = PartBits{} + (((1u << Bits) - 1) << place_of(k));
     const Part sum = (Part)((words >> shift_of(k) & mask) | size_of(k));
-    const Part product = (sum - offsets_[k]) * scales_;
-    return kHasMinimums ? product + minimums_ : product;
+    const Part whole = sum - offsets_[k];
+    return kHasMinimums ? sum_with_product(minimums_, whole, scales_) : whole * scales_;
   }
 
  private:
@@ -82,7 +106,7 @@ class E4m3Codes {
  public:
   static constexpr int kPerWord = 4;
 
-  E4m3Codes(Part scales, Part) : scales_(scales) {}
+  E4m3Codes(Part scales, Part, const Vec&) : scales_(scales) {}
 
   Part operator()(PartBits words, int k) const {
     constexpr uint32_t kSignAndNumber = 0x87f00000;
@@ -94,9 +118,76 @@ class E4m3Codes {
   Part scales_;
 };
 
+// Entries of a table of 16 numbers, at the lowest four bits of places.
+inline Part entries(const Vec& table, PartBits places) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_permutexvar_ps((__m512i)places, (__m512)table);
+#elif defined(__AVX2__)
+  __m256 halves[2];
+  std::memcpy(halves, &table, sizeof halves);
+  const __m256i at = (__m256i)places;  // whose three lowest bits count
+  return (Part)_mm256_blendv_ps(_mm256_permutevar8x32_ps(halves[0], at),
+                                _mm256_permutevar8x32_ps(halves[1], at),
+                                _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+#else
+  Part found;
+  for (int lane = 0; lane < kPartLanes; lane++) found[lane] = table[places[lane] & 15];
+  return found;
+#endif
+}
+
+enum class Moved { kNot, kBefore, kAfter };  // by zero points, by minimums
+
+// Places in a table, eight in a word: numbers that are multiplied by the scale.
+template <Moved kMoved>
+class TableCodes {
+ public:
+  static constexpr int kPerWord = 8;
+
+  TableCodes(Part scales, Part moved, const Vec& table)
+      : scales_(scales), moved_(moved), table_(table) {}
+
+  Part operator()(PartBits words, int k) const {
+    const Part entry = entries(table_, words >> 4 * k);
+    if (kMoved == Moved::kBefore) return (entry - moved_) * scales_;
+    if (kMoved == Moved::kAfter) return sum_with_product(moved_, entry, scales_);
+    return entry * scales_;
+  }
+
+ private:
+  Part scales_, moved_;
+  Vec table_;
+};
+
+// Whole numbers of 4 bits: a table of them takes an instruction less, where a register holds it.
+#ifdef __AVX512F__
+template <Moved kMoved>
+using Int4Codes = TableCodes<kMoved>;
+#else
+template <Moved kMoved>
+using Int4Codes = WholeCodes<4, kMoved == Moved::kAfter>;
+#endif
+
+// The scales of some outputs, and the minimums or zero points.
+struct Factors {
+  Vec scales, moved;
+};
+
+template <class Codes>
+struct ClassOf {
+  using Type = Codes;
+};
+
 // Two vectors of floats as bfloat16, side by side, each rounded to the nearest, of two equally near
 // ones to the even one.
 inline PartBits rounded_halves(Part first, Part second) {
+#ifdef __AVX512BF16__
+  const VecBits pairs = VecBits{0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
+                                0x160006, 0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b,
+                                0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
+  const auto halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return (PartBits)_mm512_permutexvar_epi16((__m512i)pairs, halves);
+#endif
   const auto rounded = [](Part v) {
     const PartBits bits = (PartBits)v;
     return bits + 0x7fff + (bits >> 16 & 1);
@@ -111,6 +202,7 @@ struct GroupedCodes {
   const uint8_t* zeros;  // likewise; null: all are `zero`
   const void* minimums;  // likewise, of the type of the scales; null: there are zero points
   const uint16_t *scale_units, *minimum_units;  // fp16, of multiples, [outputs / 32][sections][2][16]
+  const float* table;  // of codes that are places in one, [16]; else null
   int32_t format, scale_type, zero;
   int32_t group_inputs, section_inputs;
 
@@ -120,16 +212,21 @@ struct GroupedCodes {
 
   // Of some inputs of one output.
   int64_t code_bytes(int64_t num_inputs) const {
-    return format == kGroupedInt4 ? num_inputs / 2 : num_inputs;
+    return format == kGroupedInt4 || format == kGroupedTable ? num_inputs / 2 : num_inputs;
+  }
+
+  // What codes of 4 bits stand for, before they are multiplied.
+  Vec entries() const {
+    if (table != nullptr) return load(table);
+    const Vec whole = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return whole - (zeros == nullptr && minimums == nullptr ? static_cast<float>(zero) : 0.0f);
   }
 
   // Scales or minimums of a group.
   Vec factors_at(const void* factors, int64_t group, const uint16_t* units, int64_t section) const {
     if (scale_type == kMultiples) {
-      const auto whole = *reinterpret_cast<const VecSignedCodes*>(
-          static_cast<const int8_t*>(factors) + group);
-      return __builtin_convertvector(__builtin_convertvector(whole, VecInt), Vec) *
-             widen_fp16(units + section);
+      const auto* whole = static_cast<const int8_t*>(factors) + group;
+      return as_floats(*reinterpret_cast<const VecSignedCodes*>(whole)) * widen_fp16(units + section);
     }
     const auto* bits = static_cast<const uint16_t*>(factors) + group;
     if (scale_type == kFp16Scales) return widen_fp16(bits);
@@ -139,21 +236,20 @@ struct GroupedCodes {
 
   Vec zeros_at(int64_t group) const {
     if (zeros == nullptr) return splat(static_cast<float>(zero));
-    const auto codes = *reinterpret_cast<const VecCodes*>(zeros + group);
-    return __builtin_convertvector(__builtin_convertvector(codes, VecInt), Vec);
+    return as_floats(*reinterpret_cast<const VecCodes*>(zeros + group));
   }
 };
 
 // Calls place(input, lane, weights of the input, weights of the next one) for the codes of some words,
 // from an input on, and each part of their outputs.
 template <class Codes, class Place>
-[[gnu::noinline]] void for_pairs_of(const uint8_t* codes, int64_t input, int num_words, Vec scales,
-                                    Vec moved, Place place) {
+[[gnu::noinline]] void for_pairs_of(const uint8_t* codes, int64_t input, int num_words,
+                                    const Factors& factors, const Vec& table, Place place) {
   Part scale_parts[kParts], moved_parts[kParts];
-  std::memcpy(scale_parts, &scales, sizeof scales);
-  std::memcpy(moved_parts, &moved, sizeof moved);
+  std::memcpy(scale_parts, &factors.scales, sizeof scale_parts);
+  std::memcpy(moved_parts, &factors.moved, sizeof moved_parts);
   for (int p = 0; p < kParts; p++) {
-    const Codes weights(scale_parts[p], moved_parts[p]);
+    const Codes weights(scale_parts[p], moved_parts[p], table);
     const Unit* from = reinterpret_cast<const Unit*>(codes) + p * kPartLanes;
     for (int word = 0; word < num_words; word++, from += kLanes) {
       const PartBits words = *reinterpret_cast<const PartBits*>(from);
@@ -165,6 +261,22 @@ template <class Codes, class Place>
   }
 }
 
+// Runs of consecutive inputs of a weight, of equal lengths: multiples of 16.
+class Runs {
+ public:
+  Runs(int64_t num_inputs, int64_t length)
+      : count((num_inputs - 1) / std::max(length, kUnit) + 1),
+        inverse_((int64_t{1} << 32) / std::max(length / kUnit, int64_t{1}) + 1) {}
+
+  int64_t of(int64_t input) const { return input / kUnit * inverse_ >> 32; }  // without a division
+
+  int64_t count;
+
+ private:
+  static constexpr int64_t kUnit = 16;
+  int64_t inverse_;
+};
+
 // Weights in codes for rows of type T: float, with units of one input, or Bf16, with units of two.
 template <typename T>
 struct GroupedPanels {
@@ -174,21 +286,31 @@ struct GroupedPanels {
   static constexpr int64_t kUnitInputs = sizeof(Unit) / sizeof(T);
   static constexpr int64_t kStepInputs = kUnitInputs * kUnitStep;  // of a tile of units
 
+  GroupedPanels(const GroupedCodes& weight, int64_t num_units, int64_t num_pairs)
+      : weight(weight),
+        num_units(num_units),
+        num_pairs(num_pairs),
+        groups(num_units * kUnitInputs, weight.group_inputs),
+        sections(num_units * kUnitInputs, weight.section_inputs),
+        table(weight.entries()) {}
+
   GroupedCodes weight;
   int64_t num_units;
   int64_t num_pairs;
+  Runs groups, sections;
+  Vec table;
 
   // The weight of one expert, of several that lie one after another.
   GroupedPanels expert(int64_t number) const {
-    const int64_t pair = number * num_pairs, group = group_at(pair, 0, 0);
-    const int64_t bytes = group * weight.scale_bytes();
+    const int64_t pair = number * num_pairs, group = place(groups, pair, 0, 0);
+    const int64_t bytes = group * weight.scale_bytes(), section = place(sections, pair, 0, 0);
     GroupedPanels own = *this;
     own.weight.codes += codes_at(pair, 0, 0);
     own.weight.scales = static_cast<const char*>(weight.scales) + bytes;
     if (weight.zeros) own.weight.zeros += group;
     if (weight.minimums) own.weight.minimums = static_cast<const char*>(weight.minimums) + bytes;
-    if (weight.scale_units) own.weight.scale_units += section_at(pair, 0, 0);
-    if (weight.minimum_units) own.weight.minimum_units += section_at(pair, 0, 0);
+    if (weight.scale_units) own.weight.scale_units += section;
+    if (weight.minimum_units) own.weight.minimum_units += section;
     return own;
   }
 
@@ -212,6 +334,36 @@ struct GroupedPanels {
     });
   }
 
+  // Calls f with a value whose Type is the class of the codes.
+  template <class F>
+  void with_codes(const F& f) const {
+    if (weight.format == kGroupedTable) return f(ClassOf<TableCodes<Moved::kNot>>{});
+    if (weight.format == kGroupedE4m3) return f(ClassOf<E4m3Codes>{});
+    if (weight.format == kGroupedInt8 && weight.minimums) return f(ClassOf<WholeCodes<8, true>>{});
+    if (weight.format == kGroupedInt8) return f(ClassOf<WholeCodes<8, false>>{});
+    if (weight.minimums) return f(ClassOf<Int4Codes<Moved::kAfter>>{});
+    if (weight.zeros && !moves_after()) return f(ClassOf<Int4Codes<Moved::kBefore>>{});
+    if (weight.zeros) return f(ClassOf<Int4Codes<Moved::kAfter>>{});
+    f(ClassOf<Int4Codes<Moved::kNot>>{});
+  }
+
+  // The codes of a tile of 32 inputs.
+  const uint8_t* codes(int64_t pair, int half, int64_t tile) const {
+    return weight.codes + codes_at(pair, half, tile);
+  }
+
+  // What the group of an input has.
+  Factors factors(int64_t pair, int half, int64_t input) const {
+    const int64_t group = place(groups, pair, half, input);
+    const int64_t section = weight.scale_units ? place(sections, pair, half, input) : 0;
+    const Vec scales = weight.factors_at(weight.scales, group, weight.scale_units, section);
+    if (weight.minimums)
+      return {scales,
+              weight.factors_at(weight.minimums, group, weight.minimum_units, section)};
+    const Vec zeros = weight.zeros_at(group);
+    return {scales, moves_after() ? zeros * -scales : zeros};
+  }
+
  private:
   static void put(Part v, Unit* to) { *reinterpret_cast<PartBits*>(to) = (PartBits)v; }
 
@@ -220,54 +372,88 @@ struct GroupedPanels {
     return ((pair * num_tiles + tile) * 2 + half) * kLanes * weight.code_bytes(kTileInputs);
   }
 
-  // The place of what the group of an input has.
-  int64_t group_at(int64_t pair, int half, int64_t input) const {
-    return part_at(pair, half, input, weight.group_inputs);
+  // Whether products with zero points are exact, so that they can be subtracted from products.
+  bool moves_after() const {
+    return weight.zeros && weight.format == kGroupedInt4 && weight.scale_type != kFloat32Scales;
   }
 
-  int64_t section_at(int64_t pair, int half, int64_t input) const {
-    return part_at(pair, half, input, weight.section_inputs);
-  }
-
-  int64_t part_at(int64_t pair, int half, int64_t input, int64_t part_inputs) const {
-    const int64_t num_parts = (num_units * kUnitInputs - 1) / part_inputs + 1;
-    return ((pair * num_parts + input / part_inputs) * 2 + half) * kLanes;
+  // The place of what the run of an input has.
+  static int64_t place(const Runs& runs, int64_t pair, int half, int64_t input) {
+    return ((pair * runs.count + runs.of(input)) * 2 + half) * kLanes;
   }
 
   // A tile of units is one of codes, or half of one, where units are float32.
   template <class Place>
   void for_pairs(int64_t pair, int half, int64_t unit, const Place& place) const {
     const int64_t first = unit * kUnitInputs, tile = first / kTileInputs;
-    const int64_t within = kLanes * weight.code_bytes(first % kTileInputs);
-    const uint8_t* const at = weight.codes + codes_at(pair, half, tile) + within;
+    const uint8_t* const at =
+        codes(pair, half, tile) + kLanes * weight.code_bytes(first % kTileInputs);
     for (int64_t i = 0; i < kLanes * weight.code_bytes(kStepInputs); i += kLine)
       __builtin_prefetch(at + kCodesAhead + i);
     const int64_t span = std::min<int64_t>(weight.group_inputs, kStepInputs);
-    for (int64_t input = 0; input < kStepInputs; input += span)
-      for_group(at + kLanes * weight.code_bytes(input), pair, half, first + input, input, span, place);
-  }
-
-  // Some inputs of one group, from `input` of the weight and from `within` of the tile on.
-  template <class Place>
-  void for_group(const uint8_t* codes, int64_t pair, int half, int64_t input, int64_t within,
-                 int64_t span, const Place& place) const {
     const auto words = static_cast<int>(weight.code_bytes(span) / sizeof(Unit));
-    const int64_t group = group_at(pair, half, input);
-    const int64_t section = weight.scale_units ? section_at(pair, half, input) : 0;
-    const Vec scales = weight.factors_at(weight.scales, group, weight.scale_units, section);
-    if (weight.minimums) {
-      const Vec minimums = weight.factors_at(weight.minimums, group, weight.minimum_units, section);
-      if (weight.format == kGroupedInt4)
-        return for_pairs_of<WholeCodes<4, true>>(codes, within, words, scales, minimums, place);
-      return for_pairs_of<WholeCodes<8, true>>(codes, within, words, scales, minimums, place);
-    }
-    const Vec zeros = weight.zeros_at(group);
-    if (weight.format == kGroupedInt4)
-      return for_pairs_of<WholeCodes<4, false>>(codes, within, words, scales, zeros, place);
-    if (weight.format == kGroupedInt8)
-      return for_pairs_of<WholeCodes<8, false>>(codes, within, words, scales, zeros, place);
-    for_pairs_of<E4m3Codes>(codes, within, words, scales, zeros, place);
+    with_codes([&](auto type) {
+      using Codes = typename decltype(type)::Type;
+      for (int64_t input = 0; input < kStepInputs; input += span)
+        for_pairs_of<Codes>(at + kLanes * weight.code_bytes(input), input, words,
+                            factors(pair, half, first + input), table, place);
+    });
   }
 };
+
+#ifdef __AVX512BF16__
+
+// The same weights, whose vectors are made one by one, in registers: for one row.
+template <class Codes>
+struct GroupedVectors {
+  static constexpr bool kAreCodes = true, kMakesVectors = true;
+  static constexpr int64_t kStepLines = 0;
+
+  const GroupedPanels<Bf16>& panels;
+  const int64_t num_units = panels.num_units;
+
+  // Whether groups are shorter than a step.
+  bool has_exceptions(int64_t, int64_t) const {
+    return panels.weight.group_inputs < GroupedPanels<Bf16>::kStepInputs;
+  }
+
+  struct Step {
+    [[gnu::always_inline]] Step(const GroupedVectors& w, int64_t pair, int64_t unit)
+        : at(w.panels.codes(pair, 0, unit / kUnitStep)),
+          halves{of_half(w, pair, 0, unit), of_half(w, pair, 1, unit)} {
+      for (int64_t i = 0; i < 2 * kBytes; i += kLine) __builtin_prefetch(at + kCodesAhead + i);
+    }
+
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      constexpr int kPairs = Codes::kPerWord / 2;
+      const auto* words = reinterpret_cast<const PartBits*>(at + half * kBytes);
+      const PartBits word = words[number / kPairs];
+      const int k = number % kPairs * 2;
+      return (VecBits)rounded_halves(halves[half](word, k), halves[half](word, k + 1));
+    }
+
+   private:
+    static constexpr int64_t kBytes = kLanes * kTileInputs * sizeof(Unit) / Codes::kPerWord;
+
+    static Codes of_half(const GroupedVectors& w, int64_t pair, int half, int64_t unit) {
+      const Factors own = w.panels.factors(pair, half, 2 * unit);
+      return {(Part)own.scales, (Part)own.moved, w.panels.table};
+    }
+
+    const uint8_t* const at;
+    const Codes halves[2];
+  };
+
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    return panels.tile(pair, half, unit, space);
+  }
+};
+
+template <class F>
+void with_vectors(const GroupedPanels<Bf16>& w, const F& f) {
+  w.with_codes([&](auto type) { f(GroupedVectors<typename decltype(type)::Type>{w}); });
+}
+
+#endif
 
 }  // namespace

@@ -84,6 +84,8 @@ class Format(enum.IntEnum):
     """Whole numbers of a quantized checkpoint, as grouped_codes.h reads them."""
     GROUPED_INT8 = 6
     GROUPED_E4M3 = 7
+    GROUPED_TABLE = 8
+    """Places in a table of 16 numbers."""
 
 
 class _Codes(NamedTuple):
@@ -100,7 +102,12 @@ _CODES = {
     Format.INT4: _Codes(2, 2, 128, torch.bfloat16),
     Format.INT8_FOR_CODES: _Codes(1, 4, None, torch.float32),
 }
-GROUPED = (Format.GROUPED_INT4, Format.GROUPED_INT8, Format.GROUPED_E4M3)
+GROUPED = (
+    Format.GROUPED_INT4,
+    Format.GROUPED_INT8,
+    Format.GROUPED_E4M3,
+    Format.GROUPED_TABLE,
+)
 """Formats of grouped_codes.h, for rows of either type."""
 MAX_CODED_INPUTS = (2**31 - 1) // 127**2
 """Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
@@ -214,7 +221,7 @@ class Instruction(ctypes.Structure):
         *_fields("factor epsilon scale softcap limit alpha", _FLOAT),
         *_fields("format scale_type zero group_inputs section_inputs", _INT),
         *_fields("num_units num_pairs", _LONG),
-        *_fields("weight scales zeros minimums scale_units minimum_units", _POINTER),
+        *_fields("weight scales zeros minimums scale_units minimum_units table", _POINTER),
         *_fields("bias query_norm key_norm layer", _POINTER),
     )
 
@@ -332,6 +339,8 @@ class Grouping(NamedTuple):
     minimum_units: torch.Tensor | None = None
     section_inputs: int = 0
     """Of a section, a multiple of those of a group."""
+    table: torch.Tensor | None = None
+    """float32, `[16]`: what the codes of GROUPED_TABLE stand for."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -766,6 +775,8 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
     if weight.grouping is not None and weight.scales is not None:
         for name, tensor in weight.grouping.tensors.items():
             setattr(instruction, name, tensor.data_ptr())
+        if weight.grouping.table is not None:
+            instruction.table = weight.grouping.table.data_ptr()
         instruction.scale_type = SCALE_TYPES[weight.scales.dtype]
         instruction.zero = weight.grouping.zero
         instruction.group_inputs = weight.grouping.num_inputs

@@ -259,14 +259,25 @@ Saver<T, W> saver_for(int num_rows, std::integer_sequence<int, Fewer...>) {
   return kSavers[num_rows - 1];
 }
 
+// Calls f with weights that are made in the way that is fastest for one row.
+template <class W, class F>
+void with_vectors(const W& w, const F& f) {
+  f(w);
+}
+
 template <typename T, class W, class Out>
 void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
                    int num_pairs, WeightsAhead& ahead, const Out& out) {
   SumsOf<T> sums[2 * std::max(kMostRows, kPairsOfOneRow)];
-  const auto save = num_pairs == 1
-                        ? saver_for<T, W>(num_rows, std::make_integer_sequence<int, kMostRows>())
-                        : save_products<T, 1, kPairsOfOneRow, W>;
-  save(w, {rows.data + row * rows.stride, rows.stride}, pair, ahead, sums);
+  const UnitRows own{rows.data + row * rows.stride, rows.stride};
+  if (num_pairs > 1) {
+    save_products<T, 1, kPairsOfOneRow>(w, own, pair, ahead, sums);
+  } else if (num_rows == 1) {
+    with_vectors(w, [&](const auto& made) { save_products<T, 1, 1>(made, own, pair, ahead, sums); });
+  } else {
+    const auto save = saver_for<T, W>(num_rows, std::make_integer_sequence<int, kMostRows>());
+    save(w, own, pair, ahead, sums);
+  }
   const SumsOf<T>* at = sums;
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);

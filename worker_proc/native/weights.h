@@ -36,6 +36,7 @@ enum Format : int32_t {
   kGroupedInt4,   // those of grouped_codes.h
   kGroupedInt8,
   kGroupedE4m3,
+  kGroupedTable,
 };
 
 // Weights as units, [outputs / 16][units][16].

@@ -188,11 +188,8 @@ class QuantizedFiles:
         """Return what all tensors need if their codes stay; others are of `dtype`."""
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
         plain += sum(experts.shape.numel() for experts in self.experts.values())
-        codes = 0
-        for weight in self.weights.values():
-            kind = weight.kind
-            bits = kind.bits if kind.has_kernels else 8 * dtype.itemsize
-            codes += weight.shape.numel() * bits // 8
+        weights = self.weights.values()
+        codes = sum(weight.shape.numel() * weight.kind.bits // 8 for weight in weights)
         return plain * dtype.itemsize + codes
 
     def plain_slices(self) -> dict[str, Any]:

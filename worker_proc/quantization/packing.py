@@ -1,7 +1,7 @@
 """Packs the codes of a checkpoint's weight for the kernels, as they are: nothing is rounded again.
 
 The kernels (native/grouped_codes.h) make (code - zero point) · scale of them in float32, or
-code · scale + minimum, as `QuantizedWeight.dequantize` does.
+code · scale + minimum, or entry of a table · scale, as `QuantizedWeight.dequantize` does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,6 +25,8 @@ _FORMATS = {
     CodeKind.INT4: Format.GROUPED_INT4,
     CodeKind.INT8: Format.GROUPED_INT8,
     CodeKind.FP8: Format.GROUPED_E4M3,
+    CodeKind.NF4: Format.GROUPED_TABLE,
+    CodeKind.FP4: Format.GROUPED_TABLE,
 }
 _E4M3_FACTOR = 2.0**120
 """Of scales: the kernel reads a number in e4m3 as a float with another bias of the exponent."""
@@ -39,8 +41,6 @@ _CODED_STEP_INPUTS = 64
 def obstacle(weight: QuantizedWeight) -> str:
     """Return why the kernels cannot read a weight's codes, or an empty text."""
     num_inputs = weight.codes.shape[1]
-    if not weight.kind.has_kernels:
-        return f"no kernel computes with {weight.kind.value}"
     is_half = weight.group_size == _LEAST_GROUP
     if weight.group_size < num_inputs and weight.group_size % TILE_INPUTS and not is_half:
         return f"groups of {weight.group_size} inputs"
@@ -89,7 +89,7 @@ def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Gr
     if group_inputs != _LEAST_GROUP:
         group_inputs = -(-group_inputs // TILE_INPUTS) * TILE_INPUTS
     zero = int(weight.zeros.flatten()[0])
-    grouping = Grouping(None, zero, group_inputs)
+    grouping = Grouping(None, zero, group_inputs, table=weight.table)
     if not bool((weight.zeros == zero).all()):
         zeros = _by_group(weight.zeros.to(torch.uint8), gates=gates)
         grouping = grouping._replace(zeros=zeros, zero=0)
@@ -132,6 +132,8 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
             raise CannotJoin("experts in different formats")
         if one.order is not None:
             raise CannotJoin("an expert with inputs in an order of their own")
+        if not _have_one_table(one, rest[:1]):
+            raise CannotJoin("experts with tables of their own")
         panels[number] = one.panels
         rest.append(one._replace(panels=one.panels[:0].clone()))
     assert panels is not None
@@ -146,6 +148,13 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
         bias=torch.cat(biases) if biases else None,
         grouping=_join_groupings(groupings, scales) if groupings else None,
     )
+
+
+def _have_one_table(one: PackedWeight, others: Sequence[PackedWeight]) -> bool:
+    """Return whether codes are places in equal tables, or none is."""
+    tables = [None if each.grouping is None else each.grouping.table for each in (one, *others)]
+    present = [table for table in tables if table is not None]
+    return not present or all(torch.equal(table, present[0]) for table in present)
 
 
 def _join_groupings(groupings: Sequence[Grouping], scales: Sequence[torch.Tensor]) -> Grouping:
@@ -199,7 +208,7 @@ def pack_for_codes(
 def _words(codes: torch.Tensor, kind: CodeKind, width: int) -> torch.Tensor:
     """Return codes as int32, `[num_outputs, words]`, the first of each in its lowest bits."""
     codes = pad(codes, (0, width - codes.shape[1]))
-    if kind is CodeKind.INT4:
+    if kind.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     return codes.contiguous().view(torch.int32)
 

@@ -26,11 +26,6 @@ class CodeKind(enum.Enum):
         """Of a code."""
         return 8 if self in (CodeKind.INT8, CodeKind.FP8) else 4
 
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels compute with the codes; else weights are dequantized."""
-        return self not in (CodeKind.NF4, CodeKind.FP4)
-
 
 class Multiples(NamedTuple):
     """Numbers of groups as whole numbers: a number is `codes` · `units`, exact in float32."""
@@ -48,7 +43,9 @@ class Multiples(NamedTuple):
 
 
 class QuantizedWeight(NamedTuple):
-    """The weight of a linear layer: (code - zero) · scale, code · scale + minimum, or e4m3 · scale.
+    """The weight of a linear layer, as codes.
+
+    It is (code - zero) · scale, code · scale + minimum, e4m3 · scale, or entry of a table · scale.
 
     Consecutive inputs share scale, zero point and minimum, in groups. Products are exact in float32
     for scales in bfloat16 or float16, and for multiples of those; else they are rounded once. The
