@@ -84,8 +84,9 @@ class Simulation:
                 self.oracle, self._disk, journal.kill_after_answers, self._kill_api
             )
         self._http_plans = list(plan.requests[0])
-        scheduler = plan.config.scheduler
-        num_in_flight = scheduler.max_steps_in_flight * (1 + scheduler.num_speculative_tokens)
+        scheduler, num_stages = plan.config.scheduler, plan.config.parallel.pipeline_parallel_size
+        num_steps = max(scheduler.max_steps_in_flight, num_stages)
+        num_in_flight = num_steps * (1 + scheduler.num_speculative_tokens)
         self._operator = Operator(self.oracle, self._clients, num_in_flight)
 
     def run(self) -> None:
