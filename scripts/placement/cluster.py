@@ -9,12 +9,18 @@ SPREAD; each further one has a group of its own, which is released with it.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.util import get_placement_group, list_named_actors, placement_group, remove_placement_group
+from ray.util import (
+    get_placement_group,
+    list_named_actors,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from scripts.placement.machine import Machine
@@ -24,6 +30,7 @@ ANSWER_S = 2.0
 """For an actor, which may wait for a place, or for its machine."""
 LEAVE_S = 60.0
 """From the request to end to the end of an actor whose agent has not ended."""
+_WAITS = "waits for a machine with room, or for its machine"
 
 
 class Cluster:
@@ -52,6 +59,8 @@ class Cluster:
         self._bundle = bundle
         self._num_first = num_first
         self._states: dict[int, str] = {}
+        self._asked: dict[int, tuple[str, Any]] = {}
+        """By number, the last call of an actor and what becomes its result."""
         self._leaving: dict[int, float] = {}
         """By number, when an engine that was asked to end is given up."""
 
@@ -70,19 +79,17 @@ class Cluster:
         An exception of Ray: the cluster does not answer, or refuses.
         """
         self._connect()
-        notes: list[str] = []
+        surplus = [number for number in self._present() if number >= num_wanted]
         for number in range(num_wanted):
             self._leaving.pop(number, None)
-            notes += self._note(number, self._keep(number))
-        for number in self._present():
-            if number >= num_wanted:
-                notes += self._note(number, self._end(number))
+        states = self._have_run(range(num_wanted)) | self._have_ended(surplus)
+        notes = [
+            f"engine {number} in the cluster {state}"
+            for number, state in states.items()
+            if state != self._states.get(number)
+        ]
+        self._states = states
         return notes
-
-    def _note(self, number: int, state: str) -> Iterator[str]:
-        if state != self._states.get(number):
-            yield f"engine {number} in the cluster {state}"
-        self._states[number] = state
 
     def _present(self) -> list[int]:
         """Return the numbers of the engines that have actors."""
@@ -111,7 +118,7 @@ class Cluster:
     def _place(self, number: int) -> tuple[Any, int]:
         """Return the placement group of an engine, and which of its bundles it has."""
         is_first = number < self._num_first
-        name = self._name if is_first else f"{self._name} {number}"
+        name = f"{self._name} {f'first {self._num_first}' if is_first else number}"
         try:
             group = get_placement_group(name)
         except ValueError:
@@ -119,44 +126,68 @@ class Cluster:
             group = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
         return group, number if is_first else 0
 
-    def _keep(self, number: int) -> str:
-        """Have an engine run; returns its state."""
-        actor = self._actor(number)
-        try:
-            if not ray.get(actor.is_running.remote(), timeout=ANSWER_S):
-                ray.get(actor.start.remote(), timeout=ANSWER_S)
-                return "is started"
-        except GetTimeoutError:
-            return "waits for a machine with room, or for its machine"
-        except RayActorError:
-            return "is placed anew"
-        return "has a machine"
+    def _have_run(self, numbers: Iterable[int]) -> dict[int, str]:
+        """Have engines run; returns their states."""
+        states = {}
+        actors = {number: self._actor(number) for number in numbers}
+        for number, answer in self._answers(actors, "keep").items():
+            if isinstance(answer, bool):
+                states[number] = "is started" if answer else "has a machine"
+            else:
+                states[number] = "is placed anew" if answer else _WAITS
+        return states
 
-    def _end(self, number: int) -> str:
-        """Have an engine end in order, and give its place back; returns its state."""
-        actor = ray.get_actor(f"{self._name} {number}")
-        deadline = self._leaving.setdefault(number, time.monotonic() + LEAVE_S)
-        try:
-            actor.stop.remote()
-            is_running = ray.get(actor.is_running.remote(), timeout=ANSWER_S)
-        except (GetTimeoutError, RayActorError):
-            is_running = True
-        if is_running and time.monotonic() < deadline:
-            return "finishes its requests"
-        del self._leaving[number]
+    def _have_ended(self, numbers: Iterable[int]) -> dict[int, str]:
+        """Have engines end in order, and give their places back; returns their states."""
+        states = {}
+        actors = {number: ray.get_actor(f"{self._name} {number}") for number in numbers}
+        for number, has_ended in self._answers(actors, "end").items():
+            deadline = self._leaving.setdefault(number, time.monotonic() + LEAVE_S)
+            states[number] = "leaves"
+            if has_ended is True or time.monotonic() >= deadline:
+                states[number] = "has ended"
+                self._release(number, actors[number])
+        return states
+
+    def _answers(self, actors: Mapping[int, Any], verb: str) -> dict[int, bool | Exception | None]:
+        """Call a method of all actors at once; returns a result, an error, or None: it is late.
+
+        An actor that has not answered an earlier call of this kind is not called again.
+        """
+        for number, actor in actors.items():
+            asked = self._asked.get(number)
+            if asked is None or asked[0] != verb:
+                self._asked[number] = verb, getattr(actor, verb).remote()
+        calls = {number: self._asked[number][1] for number in actors}
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
+        answers: dict[int, bool | Exception | None] = {}
+        for number, call in calls.items():
+            try:
+                answers[number] = ray.get(call, timeout=0)
+            except GetTimeoutError:
+                answers[number] = None
+                continue
+            except RayActorError as error:
+                answers[number] = error
+            del self._asked[number]
+        return answers
+
+    def _release(self, number: int, actor: Any) -> None:
+        self._leaving.pop(number, None)
+        self._asked.pop(number, None)
         ray.kill(actor, no_restart=True)
         if number >= self._num_first:
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(f"{self._name} {number}"))
-        return "has ended"
 
     def end_all(self, timeout_s: float) -> None:
         """Have all engines end, and release all places."""
         deadline = time.monotonic() + timeout_s
         while (present := self._present()) and time.monotonic() < deadline:
-            for number in present:
-                self._end(number)
+            self._have_ended(present)
         for number in present:
-            ray.kill(ray.get_actor(f"{self._name} {number}"), no_restart=True)
-        with contextlib.suppress(ValueError):
-            remove_placement_group(get_placement_group(self._name))
+            self._release(number, ray.get_actor(f"{self._name} {number}"))
+        for row in placement_group_table().values():
+            if row["name"].startswith(f"{self._name} ") and row["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(row["name"]))

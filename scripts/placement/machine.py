@@ -33,8 +33,8 @@ class Machine:
         self._run_dir = run_dir_of(name, ray.get_runtime_context().get_node_id())
         self._arguments = [*arguments, "--name", name, "--run-dir", str(self._run_dir)]
         self._pidfd = self._find()
-        if self._pidfd is None:
-            self.start()
+        self._is_asked = False
+        """Whether the agent was asked to end: a second signal would kill its engine."""
 
     def _find(self) -> int | None:
         """Return the agent that an earlier actor has started here, if it is alive."""
@@ -49,8 +49,23 @@ class Machine:
         pids = (row.pid for row in rows if row.role is Role.SUPERVISOR)
         return next((_open(pid) for pid in pids if pid is not None), None)
 
-    def start(self) -> None:
-        """Start the agent anew; the last one has ended."""
+    def keep(self) -> bool:
+        """Have the agent run; returns whether it was started now."""
+        if self._is_running:
+            return False
+        self._start()
+        return True
+
+    def end(self) -> bool:
+        """Have the agent end in order, as its requests go on elsewhere; whether it has ended."""
+        if not self._is_running:
+            return True
+        if not self._is_asked and self._pidfd is not None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+            self._is_asked = True
+        return False
+
+    def _start(self) -> None:
         command = [sys.executable, "-m", "scripts.agent", *self._arguments]
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         done = subprocess.run(
@@ -62,9 +77,10 @@ class Machine:
             check=True,
         )
         self._pidfd = _open(int(done.stdout))
+        self._is_asked = False
 
-    def is_running(self) -> bool:
-        """Whether the agent is alive."""
+    @property
+    def _is_running(self) -> bool:
         if self._pidfd is None:
             return False
         ready, _, _ = select.select([self._pidfd], [], [], 0)
@@ -72,11 +88,6 @@ class Machine:
             os.close(self._pidfd)
             self._pidfd = None
         return not ready
-
-    def stop(self) -> None:
-        """Ask the agent to end in order: its requests go on elsewhere."""
-        if self.is_running() and self._pidfd is not None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
 
 def run_dir_of(name: str, node_id: str) -> Path:

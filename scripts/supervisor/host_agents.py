@@ -7,6 +7,7 @@ it changes. A supervisor that is started again finds the agents within a second,
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from protocol.transport.channel import HighWaterMark, PeerGone, Received, Router
 from protocol.transport.curve import Gate, read_server_keys
 
 _DRAIN_LIMIT = 1024
+
+log = logging.getLogger("troika.supervisor")
 
 
 @dataclass(slots=True)
@@ -90,6 +93,7 @@ class HostAgents:
         """Agents whose name another one has taken."""
         self._file = members_file(run_dir)
         self._written: list[str] | None = None
+        self._is_file_late = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gate(self._context, keys.directory)
         self._link = RouterChannel(
@@ -135,7 +139,9 @@ class HostAgents:
         elif join.settings != self._digest:
             self._send(peer, Leave("the engine has other settings now"))
         elif join.is_leaving:
-            if self._members.pop(join.name, None) is not None:
+            member = self._members.get(join.name)
+            if member is not None and member.peer == peer:
+                del self._members[join.name]
                 yield f"agent {join.name} leaves"
         else:
             yield from self._enter(peer, join, now)
@@ -164,9 +170,15 @@ class HostAgents:
         if addresses == self._written:
             return
         new = self._file.with_suffix(".new")
-        new.write_text("".join(f"{address}\n" for address in addresses))
-        os.replace(new, self._file)
-        self._written = addresses
+        try:
+            new.write_text("".join(f"{address}\n" for address in addresses))
+            os.replace(new, self._file)
+        except OSError as error:  # it is tried again in the next turn
+            if not self._is_file_late:
+                log.error("the engines of other machines cannot be listed: %s", error)
+            self._is_file_late = True
+            return
+        self._written, self._is_file_late = addresses, False
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -1,0 +1,167 @@
+"""The list of host agents: leases, names, settings, and the file of their cores."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol.config.settings import configure
+from protocol.message import NO_EPOCH, encode
+from protocol.process.host_agents import (
+    LEASE_S,
+    Join,
+    Joined,
+    Leave,
+    Settings,
+    ToAgent,
+    decode_to_agent,
+)
+from protocol.process.machines import members_file, read_addresses
+from protocol.transport.channel import DealerChannel, HighWaterMark
+from protocol.transport.curve import ClientKeys, make_keys, read_client_keys
+from scripts.supervisor.host_agents import HostAgents, digest_of
+from tests.system.test_machines import free_port
+
+TIMEOUT_S = 10.0
+
+
+class Agent:
+    """The connection of one agent."""
+
+    def __init__(self, address: str, keys: ClientKeys) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.channel = DealerChannel(self._context, address, HighWaterMark.LIFECYCLE_LINK, keys)
+        self.received: list[ToAgent] = []
+
+    def close(self) -> None:
+        self.channel.close()
+        self._context.term()
+
+
+class Bench:
+    """The supervisor's end, at a time that the test sets."""
+
+    def __init__(self, path: Path) -> None:
+        make_keys(path / "keys", ["api"])
+        place = f"127.0.0.1:{free_port()}"
+        self.run_dir = path / "run"
+        self.run_dir.mkdir()
+        config = configure(model="null", agents_listen=place, curve_keys=str(path / "keys"))
+        self.agents = HostAgents(config, str(self.run_dir))
+        self.now = 0.0
+        self.notes: list[str] = []
+        self._address, self._keys = f"tcp://{place}", read_client_keys(path / "keys")
+        self._peers: list[Agent] = []
+        self.settings = ""
+
+    def connect(self) -> Agent:
+        agent = Agent(self._address, self._keys)
+        self._peers.append(agent)
+        return agent
+
+    def turn(self) -> None:
+        self.notes += self.agents.turn(self.now)
+        for peer in self._peers:
+            peer.channel.link_events()
+            for received in peer.channel.drain(10):
+                peer.received.append(decode_to_agent(received.body))
+
+    def ask(self, agent: Agent, message: Join) -> ToAgent:
+        """Send a message, and return the answer."""
+        agent.received.clear()
+        deadline, is_sent = time.monotonic() + TIMEOUT_S, False
+        while not agent.received:
+            assert time.monotonic() < deadline
+            is_sent = is_sent or agent.channel.send(NO_EPOCH, encode(message))
+            self.turn()
+            time.sleep(0.002)
+        return agent.received[0]
+
+    def join(self, agent: Agent, name: str, address: str = "") -> ToAgent:
+        return self.ask(agent, Join(name, address, self.settings))
+
+    def leave(self, agent: Agent, name: str) -> None:
+        """Send that an agent leaves, and wait until this has been handled."""
+        message = Join(name, "", self.settings, is_leaving=True)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not agent.channel.send(NO_EPOCH, encode(message)):
+            assert time.monotonic() < deadline
+            self.turn()
+        self.ask(agent, Join("after-it"))
+
+    @property
+    def addresses(self) -> list[str]:
+        return read_addresses([members_file(str(self.run_dir))])
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+        self.agents.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    settings = made.ask(made.connect(), Join("first"))
+    assert isinstance(settings, Settings)
+    made.settings = digest_of(settings)
+    yield made
+    made.close()
+
+
+def test_an_agent_is_listed_while_its_core_serves_and_it_renews_its_lease(bench: Bench) -> None:
+    agent = bench.connect()
+    assert bench.join(agent, "one") == Joined()
+    assert bench.addresses == []
+    bench.join(agent, "one", "tcp://10.0.0.2:7000")
+    assert bench.addresses == ["tcp://10.0.0.2:7000"]
+    bench.now = LEASE_S
+    bench.join(agent, "one", "tcp://10.0.0.2:7000")
+    bench.now = 2 * LEASE_S
+    bench.turn()
+    assert bench.addresses == ["tcp://10.0.0.2:7000"]
+    bench.now = 2 * LEASE_S + 0.1
+    bench.turn()
+    assert bench.addresses == []
+    assert "has been silent" in bench.notes[-1]
+    bench.join(agent, "one", "tcp://10.0.0.2:7000")
+    assert bench.addresses == ["tcp://10.0.0.2:7000"]
+    bench.leave(agent, "one")
+    assert bench.addresses == []
+
+
+def test_the_older_of_two_agents_with_a_name_leaves_and_takes_nothing_along(bench: Bench) -> None:
+    older, newer = bench.connect(), bench.connect()
+    bench.join(older, "one", "tcp://10.0.0.2:7000")
+    assert bench.join(newer, "one", "tcp://10.0.0.3:7000") == Joined()
+    assert isinstance(bench.join(older, "one", "tcp://10.0.0.2:7000"), Leave)
+    bench.leave(older, "one")
+    assert bench.addresses == ["tcp://10.0.0.3:7000"]
+    assert bench.join(newer, "one", "tcp://10.0.0.3:7000") == Joined()
+
+
+def test_a_stranger_that_leaves_under_a_name_does_not_remove_its_agent(bench: Bench) -> None:
+    bench.join(bench.connect(), "one", "tcp://10.0.0.2:7000")
+    bench.leave(bench.connect(), "one")
+    assert bench.addresses == ["tcp://10.0.0.2:7000"]
+
+
+def test_an_agent_with_other_settings_has_to_leave(bench: Bench) -> None:
+    answer = bench.ask(bench.connect(), Join("one", "tcp://10.0.0.2:7000", "other"))
+    assert answer == Leave("the engine has other settings now")
+    assert bench.addresses == []
+
+
+def test_a_list_that_cannot_be_written_is_written_later(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = bench.connect()
+    bench.run_dir.rename(bench.run_dir.with_name("away"))
+    bench.join(agent, "one", "tcp://10.0.0.2:7000")
+    bench.turn()
+    assert caplog.text.count("cannot be listed") == 1
+    bench.run_dir.with_name("away").rename(bench.run_dir)
+    bench.turn()
+    assert bench.addresses == ["tcp://10.0.0.2:7000"]
