@@ -19,7 +19,9 @@ from worker_proc.startup.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
 
 LARGE_BYTES = 128 * 2**20
 """Of an adapter whose digest takes long enough to find its load in progress: 60 ms or more."""
-NUM_TOKENS = 150
+NUM_TOKENS = 400
+_FEW_LEFT = 100
+"""Tokens that may be on their way to a stream when the worker is killed."""
 MOST_DEATHS = 4
 """Workers that may be killed in a row in loads of one adapter, as docs/lora.md states."""
 
@@ -156,10 +158,13 @@ def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is
     eventually(streams.have_tokens, "all streams have tokens")
     killed = engine.pid(Role.WORKER)
     os.kill(killed, signal.SIGKILL)
+    # On a busy machine one may have ended before.
+    unfinished = [s for s in streams.of["large"] if len(s.token_ids) < NUM_TOKENS - _FEW_LEFT]
+    assert unfinished
     for number in range(MOST_DEATHS):
         killed = kill_in_load(engine, paths[0], killed, with_core=number == 1)
     reason = "adapter 'large': workers died when they loaded it"
-    for stream in streams.of["large"]:
+    for stream in unfinished:
         assert reason in (stream.join().error or "")
     streams.check("null", "small")
     engine.kill(Role.CORE)
