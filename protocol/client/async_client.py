@@ -180,6 +180,10 @@ class AsyncEngineClient:
         self._link.open()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
+    def share_pause(self, other: "AsyncEngineClient") -> None:
+        """Let a pause by another client hold here, too; to be called before `connect`."""
+        self._controls.inherit(other._controls)
+
     async def __aenter__(self) -> "AsyncEngineClient":
         await self.start()
         return self

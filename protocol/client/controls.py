@@ -40,6 +40,10 @@ class Controls:
         self._unanswered[control.number] = control
         return control
 
+    def inherit(self, other: "Controls") -> None:
+        """Let a pause that is in force elsewhere be sent to the first core, as to a new one."""
+        self._in_force = other._in_force
+
     def give_up(self, number: int) -> None:
         """Stop waiting for an answer; whether the core has carried it out is not known."""
         self._unanswered.pop(number, None)

@@ -220,12 +220,16 @@ class ReplicatedClient:
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Name the replicas anew: new ones join, and those that are not named any more retire.
 
-        A retired replica gets no new requests; those that it has are moved, exactly.
+        A retired replica gets no new requests; those that it has are moved, exactly. A pause by
+        this client holds at new ones, too.
         """
         assert self._may_change
         new = self._set.rename(addresses)
+        pausing = next((each.client for each in self._replicas if not each.is_closed), None)
         self._close_retired()  # their numbers are free
         for replica in self._set.join(new):
+            if pausing is not None:
+                replica.client.share_pause(pausing)
             if replica.address != NO_CORE:
                 log.info("replica %d joins: %s", replica.number, replica.address)
             self._connect(replica)

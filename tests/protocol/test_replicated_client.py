@@ -605,3 +605,20 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_where_it_is_decoded(core
         await until(lambda: cores[1].num_added == 1)
 
     play(cores, act, prefill_replicas=1)
+
+
+def test_a_pause_holds_at_a_replica_that_joins(cores: Cores) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        pausing = asyncio.create_task(client.pause())
+        await until(lambda: one.controls)
+        one.done(PauseMode.PAUSED_ALL)
+        assert await pausing
+        client.set_addresses([one.address, other.address])
+        await until(lambda: other.controls)
+        assert other.controls[0].pause_mode is PauseMode.PAUSED_ALL
+        assert other.controls[0].restores
+
+    joining(cores, act, one)
