@@ -262,15 +262,6 @@ def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
         f"{above} needs target_itl_ms 0: a step's time is measured at the last stage only",
     )
     yield config.lora.enable_lora, f"enable_lora works without {above} only"
-    yield (
-        config.cache.keeps_blocks,
-        f"kv_offload_bytes and kv_offload_dir work without {above} only",
-    )
-    yield model.quantization is not None, f"quantization works without {above} only"
-    yield (
-        config.cache.kv_cache_dtype is not KVCacheDtype.AUTO,
-        f"kv_cache_dtype works without {above} only",
-    )
 
 
 def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:

@@ -116,9 +116,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
                 {"num_speculative_tokens": 2},
                 {"target_itl_ms": 9},
                 {"enable_lora": True},
-                {"kv_offload_bytes": 2**20},
-                {"quantization": "w8a16"},
-                {"kv_cache_dtype": "int8"},
             )
         ],
         ({"max_num_batched_tokens": None}, "must have a value"),

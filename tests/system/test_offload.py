@@ -73,26 +73,36 @@ def wait_for_files(directory: Path, least: int) -> None:
     eventually(are_there, f"{least} blocks in {directory}")
 
 
+STAGES = ("--pipeline-parallel-size", "2")
+CODED_STAGES = (*STAGES, "--quantization", "w8a16", "--dtype", "bfloat16")
+
+
 @pytest.mark.parametrize(
-    ("role", "flags"),
+    ("role", "rank", "flags"),
     [
-        (Role.WORKER, ()),
-        (Role.CORE, ()),
-        pytest.param(Role.WORKER, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
+        (Role.WORKER, 0, ()),
+        (Role.CORE, 0, ()),
+        (Role.WORKER, 1, STAGES),
+        (Role.CORE, 0, CODED_STAGES),
+        pytest.param(Role.WORKER, 0, CODED_STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.CORE, 0, STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.WORKER, 0, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
     ],
 )
 def test_after_kill_9_blocks_are_read_and_streams_go_on(
-    role: Role, flags: tuple[str, ...], start_engine: EngineFactory
+    role: Role, rank: int, flags: tuple[str, ...], start_engine: EngineFactory
 ) -> None:
+    """The tokens after it are those before it; with stages, each reads its layers' part."""
     engine = start(start_engine, *MEMORY, *flags)
     with connected(engine) as client:
         directory = memory_directory(engine.run_dir)
         alone = tokens_of(client)
-        wait_for_files(directory, NUM_PROMPTS * (PROMPT_LEN // 16))
+        num_parts = 2 if STAGES[0] in flags else 1
+        wait_for_files(directory, num_parts * NUM_PROMPTS * (PROMPT_LEN // 16))
         streams = [client.submit(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
         for stream in streams:
             assert next(stream).finish_reason is None
-        engine.kill(role)
+        engine.kill(role, rank)
         assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
         if role is Role.WORKER:  # the cache is empty; that of a worker without a core is, too
             eventually(lambda: num_loaded(client) >= NUM_PROMPTS * PROMPT_LEN, "blocks are read")
@@ -192,14 +202,16 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.parametrize(("parts", "damaged"), [((), "rank-0"), (STAGES, "rank-1")])
 def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
-    start_engine: EngineFactory, tmp_path: Path
+    parts: tuple[str, ...], damaged: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
-    flags = ("--kv-offload-dir", str(tmp_path / "kv"))
+    """Of several ranks, one that cannot read its part is enough."""
+    flags = ("--kv-offload-dir", str(tmp_path / "kv"), *parts)
     engine = start(start_engine, *flags)
     with connected(engine) as client:
         alone = tokens_of(client)
-        wait_for_files(tmp_path, NUM_PROMPTS * (PROMPT_LEN // 16))
+        wait_for_files(tmp_path, (1 + len(parts) // 2) * NUM_PROMPTS * (PROMPT_LEN // 16))
     stop(engine)
     engine = start(start_engine, *flags)
     with connected(engine) as client:
@@ -208,7 +220,8 @@ def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
         eventually(lambda: num_loaded(client) >= least, "blocks are read")
         loaded = num_loaded(client)
         for file in files_in(tmp_path):
-            damage(file)
+            if damaged in file.parts:
+                damage(file)
         engine.kill(Role.WORKER)
         assert tokens_of(client) == alone
         assert num_loaded(client) == loaded

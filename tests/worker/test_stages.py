@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from gguf import GGMLQuantizationType
 from torch import nn
 from transformers import (
     Gemma2Config,
@@ -22,17 +23,29 @@ from protocol.config import (
     CacheConfig,
     Dtype,
     EngineConfig,
+    KVCacheDtype,
     ModelConfig,
     NativeDecoder,
     ParallelConfig,
+    Quantization,
     RunConfig,
     SchedulerConfig,
     WorkerConfig,
 )
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import SamplingParams
+from scripts.gguf.directory import make_directory
+from tests.worker import gguf_files
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import Run, drive
+from tests.worker.quantized_checkpoints import (
+    WIDE,
+    Layout,
+    fp8_blocks,
+    int_quantized,
+    pack_quantized,
+    write_quantized,
+)
 from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.passages import Passage
@@ -68,17 +81,24 @@ class Stages:
     def __init__(
         self, directory: Path, num_stages: int, num_shares: int = 1, **settings: Any
     ) -> None:
-        """Take settings of the worker, and a `dtype`; `num_shares` ranks divide each stage."""
+        """Take settings of the worker, of the cache, and a `dtype` or codes of the model.
+
+        `num_shares` ranks divide each stage.
+        """
         run_dir = directory.with_name(f"{directory.name}-run")
         run_dir.mkdir(mode=0o700, exist_ok=True)
         dtype = Dtype(settings.pop("dtype", "float32"))
         self.num_stages = num_stages
         self._config = EngineConfig(
-            model=ModelConfig(model=str(directory), dtype=dtype),
+            model=ModelConfig(
+                model=str(directory), dtype=dtype, quantization=settings.pop("quantization", None)
+            ),
             cache=CacheConfig(
                 block_size=BLOCK_SIZE,
                 num_gpu_blocks_override=400,
                 swap_space_bytes=settings.pop("swap_space_bytes", 0),
+                kv_cache_dtype=settings.pop("kv_cache_dtype", KVCacheDtype.AUTO),
+                kv_offload_bytes=settings.pop("kv_offload_bytes", 0),
             ),
             scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
             parallel=ParallelConfig(
@@ -232,6 +252,81 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
         assert stages.drive(prompts, params, max_num_batched_tokens=7).output_token_ids == alone
         began = [tokens[:3] for tokens in alone]
         assert stages.drive(prompts, params, outputs=began).output_token_ids == alone
+
+
+SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, seed=5, ignore_eos=True)
+
+
+def compare_with_one(directory: Path, **options: Any) -> Stages:
+    """Check that two stages compute the tokens of one; returns the two."""
+    prompts = make_prompts()
+    one = Stages(directory, 1, **options)
+    alone = one.drive(prompts, SAMPLED).output_token_ids
+    stages = Stages(directory, 2, **options)
+    assert stages.drive(prompts, SAMPLED).output_token_ids == alone
+    assert stages.drive(prompts, SAMPLED, max_num_batched_tokens=7).output_token_ids == alone
+    assert all(runner.facts == stages.facts for runner in stages.runners)
+    assert stages.facts.quantization == one.facts.quantization
+    assert stages.facts.exact_resume, stages.facts.exact_resume_reason
+    assert stages.facts.decoder == one.facts.decoder
+    return stages
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [
+        (LlamaConfig(**DEEP), Quantization.W8A16),
+        (Qwen3Config(**DEEP | {"tie_word_embeddings": True}), Quantization.W8A8),
+        (MixtralConfig(**DEEP | {"num_local_experts": 4}), Quantization.W4A16),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_stages_round_their_weights_as_one_worker_does(
+    config: PretrainedConfig, quantization: Quantization, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path / "model", config)
+    compare_with_one(tmp_path / "model", dtype="bfloat16", quantization=quantization)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "layout",
+    [pack_quantized(4, 32, is_symmetric=False), fp8_blocks(), int_quantized(codes_rows=True)],
+    ids=lambda layout: layout.name,
+)
+def test_stages_read_the_codes_of_a_checkpoint(layout: Layout, dtype: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "model", layout, LlamaConfig(**WIDE | {"num_hidden_layers": 4}))
+    compare_with_one(tmp_path / "model", dtype=dtype)
+
+
+def test_stages_read_the_blocks_of_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding and the output layer are in codes, too."""
+    monkeypatch.setattr("scripts.gguf.cache.cache_directory", lambda: tmp_path / "cache")
+    config = LlamaConfig(**gguf_files.WIDE | {"num_hidden_layers": 4})
+    gguf_files.write_random_gguf(tmp_path / "model.gguf", config, GGMLQuantizationType.Q4_K)
+    (tmp_path / "model").symlink_to(make_directory(tmp_path / "model.gguf"))
+    compare_with_one(tmp_path / "model", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [KVCacheDtype.INT8, KVCacheDtype.FP8])
+def test_stages_have_keys_and_values_in_codes(kv_cache_dtype: KVCacheDtype, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
+    compare_with_one(tmp_path / "model", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+
+
+def test_the_blocks_of_stages_have_one_layout_which_names_the_division(tmp_path: Path) -> None:
+    """Three layers are not divided into equal stages, and others than four into two."""
+    layouts = set()
+    for num_layers, num_stages in ((3, 1), (3, 2), (4, 2), (3, 3)):
+        directory = tmp_path / f"{num_layers}-{num_stages}"
+        build_checkpoint(directory, LlamaConfig(**SHAPE | {"num_hidden_layers": num_layers}))
+        stages = Stages(directory, num_stages, kv_offload_bytes=2**20)
+        assert all(runner.facts == stages.facts for runner in stages.runners)
+        assert all(runner.block_memory is not None for runner in stages.runners)
+        layouts.add(stages.facts.kv_layout)
+    assert len(layouts) == 4
 
 
 @pytest.mark.parametrize("swap_space_bytes", [0, 2**20])

@@ -28,6 +28,8 @@ class StageModel(NamedTuple):
 
     inlet: Passage | None
     outlet: Passage | None
+    division: str = ""
+    """Which layers each of the stages has."""
 
     def take(self, rows: torch.Tensor) -> None:
         """Give the rows of the stage before to the next forward, `[1, T, width]`."""

@@ -19,22 +19,31 @@ log = logging.getLogger("troika.worker")
 
 
 def with_layout(
-    facts: ModelFacts, config: EngineConfig, tensors: Sequence[torch.Tensor], kernels: str
+    facts: ModelFacts,
+    config: EngineConfig,
+    tensors: Sequence[torch.Tensor],
+    kernels: str,
+    division: str = "",
 ) -> ModelFacts:
-    """Add the layout of the blocks, if they can be kept in stores and are to be kept."""
+    """Add the layout of the blocks, if they can be kept in stores and are to be kept.
+
+    `division`: which layers each of several stages has. It stands for the tensors, which are others
+    in each stage: all ranks of a model must have the same layout.
+    """
     if not config.cache.keeps_blocks:
         return facts
     if facts.num_state_blocks or facts.computes_whole_prompts or not tensors:
         why = "states" if facts.num_state_blocks else "prompts that are computed whole"
         log.warning("KV blocks are kept in no store: a model with %s has no use of them", why)
         return facts
+    shapes = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
     parts = [
         facts.checkpoint or facts.model,
         *(facts.dtype, facts.kv_cache_dtype, facts.quantization, facts.decoder, facts.build),
         str(facts.block_size),
         msgspec.json.encode(facts.kv_groups).decode(),
         kernels,
-        *(f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors),
+        *([division] if division else shapes),
     ]
     name = hashlib.blake2b("\n".join(parts).encode(), digest_size=_NAME_BYTES).hexdigest()
     return msgspec.structs.replace(facts, kv_layout=name)

@@ -19,6 +19,7 @@ from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.runner import ComputedStep, LaunchedStep
@@ -36,7 +37,6 @@ class StageRunner:
     """Executes steps as far as the layers of a stage go, and passes them on."""
 
     adapters = None
-    block_memory = None
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class StageRunner:
         swap_cost_tokens: float,
         grammars: GrammarCompiler | None = None,
         exchange: RankExchange | None = None,
+        block_memory: PoolMemory | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
-        `exchange`: with the other ranks of the stage.
+        `exchange`: with the other ranks of the stage. `block_memory`: of blocks that are kept in
+        stores.
         """
         self._model = loaded.model
         self._device = loaded.device
@@ -66,6 +68,7 @@ class StageRunner:
         self._mirror = Mirror(facts)
         self.swap_cost_tokens = swap_cost_tokens
         self.grammars = grammars
+        self.block_memory = block_memory
         self._num_computed = 0
         self._pending: deque[_Sampling] = deque()
         """Steps whose tokens are stand-ins in the mirror, of the first stage."""

@@ -104,6 +104,11 @@ class StageParts(NamedTuple):
         """Return the layers that a stage has."""
         return stage.layers(len(self.layers), self.head_layers)
 
+    def division(self, num_stages: int) -> str:
+        """Return a line that is equal where the stages of a model have the same layers."""
+        parts = [self.own(Stage(place, num_stages)) for place in range(num_stages)]
+        return "layers " + ", ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+
     def absent(self, stage: Stage) -> list[str]:
         """Return the modules that a stage does not have."""
         own = self.own(stage)
@@ -125,8 +130,6 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
         raise _refuse(num_stages, f"it works on the CPU only, and the device is {device}")
     if probed.recurrent:
         raise _refuse(num_stages, f"{probed.recurrent[0].module_name} has a recurrent state")
-    if checked.files is not None:
-        raise _refuse(num_stages, "the checkpoint is quantized")
     if checked.inspected.dtype not in NATIVE_DTYPES:
         dtype = str(checked.inspected.dtype).removeprefix("torch.")
         raise _refuse(num_stages, f"stages compute in float32 and bfloat16, and not in {dtype}")
@@ -146,6 +149,9 @@ def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> Checke
     """Return what is built and read of a model for a stage."""
     absent = parts.absent(stage)
     probed = checked.inspected.probed
+    if checked.files is not None:
+        weights = checked.files.weights.values()
+        checked.files.report.state(weight.kind.value for weight in weights)
     own = replace(
         probed,
         layers=[one for one in probed.layers if not is_within(one.module_name, absent)],
@@ -168,7 +174,8 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
     if outlet is not None:
         model.set_submodule(parts.head, _NoOutput())
         outlet.keeps = True
-    return StageModel(passages.get(own.start - 1), outlet)
+    division = parts.division(stage.num_stages)
+    return StageModel(passages.get(own.start - 1), outlet, division)
 
 
 def hidden_size(model: nn.Module) -> int:

@@ -1,6 +1,7 @@
 """Which weights of a quantized checkpoint stay codes in memory, and why others do not."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -12,15 +13,25 @@ class CodesReport:
         self.method = method
         self._kinds: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
+        self._stated: str | None = None
 
     def add(self, layer: str, kind: str, reason: str = "") -> None:
         """Note a weight in codes of some kind that stay; with a reason, one that is dequantized."""
         self._kinds[layer] = kind
         self._reasons[layer] = reason
 
+    def state(self, kinds: Iterable[str]) -> None:
+        """Let the description name these codes, whatever becomes of the weights that are loaded.
+
+        So stages, which load some of the weights each, describe the model alike.
+        """
+        self._stated = self._described(*sorted(set(kinds)))
+
     @property
     def description(self) -> str:
         """The format and its codes that are in memory, for people; empty: there are none."""
+        if self._stated is not None:
+            return self._stated
         kinds = {kind for layer, kind in self._kinds.items() if not self._reasons[layer]}
         return self._described(*sorted(kinds)) if kinds else ""
 

@@ -99,7 +99,8 @@ def build_runner(
         num_swap_states=facts.num_host_state_blocks,
     )
     kernels = f"{backend.name} {kernels_of(prepared)}"
-    facts = with_layout(facts, config, pool.all_tensors, kernels)
+    division = "" if prepared.stage is None else prepared.stage.division
+    facts = with_layout(facts, config, pool.all_tensors, kernels, division)
     memory = None
     if facts.kv_layout:
         number = num_slots(config, facts, block_bytes_of(loaded, layout))
@@ -120,6 +121,7 @@ def build_runner(
             swap_cost_tokens=cost,
             grammars=prepared.grammars,
             exchange=exchange,
+            block_memory=memory,
         )
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)

@@ -158,7 +158,7 @@ def _check(
         check_division(checked, Share(0, num_ranks))
     draft = check_draft(config.model, checked, progress)
     rehearsal = rehearse_model(checked, quantization, proofs)
-    parts = None
+    parts, whole = None, checked
     if stage.num_stages > 1:
         parts = check_stages(checked, stage.num_stages)
         checked = only_stage(checked, parts, stage)
@@ -173,7 +173,7 @@ def _check(
         library = load_coding_library(setting)
     if quantization is not None and library is not None and checked.files is None:
         proofs = None if kept is None else kept.with_kernels(library)
-        rehearse_experts(checked, quantization, library, proofs)
+        rehearse_experts(whole, quantization, library, proofs)
     return checked, draft, library, parts
 
 
