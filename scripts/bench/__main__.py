@@ -7,6 +7,7 @@ startup    time to ready and to the first token
 growth     time of a step against running requests, context and waiting requests
 sampler    the choice of tokens alone
 routing    conversations over replicas of the null model, by policy
+prefill    chats beside long prompts, with and without replicas for prompts
 scheduler  the scheduler alone
 table      results as Markdown tables
 
@@ -24,7 +25,16 @@ from protocol.config import RoutingPolicy
 from protocol.config.settings import OneLineParser
 from scripts.bench import machine, plots, report, scheduler
 from scripts.bench.client import BenchError
-from scripts.bench.commands import control, growth, offline, routing, sampler, serving, startup
+from scripts.bench.commands import (
+    control,
+    growth,
+    offline,
+    prefill,
+    routing,
+    sampler,
+    serving,
+    startup,
+)
 from scripts.bench.peers import http_url, named_url
 from scripts.bench.workloads import DEFAULT_OFFLINE, OFFLINE
 
@@ -36,6 +46,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, report.Record], None]] = {
     "growth": growth.run,
     "sampler": sampler.run,
     "routing": routing.run,
+    "prefill": prefill.run,
 }
 LENGTHS = (1024, 4000, 7900)
 RUNNING = (16, 64, 256, 1024)
@@ -164,6 +175,20 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "--repeats", 3, _count(1), "repetitions, each with new prompts")
+    _add_number(parser, "--seed", 0, int, "seed of the first repetition")
+    _add_number(parser, "--replicas", 4, _count(2), "replicas")
+    _numbers(parser, "--prefill-replicas", (1,), "of them, those that compute prompts")
+    _add_number(parser, "--seconds", 20.0, _positive, "time within which requests are sent")
+    _add_number(parser, "--chats-per-s", 16.0, _positive, "chats a second")
+    _add_number(parser, "--long-per-s", 3.0, _positive, "long prompts a second")
+    _add_number(parser, "--step-ms", 5.0, _not_negative, "time of a step")
+    _add_number(parser, "--token-ms", 0.04, _not_negative, "time that a token adds")
+    _add_number(parser, "--timeout-s", 60.0, _positive, "longest time for one request")
+    _add_outputs(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of everything before `--`."""
     parser = OneLineParser(
@@ -222,6 +247,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_routing(command("routing"))
 
+    _add_prefill(command("prefill"))
+
     command("scheduler")
     command("table").add_argument("files", nargs="+", type=Path, metavar="FILE")
     return parser
@@ -237,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv[:place])
     arguments.engine_flags = argv[place + 1 :]
     if arguments.engine_flags and (
-        arguments.command in {"table", "sampler", "routing"} or _base(arguments)
+        arguments.command in {"table", "sampler", "routing", "prefill"} or _base(arguments)
     ):
         parser.error(f"{arguments.engine_flags[0]} has no effect: no engine is started")
     try:

@@ -380,3 +380,17 @@ def test_routing_compares_policies_on_the_same_conversations(result: Path) -> No
     for figures in found.values():
         assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
         assert 1 <= figures["imbalance"] <= 2
+
+
+def test_prefill_compares_roles_of_replicas_at_the_same_rates(result: Path) -> None:
+    command = (
+        "prefill --repeats 1 --replicas 2 --seconds 1 --chats-per-s 10 --long-per-s 5 --step-ms 1"
+        f" --token-ms 0.02 --json {result}"
+    )
+    assert tool.main(command.split()) == 0
+    found = {run.server: run.figures for run in report.load(result).runs}
+    assert found["all alike"]["handed_over"] == 0
+    assert found["1 for prompts"]["handed_over"] > 0
+    for figures in found.values():
+        assert 0 < figures["itl_p50_ms"] <= figures["itl_p99_ms"]
+        assert 0 < figures["chat_ttft_p50_ms"] <= figures["chat_ttft_p99_ms"]

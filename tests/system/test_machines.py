@@ -1,6 +1,7 @@
 """Engines of several machines, here at addresses of this one, and a proxy that cuts the wire."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from protocol.client import EngineClient, ReplicatedClient
 from protocol.lifecycle import Role
 from protocol.transport.curve import make_keys, read_client_keys
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system import streams
 from tests.system.null_load import Stream
 from tests.system.test_replicas import (
     EXPECTED,
@@ -26,6 +28,7 @@ from tests.system.test_replicas import (
     prompt_of,
     until_serving,
 )
+from tests.system.test_resumption import body, ids_of
 
 
 def free_port() -> int:
@@ -200,3 +203,33 @@ def test_an_api_has_replicas_on_other_machines(start_engine: EngineFactory, keys
         stream.join()
         assert stream.error is None
         assert stream.token_ids == EXPECTED[number]
+
+
+def test_clients_of_a_lost_machine_read_on_at_another_api_from_the_journal(
+    start_engine: EngineFactory, keys: Path, tmp_path: Path
+) -> None:
+    """API, core and worker of a machine die; the journal is on storage that both machines have."""
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+    flags = ("--replica-addresses", machine.address, "--curve-keys", str(keys))
+    flags += ("--journal-dir", str(tmp_path / "journal"))
+    lost = start_engine("--null-step-ms", "5", "--routing-policy", "round_robin", *flags)
+    eventually(lambda: lost.readiness()["replicas"] == ["ready"] * 2, "both replicas serve")
+    bodies = [
+        body(prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1) for number in range(8)
+    ]
+    begun = [
+        streams.Stream(lost.url(), each, headers={"X-Request-Id": f"request-{number}"})
+        for number, each in enumerate(bodies)
+    ]
+    first = [list(itertools.islice(iter(stream.next, None), 10)) for stream in begun]
+    lost.process.kill()
+    another = start_engine("--data-parallel-size", "0", *flags)
+    another.ready()
+    for number, read in enumerate(first):
+        begun[number].close()
+        last_id = read[-1].id
+        assert last_id is not None
+        headers = {"X-Request-Id": f"request-{number}", "Last-Event-ID": last_id}
+        rest = streams.Stream(another.url(), bodies[number], headers=headers).events()
+        assert ids_of(read + rest) == {0: EXPECTED[number]}
