@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         for repeat in range(arguments.repeats):
             seed = arguments.seed + repeat
             for role, count in roles.items():
-                arrivals = _arrivals(arguments, Random(f"prefill-{seed}-{count}"))
+                arrivals = _arrivals(arguments, seed, count)
                 figures = asyncio.run(_measure(engine, arrivals, count, arguments.timeout_s))
                 add(record, RunRecord(name, role, repeat, seed, figures))
 
@@ -78,8 +78,9 @@ def _name(count: int) -> str:
     return f"{count} for prompts" if count else "all alike"
 
 
-def _arrivals(arguments: argparse.Namespace, random: Random) -> list[Arrival]:
-    """Draw the requests of a run, in their order; no two runs share a prompt."""
+def _arrivals(arguments: argparse.Namespace, seed: int, role: int) -> list[Arrival]:
+    """Draw the requests of a run, in their order; roles differ in the tokens of prompts alone."""
+    random, tokens = Random(f"prefill-{seed}"), Random(f"prefill-{seed}-{role}")
     ids = token_ids(NULL_VOCAB_SIZE)
 
     def draw(rate: float, is_long: bool) -> list[Arrival]:
@@ -87,7 +88,7 @@ def _arrivals(arguments: argparse.Namespace, random: Random) -> list[Arrival]:
         while at_s < arguments.seconds:
             length = random.randint(*(LONG_TOKENS if is_long else CHAT_TOKENS))
             num_tokens = random.randint(*(LONG_OUTPUT if is_long else CHAT_OUTPUT))
-            prompt = random.choices(ids, k=length)
+            prompt = tokens.choices(ids, k=length)
             drawn.append(Arrival(at_s, is_long, prompt, num_tokens))
             at_s += random.expovariate(rate)
         return drawn
