@@ -104,7 +104,7 @@ class Scheduler:
         self.queues = RequestQueues(WaitingQueue(self.policy, self.partial_prefills.is_long))
         self.requests = self.queues.requests
         self.waiting = self.queues.waiting
-        self.loads = Loads(self.kv, self.queues, self._admission, offload)
+        self.loads = Loads(self.kv, self.queues, self._admission, self.policy, offload)
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
         self.is_preparing = False
@@ -180,7 +180,7 @@ class Scheduler:
         num_sharing = num_partial
         front = self._front()
         if front is not None and not self._admission.still_refuses(front):
-            num_free_slots = self._admission.num_slots - num_running
+            num_free_slots = max(0, self._admission.num_slots - self._num_in_slots)
             num_sharing += min(num_free_slots, self.waiting.num_admissible)
         num_left = options.token_budget - (num_running - num_partial)
         return max(threshold, num_left // max(num_sharing, 1), 1)
@@ -293,21 +293,29 @@ class Scheduler:
                     self.kv.remember_full_blocks(due, due.num_computed_tokens)
                 except Exception as error:
                     self._fail(due, step, error)
-        if self.offload is not None:
-            self.loads.give_places()
+        self.loads.begin_step()
         while (request := self._front()) is not None:
             try:
                 if not self.kv.prepare(request):
                     self.is_preparing = True
                     return
-                if self.offload is not None and self.loads.begin(request) is Outcome.WAIT:
+                outcome = self.loads.begin(request)
+                if outcome is Outcome.WAIT:
                     continue
-                has_slot = step.budget > 0 and self._admission.has_slot(len(self.running))
+                if outcome is Outcome.LATER:
+                    self.is_preparing = True
+                    return
+                has_slot = step.budget > 0 and self._admission.has_slot(self._num_in_slots)
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
                     return
             except Exception as error:
                 self._fail(request, step, error)
+
+    @property
+    def _num_in_slots(self) -> int:
+        """Requests that run, or will when their blocks have been loaded."""
+        return len(self.running) + self.loads.num_to_run
 
     def _front(self) -> Request | None:
         """Return the request that would be admitted next, if one may be admitted.
@@ -364,7 +372,7 @@ class Scheduler:
         candidate = self._admission.candidate(request)
         without_them = Capacity(
             step.budget + step.num_granted_to(lesser),
-            len(self.running) - len(lesser),
+            self._num_in_slots - len(lesser),
             self.kv.num_blocks_gained(lesser, candidate.hits),
         )
         num_lacking = self._admission.num_lacking(candidate, step, without_them)
@@ -375,7 +383,7 @@ class Scheduler:
             return False
         before = self.num_preemptions
         while lesser:
-            capacity = Capacity(step.budget, len(self.running))
+            capacity = Capacity(step.budget, self._num_in_slots)
             num_lacking = self._admission.num_lacking(candidate, step, capacity)
             if num_lacking is not None and num_lacking <= 0:
                 break
@@ -627,7 +635,6 @@ class Scheduler:
             else:
                 self.kv.free(request)
         self.swapper.drop(request)
-        self.loads.drop(request)
         self.partial_prefills.drop(request)
         self.speculation.ended(request)
         self.policy.left(request)

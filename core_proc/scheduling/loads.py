@@ -1,15 +1,20 @@
 """Requests whose KV is being loaded: another process writes to blocks that are held for them."""
 
+import heapq
 from collections.abc import Iterable
 from enum import Enum, auto
-from itertools import islice
+from itertools import count
 
 from core_proc.kv.kv_cache import KVCacheManager, Tables
 from core_proc.kv.offload import Offload
+from core_proc.policy import Key, Policy
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduling.admission import Admission
 from core_proc.scheduling.request_queues import RequestQueues
 from protocol.core_worker import BlocksLoaded
+
+_LOOKED_UP_AT_ONCE = 2**14
+"""Tokens of requests that are looked up in one step and set aside: one or two milliseconds."""
 
 
 class Outcome(Enum):
@@ -19,6 +24,8 @@ class Outcome(Enum):
     """It is to be computed from its hits in the prefix cache on."""
     WAIT = auto()
     """It waits for its stored blocks, or until they can be loaded; others are admitted."""
+    LATER = auto()
+    """It has not been looked up: enough requests were in this step."""
 
 
 class Loads:
@@ -29,16 +36,22 @@ class Loads:
         kv: KVCacheManager,
         queues: RequestQueues,
         admission: Admission,
+        policy: Policy,
         offload: Offload | None = None,
     ) -> None:
         """`offload`: where blocks are loaded from; None: only `hold` begins a load."""
         self._kv = kv
         self._queues = queues
         self._admission = admission
+        self._policy = policy
         self._offload = offload
         self._requests: dict[int, Request] = {}
-        self._without_place: dict[int, Request] = {}
-        """Requests with stored blocks that wait until another load ends, in this order."""
+        self._without_place: list[tuple[Key, int, Request]] = []
+        """A heap of requests with stored blocks that wait until another load ends, in the policy's
+        order; those that have left it otherwise are skipped."""
+        self._row_numbers = count()
+        self._num_looked_up = 0
+        """Tokens of requests that were set aside in this step."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -50,18 +63,29 @@ class Loads:
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
+    @property
+    def num_to_run(self) -> int:
+        """Requests that will run after their loads: their slots are kept for them."""
+        return sum(not request.is_finished for request in self._requests.values())
+
     def begin(self, request: Request) -> Outcome:
-        """Load the stored blocks of the request that would be admitted next, if that pays."""
+        """Load the stored blocks of the request that would be admitted next, if that pays.
+
+        One without a slot is not looked up: it stays in front, and may take one by preemption.
+        """
         offload = self._offload
         if offload is None or not request.may_load or self._admission.still_refuses(request):
             return Outcome.COMPUTE
+        if not self._admission.has_slot(len(self._queues.running) + self.num_to_run):
+            return Outcome.COMPUTE
+        if self._num_looked_up >= _LOOKED_UP_AT_ONCE:
+            return Outcome.LATER
         stored = self._find_stored(request, offload)
         if stored is None:
             request.may_load = False  # admission does not ask again
             return Outcome.COMPUTE
-        if not self._has_place(offload):
-            self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
-            self._without_place[request.req_id] = request
+        if offload.num_places == 0:
+            self._set_aside(request)
             return Outcome.WAIT
         hits, num_blocks = stored
         headroom = self._admission.headroom(len(self._queues.running))
@@ -71,18 +95,25 @@ class Loads:
         offload.begin(request, len(hits[0]))
         return Outcome.WAIT
 
-    def give_places(self) -> None:
-        """Let requests that wait for a place be admitted, or loaded, if there is one now."""
-        if self._offload is None or not self._without_place or not self._has_place(self._offload):
-            return
-        for req_id in list(islice(self._without_place, self._offload.num_places)):
-            request = self._without_place.pop(req_id)
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-                self._queues.unblock(request)
+    def _set_aside(self, request: Request) -> None:
+        self._num_looked_up += request.num_tokens
+        self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
+        row = (self._policy.order(request), next(self._row_numbers), request)
+        heapq.heappush(self._without_place, row)
 
-    def drop(self, request: Request) -> None:
-        """Forget a request that has ended, unless its blocks are still written to."""
-        self._without_place.pop(request.req_id, None)
+    def begin_step(self) -> None:
+        """Let as many requests wait to be admitted, or loaded, as there are places for loads."""
+        self._num_looked_up = 0
+        num_places = 0 if self._offload is None else self._offload.num_places
+        while self._without_place and num_places > 0:
+            num_places -= self._take_back(heapq.heappop(self._without_place)[2])
+
+    def _take_back(self, request: Request) -> bool:
+        """Let a request that was set aside wait at its place; False if it has ended meanwhile."""
+        is_aside = request.status is RequestStatus.WAITING_FOR_REMOTE_KV and request not in self
+        if is_aside:
+            self._queues.unblock(request)
+        return is_aside
 
     def _find_stored(self, request: Request, offload: Offload) -> tuple[Tables, int] | None:
         """Return the hits of a request, and how many blocks it has with stored ones.
@@ -97,11 +128,6 @@ class Loads:
         if num_tokens < offload.least_tokens or not offload.costs.try_load():
             return None
         return hits, num_blocks
-
-    def _has_place(self, offload: Offload) -> bool:
-        """Whether one more load may begin, and its request will find a slot after it."""
-        num_to_run = len(self._queues.running) + len(self._requests)
-        return offload.num_places > 0 and self._admission.has_slot(num_to_run)
 
     def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
         """Block a waiting request, and give it blocks for its first `num_tokens`, whole blocks.
@@ -148,9 +174,8 @@ class Loads:
         for request in list(self._requests.values()):
             request.may_load = True
             self.end(request, 0)
-        for request in self._without_place.values():
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-                self._queues.unblock(request)
+        for row in self._without_place:
+            self._take_back(row[2])
         self._without_place.clear()
         if self._offload is not None:
             self._offload.workers_lost()

@@ -1,7 +1,10 @@
 """The core reads blocks where that is quicker, and depends on none of them."""
 
+import random
+
 import pytest
 
+from core_proc.kv.kv_cache import Tables
 from core_proc.kv.load_costs import LoadCosts
 from core_proc.kv.offload import LEAST_TOKENS, MAX_LOADS, Offload
 from core_proc.request import Request, RequestStatus
@@ -210,6 +213,111 @@ def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
     bench.answer()
     bench.run()
     assert set(bench.finished) == {"running", "a"}
+
+
+def _serve(bench: Bench) -> list[str]:
+    """Run to the end, with loads answered between steps; returns the names as they begin."""
+    begun: dict[str, None] = {}
+    for _ in range(10_000):
+        if not bench.scheduler.has_unfinished:
+            return list(begun)
+        begun.update(dict.fromkeys(bench.step()))
+        bench.transfer()
+        while bench.loads:
+            bench.answer()
+    raise AssertionError("requests do not end")
+
+
+@pytest.mark.parametrize("seqs", [1, 4, 3 * MAX_LOADS])
+def test_requests_with_stored_blocks_run_in_the_order_of_the_policy(seqs: int) -> None:
+    names = [str(number) for number in range(60)]
+    prompts = {name: [1000 * int(name) + i for i in range(len(PROMPT))] for name in names}
+    first = Bench()
+    for name in names:
+        first.add(name, prompts[name], 2)
+    _serve(first)
+    assert first.num_stored == 6 * len(names)
+
+    bench = Bench(first.store, seqs=seqs, policy="priority")
+    for name in random.Random(seqs).sample(names, len(names)):
+        bench.add(name, prompts[name], 2, priority=int(name))
+    assert _serve(bench) == names
+    assert bench.offload.num_loaded_tokens == 6 * BLOCK * len(names)
+
+
+def test_one_that_comes_later_and_is_more_important_gets_the_next_place(filled: FakeStore) -> None:
+    bench = Bench(filled, seqs=3 * MAX_LOADS, policy="priority")
+    for number in range(2 * MAX_LOADS):
+        bench.add(str(number), PROMPT, 2, priority=5)
+    bench.step()
+    bench.add("urgent", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    bench.answer()
+    assert bench.step() == {"0": 3, "urgent": 3}
+    _serve(bench)
+
+
+def test_an_important_request_with_stored_blocks_takes_a_slot(filled: FakeStore) -> None:
+    bench = Bench(filled, seqs=4, policy="priority", preempt_for_priority=True)
+    for number in range(4):
+        bench.add(str(number), 20, 200, priority=5)
+    bench.step()
+    bench.add("urgent", PROMPT, 2, priority=0)
+    bench.step()
+    bench.transfer()
+    assert [load.req_id for load in bench.loads] == [bench.requests["urgent"].req_id]
+    for _ in range(5):  # its slot is kept while its blocks are read
+        assert len(bench.step()) == 3
+    bench.answer()
+    assert bench.step()["urgent"] == 3
+    assert bench.scheduler.num_preemptions == 1
+    bench.run()
+
+
+def test_slots_are_kept_for_requests_that_load(filled: FakeStore) -> None:
+    bench = Bench(filled, seqs=2)
+    for name in ("a", "b"):
+        bench.add(name, PROMPT, 2)
+    bench.add("behind", PROMPT, 2)  # it would be computed
+    assert bench.step() == {}
+    bench.transfer()
+    bench.abort("b")
+    bench.add("c", 20, 2)
+    assert bench.step() == {}  # the one before it begins to load
+    bench.transfer()
+    assert len(bench.loads) == 3
+    _serve(bench)
+    assert set(bench.finished) == {"a", "behind", "c"}
+
+
+def test_a_step_looks_up_few_of_the_requests_that_wait_for_a_place(
+    filled: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(filled, seqs=10_000)
+    num_requests = 4 * 2**14 // len(PROMPT)
+    for number in range(num_requests):
+        bench.add(str(number), PROMPT, 2)
+    kv, num_tokens = bench.scheduler.kv, 0
+    find = kv.find_cached_prefix
+
+    def count(request: Request) -> Tables:
+        nonlocal num_tokens
+        num_tokens += request.num_tokens
+        return find(request)
+
+    monkeypatch.setattr(kv, "find_cached_prefix", count)
+    most = 0
+    while True:
+        num_tokens = 0
+        assert bench.step() == {}
+        most = max(most, num_tokens)
+        if not bench.scheduler.is_preparing:
+            break
+    assert 0 < most <= 2**14 + (MAX_LOADS + 1) * len(PROMPT)
+    bench.add("behind", 20, 2)
+    assert bench.step() == {"behind": 20}
+    _serve(bench)
 
 
 def test_a_block_that_is_overwritten_meanwhile_is_not_stored() -> None:
