@@ -10,12 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from protocol.config import EngineConfig, KVCacheDtype, Quantization
+from protocol.config import EngineConfig, KVCacheDtype, ParallelConfig, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_bitwise import engine_config
 from worker_proc.loading import inspection
+from worker_proc.loading.proofs import Proofs
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fused
 from worker_proc.modules import quantization as quantization_settings
@@ -166,6 +167,20 @@ def test_other_kernels_settings_and_threads_are_proven_by_themselves(
     cache = msgspec.structs.replace(config.cache, **found)
     start(msgspec.structs.replace(config, cache=cache))
     assert not tried  # a successor has the numbers of blocks that its predecessor found
+    parallel = ParallelConfig(core_listen="127.0.0.1:7000", data_parallel_size=2)
+    start(msgspec.structs.replace(config, parallel=parallel))
+    assert not tried  # an engine on another machine or port computes the same
     monkeypatch.setattr(prepare, "load_library", lambda: None)
     start(config)
     assert set(tried) == {"_calibrate"}
+
+
+def test_the_division_and_each_rank_are_proven_by_themselves(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    config = engine_config(tmp_path / "model", "float32")
+    keys = set()
+    for sizes in ((1, 1), (2, 1), (1, 2), (64, 64)):
+        parallel = ParallelConfig(tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+        divided = msgspec.structs.replace(config, parallel=parallel)
+        keys |= {tuple(Proofs(divided, rank)._key) for rank in (0, 1, parallel.num_ranks - 1)}
+    assert len(keys) == 2 + 2 + 2 + 3

@@ -40,7 +40,7 @@ class Proofs:
     """The proofs about the configured checkpoint: without kernels, and with a native library."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
-        self._key = [*_key(config), bytes([rank])]
+        self._key = [*_key(config), rank.to_bytes(4)]
 
     def without_kernels(self) -> StartCache:
         """Return what holds whatever computes the model."""
@@ -83,7 +83,8 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
         kv_cache_memory_bytes=None,
     )
     model = msgspec.structs.replace(config.model, given_model=None)
-    settings = (model, cache, config.scheduler, config.parallel, config.worker)
+    parallel = (config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+    settings = (model, cache, config.scheduler, parallel, config.worker)
     yield msgspec.msgpack.encode(settings)
     for name in filter(None, (config.model.model, config.model.speculative_model)):
         directory = Path(name).resolve()
