@@ -228,7 +228,7 @@ class ApiState:
 
     def replica_stats(self) -> list[EngineStats]:
         """Return the last statistics of each replica's core."""
-        statuses = [client.status for client in self.client.clients]
+        statuses = [client.status if client.is_open else None for client in self.client.clients]
         return [EngineStats() if status is None else status.stats for status in statuses]
 
     def gauges(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 POLL_S = 1.0
+_MOST_UNSTABLE_POLLS = 5
 
 T = TypeVar("T")
 Signature = list[tuple[int, int, int] | None]
@@ -23,16 +24,20 @@ async def watch_files(
     """Call `take` with a loaded value whenever the files have changed, until it is cancelled.
 
     Files count as changed once they have been the same for one interval, because certificate and
-    key are written one after the other. Where they cannot be loaded, the value in use stays.
+    key are written one after the other, or after five intervals with a change in each. Where they
+    cannot be loaded, the value in use stays.
     """
     loaded: Signature | None = None  # the files may have changed since the caller has loaded them
     seen = await asyncio.to_thread(signature_of, paths)
+    num_unstable = 0
     names = ", ".join(map(str, paths))
     while True:
         await asyncio.sleep(poll_s)
         before, seen = seen, await asyncio.to_thread(signature_of, paths)
-        if seen == loaded or seen != before:
+        num_unstable = num_unstable + 1 if seen != before else 0
+        if seen == loaded or 0 < num_unstable < _MOST_UNSTABLE_POLLS:
             continue
+        num_unstable = 0
         is_first, loaded = loaded is None, seen
         try:
             take(await asyncio.to_thread(load))

@@ -180,9 +180,14 @@ class AsyncEngineClient:
         self._link.open()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
-    def share_pause(self, other: "AsyncEngineClient") -> None:
-        """Let a pause by another client hold here, too; to be called before `connect`."""
-        self._controls.inherit(other._controls)
+    @property
+    def pauses(self) -> bool:
+        """Whether a pause by this client is in force, or requested."""
+        return self._controls.pauses
+
+    def begin_paused(self, action: ControlAction, mode: PauseMode) -> None:
+        """Pause the core before anything else; to be called before `connect`."""
+        self._controls.begin_paused(action, mode)
 
     async def __aenter__(self) -> "AsyncEngineClient":
         await self.start()

@@ -8,7 +8,8 @@ a pause that another client has ended or changed no longer belongs to this one.
 from protocol.adapters import Adapter
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode, Status
 
-_LASTING = frozenset({ControlAction.PAUSE, ControlAction.RESUME, ControlAction.SLEEP})
+_PAUSES = frozenset({ControlAction.PAUSE, ControlAction.SLEEP})
+_LASTING = _PAUSES | {ControlAction.RESUME}
 """Actions that change the state of a pause."""
 
 
@@ -40,9 +41,15 @@ class Controls:
         self._unanswered[control.number] = control
         return control
 
-    def inherit(self, other: "Controls") -> None:
-        """Let a pause that is in force elsewhere be sent to the first core, as to a new one."""
-        self._in_force = other._in_force
+    @property
+    def pauses(self) -> bool:
+        """Whether a pause is in force, or requested."""
+        unanswered = self._unanswered.values()
+        return self._in_force is not None or any(each.action in _PAUSES for each in unanswered)
+
+    def begin_paused(self, action: ControlAction, pause_mode: PauseMode) -> None:
+        """Send a pause to the first core, as to a new one."""
+        self._in_force = Control(0, action, pause_mode)
 
     def give_up(self, number: int) -> None:
         """Stop waiting for an answer; whether the core has carried it out is not known."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import zmq
 
 from protocol.api_core import Connect, ControlDone, Refused, Status, StepOutputs, decode_from_core
+from protocol.config.addresses import is_remote
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.salvage import readable_outputs
@@ -27,7 +28,6 @@ from protocol.transport.channel import (
     HighWaterMark,
     LinkEvent,
     Received,
-    is_remote,
 )
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock, SocketFactory

@@ -31,6 +31,7 @@ import msgspec
 from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
+    ControlAction,
     ErrorCode,
     PauseMode,
     RequestError,
@@ -58,10 +59,10 @@ from protocol.client.replica_set import NO_CORE, ReplicaSet
 from protocol.client.request_stream import RequestStream, vector_of
 from protocol.client.routing import Candidate, Router
 from protocol.config import RoutingPolicy
+from protocol.config.addresses import check_tcp_address, is_remote
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
 from protocol.sampling import Pooling, SamplingParams, pooling_params
-from protocol.transport.channel import is_remote
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
@@ -137,6 +138,8 @@ class ReplicatedClient:
         """Of the caches of replicas, by number."""
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router(policy, self._replicas, rng or random.Random())
+        for replica in self._replicas:
+            self._router.homes.add(replica.number, replica.address)
         self._prefill = Prefill(prefill_replicas)
         self._piece_tokens = 0
         """Of a prompt's piece; 0: no replica's block size is known yet."""
@@ -144,6 +147,10 @@ class ReplicatedClient:
         """Requests that went on at another replica."""
         self.num_handed_over = 0
         """Requests that went on where they are decoded, after a prefill replica."""
+        self._num_inexact_before = 0
+        """Of replicas that have left."""
+        self._pause: tuple[ControlAction, PauseMode] | None = None
+        """The last one that was requested, unless it was to end since."""
 
     @property
     def clients(self) -> list[AsyncEngineClient]:
@@ -163,17 +170,10 @@ class ReplicatedClient:
         return self._room.num_open
 
     @property
-    def num_fenced_frames(self) -> int:
-        return sum(client.num_fenced_frames for client in self.clients)
-
-    @property
-    def num_bad_frames(self) -> int:
-        return sum(client.num_bad_frames for client in self.clients)
-
-    @property
     def num_inexact(self) -> int:
         """Requests that an engine with another fingerprint has continued."""
-        return sum(client.num_inexact for client in self.clients)
+        present = (each.client.num_inexact for each in self._replicas if not each.is_closed)
+        return self._num_inexact_before + sum(present)
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -221,15 +221,19 @@ class ReplicatedClient:
         """Name the replicas anew: new ones join, and those that are not named any more retire.
 
         A retired replica gets no new requests; those that it has are moved, exactly. A pause by
-        this client holds at new ones, too.
+        this client holds at new ones, too. ValueError: an address is not one; nothing has changed.
         """
         assert self._may_change
+        for address in filter(is_remote, addresses):
+            check_tcp_address(address)
         new = self._set.rename(addresses)
-        pausing = next((each.client for each in self._replicas if not each.is_closed), None)
+        # Another client may have ended the pause.
+        pause = self._pause if any(each.client.pauses for each in self._replicas) else None
         self._close_retired()  # their numbers are free
         for replica in self._set.join(new):
-            if pausing is not None:
-                replica.client.share_pause(pausing)
+            self._router.homes.add(replica.number, replica.address)
+            if pause is not None:
+                replica.client.begin_paused(*pause)
             if replica.address != NO_CORE:
                 log.info("replica %d joins: %s", replica.number, replica.address)
             self._connect(replica)
@@ -239,6 +243,8 @@ class ReplicatedClient:
             if (follower := self._followers.pop(replica.number, None)) is not None:
                 follower.cancel()
             self._router.index.forget(replica.number)
+            self._router.homes.remove(replica.number)
+            self._num_inexact_before += replica.client.num_inexact
             if replica.address != NO_CORE:
                 log.info("replica %d has left: %s", replica.number, replica.address)
 
@@ -510,12 +516,15 @@ class ReplicatedClient:
         self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
         """Pause all replicas; see `AsyncEngineClient.pause`, also for the others."""
+        self._pause = ControlAction.PAUSE, mode
         return all(await self._of_all(lambda c: c.pause(mode, timeout_s=timeout_s)))
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        self._pause = None
         return all(await self._of_all(lambda c: c.resume(timeout_s=timeout_s)))
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        self._pause = ControlAction.SLEEP, PauseMode.PAUSED_ALL
         return all(await self._of_all(lambda c: c.sleep(timeout_s=timeout_s)))
 
     wake_up = resume

@@ -11,9 +11,10 @@ not all choose the same replica.
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple, Protocol
 
+from protocol.client.homes import Homes
 from protocol.client.prefix_index import PrefixIndex
 from protocol.config import RoutingPolicy
 
@@ -85,6 +86,7 @@ class Router:
     ) -> None:
         self.policy = policy
         self.index = PrefixIndex()
+        self.homes = Homes()
         self._targets = targets
         self._rng = rng
         self._turns: dict[str, int] = {}
@@ -137,10 +139,7 @@ class Router:
         Each value has an order of replicas, and its requests go to the first one that serves. So
         only those of a lost replica go elsewhere, and return with it.
         """
-        count = len(self._targets)
-        for attempt in range(_MOST_HOMES):
-            digest = blake2b(f"{attempt} {affinity}".encode(errors="surrogatepass"), digest_size=8)
-            number = _place(int.from_bytes(digest.digest(), "big"), count)
+        for number in islice(self.homes.of(affinity), _MOST_HOMES):
             if self._targets[number].serves and (may is None or may(number)):
                 return self._candidate(number, names, piece_tokens)
         return self.choose(names, piece_tokens, may)
@@ -163,19 +162,6 @@ class Router:
                 break
             found[number] = None
         return found
-
-
-def _place(key: int, count: int) -> int:
-    """Return a number below `count`; with one more, only the share of the new number changes.
-
-    This is jump consistent hashing (Lamping and Veach, 2014); the key has 64 bits.
-    """
-    place, following = 0, 0
-    while following < count:
-        place = following
-        key = (key * 2862933555777941757 + 1) % 2**64
-        following = (place + 1) * 2**31 // ((key >> 33) + 1)
-    return place
 
 
 def _in_turn(numbers: Sequence[int], first: int, serves: Callable[[int], bool]) -> Iterator[int]:

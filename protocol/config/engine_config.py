@@ -12,6 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
+from protocol.config.addresses import TCP_ADDRESS
+
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
 PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
@@ -295,7 +297,7 @@ class ParallelConfig(Section):
     """Address HOST:PORT at which the core also serves clients of other machines, encrypted, with
     curve_keys; of several replicas, each takes the next port. Default: none."""
     replica_addresses: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^tcp://[^\s/]+:[0-9]{1,5}$")], ...], Meta(max_length=64)
+        tuple[Annotated[str, Meta(pattern=TCP_ADDRESS)], ...], Meta(max_length=64)
     ] = ()
     """Cores of other machines, as tcp://HOST:PORT, which serve requests beside those here: replicas
     that were started there with core_listen."""

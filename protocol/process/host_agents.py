@@ -26,8 +26,8 @@ class Join(Message):
 
     name: AgentName
     """Of one engine. Of two agents with the same name the older one is sent `Leave`."""
-    address: Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]{1,5})?$")] = ""
-    """Of the core, once it serves; it may be lost for a while after."""
+    address: Text = ""
+    """tcp://HOST:PORT of the core, once it serves; it may be lost for a while after."""
     settings: Text = ""
     """Digest of the settings that the agent has; empty: it has none."""
     is_leaving: bool = False

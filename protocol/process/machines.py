@@ -1,16 +1,15 @@
 """Links between machines, as they are configured: addresses of cores, and keys of clients."""
 
-import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.config import EngineConfig
+from protocol.config.addresses import check_tcp_address
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
 
 MOST_ADDRESSES = 1024
 """In all files together."""
-_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
 
 def check_links(config: EngineConfig) -> None:
@@ -79,8 +78,10 @@ def read_addresses(files: Sequence[Path]) -> list[str]:
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
-            if not _ADDRESS.fullmatch(line):
-                raise ValueError(f"{path}, line {number}: {line[:64]} is not tcp://HOST:PORT")
+            try:
+                check_tcp_address(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
             addresses.append(line)
     if len(addresses) > MOST_ADDRESSES:
         raise ValueError(f"{len(addresses)} addresses are more than {MOST_ADDRESSES}")

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import zmq
 
+from protocol.config.addresses import is_remote
 from protocol.message import (
     NO_EPOCH,
     DamagedFrame,
@@ -113,11 +114,6 @@ def worker_address(run_dir: str) -> str:
 def lifecycle_address(run_dir: str) -> str:
     """Where the supervisor listens."""
     return f"ipc://{run_dir}/supervisor.sock"
-
-
-def is_remote(address: str) -> bool:
-    """Whether an address may be one of another machine."""
-    return address.startswith("tcp://")
 
 
 def _notice_silence(socket: zmq.Socket[bytes]) -> None:

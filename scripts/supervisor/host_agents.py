@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from protocol.config import ApiConfig, EngineConfig, PlacementConfig, RunConfig
+from protocol.config.addresses import check_tcp_address
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.process.host_agents import (
     LEASE_S,
@@ -147,6 +148,12 @@ class HostAgents:
             yield from self._enter(peer, join, now)
 
     def _enter(self, peer: bytes, join: Join, now: float) -> Iterator[str]:
+        try:
+            if join.address:
+                check_tcp_address(join.address)
+        except ValueError as error:
+            self._send(peer, Leave(str(error)))
+            return
         member = self._members.get(join.name)
         if member is None and len(self._members) >= MOST_AGENTS:
             self._send(peer, Leave(f"there are {MOST_AGENTS} agents already"))

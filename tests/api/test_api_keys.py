@@ -112,6 +112,24 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not_used(
     live.call(watch.cancel)
 
 
+def test_a_file_that_changes_all_the_time_is_read_nevertheless(tmp_path: Path) -> None:
+    file, contents = tmp_path / "members", [""]
+    file.write_text("")
+    found: list[str] = []
+
+    async def change() -> None:
+        watch = asyncio.create_task(watch_files([file], file.read_text, found.append, 2 * POLL_S))
+        async with asyncio.timeout(10.0):
+            while len(set(found)) < 3:
+                contents.append(contents[-1] + "x")
+                file.write_text(contents[-1])
+                await asyncio.sleep(POLL_S / 2)
+        watch.cancel()
+
+    asyncio.run(change())
+    assert set(found) <= set(contents)
+
+
 def test_keys_of_a_new_process_without_its_file(tmp_path: Path) -> None:
     """It rejects every request instead of serving without keys."""
     config = configure(model="null", api_key_file=str(tmp_path / "gone"))

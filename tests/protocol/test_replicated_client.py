@@ -607,7 +607,29 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_where_it_is_decoded(core
     play(cores, act, prefill_replicas=1)
 
 
-def test_a_pause_holds_at_a_replica_that_joins(cores: Cores) -> None:
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_pause_holds_at_a_replica_that_joins(cores: Cores, is_answered: bool) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        pausing = asyncio.create_task(client.pause())
+        await until(lambda: one.controls)
+        if is_answered:
+            one.done(PauseMode.PAUSED_ALL)
+            assert await pausing
+        client.set_addresses([one.address, other.address])
+        await until(lambda: other.controls)
+        assert other.controls[0].pause_mode is PauseMode.PAUSED_ALL
+        assert other.controls[0].restores
+        one.done(PauseMode.PAUSED_ALL)
+        assert await pausing
+
+    joining(cores, act, one)
+
+
+@pytest.mark.parametrize("ends", ["answered", "not answered", "by another client"])
+def test_a_replica_that_joins_after_a_pause_computes(cores: Cores, ends: str) -> None:
     one, other = cores
 
     async def act(client: ReplicatedClient) -> None:
@@ -616,9 +638,37 @@ def test_a_pause_holds_at_a_replica_that_joins(cores: Cores) -> None:
         await until(lambda: one.controls)
         one.done(PauseMode.PAUSED_ALL)
         assert await pausing
+        if ends == "by another client":
+            one.send(READY)
+            await until(lambda: not client.clients[0].pauses)
+        else:
+            resuming = asyncio.create_task(client.resume(timeout_s=0.2))
+            await until(lambda: len(one.controls) == 2)
+            if ends == "answered":
+                one.done(PauseMode.RUNNING)
+                assert await resuming
+            else:
+                with pytest.raises(TimeoutError):
+                    await resuming
         client.set_addresses([one.address, other.address])
-        await until(lambda: other.controls)
-        assert other.controls[0].pause_mode is PauseMode.PAUSED_ALL
-        assert other.controls[0].restores
+        await until(lambda: client.clients[1].serves)
+        client.set_addresses([other.address])
+        client.submit([5], PARAMS)
+        await until(lambda: other.num_added == 1)
+        assert not other.controls
+
+    joining(cores, act, one)
+
+
+def test_an_address_that_is_none_changes_nothing(cores: Cores) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        for address in ("tcp://ho!st:7000", "tcp://host:99999", "tcp://-host:7000", "tcp://host"):
+            with pytest.raises(ValueError, match="tcp://"):
+                client.set_addresses([other.address, address])
+        assert client.clients[0].serves
+        assert len(client.clients) == 1
 
     joining(cores, act, one)

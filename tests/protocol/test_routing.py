@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.adapters import Adapter
+from protocol.client.homes import Homes
 from protocol.client.packed_prompt import PackedPrompt
 from protocol.client.prefix_index import PrefixIndex, name_of, piece_names, piece_tokens
 from protocol.client.routing import Candidate, Load, Router, cheapest
@@ -48,7 +49,10 @@ def chosen(routed: Router, *arguments: Any, **options: Any) -> int | None:
 def router(
     replicas: Sequence[FakeReplica], policy: RoutingPolicy = PREFIX_AWARE, seed: int = 1
 ) -> Router:
-    return Router(policy, replicas, random.Random(seed))
+    routed = Router(policy, replicas, random.Random(seed))
+    for number in range(len(replicas)):
+        routed.homes.add(number, f"tcp://10.0.0.{number}:7000")
+    return routed
 
 
 def replicas(*loads: Load) -> list[FakeReplica]:
@@ -157,6 +161,22 @@ def test_a_new_replica_becomes_the_home_of_its_share_and_all_other_sessions_stay
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert {one.number for one in moved if one is not None} == {5}
     assert 60 < len(moved) < 140
+
+
+def test_processes_that_have_seen_replicas_join_in_another_order_agree() -> None:
+    addresses = [f"tcp://10.0.0.{number}:7000" for number in range(5)]
+    one, other = Homes(), Homes()
+    for number, address in enumerate(addresses):
+        one.add(number, address)
+    # Here the first address was that of a replica that has left, and the rest joined in reverse.
+    other.add(0, "tcp://10.0.0.99:7000")
+    for number, address in enumerate(reversed(addresses), 1):
+        other.add(number, address)
+    other.remove(0)
+    for session in (f"s{number}" for number in range(300)):
+        assert [addresses[number] for number in one.of(session)] == [
+            addresses[5 - number] for number in other.of(session)
+        ]
 
 
 def test_only_replicas_that_may_compute_it_get_a_request() -> None:

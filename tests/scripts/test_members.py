@@ -155,6 +155,14 @@ def test_an_agent_with_other_settings_has_to_leave(bench: Bench) -> None:
     assert bench.addresses == []
 
 
+@pytest.mark.parametrize("address", ["tcp://ho!st:7000", "tcp://10.0.0.2:99999", "10.0.0.2:7000"])
+def test_an_agent_with_an_address_that_is_none_has_to_leave(bench: Bench, address: str) -> None:
+    answer = bench.join(bench.connect(), "one", address)
+    assert isinstance(answer, Leave)
+    assert address in answer.reason
+    assert bench.addresses == []
+
+
 def test_a_list_that_cannot_be_written_is_written_later(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,21 @@
+"""Addresses of cores on other machines: tcp://HOST:PORT, of a host's name or its IPv4 address."""
+
+import re
+
+_HOST = "[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?"
+TCP_ADDRESS = f"^tcp://{_HOST}:[1-9][0-9]{{0,4}}$"
+"""What libzmq can connect to, but for ports beyond 65535: see `check_tcp_address`."""
+_PATTERN = re.compile(TCP_ADDRESS)
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address may be one of another machine."""
+    return address.startswith("tcp://")
+
+
+def check_tcp_address(address: str) -> None:
+    """Raise a ValueError, for people, if an address is not tcp://HOST:PORT."""
+    if not _PATTERN.match(address):
+        raise ValueError(f"{address[:64]} is not tcp://HOST:PORT")
+    if int(address.rpartition(":")[2]) >= 2**16:
+        raise ValueError(f"the port of {address} must be 1 to 65535")
