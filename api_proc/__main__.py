@@ -113,7 +113,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         await start_sessions(state)
         gc_tuning.freeze()  # a collection would traverse all token ids of open requests
         background = _background(child, client, state, server, named)
-        tasks = [asyncio.create_task(work) for work in background]
+        tasks = [_begin(child, work) for work in background]
         if state.peers is None or peer_server is None:
             await server.serve(sockets=[listening])
         else:
@@ -204,6 +204,18 @@ def _background(
     if api.api_key_file is not None:
         file = Path(api.api_key_file)
         yield watch_files([file], lambda: read_keys(file), state.api_keys.take)
+
+
+def _begin(child: ChildProcess, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Run work beside the server; if it ends by an error, this is logged."""
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            child.log.error("a background task has failed", exc_info=error)
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(on_done)
+    return task
 
 
 def _beat(reporter: ProgressReporter, loop: asyncio.AbstractEventLoop) -> None:

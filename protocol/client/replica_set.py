@@ -1,9 +1,9 @@
 """The replicas of an engine, whose number may change: new ones join, and others leave.
 
 Each replica has a number, by which routing knows it. A replica whose address is not named any more
-retires: it gets no new requests, and its open ones are moved. Once it has none it is closed, and
-the next replica to join gets its number. While there is no replica, requests wait at one without a
-core.
+retires: it gets no new requests once one that is named serves, and its open ones are moved. Once it
+has none it is closed, and the next replica to join gets its number. While there is no replica,
+requests wait at one without a core.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,9 @@ class ReplicaSet:
     ) -> None:
         """Make a replica for each address; nothing connects yet."""
         self._make_client = make_client
+        self._named = list(dict.fromkeys(addresses)) or [NO_CORE]
         self.replicas: list[Replica] = []
-        self.join(addresses or [NO_CORE])
+        self.join(self._named)
 
     def join(self, addresses: Sequence[str]) -> list[Replica]:
         """Make replicas for these addresses; returns them."""
@@ -37,22 +38,31 @@ class ReplicaSet:
             joined.append(replica)
         return joined
 
-    def rename(self, addresses: Sequence[str]) -> list[str]:
+    def keep_only(self, addresses: Sequence[str]) -> list[str]:
         """Let the replicas retire that are not named; returns the addresses that have none yet.
 
         One that is named again before it was closed stays.
         """
-        wanted = list(dict.fromkeys(addresses)) or [NO_CORE]
+        self._named = list(dict.fromkeys(addresses)) or [NO_CORE]
         present = [replica for replica in self.replicas if not replica.is_closed]
         for replica in present:
-            replica.is_retired = replica.address not in wanted
+            replica.is_retired = replica.address not in self._named
         known = {replica.address for replica in present}
-        return [address for address in wanted if address not in known]
+        return [address for address in self._named if address not in known]
+
+    def substitute(self) -> Replica | None:
+        """Return a retired replica that gets requests because none of those that are named serves.
+
+        None: one of them does, or there is none to wait for.
+        """
+        if self._named == [NO_CORE] or any(replica.serves for replica in self.replicas):
+            return None
+        return next((replica for replica in self.replicas if replica.client.serves), None)
 
     def close_retired(self) -> Iterator[Replica]:
         """Close the replicas that have retired and hold no requests any more; yields them."""
         for replica in self.replicas:
             is_done = replica.is_retired and not replica.client.num_open_requests
-            if is_done and not replica.is_closed:
+            if is_done and not replica.is_closed and replica is not self.substitute():
                 replica.close()
                 yield replica

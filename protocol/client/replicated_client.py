@@ -220,13 +220,14 @@ class ReplicatedClient:
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Name the replicas anew: new ones join, and those that are not named any more retire.
 
-        A retired replica gets no new requests; those that it has are moved, exactly. A pause by
-        this client holds at new ones, too. ValueError: an address is not one; nothing has changed.
+        A retired replica gets no new requests once another one serves; those that it has are moved,
+        exactly. A pause by this client holds at new ones, too. ValueError, and nothing has changed:
+        an address is not one.
         """
         assert self._may_change
         for address in filter(is_remote, addresses):
             check_tcp_address(address)
-        new = self._set.rename(addresses)
+        new = self._set.keep_only(addresses)
         # Another client may have ended the pause.
         pause = self._pause if any(each.client.pauses for each in self._replicas) else None
         self._close_retired()  # their numbers are free
@@ -384,6 +385,9 @@ class ReplicatedClient:
                 chosen = self._router.choose(names, size)
         if chosen is not None:
             return self._replicas[chosen.number], chosen.num_cached_tokens
+        substitute = self._set.substitute()
+        if substitute is not None and (not fingerprint or is_equal(substitute.number)):
+            return substitute, 0
         # The request waits for the one that was lost last.
         present = [each for each in self._replicas if not each.is_closed]
         return min(present, key=lambda one: (one.is_retired, one.serves, one.lateness)), 0
@@ -517,15 +521,15 @@ class ReplicatedClient:
     ) -> bool:
         """Pause all replicas; see `AsyncEngineClient.pause`, also for the others."""
         self._pause = ControlAction.PAUSE, mode
-        return all(await self._of_all(lambda c: c.pause(mode, timeout_s=timeout_s)))
+        return await self._all(lambda c: c.pause(mode, timeout_s=timeout_s))
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         self._pause = None
-        return all(await self._of_all(lambda c: c.resume(timeout_s=timeout_s)))
+        return await self._all(lambda c: c.resume(timeout_s=timeout_s))
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         self._pause = ControlAction.SLEEP, PauseMode.PAUSED_ALL
-        return all(await self._of_all(lambda c: c.sleep(timeout_s=timeout_s)))
+        return await self._all(lambda c: c.sleep(timeout_s=timeout_s))
 
     wake_up = resume
 
@@ -540,32 +544,43 @@ class ReplicatedClient:
                 self._router.index.forget(self.clients.index(client))
             return is_done
 
-        return all(await self._of_all(reset))
+        return await self._all(reset)
 
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
         """Have the workers of all replicas load an adapter; returns what is wrong with it."""
         errors = await self._of_all(lambda c: c.load_adapter(adapter, timeout_s=timeout_s))
         if self._only is not None:
             return errors[0]
-        named = (f"replica {number}: {error}" for number, error in enumerate(errors) if error)
+        named = (f"replica {number}: {error}" for number, error in errors.items() if error)
         return next(named, "")
 
     async def unload_adapter(
         self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        return all(await self._of_all(lambda c: c.unload_adapter(adapter, timeout_s=timeout_s)))
+        return all(
+            (await self._of_all(lambda c: c.unload_adapter(adapter, timeout_s=timeout_s))).values()
+        )
 
-    async def _of_all(self, control: Callable[[AsyncEngineClient], Awaitable[T]]) -> list[T]:
-        """Send a control to all replicas; once all have answered, the first error is raised."""
+    async def _all(self, control: Callable[[AsyncEngineClient], Awaitable[bool]]) -> bool:
+        return all((await self._of_all(control)).values())
+
+    async def _of_all(self, control: Callable[[AsyncEngineClient], Awaitable[T]]) -> dict[int, T]:
+        """Send a control to all replicas; returns the answers by replica.
+
+        Once all have answered, or have left, the first error is raised.
+        """
         if self._only is not None:
-            return [await control(self._only)]
-        replicas = [each for each in self._replicas if not each.is_retired]
+            return {0: await control(self._only)}
+        replicas = [each for each in self._replicas if not each.is_closed]
         works = (control(each.client) for each in replicas)
         results = await asyncio.gather(*works, return_exceptions=True)
+        answers = {}
         for replica, result in zip(replicas, results, strict=True):
-            if isinstance(result, BaseException):
+            if not isinstance(result, BaseException):
+                answers[replica.number] = result
+            elif not replica.is_closed:
                 raise _of_replica(replica.number, result) from result
-        return [result for result in results if not isinstance(result, BaseException)]
+        return answers
 
 
 def _holds(client: AsyncEngineClient, num_tokens: int) -> bool:

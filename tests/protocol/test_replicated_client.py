@@ -660,6 +660,39 @@ def test_a_replica_that_joins_after_a_pause_computes(cores: Cores, ends: str) ->
     joining(cores, act, one)
 
 
+def test_a_replica_serves_until_its_successor_does(cores: Cores) -> None:
+    one, other = cores
+    other.answers = False
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        client.set_addresses([other.address])
+        await until(lambda: other.connects)
+        client.submit([5], PARAMS)
+        await until(lambda: one.num_added == 1)
+        other.answers = True
+        other.send(READY)
+        await until(lambda: other.num_added == 1 and one.aborted)
+        client.submit([6], PARAMS)
+        await until(lambda: other.num_added == 2 and not client.clients[0].is_open)
+
+    joining(cores, act, one)
+
+
+def test_a_pause_is_done_when_a_replica_leaves_meanwhile(cores: Cores) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: all(each.serves for each in client.clients))
+        pausing = asyncio.create_task(client.pause())
+        await until(lambda: one.controls and other.controls)
+        other.done(PauseMode.PAUSED_ALL)
+        client.set_addresses([other.address])
+        assert await pausing
+
+    joining(cores, act, one, other)
+
+
 def test_an_address_that_is_none_changes_nothing(cores: Cores) -> None:
     one, other = cores
 
