@@ -557,9 +557,7 @@ class ReplicatedClient:
     async def unload_adapter(
         self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        return all(
-            (await self._of_all(lambda c: c.unload_adapter(adapter, timeout_s=timeout_s))).values()
-        )
+        return await self._all(lambda c: c.unload_adapter(adapter, timeout_s=timeout_s))
 
     async def _all(self, control: Callable[[AsyncEngineClient], Awaitable[bool]]) -> bool:
         return all((await self._of_all(control)).values())
