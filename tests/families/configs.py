@@ -63,6 +63,7 @@ _TOWER: dict[str, Any] = {
     **{"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64},
     **{"ffn_dim": 64, "mlp_dim": 64, "attention_dim": 32, "num_position_embeddings": 16},
     **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]},
+    "video_temporal_patch_size": 2,
     **dict.fromkeys(
         (
             *("out_hidden_size", "output_dim", "projector_hidden_size", "projector_input_dim"),
@@ -92,7 +93,15 @@ _OTHER: Mapping[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [48, 24],
+        "rope_parameters": THREE_ROWS | {"mrope_section": [3, 3, 2]},
+    },
     **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), _WHOLE_ANGLES),
+    "hunyuan_vl": {
+        "rope_parameters": THREE_ROWS
+        | {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mrope_section": [2] * 4},
+    },
     "kimi_k25": {"head_dim": 8},
     "longcat_flash": {
         **{"head_dim": 8, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2},
@@ -102,10 +111,18 @@ _OTHER: Mapping[str, dict[str, Any]] = {
     "mistral_large4": _INDEXED | {"head_dim": 24},
     "moshi": {"sliding_window": MAX_LENGTH},
     "paddleocr_vl": {"rope_parameters": THREE_ROWS},
+    "qwen2_5_omni_thinker": {"rope_parameters": THREE_ROWS},
+    "qwen3_omni_moe_thinker": {"rope_parameters": THREE_ROWS},
     "step3p7": {"sliding_window": WINDOW},
     "youtu": {"head_dim": 8},
 }
 """What single types need beside these."""
+
+_AROUND_TEXT: Mapping[str, dict[str, Any]] = {
+    name: {"vision_start_token_id": SHAPE["vocab_size"] - 20}
+    for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+}
+"""What `generate` of transformers reads beside the text's part."""
 
 TYPES = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere"),
@@ -131,14 +148,18 @@ TYPES = (
     *("minimax_m3_vl", "moss_transcribe_diarize", "ovis2", "phi4_multimodal", "pp_chart2table"),
     *("qianfan_ocr", "qwen2_audio", "qwen3_5_moe", "qwen3_asr", "video_llama_3", "video_llava"),
     *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
-    *("mistral4", "mistral_large4", "step3p7", "vipllava"),
+    *("ernie4_5_vl_moe", "hunyuan_vl", "janus", "mistral4", "mistral_large4", "muse_glimmer"),
+    *("nemotron_h_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7", "vipllava"),
 )
 """Model types beside those of the worker's tests; their configurations need only sizes."""
 
 
 def small_config(model_type: str) -> PretrainedConfig:
     """Return a configuration with two layers, or one for each type of layer that it has."""
-    return _small(CONFIG_MAPPING[model_type](), _OTHER.get(model_type, {}), is_text=True)
+    config = _small(CONFIG_MAPPING[model_type](), _OTHER.get(model_type, {}), is_text=True)
+    for key, value in _AROUND_TEXT.get(model_type, {}).items():
+        setattr(config, key, value)
+    return config
 
 
 def _small(

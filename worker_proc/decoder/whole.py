@@ -177,18 +177,20 @@ def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
         return Logits(logits.unsqueeze(0))
 
     names = model.__dict__
-    if "forward" in names:
-        names[_BY_MODULES] = by_modules
+    names[_BY_MODULES] = names.get("forward")
     names["forward"] = forward
 
 
 def uninstall_whole(loaded: LoadedModel) -> None:
     """Let a model's own forward compute its steps again."""
     names = loaded.model.__dict__
-    if _BY_MODULES in names:
-        names["forward"] = names.pop(_BY_MODULES)
+    if _BY_MODULES not in names:
+        return  # the model's forward computes them now
+    by_modules = names.pop(_BY_MODULES)
+    if by_modules is None:
+        del names["forward"]
     else:
-        names.pop("forward", None)
+        names["forward"] = by_modules
 
 
 def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:

@@ -19,6 +19,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _CONFIG_DTYPES = (*DTYPES, "float64")
 """Weights of float64 can be loaded as another type."""
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
+INDEX_DTYPES = frozenset({"I64", "BOOL"})
+"""Types of buffers with indices and choices, such as those of towers; weights have others."""
 _LEAST: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"), 1),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1),
@@ -133,9 +135,11 @@ def _key_of(value: object, section: dict[str, Any]) -> str:
 
 
 def check_stored_dtypes(directory: str, stored: Mapping[str, StoredTensor]) -> None:
-    """Check that tensors are plain floats, not codes."""
+    """Check that tensors are plain floats, not codes; indices are those of buffers or unused."""
     for name, tensor in stored.items():
-        if tensor.dtype not in _STORED_DTYPES and not is_unused_buffer(name, tensor):
+        if tensor.dtype in _STORED_DTYPES or tensor.dtype in INDEX_DTYPES:
+            continue
+        if not is_unused_buffer(name, tensor):
             raise CheckpointError(
                 f"{directory}/{tensor.file}: {name} is stored as {tensor.dtype}, and only"
                 f" {', '.join(sorted(_STORED_DTYPES))} are supported, but for weights that a"

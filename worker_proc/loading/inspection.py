@@ -34,7 +34,11 @@ from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modul
 from worker_proc.loading.pooling_model import drop_pooler
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
-from worker_proc.loading.text_model import auto_class, building_without_libraries
+from worker_proc.loading.text_model import (
+    auto_class,
+    building_without_libraries,
+    part_for_texts,
+)
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.scheme import CheckpointFormat
@@ -99,7 +103,7 @@ def read_config(directory: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    return config
+    return part_for_texts(config)
 
 
 def _inspect(

@@ -5,6 +5,7 @@ the headers of the files and, by loading the model on the meta device, the names
 tensors.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from worker_proc.errors import (
 )
 from worker_proc.gguf.files import GgufFiles
 from worker_proc.loading.checkpoint import (
+    INDEX_DTYPES,
     check_stored_dtypes,
     is_unused_buffer,
 )
@@ -62,6 +64,8 @@ from worker_proc.loading.text_model import (
     auto_class,
     building_without,
     building_without_libraries,
+    is_of_other_part,
+    is_part_for_texts,
 )
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.native.kernels import NATIVE_DTYPES
@@ -186,13 +190,16 @@ def check_model(
 def rehearse(checked: CheckedModel) -> PreTrainedModel:
     """Load a model on the meta device: with the names and shapes of its weights, but no values.
 
+    Tensors of indices are left out, so that a weight that is stored as one counts as missing.
     Raises CheckpointError for tensors that are missing, misshapen or not used.
     """
     directory, _, inspected, stored, files, _ = checked
     meta, dtype = torch.device("meta"), inspected.dtype
     shapes: dict[str, Sequence[int]] = {}
     plain = stored if files is None else files.plain
-    shapes |= {name: tensor.shape for name, tensor in plain.items()}
+    shapes |= {
+        name: tensor.shape for name, tensor in plain.items() if tensor.dtype not in INDEX_DTYPES
+    }
     if files is not None:
         shapes |= {name: weight.shape for name, weight in files.weights.items()}
         shapes |= {name: experts.shape for name, experts in files.experts.items()}
@@ -313,7 +320,10 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
                 model, info = read(options)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
+    missing = set(info["missing_keys"])
+    if device.type == "meta":
+        missing -= {name for name, one in model.named_buffers() if not one.is_floating_point()}
+    problems = [f"misses {key}" for key in sorted(missing)]
     problems += [f"has another shape of {key}" for key in sorted(map(str, info["mismatched_keys"]))]
     is_tied = "lm_head.weight" in model.all_tied_weights_keys
     problems += [
@@ -321,6 +331,7 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
         for key in sorted(info["unexpected_keys"])
         if not is_unused_buffer(key, stored.get(key))
         and not is_within(key, unused_modules)
+        and not (key in stored and is_of_other_part(key, inspected.config))
         and not (is_tied and key.endswith("lm_head.weight"))
         and not (inspected.kind is ModelKind.EMBEDS and is_of_head(key, model))
     ]
@@ -345,6 +356,8 @@ def _reader(checked: CheckedModel) -> _Read:
 def _from_pretrained(
     directory: str, inspected: InspectedModel, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    if is_part_for_texts(inspected.config):
+        options = options | {"config": copy.deepcopy(inspected.config)}
     model, info = auto_class(inspected.config).from_pretrained(
         directory,
         dtype=inspected.dtype,

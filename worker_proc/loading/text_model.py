@@ -25,6 +25,30 @@ from worker_proc.loading.model_kind import ModelKind, headless_class, model_kind
 from worker_proc.loading.pooling_model import POOLER
 
 _CONVERSIONS = "get_model_conversion_mapping"
+_THINKER = "thinker"
+"""The part of an omni checkpoint that writes texts; its others speak (Qwen2.5-Omni, Qwen3-Omni)."""
+
+_IS_PART = "is_part_for_texts"
+
+
+def part_for_texts(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the part of a checkpoint that writes texts: mostly all of it."""
+    part: PretrainedConfig | None = getattr(config, f"{_THINKER}_config", None)
+    if part is None or type(part) not in AutoModelForMultimodalLM._model_mapping:
+        return config
+    part.dtype = part.dtype or config.dtype
+    setattr(part, _IS_PART, True)
+    return part
+
+
+def is_part_for_texts(config: PretrainedConfig) -> bool:
+    """Return whether a configuration is that of a part of its checkpoint."""
+    return hasattr(config, _IS_PART)
+
+
+def is_of_other_part(key: str, config: PretrainedConfig) -> bool:
+    """Return whether a tensor of a checkpoint, by its name there, is of a part without texts."""
+    return is_part_for_texts(config) and not key.startswith(f"{_THINKER}.")
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -57,9 +81,23 @@ class MissingTower(nn.Module):
 
 
 class LeftOut(nn.Module):
-    """Takes the place of a module that text does not reach; models may look for its device."""
+    """Takes the place of a module that text does not reach; models may look for its device.
+
+    It has the names of that module's parts and no values: a conversion that makes a weight of it
+    beside one that is used (the experts for images and for text of ERNIE) finds its place, and
+    transformers reports the weight as one that has none.
+    """
 
     device = torch.device("meta")
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        for name, _ in replaced.named_parameters(recurse=False):
+            self.register_parameter(name, None)
+        for name, _ in replaced.named_buffers(recurse=False):
+            self.register_buffer(name, None)
+        for name, child in replaced.named_children():
+            self.add_module(name, LeftOut(child))
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Fail: text reaches it."""
@@ -104,7 +142,9 @@ def building_without(modules: Collection[str]) -> Iterator[None]:
         for name in modules:
             parent, _, leaf = name.rpartition(".")
             # Encoders ask whether there is a pooler, and call it.
-            setattr(model.get_submodule(parent), leaf, None if leaf == POOLER else LeftOut())
+            replaced = model.get_submodule(name)
+            one = None if leaf == POOLER else LeftOut(replaced)
+            setattr(model.get_submodule(parent), leaf, one)
         tied = model.all_tied_weights_keys
         model.all_tied_weights_keys = {
             name: source for name, source in tied.items() if not is_within(name, modules)
