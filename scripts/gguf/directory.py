@@ -25,7 +25,7 @@ from worker_proc.gguf.names import named_tensors
 from worker_proc.gguf.parts import part_paths
 from worker_proc.gguf.types import TensorType
 from worker_proc.quantization.gguf import file_states, link_names
-from worker_proc.quantization.scheme import KEY
+from worker_proc.quantization.methods import KEY
 
 _SAMPLING = {
     "temp": ("temperature", float),

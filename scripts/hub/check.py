@@ -17,6 +17,7 @@ from pathlib import Path
 from protocol.config import ModelConfig, Quantization
 from protocol.process.prctl import die_with_parent
 from scripts.hub.messages import is_gguf
+from worker_proc.startup.early_refusals import refuse_config
 
 _TIMEOUT_S = 60.0
 
@@ -39,8 +40,11 @@ class Checker:
     def check(self, path: Path, *, needs_tokenizer: bool = True) -> None:
         """Raise ValueError if a model cannot run: by its configuration, or by a GGUF header.
 
-        A process that gives no answer refuses nothing: the worker checks again.
+        A process that gives no answer refuses nothing: the worker checks again. What config.json
+        alone excludes is found here, while that process still loads its libraries.
         """
+        if not is_gguf(str(path)):
+            refuse_config(str(path))
         process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -1,7 +1,13 @@
 """A start that is refused: how long a person waits for the reason."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +53,44 @@ def test_the_reason_comes_within_three_seconds(
         return {"seconds": time.monotonic() - started}
 
     within(5, measure, seconds=3.0)
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Keep as many processors busy as there are."""
+    count = len(os.sched_getaffinity(0))
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "orion"}, "model_type is 'orion', for which the installed transformers"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'; supported"),
+    ],
+    ids=["type", "format"],
+)
+def test_what_config_json_excludes_comes_in_time_on_a_busy_machine(
+    changes: dict[str, Any], reason: str, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    Qwen3Config(**SHAPE).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def measure() -> dict[str, float]:
+        started = time.monotonic()
+        engine = start_engine("--no-api", "--device", "cpu", model=str(tmp_path))
+        assert engine.process.wait(90) == 1
+        assert reason in engine.log
+        return {"seconds": time.monotonic() - started}
+
+    with busy():
+        within(5, measure, seconds=3.0)

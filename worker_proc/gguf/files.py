@@ -17,8 +17,9 @@ from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.names import NamedTensor, named_tensors
 from worker_proc.gguf.types import READ, TensorType, type_name
 from worker_proc.quantization.files import StoredExperts
-from worker_proc.quantization.gguf import METHOD, check_unchanged
+from worker_proc.quantization.gguf import check_unchanged
 from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.methods import GGUF
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import SourceFile
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
@@ -71,7 +72,7 @@ class GgufFiles:
             check_unchanged(source)
         self._file = MappedFiles(*(source.path for source in sources))
         self._file.header.check_types()
-        self.report = CodesReport(METHOD)
+        self.report = CodesReport(GGUF)
         self.weights: dict[str, BlocksWeight] = {}
         """Those in codes, by the names that plain weights would have."""
         self.experts: dict[str, StoredExperts] = {}

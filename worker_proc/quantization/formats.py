@@ -6,16 +6,15 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from worker_proc.errors import UnsupportedModel
 from worker_proc.quantization.awq import read_awq
 from worker_proc.quantization.bitsandbytes import read_bitsandbytes
 from worker_proc.quantization.compressed_tensors import read_compressed_tensors
 from worker_proc.quantization.fp8 import read_fp8
-from worker_proc.quantization.gguf import METHOD as GGUF
 from worker_proc.quantization.gguf import read_gguf
 from worker_proc.quantization.gptq import read_gptq
+from worker_proc.quantization.methods import GGUF, KEY, check_method
 from worker_proc.quantization.mxfp4 import read_mxfp4
-from worker_proc.quantization.scheme import KEY, CheckpointFormat, Settings
+from worker_proc.quantization.scheme import CheckpointFormat, Settings
 
 _READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
     "awq": read_awq,
@@ -43,12 +42,8 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
         return None
     settings = Settings(path, KEY, section)
     method = settings.get("quant_method")
-    reader = _READERS.get(method) if isinstance(method, str) else None
-    if reader is None:
-        raise UnsupportedModel(
-            f"{path}: {KEY}.quant_method is {method!r}; supported: {', '.join(_READERS)}"
-        )
-    return reader(settings)
+    check_method(path, method)
+    return _READERS[method](settings)
 
 
 def is_quantized(directory: str) -> bool:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from worker_proc.errors import CheckpointError
+from worker_proc.quantization.methods import GGUF
 from worker_proc.quantization.scheme import CheckpointFormat, Scheme, Settings, SourceFile
 
-METHOD = "gguf"
-"""`quant_method`."""
 _SIZES, _TIMES = "num_bytes", "mtime_ns"
 
 
@@ -22,7 +21,7 @@ def file_states(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the settings that state which files are meant, so that a change is noticed."""
     states = [path.stat() for path in paths]
     return {
-        "quant_method": METHOD,
+        "quant_method": GGUF,
         _SIZES: [state.st_size for state in states],
         _TIMES: [state.st_mtime_ns for state in states],
     }
@@ -42,7 +41,7 @@ def read_gguf(settings: Settings) -> CheckpointFormat:
             target = os.readlink(link) if link.is_symlink() else link
             raise CheckpointError(f"{target} is not there; give the path of a GGUF file")
         sources.append(SourceFile(link.resolve(), size, time))
-    return CheckpointFormat(METHOD, "", frozenset(), _no_scheme, sources=tuple(sources))
+    return CheckpointFormat(GGUF, "", frozenset(), _no_scheme, sources=tuple(sources))
 
 
 def _are_numbers(value: Any) -> bool:

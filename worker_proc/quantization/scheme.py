@@ -15,8 +15,6 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
-KEY = "quantization_config"
-"""Of config.json."""
 ReadTensor = Callable[[str], torch.Tensor]
 """Reads a tensor of a layer, by its name within the layer."""
 

@@ -24,6 +24,7 @@ from worker_proc.offload.open import make_service
 from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.startup.announcement import announcement
 from worker_proc.startup.cpu_pinning import pin_worker
+from worker_proc.startup.early_refusals import refuse_early
 from worker_proc.startup.lean_import import lean_imports
 
 NULL_VOCAB_SIZE = 32_000
@@ -43,6 +44,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress, rank: int = 0) -
     """
     if config.model.model == "null":
         return _null_runner(config)
+    refuse_early(config.model)
     _let_threads_sleep()
     progress("import", 0, 0)
     with lean_imports():
@@ -55,6 +57,7 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactor
     """Load what workers share, without threads or device; the result makes a fork's runner."""
     if config.model.model == "null":
         return lambda _: _null_runner(config)
+    refuse_early(config.model)
     _let_threads_sleep()
     # Set before the libraries are loaded: they would start threads, which a fork does not copy.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"

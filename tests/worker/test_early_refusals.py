@@ -1,0 +1,121 @@
+"""What config.json alone excludes is refused without torch, and nothing else is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from protocol.config import ModelConfig
+from tests.families.configs import FAMILIES
+from tests.worker.checkpoints import SHAPE
+from worker_proc.loading.context import stated_length
+from worker_proc.loading.inspection import read_config
+from worker_proc.startup import early_refusals
+from worker_proc.startup.early_refusals import refuse_early
+from worker_proc.startup.model_types import ModelTypes, model_types
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "unknown_type": ({"model_type": "orion"}, {}, "model_type is 'orion', for which"),
+    "images": (
+        {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+        {},
+        "vit: no causal language model: ",
+    ),
+    "encoder_decoder": (
+        {"model_type": "t5", "is_encoder_decoder": True},
+        {},
+        "t5: encoder-decoder models are not supported",
+    ),
+    "format": (
+        {"quantization_config": {"quant_method": "hqq"}},
+        {},
+        "quant_method is 'hqq'; supported: awq, bitsandbytes, ",
+    ),
+    "format_of_the_text": (
+        {"text_config": {"quantization_config": {"quant_method": "exl2"}}},
+        {},
+        "quant_method is 'exl2'",
+    ),
+    "value": ({"hidden_size": 0}, {}, "hidden_size is 0, and must be"),
+    "context": ({}, {"max_model_len": 257}, "257 is greater than the 256 tokens that config.json"),
+}
+PASS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pooling": ({"model_type": "vit", "architectures": ["ViTModel"]}, {}),
+    "no_type": ({"model_type": None}, {}),
+    "scaled": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"max_model_len": 257},
+    ),
+    "length_of_a_part": (
+        {"decoder_config": {"max_position_embeddings": 512}},
+        {"max_model_len": 257},
+    ),
+}
+
+
+def write_config(directory: Path, changes: dict[str, Any]) -> None:
+    LlamaConfig(**SHAPE).save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_needs_neither_torch_nor_transformers(name: str, tmp_path: Path) -> None:
+    changes, settings, reason = REFUSED[name]
+    write_config(tmp_path, changes)
+    code = (
+        "import sys; from protocol.config import ModelConfig;"
+        "from worker_proc.startup.start import refuse_early\n"
+        f"try: refuse_early(ModelConfig(model={str(tmp_path)!r}, **{settings!r}))\n"
+        "except ValueError as error: print(error)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert reason in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", PASS)
+def test_what_is_not_certain_passes(name: str, tmp_path: Path) -> None:
+    changes, settings = PASS[name]
+    write_config(tmp_path, changes)
+    refuse_early(ModelConfig(model=str(tmp_path), **settings))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_passes_with_its_context(name: str, tmp_path: Path) -> None:
+    """And is refused early for a longer one only where transformers' reading says the same."""
+    FAMILIES[name]().save_pretrained(tmp_path)
+    refuse_early(ModelConfig(model=str(tmp_path)))
+    length = early_refusals._certain_length(early_refusals.refuse_config(str(tmp_path)))
+    text_config = read_config(str(tmp_path)).get_text_config(decoder=True)
+    assert length in (None, stated_length(text_config, 10**9))
+
+
+def test_the_lists_have_what_transformers_knows() -> None:
+    found = model_types()
+    assert found is not None
+    assert set(CONFIG_MAPPING) <= found.known
+    generating = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    assert generating <= found.generating
+    assert "vit" in found.known - found.generating
+
+
+def test_lists_that_are_not_found_refuse_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown: ModelTypes | None = None
+    monkeypatch.setattr(early_refusals, "model_types", lambda: unknown)
+    write_config(tmp_path, {"model_type": "orion"})
+    refuse_early(ModelConfig(model=str(tmp_path)))

@@ -1,0 +1,96 @@
+"""Refuses what config.json alone excludes, before torch and transformers are imported.
+
+Their import takes most of the time of a start that is refused. What is not certain here passes, and
+is checked again with transformers' own reading of the file.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from protocol.config import ModelConfig
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.checkpoint import check_config_files
+from worker_proc.quantization.headers import read_object
+from worker_proc.quantization.methods import KEY, check_method
+from worker_proc.startup.model_types import model_types
+
+_LENGTH = "max_position_embeddings"
+_UNSCALED = ("default", "llama3")
+"""Types of rotary embeddings that extend no context."""
+_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
+"""Of models that pool."""
+
+
+def refuse_early(model: ModelConfig) -> None:
+    """Raise why config.json of the model or of its draft model excludes it, if it does."""
+    config = refuse_config(model.model)
+    if model.speculative_model is not None:
+        refuse_config(model.speculative_model)
+    if model.max_model_len is None:
+        return
+    length = _certain_length(config)
+    if length is not None and model.max_model_len > length:
+        raise CheckpointError(
+            f"max_model_len {model.max_model_len} is greater than the {length} tokens that"
+            f" config.json of {model.shown_model} states"
+        )
+
+
+def refuse_config(directory: str) -> dict[str, Any]:
+    """Return what config.json of a directory states, or raise why it excludes the model."""
+    check_config_files(directory)
+    path = Path(directory) / "config.json"
+    config = read_object(path)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return config  # transformers may find another way
+    found = model_types()
+    if found is not None and model_type not in found.known:
+        raise UnsupportedModel(
+            f"{path}: model_type is {model_type!r}, for which the installed transformers has no"
+            " code of its own; code from a checkpoint is not executed"
+        )
+    if config.get("is_encoder_decoder") is True:
+        raise UnsupportedModel(f"{model_type}: encoder-decoder models are not supported")
+    if found is not None and model_type not in found.generating and _writes_texts(config):
+        raise UnsupportedModel(
+            f"{model_type}: no causal language model: transformers has no class that writes texts"
+            " for this model_type"
+        )
+    for section in (config, config.get("text_config")):
+        if isinstance(section, dict) and isinstance(section.get(KEY), dict):
+            check_method(path, section[KEY].get("quant_method"))
+    return config
+
+
+def _writes_texts(config: Mapping[str, Any]) -> bool:
+    """Return whether the class that config.json names has a head, and none of a model that pools.
+
+    Without a name it counts as one that writes.
+    """
+    names = config.get("architectures") or [""]
+    name = names[0] if isinstance(names, list) else None
+    if not isinstance(name, str):
+        return False
+    return not name or ("For" in name and not name.endswith(_HEADS))
+
+
+def _certain_length(config: Mapping[str, Any]) -> int | None:
+    """Return the context that config.json states, where neither angles nor parts change it."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict) or (text is config and any(_LENGTH in one for one in _in(text))):
+        return None
+    length = text.get(_LENGTH)
+    for parameters in (text.get("rope_parameters"), text.get("rope_scaling")):
+        if not parameters:
+            continue
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind not in _UNSCALED or any(_in(parameters)):
+            return None
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _in(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the sections in a section."""
+    return (value for value in section.values() if isinstance(value, dict))

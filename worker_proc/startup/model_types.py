@@ -1,0 +1,66 @@
+"""The model types that transformers has code for, read from its files without importing it.
+
+Importing transformers and torch takes seconds on a busy machine. What cannot be read refuses
+nothing.
+"""
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+_CONFIGURATIONS = "CONFIG_MAPPING_NAMES"
+_GENERATING = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+)
+_FILES = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
+
+
+class ModelTypes(NamedTuple):
+    """What transformers' lists name."""
+
+    known: frozenset[str]
+    """Those with a class of configurations."""
+    generating: frozenset[str]
+    """Those with a class that writes texts."""
+
+
+@cache
+def model_types() -> ModelTypes | None:
+    """Return the model types of the installed transformers; None: its lists are not found."""
+    try:
+        spec = importlib.util.find_spec("transformers")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent / "models" / "auto"
+    named: dict[str, set[str]] = {}
+    try:
+        for file in _FILES:
+            _read_names(ast.parse((folder / file).read_text()), named)
+    except (OSError, ValueError, SyntaxError):
+        return None
+    generating = frozenset[str]().union(*(named.get(name, ()) for name in _GENERATING))
+    known = frozenset(named.get(_CONFIGURATIONS, ()))
+    return ModelTypes(known, generating) if known and generating else None
+
+
+def _read_names(tree: ast.Module, named: dict[str, set[str]]) -> None:
+    """Add the texts of each list that a file assigns or updates, by the list's name."""
+    wanted = {_CONFIGURATIONS, *_GENERATING}
+    for statement in tree.body:
+        target: ast.expr
+        match statement:
+            case ast.Assign(targets=[ast.Name() as target], value=value):
+                pass
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as target)) as value):
+                pass
+            case _:
+                continue
+        if target.id in wanted:
+            texts = (node.value for node in ast.walk(value) if isinstance(node, ast.Constant))
+            named.setdefault(target.id, set()).update(t for t in texts if isinstance(t, str))
