@@ -43,7 +43,7 @@ class Checker:
         A process that gives no answer refuses nothing: the worker checks again. What config.json
         alone excludes is found here, while that process still loads its libraries.
         """
-        if not is_gguf(str(path)):
+        if (path / "config.json").is_file():
             refuse_config(str(path))
         process = self.start()
         assert process.stdin is not None

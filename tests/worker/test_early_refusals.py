@@ -95,7 +95,7 @@ def test_what_is_not_certain_passes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_passes_with_its_context(name: str, tmp_path: Path) -> None:
-    """And is refused early for a longer one only where transformers' reading says the same."""
+    """And is refused early for a longer one only where transformers reads the same."""
     FAMILIES[name]().save_pretrained(tmp_path)
     refuse_early(ModelConfig(model=str(tmp_path)))
     length = early_refusals._certain_length(early_refusals.refuse_config(str(tmp_path)))

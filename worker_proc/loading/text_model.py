@@ -92,6 +92,7 @@ class LeftOut(nn.Module):
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
+        self._is_hf_initialized = True  # transformers gives values to modules without this mark
         for name, _ in replaced.named_parameters(recurse=False):
             self.register_parameter(name, None)
         for name, _ in replaced.named_buffers(recurse=False):
