@@ -13,7 +13,13 @@ from scripts.supervisor.console import Console
 from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.run_dirs import RunDirBusyError
 from scripts.supervisor.serving import serve
-from scripts.supervisor.startup import parse, warnings, watch_signals, write_failure
+from scripts.supervisor.startup import (
+    check_has_processes,
+    parse,
+    warnings,
+    watch_signals,
+    write_failure,
+)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> int:
@@ -34,6 +40,8 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     if config.run.replica is not None:
         reports = ReplicaReports(config, arguments.epoch, arguments.progress_fd)
     try:
+        if arguments.no_api and not is_embedded:
+            check_has_processes(config)
         for text in [] if arguments.no_api else warnings(argv, config):
             console.note(logging.WARNING, text)
         has_bars = is_terminal and not is_json

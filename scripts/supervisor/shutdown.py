@@ -4,7 +4,8 @@ No sockets, no clock. The states follow one another and never go back:
 
 | state    | event                           | next state                                     |
 |----------|---------------------------------|------------------------------------------------|
-| RUNNING  | signal                          | DRAINING; STOPPING with a timeout of 0         |
+| RUNNING  | signal                          | DRAINING; STOPPING with a timeout of 0, or     |
+|          |                                 | without a front                                |
 | RUNNING  | start given up, no parent       | STOPPING                                       |
 | DRAINING | front drained, or gone for good | DRAINING the next front; STOPPING after last   |
 | DRAINING | deadline                        | STOPPING                                       |
@@ -89,7 +90,7 @@ class Shutdown:
             self._state = _State.DRAINING
             self.deadline = now + self._timeout_s
             note = Note(logging.INFO, "finishing open requests; another signal stops at once")
-            if self._timeout_s == 0:
+            if self._timeout_s == 0 or not self._fronts:
                 return [note, *self.stop(now)]
             return [note, *self._drain_front(), *self.advance(now)]
         if self._state is _State.DRAINING:

@@ -79,6 +79,12 @@ def open_listener(api: ApiConfig) -> socket.socket:
         raise ConfigError(text) from error
 
 
+def check_has_processes(config: EngineConfig) -> None:
+    """Raise ConfigError if an engine without an API would have no process at all."""
+    if config.parallel.data_parallel_size == 0 and config.placement.ray is None:
+        raise ConfigError("data_parallel_size 0 with no-api starts nothing: leave out one of them")
+
+
 def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:
     """Yield a sentence for each choice that may harm."""
     api = config.api

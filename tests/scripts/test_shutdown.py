@@ -1,6 +1,8 @@
 """Shutdown in virtual time: what is finished, and the order in which processes leave."""
 
+import random
 import signal
+from itertools import count
 
 import pytest
 
@@ -14,8 +16,10 @@ from protocol.lifecycle import (
     Stop,
 )
 from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Start
+from scripts.supervisor.deaths import Evidence
+from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.shutdown import STOP_GRACE_S
-from tests.scripts.drill import API, CORE, WORKER, Drill, ask, starts
+from tests.scripts.drill import API, CORE, RECOVERY, WORKER, Drill, ask, starts
 
 
 def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
@@ -29,6 +33,20 @@ def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
     assert drill.die(CORE, 0) == [Send(WORKER, Stop())]
     assert drill.die(WORKER, 0) == [Exit(0)]
     assert drill.take(drill.policy.tick(drill.now + STOP_GRACE_S)) == [], "the end is final"
+
+
+@pytest.mark.parametrize("num_ranks", [{}, {Role.PLACER: 1}], ids=str)
+def test_an_engine_without_requests_is_stopped_in_order(num_ranks: dict[Role, int]) -> None:
+    """All of its engines are on other machines, and clients have no API here."""
+    policy = SupervisorPolicy(RECOVERY, num_ranks, count(1).__next__, random.Random(0))
+    actions = policy.begin(0.0)
+    for process in policy.processes:
+        actions += policy.on_message(process.epoch, Ready(), 0.0)
+    actions = policy.on_signal(1.0)
+    for process in policy.processes:
+        assert Send(process.slot, Stop()) in actions
+        actions = policy.on_death(process.slot, 0, 2.0, Evidence())
+    assert actions[-1] == Exit(0)
 
 
 def test_without_api_the_core_is_drained() -> None:

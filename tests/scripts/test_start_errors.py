@@ -46,6 +46,17 @@ def test_wrong_model(models: Path, model: str, sentence: str) -> None:
     assert str(caught.value).startswith(sentence.format(models))
 
 
+def test_a_start_without_any_process_is_refused() -> None:
+    flags = ["--no-api", "--data-parallel-size", "0", "--curve-keys", "keys"]
+    flags += ["--replica-addresses", "tcp://10.0.0.2:7000"]
+    command = [*SUPERVISOR, "null", *flags]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 1
+    assert "data_parallel_size 0 with no-api starts nothing" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
