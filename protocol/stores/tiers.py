@@ -5,6 +5,7 @@ read from them. `worker_proc/offload/block_store.py` has the format of the files
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -91,6 +92,30 @@ def index_path(tier: Tier, layout: str, rank: int = 0) -> Path:
     return blocks_directory(tier, layout, rank) / _INDEX
 
 
+def hold_memory(engine_dir: str) -> int | None:
+    """Make the directory of an engine's blocks in memory; returns a descriptor of it.
+
+    While that is open, other engines do not remove the directory: one in another container may see
+    the blocks, but not the run directory. None: it cannot be made; the workers report why.
+    """
+    directory = memory_directory(engine_dir)
+    while True:
+        try:
+            make_private(directory)
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            with contextlib.suppress(OSError):
+                name_engine(directory, engine_dir)
+            return fd
+        os.close(fd)
+
+
 def remove_memory(engine_dir: str) -> None:
     """Remove the blocks in memory of an engine that has ended, if it has left some."""
     with contextlib.suppress(FileNotFoundError):
@@ -98,7 +123,10 @@ def remove_memory(engine_dir: str) -> None:
 
 
 def remove_orphaned_memory() -> None:
-    """Remove the blocks in memory of this user's engines whose run directories are gone."""
+    """Remove the blocks in memory of this user's engines that have left them.
+
+    Their run directories are gone, and no supervisor holds the blocks.
+    """
     for directory in SHARED_MEMORY.glob(f"{_PREFIX}*"):
         try:
             check_private(directory)
@@ -108,4 +136,15 @@ def remove_orphaned_memory() -> None:
         with contextlib.suppress(FileNotFoundError):
             if memory_directory(engine_dir) == directory:
                 continue
+        with contextlib.suppress(OSError):
+            _remove_if_not_held(directory)
+
+
+def _remove_if_not_held(directory: Path) -> None:
+    """Remove a directory; a BlockingIOError: an engine holds it."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(fd)

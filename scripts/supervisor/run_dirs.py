@@ -43,9 +43,10 @@ class RunDir:
         self._is_own = path is None
         self._is_temporary = is_temporary or self._is_own
         self._link: Path | None = None
+        self._is_closed = False
         self._lock_fd = os.open(self._file(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
         if not _lock(self._lock_fd, _LOCK_TIMEOUT_S):
-            holder = os.read(self._lock_fd, 20).decode(errors="replace").strip()
+            holder = _pid_in(self._lock_fd)
             os.close(self._lock_fd)
             raise RunDirBusyError(
                 f"run_dir {self.path} is in use by the supervisor with pid {holder}"
@@ -104,7 +105,13 @@ class RunDir:
         self._link.symlink_to(self.path)
 
     def close(self, *, is_abandoned: bool) -> None:
-        """Release the directory; `is_abandoned`: no other process removes a given temporary one."""
+        """Release the directory; `is_abandoned`: no other process removes a given temporary one.
+
+        Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._link is not None:
             self._link.unlink(missing_ok=True)
         remove_memory(self.path)
@@ -131,6 +138,27 @@ class RunDir:
 def live_run_dirs() -> list[str]:
     """The run directories that supervisors of this user hold."""
     return sorted(target for _, target in _entries(_register_dir()) if _is_live(target))
+
+
+def holder_of(run_dir: str) -> int | None:
+    """Return the pid of the supervisor that holds a directory; None: none does.
+
+    OSError: this cannot be found out.
+    """
+    try:
+        lock_fd = os.open(Path(run_dir) / _LOCK_FILE, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if _lock(lock_fd, timeout_s=0.0) else _pid_in(lock_fd)
+    finally:
+        os.close(lock_fd)
+
+
+def _pid_in(lock_fd: int) -> int | None:
+    """Return the pid in a lock file; None: it is just being written."""
+    text = os.pread(lock_fd, 20, 0).strip()
+    return int(text) if text.isdigit() else None
 
 
 def _register_dir() -> Path:

@@ -10,6 +10,7 @@ from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig
 from protocol.process.machines import check_links
 from protocol.process.prctl import set_subreaper
+from protocol.stores.tiers import hold_memory
 from scripts.gguf.locks import hold
 from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor.console import Console
@@ -21,6 +22,14 @@ from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import complete, open_listener
 from scripts.supervisor.system import System
+
+
+def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
+    """As `RunDir`; ConfigError: the system refuses it."""
+    try:
+        return RunDir(path, is_temporary=is_temporary)
+    except OSError as error:
+        raise ConfigError(f"run_dir {path} cannot be used: {error.strerror}") from error
 
 
 def serve(
@@ -35,6 +44,7 @@ def serve(
     epoch: int = 0,
     parent_fd: int | None = None,
     reports: Reports | None = None,
+    run_dir: RunDir | None = None,
 ) -> tuple[int, str | None]:
     """Run an engine; returns the exit status, and the reason if the engine gave up.
 
@@ -46,6 +56,7 @@ def serve(
         epoch: greater than those of all processes before, in the same run directory.
         parent_fd: its EOF ends everything at once.
         reports: to whatever has started the engine.
+        run_dir: where the caller has it already; it is closed at the end.
 
     Raises:
         ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
@@ -53,11 +64,8 @@ def serve(
     asked, config = config, complete(config)
     divide(config, os.environ)
     check_links(config)
-    try:
-        run_dir = RunDir(config.run.run_dir, is_temporary=is_temporary)
-    except OSError as error:
-        text = f"run_dir {config.run.run_dir} cannot be used: {error.strerror}"
-        raise ConfigError(text) from error
+    if run_dir is None:
+        run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
     is_abandoned = False
     listener = agents = None
     held: list[int] = []
@@ -74,7 +82,8 @@ def serve(
             fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
             config = fetch.run(signal_fd, parent_fd)
             used = (config.model.model, config.model.speculative_model)
-            held = hold(Path(name) for name in used if name is not None)
+            held += hold(Path(name) for name in used if name is not None)
+        held += _hold_memory(config)
         listener = open_listener(config.api) if has_api else None
         set_subreaper(bool(config.recovery.standby_workers))
         supervisor = Supervisor(
@@ -105,3 +114,11 @@ def serve(
         run_dir.close(is_abandoned=is_abandoned)
         for fd in held:
             os.close(fd)
+
+
+def _hold_memory(config: EngineConfig) -> list[int]:
+    """Hold the blocks in memory of an engine and its replicas, if it keeps such."""
+    if not config.cache.kv_offload_bytes or config.run.replica is not None:
+        return []
+    fd = hold_memory(str(config.run.run_dir))
+    return [] if fd is None else [fd]

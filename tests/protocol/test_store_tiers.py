@@ -1,5 +1,6 @@
 """The directories of stores: whose they are, and when they are removed."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from protocol.config.settings import configure
 from protocol.stores.tiers import (
     check_private,
+    hold_memory,
     index_path,
     make_private,
     memory_directory,
@@ -69,6 +71,36 @@ def test_blocks_in_memory_whose_engine_has_no_directory_any_more_are_removed(
     finally:
         for path in paths.values():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def test_blocks_in_memory_stay_while_their_engine_lives_where_its_directory_is_not_seen(
+    tmp_path: Path,
+) -> None:
+    """As in containers that share memory, but not the directories of temporary files."""
+    engine_dir = tmp_path / "here"
+    engine_dir.mkdir()
+    directory = memory_directory(str(engine_dir))
+    held = hold_memory(str(engine_dir))
+    try:
+        assert held is not None
+        engine_dir.rename(tmp_path / "not seen")
+        remove_orphaned_memory()
+        assert directory.is_dir()
+        os.close(held)
+        remove_orphaned_memory()
+        assert not directory.exists()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_an_engine_that_may_not_use_the_directory_holds_nothing(tmp_path: Path) -> None:
+    directory = memory_directory(str(tmp_path))
+    directory.mkdir(mode=0o777)
+    directory.chmod(0o777)
+    try:
+        assert hold_memory(str(tmp_path)) is None
+    finally:
+        directory.rmdir()
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
