@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.config import ConfigError, EngineConfig
+from protocol.config.addresses import check_tcp_address
 from protocol.config.rules import validate
 from protocol.lifecycle import Role
 from protocol.process.child_runtime import configure_logging, log_label
@@ -24,11 +25,9 @@ from protocol.transport.curve import read_client_keys, read_server_keys
 from scripts.supervisor.console import Console
 from scripts.supervisor.head_link import HeadLink
 from scripts.supervisor.run_dirs import RunDirBusyError
-from scripts.supervisor.serving import serve
+from scripts.supervisor.serving import open_run_dir, serve
 from scripts.supervisor.startup import watch_signals
 
-_PLACE = re.compile(r"[^\s:/]+:[0-9]{1,5}")
-_LISTEN = re.compile(r"[^\s:/]+(:[0-9]{1,5})?")
 _NAME = re.compile("[A-Za-z0-9._:-]{1,128}")
 
 
@@ -42,9 +41,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     signal_fd = watch_signals()
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=False, is_log_only=False)
-    head = None
+    run_dir = head = None
     failure: str | None = None
     try:
+        run_dir = open_run_dir(arguments.run_dir)  # it shows that this agent is here
         keys = Path(arguments.curve_keys)
         read_server_keys(keys)
         listen, seen_at = _addresses(arguments.listen, arguments.join)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             leave_after_s=arguments.leave_after_s,
         )
         console.line(f"agent {name} joins {arguments.join}")
-        asked = head.fetch_settings(signal_fd)
+        asked = head.fetch_settings(signal_fd, arguments.parent_fd)
         if asked is None:
             return 0
         head.serve_at(f"tcp://{seen_at}")
@@ -71,12 +71,15 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             has_bars=is_terminal,
             parent_fd=arguments.parent_fd,
             reports=head,
+            run_dir=run_dir,
         )
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)
     finally:
         if head is not None:
             head.close(failure)
+        if run_dir is not None:
+            run_dir.close(is_abandoned=False)
     if failure is not None:
         console.error(failure)
     return status
@@ -109,15 +112,30 @@ def _parse(argv: Sequence[str] | None, program: str | None) -> argparse.Namespac
     )
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if not _PLACE.fullmatch(arguments.join):
+    if not _is_place(arguments.join):
         parser.error(f"--join {arguments.join} is not HOST:PORT")
-    if arguments.listen is not None and not _LISTEN.fullmatch(arguments.listen):
+    if arguments.listen is not None and not _is_listen(arguments.listen):
         parser.error(f"--listen {arguments.listen} is not HOST or HOST:PORT")
     if arguments.name is not None and not _NAME.fullmatch(arguments.name):
         parser.error("--name must be 1 to 128 letters, digits, and . _ : -")
     if arguments.leave_after_s is not None and not arguments.leave_after_s > 0:
         parser.error(f"--leave-after-s {arguments.leave_after_s:g} must be greater than 0")
     return arguments
+
+
+def _is_place(text: str) -> bool:
+    """Whether it is HOST:PORT."""
+    try:
+        check_tcp_address(f"tcp://{text}")
+    except ValueError:
+        return False
+    return True
+
+
+def _is_listen(text: str) -> bool:
+    """Whether it is HOST or HOST:PORT, where * is every address of this machine."""
+    host, colon, port = text.partition(":")
+    return _is_place(f"{'0.0.0.0' if host == '*' else host}:{port if colon else 1}")
 
 
 def _addresses(asked: str | None, join: str) -> tuple[str, str]:

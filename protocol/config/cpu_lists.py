@@ -18,6 +18,11 @@ def parse_cpu_lists(text: str) -> list[set[int]]:
     return lists
 
 
+def first_cpu_lists(text: str, num_workers: int) -> str:
+    """Return the part of a text that has the CPUs of the first workers."""
+    return ":".join(text.split(":")[:num_workers])
+
+
 def format_cpus(cpus: set[int]) -> str:
     """Return a list that `parse_cpu_lists` reads."""
     firsts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)

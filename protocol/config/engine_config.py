@@ -383,8 +383,8 @@ class WorkerConfig(Section):
     """auto: with more than two CPUs, each worker computes on CPUs of its own, and one CPU of
     sixteen, at least one, is left to API and core."""
     worker_cpus: Annotated[str, Meta(max_length=4096)] | None = None
-    """CPUs of each worker, as 0-7,16:8-15 for two: one list for each rank, replica by replica.
-    Default: all, or those of cpu_pinning."""
+    """CPUs of each worker, as 0-7,16:8-15 for two: one list for each rank, replica by replica;
+    without replicas here, of each engine elsewhere. Default: all, or those of cpu_pinning."""
     native_decoder: NativeDecoder = NativeDecoder.AUTO
     """Compute the decoder's layers by one native call where it is proven to give the results of
     the model's own modules; off: by these modules."""

@@ -190,6 +190,12 @@ def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
         "number of engines",
     )
     yield placement.ray is None and most > 1, "replicas and max_replicas need ray"
+    host = (parallel.agents_listen or "").partition(":")[0]
+    yield (
+        placement.ray is not None and host in ("0.0.0.0", "*"),
+        f"agents_listen {parallel.agents_listen} needs the address of this machine with ray: "
+        "engines in the cluster join there",
+    )
 
 
 def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
@@ -278,7 +284,8 @@ def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
     except ValueError as error:
         yield True, f"worker_cpus: {error}"
         return
-    num_workers = parallel.num_ranks * parallel.data_parallel_size
+    # Without replicas here, they are the CPUs of each engine on other machines.
+    num_workers = parallel.num_ranks * max(1, parallel.data_parallel_size)
     yield (
         len(lists) != num_workers,
         f"worker_cpus has {len(lists)} lists of CPUs for {num_workers} workers",

@@ -1,7 +1,6 @@
 """A host agent's link to the engine that it has joined."""
 
 import logging
-import os
 import select
 import time
 
@@ -40,27 +39,28 @@ class HeadLink:
         self._core = ""
         self._serves = False
         self._repeat_at = 0.0
-        self._answered_at = time.monotonic()
+        self._turned_at = time.monotonic()
+        self._silent_s = 0.0
         self._is_silent = False
         self._ends = False
 
-    def fetch_settings(self, signal_fd: int) -> EngineConfig | None:
+    def fetch_settings(self, signal_fd: int, parent_fd: int | None = None) -> EngineConfig | None:
         """Wait until the engine sends its settings; None: a signal has arrived before.
 
-        ConfigError: they cannot be used.
+        EOF of `parent_fd` is as a signal. ConfigError: they cannot be used.
         """
+        ends = [signal_fd] if parent_fd is None else [signal_fd, parent_fd]
         while True:
             for message in self._turn():
                 if isinstance(message, Settings):
                     self._settings = digest_of(message)
-                    return _decoded(message)
+                    return decoded(message)
                 if isinstance(message, Leave):
                     raise ConfigError(f"{self._address}: {message.reason}")
             if self._is_abandoned:
                 raise ConfigError(f"{self._address} does not answer")
-            ready, _, _ = select.select([signal_fd, self._channel.fd], [], [], REPEAT_S / 4)
-            if signal_fd in ready:
-                os.read(signal_fd, 64)
+            ready, _, _ = select.select([*ends, self._channel.fd], [], [], REPEAT_S / 4)
+            if any(fd in ready for fd in ends):
                 return None
 
     def serve_at(self, address: str) -> None:
@@ -70,6 +70,9 @@ class HeadLink:
     def _turn(self) -> list[Settings | Leave]:
         """Repeat `Join`, if it is time, and return what has arrived."""
         now = time.monotonic()
+        # A longer turn is this process's own, as while a model is fetched: it has not looked.
+        self._silent_s += min(now - self._turned_at, REPEAT_S)
+        self._turned_at = now
         self._channel.link_events()
         if now >= self._repeat_at:
             self._repeat_at = now + REPEAT_S
@@ -82,14 +85,14 @@ class HeadLink:
             except ProtocolError as error:
                 log.error("unreadable message of %s: %s", self._address, error)
                 continue
-            self._answered_at = now
+            self._silent_s = 0.0
             if not isinstance(message, Joined):
                 found.append(message)
-        self._report_silence(now)
+        self._report_silence()
         return found
 
-    def _report_silence(self, now: float) -> None:
-        is_silent = now - self._answered_at > SILENCE_S
+    def _report_silence(self) -> None:
+        is_silent = self._silent_s > SILENCE_S
         if is_silent and not self._is_silent:
             log.warning("%s does not answer; this is tried again and again", self._address)
         elif self._is_silent and not is_silent:
@@ -98,8 +101,7 @@ class HeadLink:
 
     @property
     def _is_abandoned(self) -> bool:
-        silent_s = time.monotonic() - self._answered_at
-        return self._leave_after_s is not None and silent_s > self._leave_after_s
+        return self._leave_after_s is not None and self._silent_s > self._leave_after_s
 
     def _send(self, message: Join) -> None:
         self._channel.send(NO_EPOCH, encode(message))
@@ -139,7 +141,8 @@ class HeadLink:
         self._context.destroy()
 
 
-def _decoded(settings: Settings) -> EngineConfig:
+def decoded(settings: Settings) -> EngineConfig:
+    """Return the settings of an engine; ConfigError: they cannot be read."""
     try:
         return msgspec.msgpack.decode(settings.encoded, type=EngineConfig)
     except msgspec.MsgspecError as error:

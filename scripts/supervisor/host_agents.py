@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from protocol.config import ApiConfig, EngineConfig, PlacementConfig, RunConfig
+from protocol.config import ApiConfig, EngineConfig, ParallelConfig, PlacementConfig, RunConfig
 from protocol.config.addresses import check_tcp_address
+from protocol.config.cpu_lists import first_cpu_lists
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.process.host_agents import (
     LEASE_S,
@@ -49,16 +50,18 @@ class _Member:
 
 
 def settings_of(config: EngineConfig) -> Settings:
-    """Return the settings of an engine on another machine: those of its core and its workers."""
-    parallel = msgspec.structs.replace(
-        config.parallel,
-        data_parallel_size=1,
-        core_listen=None,
-        replica_addresses=(),
-        replica_file=None,
-        agents_listen=None,
-        curve_keys=None,
+    """Return the settings of an engine on another machine: those of its core and its workers.
+
+    It computes on the CPUs of the first replica here.
+    """
+    parallel = ParallelConfig(
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
     )
+    cpus = config.worker.worker_cpus
+    if cpus is not None:
+        cpus = first_cpu_lists(cpus, parallel.num_ranks)
+    worker = msgspec.structs.replace(config.worker, worker_cpus=cpus)
     run = RunConfig(
         log_level=config.run.log_level,
         log_format=config.run.log_format,
@@ -66,7 +69,12 @@ def settings_of(config: EngineConfig) -> Settings:
         log_stats_interval_s=config.run.log_stats_interval_s,
     )
     config = msgspec.structs.replace(
-        config, parallel=parallel, placement=PlacementConfig(), api=ApiConfig(), run=run
+        config,
+        parallel=parallel,
+        placement=PlacementConfig(),
+        worker=worker,
+        api=ApiConfig(),
+        run=run,
     )
     return Settings(msgspec.msgpack.encode(config))
 

@@ -15,6 +15,9 @@ from protocol.config.settings import (
     settings,
 )
 
+ALONE = {"data_parallel_size": 0, "agents_listen": "10.0.0.1:7100", "curve_keys": "keys"}
+"""An engine without a replica on its own machine."""
+
 
 def parse(*argv: str) -> EngineConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -153,6 +156,14 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"replica_file": "replicas"}, "replica_file needs curve_keys"),
         ({"ray": "auto"}, "ray needs agents_listen"),
         ({"replicas": 2}, "replicas and max_replicas need ray"),
+        *[
+            (
+                {"ray": "auto", "agents_listen": f"{host}:7100", "curve_keys": "keys"},
+                "agents_listen .*:7100 needs the address of this machine with ray",
+            )
+            for host in ("0.0.0.0", "*")
+        ],
+        ({"worker_cpus": "0:1", **ALONE}, "worker_cpus has 2 lists of CPUs for 1 workers"),
         ({"replicas": 3, "max_replicas": 2}, "replicas 3 must be min_replicas 3 to max_replicas 2"),
         ({"ray": "", "replicas": 2}, "--ray"),
         (

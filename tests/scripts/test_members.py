@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol.config import ParallelConfig
+from protocol.config.cpu_lists import parse_cpu_lists
+from protocol.config.rules import validate
 from protocol.config.settings import configure
 from protocol.message import NO_EPOCH, encode
 from protocol.process.host_agents import (
@@ -21,7 +24,8 @@ from protocol.process.host_agents import (
 from protocol.process.machines import members_file, read_addresses
 from protocol.transport.channel import DealerChannel, HighWaterMark
 from protocol.transport.curve import ClientKeys, make_keys, read_client_keys
-from scripts.supervisor.host_agents import HostAgents, digest_of
+from scripts.supervisor.head_link import decoded
+from scripts.supervisor.host_agents import HostAgents, digest_of, settings_of
 from tests.system.test_machines import free_port
 
 TIMEOUT_S = 10.0
@@ -110,6 +114,32 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.settings = digest_of(settings)
     yield made
     made.close()
+
+
+PARALLEL: tuple[dict[str, object], ...] = (
+    {"data_parallel_size": 2, "worker_cpus": "0:1", "num_threads": 1},
+    {"data_parallel_size": 0, "worker_cpus": "0-1:2", "tensor_parallel_size": 2},
+    {"data_parallel_size": 2, "worker_cpus": "0:1:2:3", "pipeline_parallel_size": 2},
+    {"data_parallel_size": 3, "prefill_replicas": 2, "kv_offload_bytes": 1000},
+    {"replica_addresses": ["tcp://10.0.0.2:7000"], "replica_file": "replicas"},
+    {"core_listen": "10.0.0.1:7000", "session_key": "cache_salt", "routing_policy": "round_robin"},
+    {"ray": "auto", "replicas": 2, "max_replicas": 4, "ray_cpus": 2.0},
+)
+
+
+@pytest.mark.parametrize("values", PARALLEL)
+def test_an_agent_can_use_the_settings_of_every_engine(values: dict[str, object]) -> None:
+    """They are those of one replica, without addresses and keys of the engine's machine."""
+    head = configure(model="null", agents_listen="10.0.0.1:7100", curve_keys="keys", **values)
+    agent = decoded(settings_of(head))
+    assert validate(agent) == agent
+    assert agent.parallel == ParallelConfig(
+        tensor_parallel_size=head.parallel.tensor_parallel_size,
+        pipeline_parallel_size=head.parallel.pipeline_parallel_size,
+    )
+    if head.worker.worker_cpus is not None:
+        first = parse_cpu_lists(head.worker.worker_cpus)[: head.parallel.num_ranks]
+        assert parse_cpu_lists(agent.worker.worker_cpus or "") == first
 
 
 def test_an_agent_is_listed_while_its_core_serves_and_it_renews_its_lease(bench: Bench) -> None:
