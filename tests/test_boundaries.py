@@ -46,7 +46,7 @@ SUBPACKAGES = {
             "startup",
         ),
     ],
-    "scripts": ["gguf", "hub", "placement", "supervisor", "bench", "batch"],
+    "scripts": ["gguf", "hub", "supervisor", "placement", "bench", "batch"],
 }
 """Lowest first: a subpackage imports only those before it."""
 MAX_ROOT_FILES = 12

@@ -7,6 +7,7 @@ goes on, and only starts and ends of engines wait.
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +55,9 @@ def _cluster(config: EngineConfig, make: "type[Cluster]") -> "Cluster":
         gpus = float(config.model.device is Device.CUDA)
     num_ranks = parallel.num_ranks
     bundle = {"CPU": placement.ray_cpus * num_ranks, "GPU": gpus * num_ranks}
-    arguments = ["--join", parallel.agents_listen, "--curve-keys", str(parallel.curve_keys)]
+    assert parallel.curve_keys is not None
+    keys = os.path.abspath(parallel.curve_keys)  # agents have other working directories
+    arguments = ["--join", parallel.agents_listen, "--curve-keys", keys]
     arguments += ["--leave-after-s", str(LEAVE_AFTER_S)]
     return make(
         placement.ray,

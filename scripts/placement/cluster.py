@@ -8,12 +8,13 @@ SPREAD; each further one has a group of its own, which is released with it.
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util import (
     get_placement_group,
     list_named_actors,
@@ -30,11 +31,12 @@ ANSWER_S = 2.0
 """For an actor, which may wait for a place, or for its machine."""
 LEAVE_S = 60.0
 """From the request to end to the end of an actor whose agent has not ended."""
+_POLL_S = 0.1
 _WAITS = "waits for a machine with room, or for its machine"
 
 
 class Cluster:
-    """The engines of one engine's API, by number. Not thread-safe; calls may take seconds."""
+    """The engines of one engine's API, by number. Calls may take seconds; one runs at a time."""
 
     def __init__(
         self,
@@ -63,6 +65,9 @@ class Cluster:
         """By number, the last call of an actor and what becomes its result."""
         self._leaving: dict[int, float] = {}
         """By number, when an engine that was asked to end is given up."""
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        """Set once `end_all` was called: nothing is started any more."""
 
     def _connect(self) -> None:
         if not ray.is_initialized():
@@ -78,6 +83,12 @@ class Cluster:
 
         An exception of Ray: the cluster does not answer, or refuses.
         """
+        with self._lock:
+            return self._reconcile(num_wanted)
+
+    def _reconcile(self, num_wanted: int) -> list[str]:
+        if self._ends.is_set():
+            return []
         self._connect()
         surplus = [number for number in self._present() if number >= num_wanted]
         for number in range(num_wanted):
@@ -129,12 +140,17 @@ class Cluster:
     def _have_run(self, numbers: Iterable[int]) -> dict[int, str]:
         """Have engines run; returns their states."""
         states = {}
-        actors = {number: self._actor(number) for number in numbers}
+        actors = {number: self._actor(number) for number in numbers if not self._ends.is_set()}
         for number, answer in self._answers(actors, "keep").items():
-            if isinstance(answer, bool):
-                states[number] = "is started" if answer else "has a machine"
-            else:
-                states[number] = "is placed anew" if answer else _WAITS
+            match answer:
+                case None:
+                    states[number] = _WAITS
+                case bool():
+                    states[number] = "is started" if answer else "has a machine"
+                case RayActorError():
+                    states[number] = "is placed anew"
+                case _:
+                    states[number] = f"cannot be started: {_last_line(answer)}"
         return states
 
     def _have_ended(self, numbers: Iterable[int]) -> dict[int, str]:
@@ -144,12 +160,14 @@ class Cluster:
         for number, has_ended in self._answers(actors, "end").items():
             deadline = self._leaving.setdefault(number, time.monotonic() + LEAVE_S)
             states[number] = "leaves"
+            if isinstance(has_ended, RayError) and not isinstance(has_ended, RayActorError):
+                states[number] = f"cannot be asked to end: {_last_line(has_ended)}"
             if has_ended is True or time.monotonic() >= deadline:
                 states[number] = "has ended"
                 self._release(number, actors[number])
         return states
 
-    def _answers(self, actors: Mapping[int, Any], verb: str) -> dict[int, bool | Exception | None]:
+    def _answers(self, actors: Mapping[int, Any], verb: str) -> dict[int, bool | RayError | None]:
         """Call a method of all actors at once; returns a result, an error, or None: it is late.
 
         An actor that has not answered an earlier call of this kind is not called again.
@@ -159,16 +177,17 @@ class Cluster:
             if asked is None or asked[0] != verb:
                 self._asked[number] = verb, getattr(actor, verb).remote()
         calls = {number: self._asked[number][1] for number in actors}
-        if calls:
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
-        answers: dict[int, bool | Exception | None] = {}
+        late, deadline = list(calls.values()), time.monotonic() + ANSWER_S
+        while late and time.monotonic() < deadline and not self._ends.is_set():
+            _, late = ray.wait(late, num_returns=len(late), timeout=_POLL_S)
+        answers: dict[int, bool | RayError | None] = {}
         for number, call in calls.items():
             try:
                 answers[number] = ray.get(call, timeout=0)
             except GetTimeoutError:
                 answers[number] = None
                 continue
-            except RayActorError as error:
+            except RayError as error:  # of the actor, or of its method
                 answers[number] = error
             del self._asked[number]
         return answers
@@ -182,12 +201,28 @@ class Cluster:
                 remove_placement_group(get_placement_group(f"{self._name} {number}"))
 
     def end_all(self, timeout_s: float) -> None:
-        """Have all engines end, and release all places."""
+        """Have all engines end, and release all places; `reconcile` does nothing from now on.
+
+        TimeoutError: another call has not returned.
+        """
         deadline = time.monotonic() + timeout_s
-        while (present := self._present()) and time.monotonic() < deadline:
-            self._have_ended(present)
-        for number in present:
-            self._release(number, ray.get_actor(f"{self._name} {number}"))
-        for row in placement_group_table().values():
-            if row["name"].startswith(f"{self._name} ") and row["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(row["name"]))
+        self._ends.set()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise TimeoutError("the Ray cluster does not answer")
+        try:
+            self._connect()
+            while (present := self._present()) and time.monotonic() < deadline:
+                self._have_ended(present)
+                time.sleep(_POLL_S)
+            for number in present:
+                self._release(number, ray.get_actor(f"{self._name} {number}"))
+            for row in placement_group_table().values():
+                if row["name"].startswith(f"{self._name} ") and row["state"] != "REMOVED":
+                    remove_placement_group(get_placement_group(row["name"]))
+        finally:
+            self._lock.release()
+
+
+def _last_line(error: RayError) -> str:
+    """Return what stands behind the traceback in the error of a method."""
+    return str(error).strip().rpartition("\n")[2]

@@ -1,7 +1,7 @@
 """A Ray actor on each machine: it starts a host agent there, and watches it.
 
 The agent is not a child of the actor's process. So it serves on when this ends, as when Ray is
-lost; an actor that Ray starts again on the same machine finds it by its run directory.
+lost; an actor that Ray starts again on the same machine finds it by the lock on its run directory.
 """
 
 import os
@@ -16,10 +16,8 @@ from pathlib import Path
 
 import ray
 
-from protocol.lifecycle import Role
-from protocol.process.status import StatusLink
+from scripts.supervisor.run_dirs import holder_of
 
-_QUERY_TIMEOUT_S = 1.0
 _START_TIMEOUT_S = 30.0
 _DETACH = '"$@" </dev/null >&2 & echo $!'
 """Of a shell: starts a command that outlives it, and prints its pid."""
@@ -32,22 +30,9 @@ class Machine:
         """`arguments`: of `scripts.agent`, but for those that depend on the machine."""
         self._run_dir = run_dir_of(name, ray.get_runtime_context().get_node_id())
         self._arguments = [*arguments, "--name", name, "--run-dir", str(self._run_dir)]
-        self._pidfd = self._find()
+        self._pidfd: int | None = None
         self._is_asked = False
         """Whether the agent was asked to end: a second signal would kill its engine."""
-
-    def _find(self) -> int | None:
-        """Return the agent that an earlier actor has started here, if it is alive."""
-        if not self._run_dir.is_dir():
-            return None
-        link = StatusLink(str(self._run_dir))
-        try:
-            reply = link.query(_QUERY_TIMEOUT_S)
-        finally:
-            link.close()
-        rows = [] if reply is None else reply.processes
-        pids = (row.pid for row in rows if row.role is Role.SUPERVISOR)
-        return next((_open(pid) for pid in pids if pid is not None), None)
 
     def keep(self) -> bool:
         """Have the agent run; returns whether it was started now."""
@@ -76,24 +61,32 @@ class Machine:
             timeout=_START_TIMEOUT_S,
             check=True,
         )
-        self._pidfd = _open(int(done.stdout))
-        self._is_asked = False
+        self._watch(int(done.stdout))
 
     @property
     def _is_running(self) -> bool:
-        if self._pidfd is None:
-            return False
-        ready, _, _ = select.select([self._pidfd], [], [], 0)
-        if ready:
+        """Whether the agent runs: that of this actor, or of an earlier one here."""
+        if self._pidfd is not None and _has_ended(self._pidfd):
             os.close(self._pidfd)
             self._pidfd = None
-        return not ready
+        if self._pidfd is None and (pid := holder_of(str(self._run_dir))) is not None:
+            self._watch(pid)
+        return self._pidfd is not None
+
+    def _watch(self, pid: int) -> None:
+        self._pidfd = _open(pid)
+        self._is_asked = False
 
 
 def run_dir_of(name: str, node_id: str) -> Path:
     """Return the run directory of an agent on one machine of a cluster."""
     digest = blake2b(f"{name} {node_id}".encode(), digest_size=6).hexdigest()
     return Path(tempfile.gettempdir()) / f"troika-ray-{os.getuid()}-{digest}"
+
+
+def _has_ended(pidfd: int) -> bool:
+    ready, _, _ = select.select([pidfd], [], [], 0)
+    return bool(ready)
 
 
 def _open(pid: int) -> int | None:

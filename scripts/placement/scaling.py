@@ -13,7 +13,10 @@ class Demand:
 
 
 class Scaler:
-    """Grows while requests wait, and shrinks once one engine less would be half full at most."""
+    """Grows while requests wait, and shrinks once one engine less would be half full at most.
+
+    Engines that do not serve yet, or cannot be reached, have no room.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Scaler:
     def update(self, demand: Demand, now: float) -> int:
         """Return the number of engines that are wanted now."""
         num_requests = demand.num_running + demand.num_waiting
-        room_without_one = (self.num_wanted - 1) * self._max_num_seqs
+        room_without_one = (min(demand.num_serving, self.num_wanted) - 1) * self._max_num_seqs
         self._waiting_since = _since(self._waiting_since, now, demand.num_waiting > 0)
         self._quiet_since = _since(self._quiet_since, now, 2 * num_requests <= room_without_one)
         are_all_there = demand.num_serving >= self.num_wanted

@@ -51,6 +51,17 @@ def test_engines_leave_one_by_one_while_the_others_would_be_half_full_at_most() 
     assert one.update(Demand(1, 0, 0), 4000.0) == 1
 
 
+def test_engines_do_not_leave_while_none_serves_or_those_that_do_are_busy() -> None:
+    """A model that loads for minutes, or an engine here that is cut off from the others."""
+    one = scaler(num_first=4)
+    for now in range(0, 20 * int(SHRINK_S), 30):
+        assert one.update(Demand(0, 0, 0), float(now)) == 4
+    for now in range(20 * int(SHRINK_S), 40 * int(SHRINK_S), 30):
+        assert one.update(Demand(2, 6, 0), float(now)) == 4, (
+            "one of two would be more than half full"
+        )
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_number_stays_within_its_bounds(seed: int) -> None:
     draw = random.Random(seed)
