@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
-from protocol.core_worker import CoreToWorker, ModelFacts, SchedulerOutput, decode_from_core
+from protocol.core_worker import (
+    CoreToWorker,
+    ModelFacts,
+    SchedulerOutput,
+    TokenLogprobs,
+    decode_from_core,
+)
 from protocol.message import encode
 from protocol.sampling import SamplingParams
 from worker_proc.runner import ComputedStep, LaunchedStep, Runner
@@ -30,6 +36,8 @@ class Run:
     """Steps that were launched while the tokens of the step before were not known."""
     longest_step: int = 0
     step_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of each request that asks for them, at each of its outputs."""
 
 
 def make_scheduler(facts: ModelFacts, **options: object) -> Scheduler:
@@ -84,7 +92,10 @@ def drive(
             launched.append(runner.launch(across_the_wire(step)))
             run.num_ahead += len(launched) > 1 and not isinstance(launched[0], ComputedStep)
         if len(launched) > 1 or not pipe:
-            scheduler.update_from_output(launched.popleft().finish())
+            output = launched.popleft().finish()
+            scheduler.update_from_output(output)
+            for req_id, entries in output.logprobs.items():
+                run.logprobs.setdefault(req_id, []).extend(entries)
     run.output_token_ids = [list(request.output_token_ids) for request in requests]
     run.num_preemptions = scheduler.num_preemptions
     run.num_swaps = scheduler.swapper.num_swapped_out

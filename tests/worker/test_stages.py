@@ -12,6 +12,8 @@ from gguf import GGMLQuantizationType
 from torch import nn
 from transformers import (
     Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
@@ -36,8 +38,15 @@ from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import SamplingParams
 from scripts.gguf.directory import make_directory
 from tests.worker import gguf_files
-from tests.worker.checkpoints import SHAPE, build_checkpoint
+from tests.worker.checkpoints import (
+    ARCHITECTURES,
+    SHAPE,
+    VOCAB_SIZE,
+    Architecture,
+    build_checkpoint,
+)
 from tests.worker.driving import Run, drive
+from tests.worker.families import FAMILIES
 from tests.worker.quantized_checkpoints import (
     WIDE,
     Layout,
@@ -254,22 +263,79 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
         assert stages.drive(prompts, params, outputs=began).output_token_ids == alone
 
 
-SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, seed=5, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, seed=5, logprobs=2, ignore_eos=True)
 
 
 def compare_with_one(directory: Path, **options: Any) -> Stages:
     """Check that two stages compute the tokens of one; returns the two."""
     prompts = make_prompts()
     one = Stages(directory, 1, **options)
-    alone = one.drive(prompts, SAMPLED).output_token_ids
+    alone = one.drive(prompts, SAMPLED)
     stages = Stages(directory, 2, **options)
-    assert stages.drive(prompts, SAMPLED).output_token_ids == alone
-    assert stages.drive(prompts, SAMPLED, max_num_batched_tokens=7).output_token_ids == alone
+    for settings in ({}, {"max_num_batched_tokens": 7}):
+        run = stages.drive(prompts, SAMPLED, **settings)
+        assert run.output_token_ids == alone.output_token_ids
+        assert run.logprobs == alone.logprobs  # tokens alone may hide that hidden states differ
     assert all(runner.facts == stages.facts for runner in stages.runners)
     assert stages.facts.quantization == one.facts.quantization
     assert stages.facts.exact_resume, stages.facts.exact_resume_reason
     assert stages.facts.decoder == one.facts.decoder
     return stages
+
+
+_PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+_REFUSED = {
+    **dict.fromkeys(["gemma3n_shared", "gemma4_shared", "gemma4"], "keys of another layer"),
+    **dict.fromkeys(["lfm2_vl", "qwen3_5"], "recurrent state"),
+    **{"mllama": "not in a list of layers"},
+}
+"""Architectures that cannot be divided, and why."""
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *ARCHITECTURES,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES),
+    ],
+    ids=lambda one: one.name,
+)
+def test_every_architecture_has_its_logprobs_or_is_refused(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path / "model", architecture.config())
+    reason = _REFUSED.get(architecture.name)
+    if reason is None:
+        compare_with_one(tmp_path / "model")
+        return
+    with pytest.raises(UnsupportedModel, match=f"pipeline_parallel_size 2: .*{reason}"):
+        Stages(tmp_path / "model", 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            Gemma4TextConfig(**SHAPE | _PER_LAYER | {"num_kv_shared_layers": 0}),
+            "its layers take more than the rows of the layer before",
+        ),
+        (
+            Gemma3nTextConfig(
+                **SHAPE | _PER_LAYER | {"num_kv_shared_layers": 0, "laurel_rank": 8},
+                altup_num_inputs=2,
+                activation_sparsity_pattern=None,
+            ),
+            "its layers pass on more than a row for each token",
+        ),
+    ],
+    ids=["inputs for each layer", "several rows"],
+)
+def test_a_model_whose_layers_take_more_than_the_rows_is_refused(
+    config: PretrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path / "model", config)
+    with pytest.raises(UnsupportedModel, match=f"pipeline_parallel_size 2: {reason}"):
+        Stages(tmp_path / "model", 2)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ next stage gets: they are all that passes from a layer to the next one. The firs
 embedding, and the last one the output layer.
 
 While a stage is checked at its load, a table of random rows takes the place of the embedding that
-it does not have. So everything that is proven about a model is proven about a stage.
+it does not have. So everything that is proven about a model is proven about a stage. A model whose
+layers take more than the rows, as inputs that are made from tokens for each layer, is refused.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ import torch
 from torch import nn
 
 from protocol.config import ParallelConfig
+from worker_proc.attention.interface import transformers_attention
 from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.calibration.self_check import have_same_bits
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
@@ -27,9 +30,11 @@ from worker_proc.loading.passages import Passage, StageModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.sharding import Share, layer_name
+from worker_proc.recurrent.layers import own_forwards
 
 _NUM_ROWS = 251
 """Of the table that takes the place of an embedding."""
+_NUM_CHECKED_ROWS = 5
 
 
 class Stage(NamedTuple):
@@ -73,12 +78,17 @@ class _AnyRows(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        generator = make_generator(2)
-        # Neither parameter nor buffer, so that nothing packs or checks it.
-        self._rows = [torch.randn(_NUM_ROWS, width, generator=generator).to(dtype)]
+        rows = torch.randn(_NUM_ROWS, width, generator=make_generator(2)).to(dtype)
+        self._table: nn.Embedding = nn.Embedding.from_pretrained(rows)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What models read their device and dtype from."""
+        return self._table.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self._rows[0][input_ids % _NUM_ROWS]
+        rows: torch.Tensor = self._table(input_ids % _NUM_ROWS)
+        return rows
 
 
 class _NoOutput(nn.Module):
@@ -176,6 +186,35 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
         outlet.keeps = True
     division = parts.division(stage.num_stages)
     return StageModel(passages.get(own.start - 1), outlet, division)
+
+
+@torch.inference_mode()
+def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> None:
+    """Refuse a model whose layers take more than the rows of the stage before.
+
+    Only the rows pass between stages. So other tokens must not change what is computed from them.
+    """
+    model, width = loaded.model, hidden_size(loaded.model)
+    shape = (1, _NUM_CHECKED_ROWS, width)
+    rows = torch.randn(shape, generator=make_generator(3)).to(loaded.dtype)
+    outputs: list[torch.Tensor] = []
+    try:
+        for first in range(2):
+            if stage.inlet is not None:
+                stage.take(rows)
+            tokens = torch.arange(first, first + _NUM_CHECKED_ROWS) * 7919 % loaded.vocab_size
+            with transformers_attention(model), own_forwards(model):
+                outputs.append(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits)
+    except Exception as error:
+        reason = f"the forward of its layers fails: {type(error).__name__}: {error}"
+        raise _refuse(num_stages, reason) from error
+    finally:
+        if stage.inlet is not None:
+            stage.inlet.given = None
+    if stage.outlet is not None and stage.rows().shape != shape:
+        raise _refuse(num_stages, "its layers pass on more than a row for each token")
+    if stage.inlet is not None and not have_same_bits(*outputs):
+        raise _refuse(num_stages, "its layers take more than the rows of the layer before")
 
 
 def hidden_size(model: nn.Module) -> int:

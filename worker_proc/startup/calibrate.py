@@ -24,6 +24,7 @@ from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
 from worker_proc.parallel.connect import can_connect
+from worker_proc.parallel.stages import check_rows
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states
@@ -69,6 +70,8 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         plain = make_backend(loaded, plain_layout, prepared.kernels)
     attach_cache(loaded, plain, plain_layout, num_blocks_needed(layout))
     uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
+    if prepared.stage is not None:
+        check_rows(loaded, prepared.stage, config.parallel.pipeline_parallel_size)
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, plain, plain_layout)
     settings: list[LayerSettings] = []
