@@ -72,6 +72,8 @@ _ENGINE_COUNTERS = (
     ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"),
     ("kv_blocks_stored", "KV blocks written to stores.", "kv_blocks_stored"),
     ("kv_tokens_loaded", "Tokens whose KV was read from stores.", "kv_tokens_loaded"),
+    ("states_stored", "Recurrent states written to stores.", "states_stored"),
+    ("states_loaded", "Recurrent states read from stores.", "states_loaded"),
     ("engine_steps", "Steps dispatched to the worker.", "num_steps"),
     ("fenced_frames", "Frames of an old epoch, dropped.", "fenced_frames"),
     ("quarantined_requests", "Requests found to kill workers.", "num_quarantined"),

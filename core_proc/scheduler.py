@@ -82,7 +82,7 @@ class Scheduler:
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
     def __init__(self, options: SchedulerOptions, offload: Offload | None = None) -> None:
-        """`offload`: where else blocks are kept, if anywhere; not of a model with states."""
+        """`offload`: where else blocks are kept, if anywhere."""
         self.options = options
         # No request may outgrow what one step can introduce to the worker.
         longest = longest_sequence(options.block_size, len(options.kv_groups))
@@ -645,7 +645,13 @@ class Scheduler:
 
     def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
         """Return what is to be sent to the workers after the steps that were decided so far."""
-        return [] if self.offload is None else self.offload.take_messages(self.kv.pool)
+        if self.offload is None:
+            return []
+        states = self.kv.states
+        if states is None:
+            return self.offload.take_messages(self.kv.pool)
+        self.kv.cache_states()  # now: the next step may write to their blocks
+        return self.offload.take_messages(self.kv.pool, states.pool)
 
     # All requests -------------------------------------------------------------------------------
 

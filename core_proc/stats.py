@@ -38,6 +38,8 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         spec_decode_num_accepted_tokens_per_pos=list(speculation.accepted_per_position),
         kv_blocks_stored=0 if offload is None else offload.num_stored,
         kv_tokens_loaded=0 if offload is None else offload.num_loaded_tokens,
+        states_stored=0 if offload is None else offload.num_stored_states,
+        states_loaded=0 if offload is None else offload.num_loaded_states,
         state_cache_usage=None if states is None else states.usage,
     )
 

@@ -278,6 +278,10 @@ class EngineStats(Record):
     """Running requests with drafts to verify."""
     state_cache_usage: float | None = None
     """Share of the state blocks that running requests hold, 0 to 1; None: there are none."""
+    states_stored: Count = 0
+    """Recurrent states that workers were to write to stores."""
+    states_loaded: Count = 0
+    """Recurrent states that were read from stores."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)

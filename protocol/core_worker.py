@@ -325,6 +325,9 @@ class StoreBlocks(Message):
 
     block_ids: BlockIds
     keys: list[BlockKey]
+    state_block_ids: BlockIds = []
+    """Blocks with kept states of recurrent layers, of the pool of state blocks."""
+    state_keys: list[BlockKey] = []
 
 
 class LoadBlocks(Message):
@@ -337,6 +340,10 @@ class LoadBlocks(Message):
     """Of the request that waits for the blocks."""
     block_ids: BlockIds
     keys: list[BlockKey]
+    state_block_id: Annotated[int, Meta(ge=0, lt=2**31)] = NULL_BLOCK
+    """A state block, which is filled before these; NULL_BLOCK: none. Without its state the KV has
+    no use, and is not read."""
+    state_key: Annotated[bytes, Meta(max_length=33)] = b""
 
 
 class TokenLogprobs(Record):
@@ -422,6 +429,8 @@ class BlocksLoaded(Message):
     """Leading blocks of `LoadBlocks` that were filled."""
     load_ns: Annotated[int, Meta(ge=0)] = 0
     """Nanoseconds since the message arrived."""
+    has_state: bool = False
+    """Whether the state block was filled, if one was asked for."""
 
 
 WorkerToCore = (

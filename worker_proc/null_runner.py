@@ -28,6 +28,7 @@ from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.kv.null_states import NullStates
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
 from worker_proc.offload.memory import NoMemory
+from worker_proc.offload.null_states import NullStateMemory
 from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid
@@ -148,6 +149,10 @@ class NullRunner:
         self._host_blocks: set[int] = set()
         has_states = facts.kv_groups[-1].is_state
         self._states = NullStates(facts.block_size) if has_states else None
+        self.state_memory: NullStateMemory | None = None
+        if self._states is not None and block_memory is not None:
+            num_slots = block_memory.num_slots
+            self.state_memory = NullStateMemory(self._states.blocks, num_slots)
 
     def on_wait(self, report: Callable[[], None]) -> None:
         pass

@@ -63,6 +63,10 @@ class Runner(Protocol):
     def block_memory(self) -> BlockMemory | None:
         """The blocks that may be kept in stores; None: they cannot be. Constant."""
 
+    @property
+    def state_memory(self) -> BlockMemory | None:
+        """The blocks of recurrent states that may be kept in stores; None: there are none."""
+
     def on_wait(self, report: Callable[[], None]) -> None:
         """Have `report` called several times a second while a step waits for another rank."""
 

@@ -42,7 +42,9 @@ class KVCacheManager:
         self.enable_prefix_caching = options.enable_prefix_caching
         self.groups = tuple(group for group in options.kv_groups if not group.is_state)
         """The groups whose blocks come from `pool`."""
-        self.states = StateBlocks(options) if options.kv_groups[-1].is_state else None
+        on_cached = None if offload is None else offload.state_cached
+        has_states = options.kv_groups[-1].is_state
+        self.states = StateBlocks(options, on_cached) if has_states else None
         self._has_windows = any(group.window is not None for group in self.groups)
         self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
         self.pool = BlockPool(options.num_blocks, self._recorder)
@@ -220,13 +222,49 @@ class KVCacheManager:
         self.remember_full_blocks(request, num_tokens)
         return True
 
-    def num_loadable_blocks(self, request: Request, hits: Tables) -> int:
-        """Count the leading blocks that would be cached after a load: the hits, and stored ones."""
-        offload, end = self._offload, len(hits[0])
+    def find_loadable(self, request: Request, hits: Tables) -> tuple[Tables, int]:
+        """Return the hits that a load begins from, and how many blocks are cached after it.
+
+        With recurrent layers these blocks end where a state is stored. Their KV may be cached
+        already, beyond `hits`, which end at a state.
+        """
+        offload, num_hit = self._offload, len(hits[0])
         if offload is None:
+            return hits, num_hit
+        if self.states is None:
+            return hits, self._num_loadable(request, hits, len(request.block_hashes))
+        end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
+        while end > num_hit:
+            if not offload.has(request.block_hashes[end - 1], len(self.groups)):
+                end -= 1
+                continue
+            kv_hits = self._kv_hits(request, end)
+            reach = self._num_loadable(request, kv_hits, end)
+            if reach == end:
+                return [*kv_hits, [NULL_BLOCK] * self._num_hit(kv_hits)], end
+            end = max(reach, num_hit)
+        return hits, num_hit
+
+    def _kv_hits(self, request: Request, limit: int) -> Tables:
+        """Find the longest cached KV within some blocks, without regard to states."""
+        while True:
+            hits = [self._hits(request, index, limit) for index in range(len(self.groups))]
+            shortest = min(map(len, hits), default=limit)
+            if shortest == limit:
+                return hits
+            limit = shortest
+
+    @staticmethod
+    def _num_hit(kv_hits: Tables) -> int:
+        return len(kv_hits[0]) if kv_hits else 0
+
+    def _num_loadable(self, request: Request, hits: Tables, end: int) -> int:
+        """Count the leading blocks, up to `end`, whose KV is a hit or stored."""
+        offload = self._offload
+        assert offload is not None
+        if not self.groups:
             return end
-        hashes, index = request.block_hashes, len(hits[0])
-        end = len(hashes)
+        hashes = request.block_hashes
         for number, group in enumerate(self.groups):
             if group.window is None:
                 index = len(hits[0])
@@ -251,14 +289,24 @@ class KVCacheManager:
 
     def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
         """Give a waiting request its hits, and blocks that a load fills, if `headroom` is left."""
-        assert self.states is None, "a load brings no states"
+        if not self.has_slot:
+            return False
         hits = self.without_passed(hits, num_tokens)
         if self.num_missing_blocks(hits, num_tokens, num_tokens, 0) + headroom > 0:
             return False
-        self._take(request, hits, num_tokens, num_tokens)
+        self._take_kv(request, hits, num_tokens, num_tokens)
+        if self.states is not None:
+            request.block_tables.append(self.states.hold(self.num_blocks_for(num_tokens)))
         return True
 
     def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
+        self._take_kv(request, hits, start, num_tokens)
+        if self.states is not None:
+            num_entries = self.num_blocks_for(num_tokens)
+            table = self.states.admit(request, hits[-1], start, num_entries)
+            request.block_tables.append(table)
+
+    def _take_kv(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
         kv_hits = self.kv_tables(hits)
         for table in kv_hits:
             self.pool.touch(live_blocks(table))
@@ -268,9 +316,6 @@ class KVCacheManager:
             passed = [NULL_BLOCK] * (first_new - len(table))
             new_ids = self.pool.allocate(max(0, num_entries - first_new))
             request.block_tables.append(table + passed + new_ids)
-        if self.states is not None:
-            table = self.states.admit(request, hits[-1], start, num_entries)
-            request.block_tables.append(table)
         request.num_hashed_blocks = len(hits[0])
 
     def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
@@ -406,10 +451,15 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """Cache the states that were kept in earlier steps: see `StateBlocks`."""
+        if self.states is not None:
+            self.states.begin_step()
+            self.cache_states()
+
+    def cache_states(self) -> None:
+        """Cache the states of steps that were sent, as far as the tokens before them are known."""
         states = self.states
         if states is None:
             return
-        states.begin_step()
         for request, num_blocks in states.blocks_to_hash().items():
             try:
                 num_known = request.num_tokens // self.block_size

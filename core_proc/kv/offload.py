@@ -41,6 +41,10 @@ class _Load(NamedTuple):
     """For each block, its entry in the table."""
     num_hit: int
     """Leading entries that are not read."""
+    num_cached: int
+    """Leading blocks from whose end the request could be computed without the load."""
+    end: int
+    """Leading blocks that are there after it."""
 
 
 class Offload:
@@ -59,11 +63,14 @@ class Offload:
         self.least_tokens = least_tokens
         self._new: list[tuple[int, bytes]] = []
         """Blocks whose contents were cached since the last step, which no store has."""
+        self._new_states: list[tuple[int, bytes]] = []
         self._unsent: list[LoadBlocks] = []
         self._loads: dict[int, _Load] = {}
         self.costs = LoadCosts()
         self.num_stored = 0
         self.num_loaded_tokens = 0
+        self.num_stored_states = 0
+        self.num_loaded_states = 0
 
     def has(self, block_hash: bytes, group: int) -> bool:
         """Whether a store probably has a block of a KV group."""
@@ -75,22 +82,40 @@ class Offload:
         if len(self._new) < _MOST_PENDING and key not in self._indexes[0]:
             self._new.append((block_id, key))
 
+    def state_cached(self, block_id: int, key: bytes) -> None:
+        """Write a state block that has entered the prefix cache, as `cached` does."""
+        if len(self._new_states) < _MOST_PENDING and key not in self._indexes[0]:
+            self._new_states.append((block_id, key))
+
     @property
     def num_places(self) -> int:
         """How many more requests may have their blocks read now."""
         return self._most_loads - len(self._loads)
 
-    def begin(self, request: Request, num_hit: int) -> None:
-        """Read the blocks of a request's tables behind the first `num_hit`."""
+    def begin(
+        self, request: Request, num_hit: int, *, num_cached: int | None = None, has_state: bool
+    ) -> None:
+        """Read the blocks of a request's tables behind the first `num_hit`.
+
+        With `has_state` the last table is that of its state block, which is read too; then fewer
+        blocks may be of use without the load: `num_cached`.
+        """
         entries, block_ids, keys = [], [], []
-        for entry in range(num_hit, len(request.block_tables[0])):
-            for group, table in enumerate(request.block_tables):
+        tables, end = request.block_tables, len(request.block_tables[0])
+        state_block_id, state_key = NULL_BLOCK, b""
+        if has_state:
+            tables = tables[:-1]
+            state_block_id = request.block_tables[-1][-1]
+            state_key = group_key(request.block_hashes[end - 1], len(tables))
+        for entry in range(num_hit, end):
+            for group, table in enumerate(tables):
                 if table[entry] != NULL_BLOCK:
                     entries.append(entry)
                     block_ids.append(table[entry])
                     keys.append(group_key(request.block_hashes[entry], group))
-        message = LoadBlocks(request.req_id, block_ids, keys)
-        self._loads[request.req_id] = _Load(message, entries, num_hit)
+        message = LoadBlocks(request.req_id, block_ids, keys, state_block_id, state_key)
+        first = num_hit if num_cached is None else num_cached
+        self._loads[request.req_id] = _Load(message, entries, num_hit, first, end)
         self._unsent.append(message)
 
     def end(self, answer: BlocksLoaded, block_size: int) -> int | None:
@@ -102,39 +127,60 @@ class Offload:
         if load is None:
             return None
         num_blocks = min(answer.num_blocks, len(load.entries))
-        is_all = num_blocks == len(load.entries)
-        end = load.entries[-1] + 1 if is_all else load.entries[num_blocks]
-        if not is_all:
+        has_kv = num_blocks == len(load.entries)
+        end = load.end if has_kv else load.entries[num_blocks]
+        missing = [] if has_kv else [load.message.keys[num_blocks]]
+        if load.message.state_key:
+            self.num_loaded_states += answer.has_state
+            if not answer.has_state:
+                missing = [load.message.state_key]
+        for key in missing:
             for index in self._indexes:
-                index.discard(load.message.keys[num_blocks])
-        self.costs.loaded((end - load.num_hit) * block_size, answer.load_ns)
-        self.num_loaded_tokens += (end - load.num_hit) * block_size
+                index.discard(key)
+        # KV without the state at its end spares no token.
+        is_of_use = not load.message.state_key or not missing
+        num_tokens = (end - load.num_cached) * block_size if is_of_use else 0
+        self.costs.loaded(num_tokens, answer.load_ns)
+        self.num_loaded_tokens += num_tokens
         return end * block_size
 
     def clear(self) -> None:
         """Find no block again that was written so far."""
         self._new.clear()
+        self._new_states.clear()
         for index in self._indexes:
             index.clear()
 
     def workers_lost(self) -> None:
         """Forget all transfers; what is in the stores remains."""
         self._new.clear()
+        self._new_states.clear()
         self._unsent.clear()
         self._loads.clear()
         self.costs.workers_lost()
 
-    def take_messages(self, pool: BlockPool) -> list[StoreBlocks | LoadBlocks]:
-        """Return what is to be sent after the steps that were decided so far.
-
-        A block that has lost its content meanwhile may be written to by one of these steps.
-        """
+    def take_messages(
+        self, pool: BlockPool, state_pool: BlockPool | None = None
+    ) -> list[StoreBlocks | LoadBlocks]:
+        """Return what is to be sent after the steps that were decided so far."""
         messages: list[StoreBlocks | LoadBlocks] = []
-        new = [(block_id, key) for block_id, key in self._new if pool.hash_of(block_id) == key]
+        new = _still_cached(self._new, pool)
+        states = [] if state_pool is None else _still_cached(self._new_states, state_pool)
         self._new.clear()
-        if new:
+        self._new_states.clear()
+        if new or states:
             self.num_stored += len(new)
-            messages.append(StoreBlocks([block[0] for block in new], [block[1] for block in new]))
+            self.num_stored_states += len(states)
+            messages.append(StoreBlocks(*_columns(new), *_columns(states)))
         messages += self._unsent
         self._unsent.clear()
         return messages
+
+
+def _still_cached(blocks: list[tuple[int, bytes]], pool: BlockPool) -> list[tuple[int, bytes]]:
+    """Leave out the blocks that have lost their content: a step may write to them already."""
+    return [(block_id, key) for block_id, key in blocks if pool.hash_of(block_id) == key]
+
+
+def _columns(blocks: list[tuple[int, bytes]]) -> tuple[list[int], list[bytes]]:
+    return [block_id for block_id, _ in blocks], [key for _, key in blocks]

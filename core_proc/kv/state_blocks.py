@@ -15,7 +15,7 @@ and a block that is read in a step is held until its end. `protocol/core_worker.
 of the table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import group_key
@@ -31,7 +31,13 @@ class StateBlocks:
     null counts as a reference to the block.
     """
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        on_cached: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        """`on_cached` is called with each snapshot that is cached, and its key."""
+        self._on_cached = on_cached
         self.pool = BlockPool(options.num_state_blocks)
         self._block_size = options.block_size
         self._group = len(options.kv_groups) - 1
@@ -200,6 +206,8 @@ class StateBlocks:
                 if not self._is_cached(request, entry):
                     key = group_key(request.block_hashes[entry], self._group)
                     self.pool.remember(table[entry], key)
+                    if self._on_cached is not None:
+                        self._on_cached(table[entry], key)
                 self._release_entry(request, entry)
         if left := [entry for entry in entries if entry >= num_hashes]:
             self._unhashed[request] = left
@@ -208,6 +216,23 @@ class StateBlocks:
         """Drop the snapshots of a request that are not cached yet."""
         for entry in self._unhashed.pop(request):
             self._release_entry(request, entry)
+
+    # Loads --------------------------------------------------------------------------------------
+
+    def hold(self, num_entries: int) -> list[int]:
+        """Return the table of a waiting request for whose block a state is read.
+
+        There must be an available block.
+        """
+        return [NULL_BLOCK] * (num_entries - 1) + [self._allocate()]
+
+    def remember_loaded(self, request: Request) -> None:
+        """Cache the state that has come to the block of a waiting request, unless it is cached."""
+        table = request.block_tables[-1]
+        entry = len(table) - 1
+        if not self._is_cached(request, entry):
+            key = group_key(request.block_hashes[entry], self._group)
+            self.pool.remember(table[entry], key)
 
     def _allocate(self) -> int:
         if self.pool.num_free == 0:

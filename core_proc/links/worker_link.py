@@ -104,7 +104,9 @@ class WorkerLink:
             if answers is not None:
                 num_blocks = min(answer.num_blocks for answer in answers)
                 load_ns = max(answer.load_ns for answer in answers)
-                self._engine.blocks_loaded(BlocksLoaded(message.req_id, num_blocks, load_ns))
+                has_state = all(answer.has_state for answer in answers)
+                joined = BlocksLoaded(message.req_id, num_blocks, load_ns, has_state)
+                self._engine.blocks_loaded(joined)
         elif isinstance(message, GrammarCompiled):  # of every rank: it is needed in all of them
             errors = self._compiled.take(message.grammar_id, rank, message.error)
             if errors is not None:

@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterable
 from enum import Enum, auto
 from itertools import count
+from typing import NamedTuple
 
 from core_proc.kv.kv_cache import KVCacheManager, Tables
 from core_proc.kv.offload import Offload
@@ -26,6 +27,16 @@ class Outcome(Enum):
     """It waits for its stored blocks, or until they can be loaded; others are admitted."""
     LATER = auto()
     """It has not been looked up: enough requests were in this step."""
+
+
+class _Stored(NamedTuple):
+    """What a request need not compute after a load."""
+
+    hits: Tables
+    """Blocks that are not read."""
+    num_blocks: int
+    num_cached: int
+    """Leading blocks that it need not compute without the load either."""
 
 
 class Loads:
@@ -87,12 +98,14 @@ class Loads:
         if offload.num_places == 0:
             self._set_aside(request)
             return Outcome.WAIT
-        hits, num_blocks = stored
         headroom = self._admission.headroom(len(self._queues.running))
-        if not self.hold(request, hits, num_blocks * self._kv.block_size, headroom):
+        num_tokens = stored.num_blocks * self._kv.block_size
+        if not self.hold(request, stored.hits, num_tokens, headroom):
             return Outcome.COMPUTE
         request.may_load = False
-        offload.begin(request, len(hits[0]))
+        has_state = self._kv.states is not None
+        num_hit, num_cached = len(stored.hits[0]), stored.num_cached
+        offload.begin(request, num_hit, num_cached=num_cached, has_state=has_state)
         return Outcome.WAIT
 
     def _set_aside(self, request: Request) -> None:
@@ -115,19 +128,19 @@ class Loads:
             self._queues.unblock(request)
         return is_aside
 
-    def _find_stored(self, request: Request, offload: Offload) -> tuple[Tables, int] | None:
-        """Return the hits of a request, and how many blocks it has with stored ones.
+    def _find_stored(self, request: Request, offload: Offload) -> _Stored | None:
+        """Return what a request has in the prefix cache and in the stores.
 
         None: too few are stored, or loading them takes longer than computing.
         """
         if request.swapped_out is not None or not self._kv.may_read_cache(request):
             return None
-        hits = self._kv.find_cached_prefix(request)
-        num_blocks = self._kv.num_loadable_blocks(request, hits)
-        num_tokens = (num_blocks - len(hits[0])) * self._kv.block_size
+        cached = self._kv.find_cached_prefix(request)
+        hits, num_blocks = self._kv.find_loadable(request, cached)
+        num_tokens = (num_blocks - len(cached[0])) * self._kv.block_size
         if num_tokens < offload.least_tokens or not offload.costs.try_load():
             return None
-        return hits, num_blocks
+        return _Stored(hits, num_blocks, len(cached[0]))
 
     def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
         """Block a waiting request, and give it blocks for its first `num_tokens`, whole blocks.
@@ -152,6 +165,8 @@ class Loads:
         num_tokens = self._offload.end(answer, self._kv.block_size)
         request = self._requests.get(answer.req_id)
         if request is not None and num_tokens is not None:
+            if answer.has_state and self._kv.states is not None:
+                self._kv.states.remember_loaded(request)
             self.end(request, num_tokens)
 
     def end(self, request: Request, num_tokens: int) -> None:

@@ -184,8 +184,9 @@ class CacheConfig(Section):
     """Host memory for the KV and the recurrent states of preempted requests, where copying is
     quicker than computing again; 0: always compute again."""
     kv_offload_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
-    """Shared memory in which full KV blocks are kept beside the cache, for all workers of this
-    machine and their successors, where reading is quicker than computing again; 0: none."""
+    """Shared memory in which full KV blocks, and recurrent states, are kept beside the cache, for
+    all workers of this machine and their successors, where reading is quicker than computing again;
+    0: none."""
     kv_offload_dir: PathText | None = None
     """Directory on a disk in which full KV blocks are kept, also for the next start. The
     prompts can be recovered from it."""

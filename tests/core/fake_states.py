@@ -42,6 +42,16 @@ class FakeStates:
         self._host.clear()
         self._kept.clear()
 
+    def content(self, block_id: int) -> int:
+        """Return what a kept state stands for, which no draft is part of."""
+        assert self._contents[block_id] != OF_DRAFTS
+        return self._contents[block_id]
+
+    def fill(self, block_id: int, content: int) -> None:
+        """Write a state block, as a load does."""
+        assert 0 < block_id < self._num_blocks
+        self._contents[block_id] = content
+
     def forget(self, request: HasStates) -> None:
         """Let a request go; what is copied from its block is the state of its computed tokens."""
         if request in self._kept:

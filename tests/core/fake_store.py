@@ -1,6 +1,7 @@
 """A store of KV blocks for scheduler tests, which keeps what the fake worker has in them."""
 
 from protocol.core_worker import LoadBlocks, StoreBlocks
+from tests.core.fake_states import OF_DRAFTS
 from tests.core.fake_worker import FakeWorker
 
 
@@ -10,11 +11,29 @@ class FakeStore:
     def __init__(self) -> None:
         self.index: set[bytes] = set()
         self._blocks: dict[bytes, list[tuple[int, int] | None]] = {}
+        self._states: dict[bytes, int] = {}
 
     def write(self, worker: FakeWorker, message: StoreBlocks) -> None:
         for block_id, key in zip(message.block_ids, message.keys, strict=True):
             self._blocks[key] = worker.content(block_id)
             self.index.add(key)
+        for block_id, key in zip(message.state_block_ids, message.state_keys, strict=True):
+            assert worker.states is not None
+            self._states[key] = worker.states.content(block_id)
+            self.index.add(key)
+
+    def read_state(self, worker: FakeWorker, message: LoadBlocks) -> bool:
+        """Fill the state block; returns whether there is one to fill, and its state is there."""
+        if not message.state_key:
+            return False
+        assert worker.states is not None
+        content = self._states.get(message.state_key)
+        if content is None:
+            self.index.discard(message.state_key)
+            worker.states.fill(message.state_block_id, OF_DRAFTS)
+            return False
+        worker.states.fill(message.state_block_id, content)
+        return True
 
     def read(self, worker: FakeWorker, message: LoadBlocks, most: int) -> int:
         """Fill at most `most` leading blocks, and spoil the next one; returns their number."""

@@ -70,9 +70,9 @@ class FakeWorker:
 
         With `num_state_blocks` a state group follows these.
         """
-        self._states: FakeStates | None = None
+        self.states: FakeStates | None = None
         if num_state_blocks:
-            self._states = FakeStates(block_size, num_state_blocks, num_host_state_blocks)
+            self.states = FakeStates(block_size, num_state_blocks, num_host_state_blocks)
         self._guess = guess
         self._most_drafts = most_drafts
         self.times_ns: tuple[int, int, int] | None = None
@@ -98,8 +98,8 @@ class FakeWorker:
         self._next_step_id = step.step_id + 1
         self._forget(step)
         self._swap(step.swap_out, step.swap_in)
-        if self._states is not None:
-            self._states.swap(step.state_swap_out, step.state_swap_in)
+        if self.states is not None:
+            self.states.swap(step.state_swap_out, step.state_swap_in)
         for new in step.scheduled_new_reqs:
             self._add(new)
         self._grow(step.scheduled_cached_reqs)
@@ -110,8 +110,8 @@ class FakeWorker:
         counts = {req_id: step.num_scheduled_tokens.get(req_id, 1) for req_id in self.mirror}
         assert sum(counts.values()) == step.total_num_scheduled_tokens
         self.total_scheduled += step.total_num_scheduled_tokens
-        if self._states is not None:
-            self._states.execute([(self.mirror[req_id], n) for req_id, n in counts.items() if n])
+        if self.states is not None:
+            self.states.execute([(self.mirror[req_id], n) for req_id, n in counts.items() if n])
         for req_id, num_tokens in counts.items():
             self._write(self.mirror[req_id], num_tokens)
         return self._advance(step.step_id, counts)
@@ -121,8 +121,8 @@ class FakeWorker:
         assert not self.mirror
         self._kv.clear()
         self._host.clear()
-        if self._states is not None:
-            self._states.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def content(self, block_id: int) -> list[tuple[int, int] | None]:
         """Return what a block holds, all of which was computed."""
@@ -156,8 +156,8 @@ class FakeWorker:
         assert len(gone) == len(set(gone))
         for req_id in gone:
             left = self.mirror.pop(req_id)
-            if self._states is not None:
-                self._states.forget(left)
+            if self.states is not None:
+                self.states.forget(left)
 
     def _swap(self, out: BlockCopies, into: BlockCopies) -> None:
         for copies in (out, into):
@@ -176,8 +176,8 @@ class FakeWorker:
         assert new.num_cached_tokens in (new.num_computed_tokens, len(token_ids))
         assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
         assert len({len(table) for table in new.block_ids}) == 1
-        assert len(new.block_ids) == len(self._windows) + (self._states is not None)
-        if self._states is not None:
+        assert len(new.block_ids) == len(self._windows) + (self.states is not None)
+        if self.states is not None:
             assert new.num_cached_tokens == new.num_computed_tokens
         self.mirror[new.req_id] = MirroredRequest(
             new,
@@ -271,6 +271,6 @@ class FakeWorker:
                 break
             self._write(request, 1)
             request.num_computed_tokens += 1
-        if self._states is not None:
-            self._states.verified(request, len(drafts), len(token_ids) - 1)
+        if self.states is not None:
+            self.states.verified(request, len(drafts), len(token_ids) - 1)
         return token_ids

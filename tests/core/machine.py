@@ -81,13 +81,14 @@ class Machine:
         """`has_store`: blocks are also kept outside the worker, if the options allow it."""
         self.options = options
         self._store = FakeStore()
-        is_kept = has_store and options.enable_prefix_caching and not options.num_state_blocks
+        is_kept = has_store and options.enable_prefix_caching
         offload = Offload([self._store.index], least_tokens=1, most_loads=2) if is_kept else None
         self.scheduler = Scheduler(options, offload)
         self.grammars = Grammars(self.scheduler)
         self.num_steps = 0
         self.num_loads = 0
         """Remote loads begun."""
+        self.num_states_loaded = 0
         self.num_constrained = 0
         """Requests with a grammar that were admitted."""
         self._compiling: list[CompileGrammar] = []
@@ -290,8 +291,12 @@ class Machine:
     def _end_blocks(self, load: LoadBlocks, share: float) -> None:
         """Answer a load from the store, of which some blocks are gone."""
         request = self._loading.pop(load.req_id)
-        num_blocks = self._store.read(self._worker, load, int(share * len(load.keys)))
-        self.scheduler.blocks_loaded(BlocksLoaded(load.req_id, num_blocks))
+        has_state = share > 0 and self._store.read_state(self._worker, load)
+        most = int(share * len(load.keys)) if has_state or not load.state_key else 0
+        num_blocks = self._store.read(self._worker, load, most)
+        self.num_states_loaded += has_state
+        answer = BlocksLoaded(load.req_id, num_blocks, has_state=has_state)
+        self.scheduler.blocks_loaded(answer)
         assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
 
     def _bring_loads(self) -> None:

@@ -36,10 +36,12 @@ class Bench(Harness):
             else:
                 self.loads.append(message)
 
-    def answer(self, most: int = 1000) -> None:
+    def answer(self, most: int = 1000, *, has_state: bool = True) -> None:
         load = self.loads.pop(0)
+        has_state = has_state and self.store.read_state(self.worker, load)
         num_blocks = self.store.read(self.worker, load, most)
-        self.scheduler.blocks_loaded(BlocksLoaded(load.req_id, num_blocks, 1000))
+        answer = BlocksLoaded(load.req_id, num_blocks, 1000, has_state)
+        self.scheduler.blocks_loaded(answer)
 
 
 @pytest.fixture

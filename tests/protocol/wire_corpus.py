@@ -208,8 +208,9 @@ DIRECTIONS = [
             Sleep(),
             CompileGrammar(3, Grammar(GrammarKind.REGEX, "[a-z]+"), is_proven=True),
             LoadAdapter(_ADAPTER, keeps=False),
-            StoreBlocks([3, 4], [bytes(32), bytes(33)]),
+            StoreBlocks([3, 4], [bytes(32), bytes(33)], [2], [bytes(33)]),
             LoadBlocks(7, [5], [bytes(range(32))]),
+            LoadBlocks(7, [5], [bytes(range(32))], 2, bytes(33)),
             UnloadAdapter(_ADAPTER.adapter_id),
             SchedulerOutput(18, [], CachedRequestData(), {}, 32, [], []),
             SchedulerOutput(
@@ -242,7 +243,7 @@ DIRECTIONS = [
             StepFailed(22, "RuntimeError: out of memory"),
             GrammarCompiled(3, "no such rule"),
             AdapterLoaded(_ADAPTER.adapter_id, "r is 64"),
-            BlocksLoaded(7, 1, 250_000),
+            BlocksLoaded(7, 1, 250_000, has_state=True),
         ],
     ),
     Direction(

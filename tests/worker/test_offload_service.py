@@ -25,6 +25,10 @@ def key(number: int) -> bytes:
     return hashlib.sha256(bytes([number])).digest()
 
 
+def state_key(number: int) -> bytes:
+    return key(number) + b"\x01"
+
+
 class FakePool:
     """Tensors whose rows are blocks."""
 
@@ -51,11 +55,20 @@ class Bench:
         self.pool = FakePool(self.tensors)
         self.memory = PoolMemory(self.pool, MAX_READERS + num_writer_slots)  # type: ignore[arg-type]
         self.stores = [BlockStore(path, 2**20, self.memory.block_bytes) for path in paths]
-        self.service = OffloadService(self.memory, self.stores)
+        self.states = [torch.randn(NUM_BLOCKS, 4)]
+        states = PoolMemory(self.pool, MAX_READERS + 2, self.states)  # type: ignore[arg-type]
+        self.service = OffloadService(self.memory, self.stores, states)
 
     def content(self, block_id: int) -> bytes:
         rows = [tensor[block_id].contiguous().view(torch.uint8) for tensor in self.tensors]
         return b"".join(row.numpy().tobytes() for row in rows)
+
+    def load_state(self, number: int, block_id: int, kv_numbers: list[int]) -> BlocksLoaded:
+        """Load a state to a block, and KV blocks to those from 6 on."""
+        block_ids = list(range(6, 6 + len(kv_numbers)))
+        keys = [key(n) for n in kv_numbers]
+        message = LoadBlocks(5, block_ids, keys, block_id, state_key(number))
+        return self.service.load(message) or self.answer()
 
     def store(self, *block_ids: int) -> None:
         """Store blocks, each under the key of its number."""
@@ -144,6 +157,46 @@ def test_what_only_a_slower_store_has_is_copied_to_the_faster_one(
     assert both.load([1], [2]).num_blocks == 1
     assert both.content(2) == slow.content(1)
     assert key(1) in both.stores[0].index
+
+
+def test_a_state_is_loaded_before_the_kv_up_to_it(make: Callable[..., Bench]) -> None:
+    bench = make("one")
+    before = bench.states[0][3].clone()
+    stored = StoreBlocks([1, 2], [key(1), key(2)], [3], [state_key(2)])
+    bench.service.store(stored)
+    bench.states[0].zero_()  # a step overwrites the block
+    bench.wait_for(1, 2)
+    eventually(lambda: state_key(2) in bench.stores[0].index, "written")
+    answer = bench.load_state(2, 5, [1, 2])
+    assert (answer.num_blocks, answer.has_state) == (2, True)
+    assert torch.equal(bench.states[0][5], before)
+    assert int(bench.states[0].any(dim=1).sum()) == 1
+
+
+@pytest.mark.parametrize("problem", ["missing", "damaged", "another"])
+def test_without_its_state_no_kv_is_read(problem: str, make: Callable[..., Bench]) -> None:
+    """`another`: the file of another position's state has its name."""
+    bench = make("one")
+    bench.service.store(StoreBlocks([1], [key(1)], [3, 4], [state_key(2), state_key(3)]))
+    bench.wait_for(1)
+    index = bench.stores[0].index
+    eventually(lambda: state_key(2) in index and state_key(3) in index, "written")
+    path, other = (bench.stores[0]._path(state_key(number)) for number in (2, 3))
+    if problem == "missing":
+        path.unlink()
+    elif problem == "damaged":
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    else:
+        path.write_bytes(other.read_bytes())
+    bench.states[0].zero_()
+    before = bench.content(6)
+    answer = bench.load_state(2, 5, [1])
+    assert (answer.num_blocks, answer.has_state) == (0, False)
+    assert not bench.states[0].any()
+    assert bench.content(6) == before
+    assert state_key(2) not in index
 
 
 def test_a_store_that_hangs_costs_the_load_its_time_and_writes_to_no_block(

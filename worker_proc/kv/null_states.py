@@ -31,22 +31,22 @@ class NullStates:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks: dict[int, State] = {}
+        self.blocks: dict[int, State] = {}
         self._computed: dict[int, State] = {}
         """By request: the state that its tokens have."""
         self._host: dict[int, State] = {}
 
     def clear(self) -> None:
         """Lose all states, as by a sleep."""
-        self._blocks.clear()
+        self.blocks.clear()
         self._host.clear()
         self._computed.clear()
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
         """Copy states to the host, then others from it; MirrorError: there is none to copy."""
         for copies, sources, targets in (
-            (out, self._blocks, self._host),
-            (into, self._host, self._blocks),
+            (out, self.blocks, self._host),
+            (into, self._host, self.blocks),
         ):
             ids = zip(copies.device_block_ids, copies.host_block_ids, strict=True)
             for device_id, host_id in ids:
@@ -79,7 +79,7 @@ class NullStates:
                             f" and used by request {other.req_id} in the same step"
                         )
                 writers[block_id] = part.request
-                self._blocks[block_id] = state
+                self.blocks[block_id] = state
 
     def _begin(self, part: ScheduledRequest) -> int:
         """Check the state that a part begins from; returns its block."""
@@ -89,7 +89,7 @@ class NullStates:
             own = self._computed[request.req_id] = State().after(request.token_ids[:start])
         block_id = state_source(part, self._block_size)
         assert block_id is not None
-        found = self._blocks.get(block_id)
+        found = self.blocks.get(block_id)
         if found != own:
             what = "was never written" if found is None else f"has {found.num_tokens} other tokens"
             raise MirrorError(

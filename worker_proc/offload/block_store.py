@@ -53,7 +53,10 @@ class BlockStore:
     """The blocks of one rank in one tier."""
 
     def __init__(self, directory: Path, most_bytes: int, block_bytes: int) -> None:
-        """Make the directory, or take over what is in it. An OSError: it cannot be used."""
+        """Make the directory, or take over what is in it. An OSError: it cannot be used.
+
+        `block_bytes`: of the smallest blocks.
+        """
         self._directory = directory
         self._most_bytes = most_bytes
         self._numbers = itertools.count()

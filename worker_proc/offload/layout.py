@@ -13,6 +13,7 @@ from worker_proc.offload.service import MAX_READERS
 
 _MOST_STAGED_BYTES = 2**28
 _LEAST_STAGED = 8
+_LEAST_STATES, _MOST_STATES = 2, 64
 _NAME_BYTES = 8
 
 log = logging.getLogger("troika.worker")
@@ -23,20 +24,22 @@ def with_layout(
     config: EngineConfig,
     tensors: Sequence[torch.Tensor],
     kernels: str,
+    *,
     division: str = "",
+    states: Sequence[torch.Tensor] = (),
 ) -> ModelFacts:
     """Add the layout of the blocks, if they can be kept in stores and are to be kept.
 
     `division`: which layers each of several stages has. It stands for the tensors, which are others
-    in each stage: all ranks of a model must have the same layout.
+    in each stage: all ranks of a model must have the same layout. `states`: tensors of recurrent
+    states, of which a block has a row in each, too.
     """
     if not config.cache.keeps_blocks:
         return facts
-    if facts.num_state_blocks or facts.computes_whole_prompts or not tensors:
-        why = "states" if facts.num_state_blocks else "prompts that are computed whole"
-        log.warning("KV blocks are kept in no store: a model with %s has no use of them", why)
+    if facts.computes_whole_prompts or not (tensors or states):
+        log.warning("KV blocks are kept in no store: prompts that are computed whole need none")
         return facts
-    shapes = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
+    shapes = _shapes("", tensors) + _shapes("state ", states)
     parts = [
         facts.checkpoint or facts.model,
         *(facts.dtype, facts.kv_cache_dtype, facts.quantization, facts.decoder, facts.build),
@@ -47,6 +50,15 @@ def with_layout(
     ]
     name = hashlib.blake2b("\n".join(parts).encode(), digest_size=_NAME_BYTES).hexdigest()
     return msgspec.structs.replace(facts, kv_layout=name)
+
+
+def _shapes(prefix: str, tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [f"{prefix}{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
+
+
+def num_state_slots(block_bytes: int) -> int:
+    """Return the states on their way at a time, of which those to be written wait in memory."""
+    return MAX_READERS + min(max(_LEAST_STATES, _MOST_STAGED_BYTES // block_bytes), _MOST_STATES)
 
 
 def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:

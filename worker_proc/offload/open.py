@@ -20,25 +20,31 @@ log = logging.getLogger("troika.worker")
 
 
 def make_service(
-    config: EngineConfig, layout: str, rank: int, memory: BlockMemory | None
+    config: EngineConfig,
+    layout: str,
+    rank: int,
+    memory: BlockMemory | None,
+    states: BlockMemory | None = None,
 ) -> OffloadService | None:
     """Return what writes and reads the blocks of a runner; None: it keeps them nowhere else."""
     if memory is None or not layout:
         return None
     stores = []
     num_ranks = config.parallel.num_ranks
+    sizes = [one.block_bytes for one in (memory, states) if one is not None and one.block_bytes]
+    least_bytes = min(sizes, default=0)
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)
         try:
             make_private(tier.private_directory(layout))
             if tier.is_memory:
                 name_engine(tier.directory, engine_directory(config))
-            stores.append(BlockStore(directory, tier.most_bytes // num_ranks, memory.block_bytes))
+            stores.append(BlockStore(directory, tier.most_bytes // num_ranks, least_bytes))
             if rank == 0:
                 _check_room(tier)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    return OffloadService(memory, stores)
+    return OffloadService(memory, stores, states)
 
 
 def _check_room(tier: Tier) -> None:

@@ -36,8 +36,18 @@ log = logging.getLogger("troika.worker")
 class OffloadService:
     """Takes messages about blocks; `wake_fd` is readable while there are answers."""
 
-    def __init__(self, memory: BlockMemory, stores: Sequence[BlockStore]) -> None:
-        """Write to all stores, and read from the first one that has a block."""
+    def __init__(
+        self,
+        memory: BlockMemory,
+        stores: Sequence[BlockStore],
+        states: BlockMemory | None = None,
+    ) -> None:
+        """Write to all stores, and read from the first one that has a block.
+
+        `states`: state blocks, with as many slots for readers.
+        """
+        self._states = states
+        self._state_writers = None if states is None else OffloadService(states, stores)
         self._memory = memory
         self._stores = stores
         self._reader_slots = deque(range(MAX_READERS))
@@ -56,6 +66,9 @@ class OffloadService:
 
     def store(self, message: StoreBlocks) -> None:
         """Copy blocks out and let them be written; those without a free slot are left out."""
+        if message.state_keys and self._state_writers is not None:
+            only = StoreBlocks(message.state_block_ids, message.state_keys)
+            self._state_writers.store(only)
         if self._memory.is_asleep:  # they have no content
             return
         blocks = [
@@ -78,14 +91,16 @@ class OffloadService:
             return BlocksLoaded(message.req_id, 0)
         self._memory.wake()
         slot = self._reader_slots.popleft()
-        load = _Load(message, self._memory, self._stores, slot, self._end_reader)
+        load = _Load(
+            message, self._memory, self._states, self._stores, slot=slot, on_end=self._end_reader
+        )
         self._loads.append(load)
         load.start()
         return None
 
     def _end_reader(self, slot: int) -> None:
         """A load's thread ends; called by it."""
-        self._reader_slots.append(slot)
+        self._reader_slots.appendleft(slot)  # its memory is there already
         os.eventfd_write(self.wake_fd, 1)
 
     @property
@@ -172,7 +187,9 @@ class _Load(threading.Thread):
         self,
         message: LoadBlocks,
         memory: BlockMemory,
+        states: BlockMemory | None,
         stores: Sequence[BlockStore],
+        *,
         slot: int,
         on_end: Callable[[int], None],
     ) -> None:
@@ -180,6 +197,7 @@ class _Load(threading.Thread):
         super().__init__(name="troika-load", daemon=True)
         self._message = message
         self._memory = memory
+        self._states = states
         self._stores = stores
         self._slot = slot
         self._on_end = on_end
@@ -188,6 +206,7 @@ class _Load(threading.Thread):
         self._copying = threading.Lock()
         self._is_ended = False
         self._num_blocks = 0
+        self._has_state = False
         self.is_done = False
 
     def run(self) -> None:
@@ -201,8 +220,10 @@ class _Load(threading.Thread):
 
     def _read_all(self) -> None:
         message = self._message
+        if message.state_key and not self._read_state():
+            return
         for block_id, key in zip(message.block_ids, message.keys, strict=True):
-            if not self._read(key):
+            if not self._read(key, self._memory):
                 return
             with self._copying:
                 if self._is_ended:
@@ -210,9 +231,20 @@ class _Load(threading.Thread):
                 self._memory.copy_in(self._slot, block_id)
                 self._num_blocks += 1
 
-    def _read(self, key: bytes) -> bool:
+    def _read_state(self) -> bool:
+        """Fill the state block; returns whether its state was there."""
+        states, message = self._states, self._message
+        if states is None or not self._read(message.state_key, states):
+            return False
+        with self._copying:
+            if not self._is_ended:
+                states.copy_in(self._slot, message.state_block_id)
+                self._has_state = True
+        return self._has_state
+
+    def _read(self, key: bytes, memory: BlockMemory) -> bool:
         """Read a block to the slot, from the first store that has it; faster ones get it, too."""
-        block = self._memory.parts(self._slot)
+        block = memory.parts(self._slot)
         for number, store in enumerate(self._stores):
             if key in store.index and store.read(key, block):
                 for faster in self._stores[:number]:
@@ -228,7 +260,8 @@ class _Load(threading.Thread):
         if not self.is_done and time.monotonic() >= self.deadline:
             log.warning("KV blocks could not be read within %g s", LOAD_TIMEOUT_S)
         load_ns = time.monotonic_ns() - self._began_ns
-        return BlocksLoaded(self._message.req_id, self._num_blocks, load_ns)
+        has_state = self._has_state
+        return BlocksLoaded(self._message.req_id, self._num_blocks, load_ns, has_state)
 
 
 def _lower_priority() -> None:

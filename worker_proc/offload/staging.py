@@ -16,12 +16,14 @@ from worker_proc.offload.memory import Parts, Wait, no_wait
 
 
 class PoolMemory:
-    """The blocks of a pool."""
+    """The blocks of a pool, or those of tensors that sleep with it."""
 
-    def __init__(self, pool: KVPool, num_slots: int) -> None:
+    def __init__(
+        self, pool: KVPool, num_slots: int, tensors: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self.num_slots = num_slots
         self._pool = pool
-        tensors = self._tensors = pool.all_tensors
+        tensors = self._tensors = pool.all_tensors if tensors is None else tensors
         self._device = tensors[0].device
         on_cpu = self._device.type == "cpu"
         # Not released while the pool sleeps: a block may be on its way to a store.

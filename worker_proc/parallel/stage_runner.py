@@ -19,7 +19,7 @@ from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, ScheduledRequest
-from worker_proc.offload.staging import PoolMemory
+from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.runner import ComputedStep, LaunchedStep
@@ -37,6 +37,7 @@ class StageRunner:
     """Executes steps as far as the layers of a stage go, and passes them on."""
 
     adapters = None
+    state_memory = None
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class StageRunner:
         swap_cost_tokens: float,
         grammars: GrammarCompiler | None = None,
         exchange: RankExchange | None = None,
-        block_memory: PoolMemory | None = None,
+        block_memory: BlockMemory | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 

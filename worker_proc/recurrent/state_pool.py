@@ -39,6 +39,11 @@ class StatePool:
                 self._pairs += zip(made, self._map(spec, num_swap_blocks, dtype), strict=True)
         self.texts = StepTexts([])
 
+    @property
+    def all_tensors(self) -> list[torch.Tensor]:
+        """The tensors that a block has a row in."""
+        return [tensor for module in self.tensors.values() for tensor in module]
+
     def _map(self, spec: RecurrentSpec, num_blocks: int, dtype: torch.dtype) -> list[torch.Tensor]:
         made = [HostMemory((num_blocks, *state.shape), state.dtype(dtype)) for state in spec.states]
         self.memory += made

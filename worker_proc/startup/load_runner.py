@@ -12,7 +12,7 @@ from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.decoder.install import install
 from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
 from worker_proc.errors import UnsupportedModel
-from worker_proc.forward import attach_cache
+from worker_proc.forward import attach_cache, state_pool_of
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.draft import describe_speculation, group_without_window
@@ -21,7 +21,8 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
-from worker_proc.offload.layout import num_slots, with_layout
+from worker_proc.offload.layout import num_slots, num_state_slots, with_layout
+from worker_proc.offload.memory import BlockMemory, NoMemory
 from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.adoption import Adoption
 from worker_proc.parallel.connect import connect
@@ -100,11 +101,21 @@ def build_runner(
     )
     kernels = f"{backend.name} {kernels_of(prepared)}"
     division = "" if prepared.stage is None else prepared.stage.division
-    facts = with_layout(facts, config, pool.all_tensors, kernels, division)
-    memory = None
-    if facts.kv_layout:
+    states = state_pool_of(loaded.model)
+    state_tensors = [] if states is None else states.all_tensors
+    facts = with_layout(
+        facts, config, pool.all_tensors, kernels, division=division, states=state_tensors
+    )
+    memory: BlockMemory | None = None
+    state_memory: BlockMemory | None = None
+    if facts.kv_layout and pool.all_tensors:
         number = num_slots(config, facts, block_bytes_of(loaded, layout))
         memory = PoolMemory(pool, number)
+    elif facts.kv_layout:
+        memory = NoMemory(num_slots(config, facts, 0))
+    if facts.kv_layout and state_tensors:
+        number = num_state_slots(state_bytes(loaded.recurrent, loaded.dtype))
+        state_memory = PoolMemory(pool, number, state_tensors)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     exchange, part = _join_ranks(prepared, config, rank)
     if exchange is not None:
@@ -143,6 +154,7 @@ def build_runner(
         exchange=exchange,
         stage=part,
         block_memory=memory,
+        state_memory=state_memory,
     )
 
 

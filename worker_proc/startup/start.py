@@ -107,7 +107,9 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
         if not child.wait_for_promotion():
             return
     child.restart_on_sigterm()
-    offload = make_service(child.config, facts.kv_layout, child.rank, runner.block_memory)
+    offload = make_service(
+        child.config, facts.kv_layout, child.rank, runner.block_memory, runner.state_memory
+    )
     loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller(), offload=offload)
     lines = list(announcement(facts, runner.attention))
     child.ready(detail, num_blocks, lines, num_state_blocks)
@@ -143,7 +145,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         ),
         num_host_state_blocks=num_host_blocks if num_state_blocks else 0,
         state_swap_blocks=1.0 if num_state_blocks else 0.0,
-        kv_layout="null" if config.cache.keeps_blocks and not num_state_blocks else "",
+        kv_layout="null" if config.cache.keeps_blocks else "",
     )
 
 
