@@ -22,6 +22,8 @@ _LOCK_FILE = "supervisor.lock"
 _TEMPORARY = "temporary"
 _LOCK_TIMEOUT_S = 0.2
 _LOCK_POLL_S = 0.01
+_EPOCHS_BEGIN_AT = 1_735_689_600
+"""The first second of 2025: so that seconds since then are less than 2^31 until 2093."""
 
 log = logging.getLogger("troika.supervisor")
 
@@ -133,6 +135,15 @@ class RunDir:
         except ValueError as error:
             os.close(self._lock_fd)
             raise ValueError(f"{self._file(_EPOCH_FILE)} must hold a number") from error
+
+
+def epoch_of_now() -> int:
+    """Return a number greater than the epochs of engines before, also where they are forgotten.
+
+    Clients of other machines outlive a run directory, and find at one address the engines of
+    several. If two of their cores had one epoch, they would be taken for the same core.
+    """
+    return max(0, int(time.time()) - _EPOCHS_BEGIN_AT)
 
 
 def live_run_dirs() -> list[str]:

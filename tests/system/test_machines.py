@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from protocol.api_core import PauseMode
 from protocol.client import EngineClient, ReplicatedClient
 from protocol.lifecycle import Role
 from protocol.transport.curve import make_keys, read_client_keys
@@ -95,8 +96,8 @@ class Proxy:
 class Machine:
     """An engine that other machines can reach."""
 
-    def __init__(self, start_engine: EngineFactory, keys: Path) -> None:
-        self.port = free_port()
+    def __init__(self, start_engine: EngineFactory, keys: Path, port: int = 0) -> None:
+        self.port = port or free_port()
         listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
         self.engine: Engine = start_engine("--no-api", "--null-step-ms", "5", *listen)
 
@@ -126,6 +127,30 @@ def test_streams_by_tcp_are_exact_through_kill_9_of_worker_and_core(
             found = [stream.result(TIMEOUT_S).token_ids for stream in streams]
             assert found == EXPECTED[:8]
             machine.engine.ready()
+
+
+def test_a_machine_that_is_started_again_is_paused_as_before(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    """Its new run directory knows no epoch of the engine before, and the client takes neither's
+    core for the other's."""
+    first, client_keys = Machine(start_engine, keys), read_client_keys(keys)
+    first.engine.ready()
+    with EngineClient(first.address, keys=client_keys) as client:
+        client.wait_ready(TIMEOUT_S)
+        assert client.pause(PauseMode.PAUSED_ALL)
+        epoch = first.engine.row(Role.CORE).epoch
+        first.engine.close()
+        again = Machine(start_engine, keys, first.port)
+        again.engine.ready()
+        assert again.engine.row(Role.CORE).epoch > epoch
+        with EngineClient(again.address, keys=client_keys) as other:
+
+            def is_paused() -> bool | None:
+                status = other.status
+                return status is not None and status.pause_mode is PauseMode.PAUSED_ALL
+
+            eventually(is_paused, "the pause holds again")
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
