@@ -411,7 +411,8 @@ class Scheduler:
         if self.waiting.front() is not None or step.ran_out_of_blocks:
             return
         step.extend(max(0, self.options.max_num_batched_tokens - self.options.token_budget))
-        cut = [r for r in self.running if r.num_tokens > r.num_computed_tokens]
+        least = 1 if self.stages.is_on else 0  # one with a token left waits for another step
+        cut = [r for r in self.running if r.num_tokens - r.num_computed_tokens > least]
         for request in cut:
             if step.budget == 0:
                 break

@@ -7,9 +7,10 @@ import pytest
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 
-def test_steps_in_flight_share_the_requests() -> None:
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_steps_in_flight_share_the_requests(is_elastic: bool) -> None:
     """No request is in two of them, and all steps have as many."""
-    bench = Harness(depth=2, pipeline_parallel_size=2)
+    bench = Harness(depth=2, pipeline_parallel_size=2, elastic_token_budget=is_elastic)
     for name in "abcdef":
         bench.add(name, 3, max_tokens=50)
     bench.step()  # all prompts at once
