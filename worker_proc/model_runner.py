@@ -29,6 +29,7 @@ from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
+from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
@@ -144,13 +145,14 @@ class ModelRunner:
         stage: StagePart | None = None,
         block_memory: BlockMemory | None = None,
         state_memory: BlockMemory | None = None,
+        draft_blocks: DraftBlocks | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
         `num_draft_states`: blocks of states in the pool, beyond those that are announced.
         `exchange`: with the other ranks, which compute the same steps. `stage`: the last one of
-        several, if the model has some of the layers only. `block_memory` and `state_memory`: of
-        blocks that are kept in stores.
+        several, if the model has some of the layers only. `block_memory`, `state_memory` and
+        `draft_blocks`: of blocks that are kept in stores.
         """
         self._model = loaded.model
         self._head = loaded.head
@@ -177,6 +179,7 @@ class ModelRunner:
         self._stage = stage
         self.block_memory = block_memory
         self.state_memory = state_memory
+        self.draft_blocks = draft_blocks
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""
         self._steady: SteadyDecode | None = None

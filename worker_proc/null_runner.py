@@ -116,6 +116,7 @@ class NullRunner:
     """Executes steps without a model, in microseconds."""
 
     attention = ""
+    draft_blocks = None
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 
 PORTABLE_ATTENTION = "PyTorch (portable)"
@@ -66,6 +67,10 @@ class Runner(Protocol):
     @property
     def state_memory(self) -> BlockMemory | None:
         """The blocks of recurrent states that may be kept in stores; None: there are none."""
+
+    @property
+    def draft_blocks(self) -> DraftBlocks | None:
+        """The draft model's blocks that may be kept in stores; None: there are none."""
 
     def on_wait(self, report: Callable[[], None]) -> None:
         """Have `report` called several times a second while a step waits for another rank."""

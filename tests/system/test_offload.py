@@ -15,6 +15,8 @@ from protocol.lifecycle import Role
 from protocol.process.launch import EngineProcesses
 from protocol.sampling import SamplingParams
 from protocol.stores.tiers import memory_directory
+from scripts.bench.make_draft_model import make_draft
+from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.null_load import null_tokens
 from tests.system.test_replicas import kill_all, until_serving
@@ -110,6 +112,39 @@ def test_after_kill_9_blocks_are_read_and_streams_go_on(
             eventually(lambda: num_loaded(client) > 0, "blocks are read")
     stop(engine)
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+def test_the_draft_models_blocks_are_kept_too(
+    role: Role, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """They cost no token, whether they are read, or damaged and left out."""
+    make_draft(BUNDLED_MODELS["demo"], tmp_path / "draft", 5, 0.0)
+    drafting = ("--speculative-model", str(tmp_path / "draft"), "--num-speculative-tokens", "3")
+    engine = start(start_engine, *MEMORY, *drafting, "--no-adaptive-speculation")
+    with connected(engine) as client:
+        directory = memory_directory(engine.run_dir)
+        alone = tokens_of(client)
+        wait_for_files(directory, 2 * NUM_PROMPTS * (PROMPT_LEN // 16))
+        for is_damaged in (False, True):
+            streams = [client.submit(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            if is_damaged:
+                for file in draft_files_in(directory):
+                    damage(file)
+            engine.kill(role)
+            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
+            eventually(lambda: num_loaded(client) > 0, "blocks are read")
+    stop(engine)
+
+
+def draft_files_in(directory: Path) -> list[Path]:
+    """Return the blocks of the smaller of two sizes, which are those of the draft model."""
+    sizes = {path: path.stat().st_size for path in files_in(directory)}
+    least, most = min(sizes.values()), max(sizes.values())
+    assert least < most
+    return [path for path, size in sizes.items() if size == least]
 
 
 def test_a_request_that_is_moved_brings_its_blocks() -> None:

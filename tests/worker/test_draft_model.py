@@ -11,9 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import LoadBlocks, ModelRunnerOutput, SchedulerOutput, StoreBlocks
 from protocol.sampling import SamplingParams
+from protocol.stores.index import BlockIndex
+from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run, drive
 from tests.worker.mini_scheduler import MiniScheduler
@@ -21,6 +24,8 @@ from tests.worker.test_parity import make_runner
 from worker_proc.drafting.draft_model import num_spare_blocks
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.service import OffloadService
 from worker_proc.runner import ComputedStep
 
 NUM_DRAFTS = 3
@@ -95,6 +100,48 @@ def test_tokens_and_logprobs_are_those_without_drafts(
             assert num_accepted == num_verified
         else:
             assert num_accepted < num_verified // 2
+
+
+def test_blocks_are_the_same_bytes_after_they_were_read_from_a_store(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A block that is read without that of the draft model counts as missing there."""
+    writer, reader = (
+        make_runner(
+            checkpoint("llama"),
+            NUM_BLOCKS,
+            num_speculative_tokens=NUM_DRAFTS,
+            speculative_model=checkpoint("llama"),
+            kv_offload_bytes=2**20,
+        )
+        for _ in range(2)
+    )
+    prompt = list(range(10, 10 + 3 * writer.facts.block_size))
+    drive(writer, [prompt], make_params(temperature=0.0))
+    services = []
+    for runner in (writer, reader):
+        blocks, drafts = runner.block_memory, runner.draft_blocks
+        assert blocks is not None
+        assert drafts is not None
+        store = BlockStore(tmp_path / "store", 2**24, blocks.block_bytes)
+        services.append(OffloadService(blocks, [store], drafts=drafts))
+    first, second = bytes(32), bytes([1] * 32)
+    services[0].store(StoreBlocks([1, 2], [first, second]))
+    name = writer.draft_blocks.name(first)  # type: ignore[union-attr]
+    index = BlockIndex(tmp_path / "store" / "index")
+    eventually(lambda: all(key in index for key in (first, second, name)), "written")
+    writer.draft_blocks.note(2, is_filled=False)  # type: ignore[union-attr]
+    services[0].store(StoreBlocks([2], [bytes([2] * 32)]))
+    eventually(lambda: bytes([2] * 32) in index, "written")
+    keys = [first, bytes([2] * 32)]
+    assert services[1].load(LoadBlocks(1, [5, 6], keys)) is None
+    eventually(services[1].take_results, "read")
+    own, other = (runner._draft_model for runner in (writer, reader))
+    assert own is not None
+    assert other is not None
+    pools = zip(own._pool.all_tensors, other._pool.all_tensors, strict=True)
+    assert all(torch.equal(one[1], two[5]) and one[1].any() for one, two in pools)
+    assert [other.holds(block_id) for block_id in (5, 6)] == [True, False]
 
 
 MODES: dict[str, tuple[int, dict[str, object], Callable[[Run], int]]] = {

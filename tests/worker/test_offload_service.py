@@ -14,6 +14,8 @@ from protocol.core_worker import BlocksLoaded, LoadBlocks, StoreBlocks
 from scripts.testing import eventually
 from worker_proc.offload import service as service_module
 from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.drafts import DraftBlocks
+from worker_proc.offload.memory import NoMemory
 from worker_proc.offload.service import MAX_READERS, OffloadService
 from worker_proc.offload.staging import PoolMemory
 
@@ -46,6 +48,19 @@ class FakePool:
         self.is_asleep = False
 
 
+class FakeDraftKV:
+    """The blocks that a draft model has computed."""
+
+    def __init__(self) -> None:
+        self.filled: set[int] = set()
+
+    def holds(self, block_id: int) -> bool:
+        return block_id in self.filled
+
+    def note(self, block_id: int, *, is_filled: bool) -> None:
+        (self.filled.add if is_filled else self.filled.discard)(block_id)
+
+
 class Bench:
     """A pool, and a service with some stores."""
 
@@ -57,7 +72,11 @@ class Bench:
         self.stores = [BlockStore(path, 2**20, self.memory.block_bytes) for path in paths]
         self.states = [torch.randn(NUM_BLOCKS, 4)]
         states = PoolMemory(self.pool, MAX_READERS + 2, self.states)  # type: ignore[arg-type]
-        self.service = OffloadService(self.memory, self.stores, states)
+        self.draft_tensors = [torch.randn(NUM_BLOCKS, 3)]
+        drafts = PoolMemory(self.pool, MAX_READERS + 2, self.draft_tensors)  # type: ignore[arg-type]
+        self.draft_kv = FakeDraftKV()
+        draft_blocks = DraftBlocks(drafts, self.draft_kv, 0, "one draft model")
+        self.service = OffloadService(self.memory, self.stores, states, draft_blocks)
 
     def content(self, block_id: int) -> bytes:
         rows = [tensor[block_id].contiguous().view(torch.uint8) for tensor in self.tensors]
@@ -197,6 +216,43 @@ def test_without_its_state_no_kv_is_read(problem: str, make: Callable[..., Bench
     assert not bench.states[0].any()
     assert bench.content(6) == before
     assert state_key(2) not in index
+
+
+def test_the_draft_models_blocks_are_written_and_read_beside_the_models(
+    make: Callable[..., Bench],
+) -> None:
+    """Only those that it has computed, of its own group; a damaged one is left out."""
+    bench = make("one")
+    bench.draft_kv.filled = {1, 2, 4, 7, 8}
+    drafts = bench.draft_tensors[0]
+    before = drafts.clone()
+    bench.store(1, 2, 3)
+    bench.service.store(StoreBlocks([4], [state_key(4)]))
+    index = bench.stores[0].index
+    names = [
+        DraftBlocks(bench.memory, bench.draft_kv, 0, "one draft model").name(key(i))
+        for i in (1, 2, 3)
+    ]
+    assert None not in names
+    bench.wait_for(1, 2, 3)
+    eventually(lambda: names[0] in index and names[1] in index, "written")
+    drafts.zero_()
+    path = bench.stores[0]._path(names[1] or b"")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert bench.load([1, 2, 3], [6, 7, 8]).num_blocks == 3
+    assert torch.equal(drafts[6], before[1])
+    assert not drafts[[number for number in range(NUM_BLOCKS) if number != 6]].any()
+    assert bench.draft_kv.filled == {1, 2, 4, 6}
+    assert names[1] not in index
+
+
+def test_blocks_of_another_draft_model_have_other_names() -> None:
+    names = {
+        DraftBlocks(NoMemory(1), FakeDraftKV(), group, layout).name(one)
+        for layout in ("one", "another")
+        for group, one in ((0, key(1)), (1, state_key(1)))
+    }
+    assert len(names | {key(1), state_key(1)}) == 6
 
 
 def test_a_store_that_hangs_costs_the_load_its_time_and_writes_to_no_block(

@@ -7,8 +7,9 @@ more drafts are right, whatever the temperature.
 Its KV is kept under the block ids of the model's requests, in tensors of its own. It is computed
 when drafts are wanted, from the first position on for which it is missing: that of a new prompt, of
 a prefix whose blocks were filled while no drafts were made, or of a request that returns from a
-preemption, from the host or from a worker that died. A draft is never trusted, so KV that is
-missing or outdated costs time, and no token.
+preemption, from the host or from a worker that died. Blocks are also written to stores and read
+from them, with those of the model (`worker_proc/offload/drafts.py`). A draft is never trusted, so
+KV that is missing or outdated costs time, and no token.
 """
 
 from array import array
@@ -68,6 +69,14 @@ class DraftModel:
     def sleep(self) -> None:
         self._pool.sleep()
         self._is_filled = bytearray(len(self._is_filled))
+
+    def holds(self, block_id: int) -> bool:
+        """Whether a block has this model's KV of the tokens that the model's KV is of."""
+        return bool(self._is_filled[block_id])
+
+    def note(self, block_id: int, *, is_filled: bool) -> None:
+        """Note whether a block that no request has yet was filled from a store."""
+        self._is_filled[block_id] = is_filled
 
     def follow(self, step: SchedulerOutput) -> None:
         """Note the blocks that get other contents in this step."""

@@ -52,6 +52,11 @@ def with_layout(
     return msgspec.structs.replace(facts, kv_layout=name)
 
 
+def describe_draft(checkpoint: str, backend: str, tensors: Sequence[torch.Tensor]) -> str:
+    """Return what a draft model's blocks depend on beside what the layout of the model's names."""
+    return "\n".join([checkpoint, backend, *_shapes("", tensors)])
+
+
 def _shapes(prefix: str, tensors: Sequence[torch.Tensor]) -> list[str]:
     return [f"{prefix}{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
 

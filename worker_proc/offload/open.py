@@ -13,6 +13,7 @@ from protocol.stores.tiers import (
     tiers,
 )
 from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.offload.service import OffloadService
 
@@ -24,14 +25,17 @@ def make_service(
     layout: str,
     rank: int,
     memory: BlockMemory | None,
+    *,
     states: BlockMemory | None = None,
+    drafts: DraftBlocks | None = None,
 ) -> OffloadService | None:
     """Return what writes and reads the blocks of a runner; None: it keeps them nowhere else."""
     if memory is None or not layout:
         return None
     stores = []
     num_ranks = config.parallel.num_ranks
-    sizes = [one.block_bytes for one in (memory, states) if one is not None and one.block_bytes]
+    memories = (memory, states, None if drafts is None else drafts.memory)
+    sizes = [one.block_bytes for one in memories if one is not None and one.block_bytes]
     least_bytes = min(sizes, default=0)
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)
@@ -44,7 +48,7 @@ def make_service(
                 _check_room(tier)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    return OffloadService(memory, stores, states)
+    return OffloadService(memory, stores, states, drafts)
 
 
 def _check_room(tier: Tier) -> None:

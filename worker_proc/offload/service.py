@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from protocol.core_worker import BlocksLoaded, LoadBlocks, StoreBlocks
 from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory, Wait
 
 _NICENESS = 10
@@ -41,11 +42,14 @@ class OffloadService:
         memory: BlockMemory,
         stores: Sequence[BlockStore],
         states: BlockMemory | None = None,
+        drafts: DraftBlocks | None = None,
     ) -> None:
         """Write to all stores, and read from the first one that has a block.
 
-        `states`: state blocks, with as many slots for readers.
+        `states`: state blocks, with as many slots for readers. `drafts`: those of a draft model.
         """
+        self._drafts = drafts
+        self._draft_writers = None if drafts is None else OffloadService(drafts.memory, stores)
         self._states = states
         self._state_writers = None if states is None else OffloadService(states, stores)
         self._memory = memory
@@ -69,6 +73,8 @@ class OffloadService:
         if message.state_keys and self._state_writers is not None:
             only = StoreBlocks(message.state_block_ids, message.state_keys)
             self._state_writers.store(only)
+        if self._drafts is not None and self._draft_writers is not None:
+            self._draft_writers.store(self._drafts.beside(message))
         if self._memory.is_asleep:  # they have no content
             return
         blocks = [
@@ -90,9 +96,17 @@ class OffloadService:
         if not self._reader_slots:
             return BlocksLoaded(message.req_id, 0)
         self._memory.wake()
+        if self._drafts is not None:
+            self._drafts.memory.wake()
         slot = self._reader_slots.popleft()
         load = _Load(
-            message, self._memory, self._states, self._stores, slot=slot, on_end=self._end_reader
+            message,
+            self._memory,
+            self._states,
+            self._stores,
+            drafts=self._drafts,
+            slot=slot,
+            on_end=self._end_reader,
         )
         self._loads.append(load)
         load.start()
@@ -190,6 +204,7 @@ class _Load(threading.Thread):
         states: BlockMemory | None,
         stores: Sequence[BlockStore],
         *,
+        drafts: DraftBlocks | None,
         slot: int,
         on_end: Callable[[int], None],
     ) -> None:
@@ -198,6 +213,7 @@ class _Load(threading.Thread):
         self._message = message
         self._memory = memory
         self._states = states
+        self._drafts = drafts
         self._stores = stores
         self._slot = slot
         self._on_end = on_end
@@ -230,6 +246,9 @@ class _Load(threading.Thread):
                     return
                 self._memory.copy_in(self._slot, block_id)
                 self._num_blocks += 1
+                if self._drafts is not None:
+                    self._drafts.note(block_id, is_filled=False)
+            self._read_draft(block_id, key)
 
     def _read_state(self) -> bool:
         """Fill the state block; returns whether its state was there."""
@@ -241,6 +260,17 @@ class _Load(threading.Thread):
                 states.copy_in(self._slot, message.state_block_id)
                 self._has_state = True
         return self._has_state
+
+    def _read_draft(self, block_id: int, key: bytes) -> None:
+        """Fill the draft model's block beside one of the model, if it is there."""
+        drafts = self._drafts
+        name = None if drafts is None else drafts.name(key)
+        if drafts is None or name is None or not self._read(name, drafts.memory):
+            return
+        with self._copying:
+            if not self._is_ended:
+                drafts.memory.copy_in(self._slot, block_id)
+                drafts.note(block_id, is_filled=True)
 
     def _read(self, key: bytes, memory: BlockMemory) -> bool:
         """Read a block to the slot, from the first store that has it; faster ones get it, too."""

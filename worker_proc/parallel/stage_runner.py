@@ -38,6 +38,7 @@ class StageRunner:
 
     adapters = None
     state_memory = None
+    draft_blocks = None
 
     def __init__(
         self,

@@ -15,13 +15,15 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache, state_pool_of
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
-from worker_proc.offload.layout import num_slots, num_state_slots, with_layout
+from worker_proc.offload.drafts import DraftBlocks
+from worker_proc.offload.layout import describe_draft, num_slots, num_state_slots, with_layout
 from worker_proc.offload.memory import BlockMemory, NoMemory
 from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.adoption import Adoption
@@ -136,6 +138,7 @@ def build_runner(
         )
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
+    draft_model, draft_blocks = _build_draft_model(prepared, config, calibration, facts)
     progress("allocate_cache", 1, 1)
     return ModelRunner(
         loaded,
@@ -145,7 +148,7 @@ def build_runner(
         sampler,
         swap_cost_tokens=calibration.swap_cost_tokens,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
-        draft_model=_build_draft_model(prepared, config, calibration, facts),
+        draft_model=draft_model,
         grammars=prepared.grammars,
         device_sampler=device_sampler,
         graphs=graphs,
@@ -155,6 +158,7 @@ def build_runner(
         stage=part,
         block_memory=memory,
         state_memory=state_memory,
+        draft_blocks=draft_blocks,
     )
 
 
@@ -304,10 +308,13 @@ def _facts_of(
 
 def _build_draft_model(
     prepared: PreparedModel, config: EngineConfig, calibration: Calibration, facts: ModelFacts
-) -> DraftModel | None:
-    """Allocate the draft model's KV cache, for the blocks of the model and some spare ones."""
+) -> tuple[DraftModel | None, DraftBlocks | None]:
+    """Allocate the draft model's KV cache, for the blocks of the model and some spare ones.
+
+    Also returns its blocks as stores see them, if blocks are kept there.
+    """
     if prepared.draft is None:
-        return None
+        return None, None
     own = prepared.of_draft(prepared.draft)
     loaded = own.loaded
     layout = make_draft_layout(loaded, config)
@@ -315,16 +322,23 @@ def _build_draft_model(
     num_blocks = facts.num_gpu_blocks + _num_all_spare_blocks(config)
     pool = attach_cache(loaded, backend, layout, num_blocks)
     install(own, calibration.draft_decoder, is_whole=calibration.draft_is_whole)
-    return DraftModel(
+    group = group_without_window(facts.kv_groups)
+    draft_model = DraftModel(
         loaded,
         backend,
         pool,
         make_sampler(loaded, own.kernels, facts),
         facts,
-        group=group_without_window(facts.kv_groups),
+        group=group,
         num_spare=_num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
         max_tokens=config.scheduler.max_num_batched_tokens,
     )
+    if not facts.kv_layout:
+        return draft_model, None
+    memory = PoolMemory(pool, num_slots(config, facts, block_bytes_of(loaded, layout)))
+    path = str(config.model.speculative_model)
+    name = describe_draft(checkpoint_identity(path) or path, backend.name, pool.all_tensors)
+    return draft_model, DraftBlocks(memory, draft_model, group, name)
 
 
 def _num_all_spare_blocks(config: EngineConfig) -> int:

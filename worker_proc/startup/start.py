@@ -108,7 +108,12 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
             return
     child.restart_on_sigterm()
     offload = make_service(
-        child.config, facts.kv_layout, child.rank, runner.block_memory, runner.state_memory
+        child.config,
+        facts.kv_layout,
+        child.rank,
+        runner.block_memory,
+        states=runner.state_memory,
+        drafts=runner.draft_blocks,
     )
     loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller(), offload=offload)
     lines = list(announcement(facts, runner.attention))
