@@ -96,7 +96,8 @@ class ModelFacts(Record):
     embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
     """Numbers in the vector of a prompt; 0: the worker returns none."""
     decoder: Text = ""
-    """What computes the layers: "native", "triton" or "modules". Their results differ in bits."""
+    """What computes the layers: "native", "triton" or "modules". Their results differ in bits. Of
+    stages with different ones, each in turn, as "native, modules"."""
     speculation: Text = ""
     """What guesses tokens ahead, for people; empty: nothing does."""
     quantization: Text = ""

@@ -24,6 +24,8 @@ _SIZES = (
     "max_model_len",
 )
 """Fields of `ModelFacts` that depend on the memory that a rank has found."""
+_OF_STAGE = ("decoder", "kv_layout")
+"""Fields that depend on the layers of a rank's stage, if there are several."""
 
 
 class _Worker(NamedTuple):
@@ -64,12 +66,23 @@ class WorkerGroup:
     def facts(self) -> ModelFacts:
         """The facts of a group that agrees; it resumes exactly only if all ranks do.
 
-        The group has as many blocks, and contexts as long, as the rank with the least memory.
+        The group has as many blocks, and contexts as long, as the rank with the least memory. Its
+        decoders are those of all stages, and its layout of blocks that of the first one.
         """
         all_facts = [self._workers[rank].hello.facts for rank in range(self.size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
         least = {name: min(getattr(facts, name) for facts in all_facts) for name in _SIZES}
-        return msgspec.structs.replace(facts, **least)
+        decoders = [one.decoder for one in all_facts[:: self._ranks_per_stage]]
+        return msgspec.structs.replace(
+            facts,
+            decoder=decoders[0] if len(set(decoders)) == 1 else ", ".join(decoders),
+            kv_layout=all_facts[0].kv_layout,
+            **least,
+        )
+
+    @property
+    def _ranks_per_stage(self) -> int:
+        return self.size - self.answering_rank  # which is the first rank of the last stage
 
     @property
     def swap_cost_tokens(self) -> float:
@@ -77,10 +90,15 @@ class WorkerGroup:
         return max(worker.hello.swap_cost_tokens for worker in self._workers.values())
 
     def find_disagreement(self) -> tuple[bytes, str] | None:
-        """Return a rank whose facts differ from those of rank 0, and in which fields; else None."""
-        expected = self._workers[0].hello.facts
-        sizes = {name: getattr(expected, name) for name in _SIZES}
+        """Return a rank whose facts differ from those of rank 0, and in which fields; else None.
+
+        What depends on the layers is compared with the first rank of its stage.
+        """
+        sizes = {name: getattr(self._workers[0].hello.facts, name) for name in _SIZES}
         for rank, worker in self._workers.items():
+            first = self._workers[rank - rank % self._ranks_per_stage].hello.facts
+            of_stage = {name: getattr(first, name) for name in _OF_STAGE}
+            expected = msgspec.structs.replace(self._workers[0].hello.facts, **of_stage)
             facts = msgspec.structs.replace(worker.hello.facts, **sizes)
             if not facts.can_replace(expected):
                 ours, theirs = msgspec.structs.asdict(expected), msgspec.structs.asdict(facts)

@@ -65,6 +65,29 @@ def test_a_group_has_the_sizes_of_its_smallest_rank_and_swaps_like_its_slowest()
     assert group.swap_cost_tokens == 5.0
 
 
+def test_stages_may_have_other_decoders_and_layouts_of_blocks_but_not_the_ranks_of_one() -> None:
+    """The layers of a stage may lack the native decoder's proof; a successor must be alike."""
+    native = msgspec.structs.replace(FACTS, decoder="native", kv_layout="a", exact_resume=True)
+    modules = msgspec.structs.replace(native, decoder="modules", kv_layout="b")
+
+    def group_of(*all_facts: ModelFacts) -> WorkerGroup:
+        group = WorkerGroup(len(all_facts), core_epoch=1, answering_rank=2)
+        for rank, facts in enumerate(all_facts):
+            assert group.enter(b"%d" % rank, 5 + rank, hello(rank, facts))
+        return group
+
+    mixed = group_of(native, native, modules, modules)
+    assert mixed.find_disagreement() is None
+    assert mixed.facts == msgspec.structs.replace(native, decoder="native, modules")
+    alike = group_of(native, native, native, native)
+    assert alike.facts == native
+    assert not alike.facts.can_replace(mixed.facts)
+    disagreement = group_of(native, native, modules, native).find_disagreement()
+    assert disagreement is not None
+    assert disagreement[0] == b"3"
+    assert "decoder 'native' instead of 'modules'" in disagreement[1]
+
+
 def test_the_next_core_takes_a_greater_epoch_than_any_before() -> None:
     """The core before it has adopted the workers again and again, under growing epochs."""
     group = WorkerGroup(2, core_epoch=8)

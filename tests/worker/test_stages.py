@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from core_proc.links.workers import WorkerGroup
 from protocol.config import (
     CacheConfig,
     Dtype,
@@ -34,7 +36,7 @@ from protocol.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput, WorkerHello
 from protocol.sampling import SamplingParams
 from scripts.gguf.directory import make_directory
 from tests.worker import gguf_files
@@ -188,6 +190,28 @@ def test_stages_compute_the_tokens_of_the_whole_model(
     assert all(runner.facts == stages.facts for runner in stages.runners)
     assert stages.facts.exact_resume, stages.facts.exact_resume_reason
     assert stages.facts.decoder == "native"
+
+
+def test_a_stage_whose_layers_the_native_decoder_does_not_compute_has_its_own_decoder(
+    tmp_path: Path,
+) -> None:
+    """The core takes both for one group, and tokens depend on neither batch nor cut."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = Glm4MoeConfig(**DEEP | experts | {"first_k_dense_replace": 2})
+    build_checkpoint(tmp_path / "model", config)
+    stages = Stages(tmp_path / "model", 2)
+    group = WorkerGroup(2, core_epoch=1, answering_rank=1)
+    for rank, runner in enumerate(stages.runners):
+        assert group.enter(b"%d" % rank, 2 + rank, WorkerHello(rank, 1, runner.facts))
+    assert group.find_disagreement() is None
+    assert group.facts.decoder == "native, modules"
+    assert group.facts.exact_resume, group.facts.exact_resume_reason
+    prompts = make_prompts()
+    expected = stages.drive(prompts, SAMPLED)
+    for settings in ({"max_num_batched_tokens": 7}, {"max_num_seqs": 1}):
+        run = stages.drive(prompts, SAMPLED, **settings)
+        assert run.output_token_ids == expected.output_token_ids
+        assert run.logprobs == expected.logprobs
 
 
 def test_ranks_divide_the_layers_of_stages(tmp_path: Path) -> None:
