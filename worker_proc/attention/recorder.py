@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
@@ -69,10 +68,13 @@ class _UsedStorages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._used: set[int] = set()
 
-    def add(self, tensors: Iterable[object]) -> None:
-        self._used.update(
-            leaf.untyped_storage()._cdata for leaf in tensors if isinstance(leaf, torch.Tensor)
-        )
+    def add(self, arguments: Iterable[object]) -> None:
+        """Add the tensors among arguments, and those in lists among them."""
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                self._used.add(argument.untyped_storage()._cdata)
+            elif isinstance(argument, list | tuple):
+                self.add(argument)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._used
@@ -80,8 +82,11 @@ class _UsedStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.add(tree_leaves((args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        self.add(args)
+        if not kwargs:
+            return func(*args)
+        self.add(kwargs.values())
+        return func(*args, **kwargs)
 
 
 class Recorder:
@@ -212,7 +217,8 @@ class Recorder:
     def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
         """Return what a mask shows instead of the mask."""
         try:
-            return ProbedMask(observe(mask_function))
+            with _disable_current_modes():  # it computes with positions, a thousand times
+                return ProbedMask(observe(mask_function))
         except UnsupportedModel as error:
             return ProbedMask(Visibility(None), str(error))
         except Exception as error:
