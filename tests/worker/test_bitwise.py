@@ -5,7 +5,7 @@ has computed) and compares every row of logits with what other schedules gave, b
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOut
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint, build_checkpoints
+from tests.worker.runners import make_runners
 from worker_proc import model_runner
 from worker_proc.attention.work import SECTION
 from worker_proc.inputs import StepInputs
@@ -368,10 +369,9 @@ def test_logits_are_the_same_bits_in_every_schedule(
 ) -> None:
     """Also on another number of threads."""
     build()
-    runners = [load(checkpoints[name], dtype, num_threads, decoder) for num_threads in NUM_THREADS]
-    assert all(runner.facts.exact_resume for runner in runners)
-    assert not any(runner.facts.exact_resume_reason for runner in runners)
-    compare(runners, monkeypatch)
+    directory = checkpoints[name]
+    configs = [engine_config(directory, dtype, threads, decoder) for threads in NUM_THREADS]
+    compare(map(exact, make_runners(configs)), monkeypatch)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -390,20 +390,31 @@ def test_contexts_of_several_sections_have_the_same_bits_in_every_schedule(
         else _gemma3(**shape, sliding_window=window, layer_types=["sliding_attention"])
     )
     build_checkpoint(tmp_path, config)
-    runners = [load(tmp_path, dtype, num_threads) for num_threads in NUM_THREADS]
-    assert all(runner.facts.decoder == "native" for runner in runners)
-    compare(runners, monkeypatch, lengths, (1, 1, 1))
+    configs = [engine_config(tmp_path, dtype, threads) for threads in NUM_THREADS]
+    compare(map(native, make_runners(configs)), monkeypatch, lengths, (1, 1, 1))
+
+
+def exact(runner: ModelRunner) -> ModelRunner:
+    """Check that requests resume exactly."""
+    assert runner.facts.exact_resume
+    assert not runner.facts.exact_resume_reason
+    return runner
+
+
+def native(runner: ModelRunner) -> ModelRunner:
+    """Check that the native decoder computes the layers."""
+    assert runner.facts.decoder == "native"
+    return exact(runner)
 
 
 def compare(
-    runners: Sequence[ModelRunner],
+    runners: Iterable[ModelRunner],
     monkeypatch: pytest.MonkeyPatch,
     lengths: Sequence[int] = TEXT_LENGTHS,
     num_schedules: Sequence[int] = NUM_SCHEDULES,
 ) -> None:
     """Compute the same texts in many ways, by default more of them by the first runner."""
-    texts = make_texts(runners[0].facts.vocab_size, lengths)
-    recorder = Recorder(texts)
+    recorder = Recorder([])
     compute = model_runner.compute_logits
 
     def recording(*args: Any) -> torch.Tensor:
@@ -414,6 +425,8 @@ def compare(
     monkeypatch.setattr(model_runner, "compute_logits", recording)
     for number, runner in enumerate(runners):
         torch.set_num_threads(NUM_THREADS[number])
+        texts = recorder.texts = make_texts(runner.facts.vocab_size, lengths)
         for seed in range(num_schedules[number]):
             recorder.run(runner, Schedule(runner, texts, random.Random(seed + 100 * number)))
+    assert number > 0
     assert len(recorder.found) == sum(lengths)

@@ -16,7 +16,8 @@ from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_bitwise import CONFIGS, NUM_THREADS, compare, engine_config
+from tests.worker.runners import make_runners
+from tests.worker.test_bitwise import CONFIGS, NUM_THREADS, compare, engine_config, native
 from tests.worker.test_native_attention import SPECS, Texts, native_backend
 from tests.worker.test_output_equality import EAGER, PLAIN, SWAP_SPACE_BYTES
 from tests.worker.test_parity import make_prompts
@@ -127,11 +128,13 @@ def test_logits_are_the_same_bits_in_every_schedule(
     name: str, dtype: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_checkpoint(tmp_path, CONFIGS[name])
-    runners = [load(tmp_path, kv, dtype, threads) for threads in NUM_THREADS]
-    for runner in runners:
-        assert runner.facts.exact_resume
-        assert (runner.facts.decoder, runner.facts.kv_cache_dtype) == ("native", kv)
-    compare(runners, monkeypatch)
+
+    def checked(runner: ModelRunner) -> ModelRunner:
+        assert runner.facts.kv_cache_dtype == kv
+        return native(runner)
+
+    configs = [coded(engine_config(tmp_path, dtype, threads), kv) for threads in NUM_THREADS]
+    compare(map(checked, make_runners(configs)), monkeypatch)
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8_e4m3"])

@@ -4,6 +4,7 @@ The second property shows that its KV is caught up, whatever became of a request
 would make it draft other tokens than the model samples.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Callable[[str], Path]) -> Callable[..., ModelRunner]:
+    """Load each combination once; driving a runner resets it."""
+
+    @functools.cache
     def make(model: str, draft: str | None, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
         return make_runner(
             checkpoint(model),

@@ -45,16 +45,18 @@ from scripts.gguf.directory import make_directory
 from tests.worker.checkpoints import WINDOW
 from tests.worker.driving import drive
 from tests.worker.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
+from tests.worker.runners import make_runners
 from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.test_parity import (
     GREEDY,
     MAX_TOKENS,
-    MODES,
     ROOMY,
     TIGHT,
     generate,
     make_prompts,
     make_runner,
+    modes_of,
+    parity_config,
 )
 from tests.worker.test_quantization import product
 from worker_proc.errors import CheckpointError, UnsupportedModel
@@ -67,7 +69,6 @@ from worker_proc.loading.inspection import inspect_config
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.quantization.packing import obstacle, pack_codes
-from worker_proc.startup.load_runner import load_model_runner
 
 CODED = [type for type in TensorType if not type.is_plain]
 MOST_BYTES = {"Q4_0": 0.57, "Q4_1": 0.63, "Q4_K": 0.58}
@@ -209,12 +210,12 @@ def test_a_file_of_several_types_is_served_in_every_mode(tmp_path: Path) -> None
     prompts = make_prompts()
     expected = expect(reference, prompts, MAX_TOKENS)
     directory = make_directory(path)
-    runners = {blocks: make_runner(directory, blocks) for blocks in (ROOMY, TIGHT)}
-    assert runners[ROOMY].facts.quantization == "gguf int4 int8"
-    assert runners[ROOMY].facts.decoder == "native"
-    for num_blocks, options in MODES.values():
-        run = drive(runners[num_blocks], prompts, GREEDY, **({"max_num_seqs": 16} | options))
-        assert run.output_token_ids == expected, options
+    for runner in make_runners([parity_config(directory, blocks) for blocks in (ROOMY, TIGHT)]):
+        assert runner.facts.quantization == "gguf int4 int8"
+        assert runner.facts.decoder == "native"
+        for mode, options in modes_of(runner.facts.num_gpu_blocks).items():
+            run = drive(runner, prompts, GREEDY, **({"max_num_seqs": 16} | options))
+            assert run.output_token_ids == expected, mode
 
 
 @needs_kernels
@@ -224,11 +225,8 @@ def test_logits_are_the_same_bits_in_every_schedule(
     config = LlamaConfig(**WIDE | {"max_position_embeddings": 512})
     path, _ = write_gguf(tmp_path, config, Type.Q4_K, types=mixed)
     directory = make_directory(path)
-    runners = [
-        load_model_runner(engine_config(directory, "bfloat16", threads), lambda *_: None)
-        for threads in NUM_THREADS[::2]
-    ]
-    compare(runners, monkeypatch)
+    configs = [engine_config(directory, "bfloat16", threads) for threads in NUM_THREADS[::2]]
+    compare(make_runners(configs), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,17 @@ def without_tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     return NativeLibrary(copied, uses_tiles=False)
 
 
+def in_chunks(texts: Texts, layer: PagedLayer, chunk: int) -> list[torch.Tensor]:
+    """Attend step by step to all texts that have not ended, and return each text's rows."""
+    rows: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    for start in range(0, max(LENGTHS), chunk):
+        left = [(i, start, min(chunk, length - start)) for i, length in enumerate(LENGTHS)]
+        parts = [part for part in left if part[2] > 0]
+        for (i, _, _), found in zip(parts, texts.attend(layer, parts), strict=True):
+            rows[i].append(found)
+    return [torch.cat(each) for each in rows]
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLibrary) -> None:
@@ -167,10 +178,7 @@ def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLib
     for library in (None, without_tiles):
         layer = texts.layer(native_backend(16, torch.bfloat16, library=library))
         outputs.append(torch.cat(texts.attend(layer, parts)))
-        alone = texts.layer(layer.backend)
-        for i, length in enumerate(LENGTHS):
-            steps = [texts.attend(alone, [(i, start, 1)])[0] for start in range(length)]
-            assert torch.equal(torch.cat(steps), outputs[-1].split(LENGTHS)[i])
+        assert torch.equal(torch.cat(in_chunks(texts, texts.layer(layer.backend), 1)), outputs[-1])
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
 
 
@@ -288,11 +296,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
     for i, length in enumerate(LENGTHS):
         (alone,) = texts.attend(texts.layer(backend), [(i, 0, length)])
         assert torch.equal(together[i], alone)
-        for chunk in (1, 7):
-            layer, rows = texts.layer(backend), []
-            for start in range(0, length, chunk):
-                rows += texts.attend(layer, [(i, start, min(chunk, length - start))])
-            assert torch.equal(together[i], torch.cat(rows))
+    for chunk in (1, 7):
+        rows = in_chunks(texts, texts.layer(backend), chunk)
+        assert all(map(torch.equal, together, rows))
 
 
 @pytest.mark.parametrize("format", KVFormat, ids=str)

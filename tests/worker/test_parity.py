@@ -31,6 +31,7 @@ from tests.worker.families import FAMILIES
 from tests.worker.own_attention_models import KINDS as OWN_KINDS
 from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.recurrent_models import KINDS, RECURRENT, RECURRENT_LATENT_NAMES
+from tests.worker.runners import make_runners
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 
@@ -77,7 +78,7 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
     return tokens
 
 
-def make_runner(
+def parity_config(
     directory: Path,
     num_blocks: int | None,
     dtype: str = "float32",
@@ -86,9 +87,9 @@ def make_runner(
     *,
     max_model_len: int | None = None,
     **cache: Any,
-) -> ModelRunner:
-    """Load a checkpoint on the CPU with a pool of `num_blocks`; None: as the memory allows."""
-    config = EngineConfig(
+) -> EngineConfig:
+    """Return settings with a pool of `num_blocks` on the CPU; None: as the memory allows."""
+    return EngineConfig(
         model=ModelConfig(
             model=str(directory),
             dtype=Dtype(dtype),
@@ -102,6 +103,11 @@ def make_runner(
         ),
         worker=WorkerConfig(num_threads=1),
     )
+
+
+def make_runner(directory: Path, num_blocks: int | None, *args: Any, **more: Any) -> ModelRunner:
+    """Load a checkpoint with the settings of `parity_config`."""
+    config = parity_config(directory, num_blocks, *args, **more)
     return load_model_runner(config, lambda phase, done, total: None)
 
 
@@ -130,6 +136,11 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
+def modes_of(num_blocks: int) -> dict[str, dict[str, object]]:
+    """Return the options of the scheduler in each mode with this number of blocks."""
+    return {mode: options for mode, (blocks, options) in MODES.items() if blocks == num_blocks}
+
+
 WITHOUT_KERNELS = ("llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_next", "bloom")
 """Architectures of different kinds that the default tests compute without the C++ kernels, too."""
 MORE = (*FAMILIES, *RECURRENT[len(KINDS) :], *OWN_ATTENTION[3:])
@@ -151,17 +162,18 @@ def _paths() -> list[Any]:
 @pytest.mark.parametrize(("_backend", "architecture"), _paths(), indirect=["_backend"])
 def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve: Serve) -> None:
     served = serve(architecture)
-    runners = {blocks: make_runner(served.directory, blocks) for blocks in (ROOMY, TIGHT)}
-    for tensors in runners[ROOMY]._pool.tensors:
-        is_latent = tensors.values is tensors.keys  # one row for keys and values of all heads
-        assert is_latent == (architecture.name in LATENT_NAMES | RECURRENT_LATENT_NAMES)
-    num_preemptions = dict.fromkeys(runners, 0)
-    for mode, (num_blocks, options) in MODES.items():
-        run = drive(runners[num_blocks], served.prompts, GREEDY, **({"max_num_seqs": 16} | options))
-        assert served.expected == run.output_token_ids, mode
-        num_preemptions[num_blocks] += run.num_preemptions
-        assert (run.num_cached_tokens > 0) or mode != "prefix_cache"
-    groups = runners[ROOMY].facts.kv_groups
+    num_preemptions = dict.fromkeys((ROOMY, TIGHT), 0)
+    configs = [parity_config(served.directory, num_blocks) for num_blocks in num_preemptions]
+    for runner in make_runners(configs):
+        num_blocks, groups = runner.facts.num_gpu_blocks, runner.facts.kv_groups
+        for tensors in runner._pool.tensors:
+            is_latent = tensors.values is tensors.keys  # one row for keys and values of all heads
+            assert is_latent == (architecture.name in LATENT_NAMES | RECURRENT_LATENT_NAMES)
+        for mode, options in modes_of(num_blocks).items():
+            run = drive(runner, served.prompts, GREEDY, **({"max_num_seqs": 16} | options))
+            assert served.expected == run.output_token_ids, mode
+            num_preemptions[num_blocks] += run.num_preemptions
+            assert (run.num_cached_tokens > 0) or mode != "prefix_cache"
     if any(group.window is None and not group.is_state for group in groups):
         # Where all layers have windows, even a tiny pool may be enough.
         assert num_preemptions[TIGHT] > 0 == num_preemptions[ROOMY]

@@ -33,7 +33,8 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.recurrent_models import KINDS
-from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engine_config
+from tests.worker.runners import make_runners
+from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engine_config, exact
 from tests.worker.test_loader import change_config
 from tests.worker.test_parity import make_prompts
 from worker_proc.errors import CheckpointError, UnsupportedModel
@@ -262,13 +263,16 @@ def test_logits_are_the_same_bits_in_every_schedule(
     name: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_checkpoint(tmp_path, MODELS[name])
-    runners = [load(tmp_path, quantization, threads=threads) for threads in NUM_THREADS]
-    for runner in runners:
-        assert runner.facts.exact_resume
+
+    def checked(runner: ModelRunner) -> ModelRunner:
         assert runner.facts.quantization == quantization
         assert runner._model.get_output_embeddings().packed.format is Format.INT8
         assert runner.facts.decoder == ("modules" if name == "gpt2" else "native")
-    compare(runners, monkeypatch)
+        return exact(runner)
+
+    plain = [engine_config(tmp_path, "bfloat16", threads) for threads in NUM_THREADS]
+    configs = [quantized(config, quantization) for config in plain]
+    compare(map(checked, make_runners(configs)), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from tests.worker.quantized_checkpoints import (
     pack_quantized,
     write_quantized,
 )
+from tests.worker.runners import make_runners
 from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config, load
 from tests.worker.test_parity import generate, make_prompts, make_runner
@@ -179,15 +180,15 @@ def test_logits_are_the_same_bits_in_every_schedule(
 ) -> None:
     write_quantized(tmp_path, layout, config)
     change_config(tmp_path, max_position_embeddings=512)
-    runners = [
-        load_model_runner(engine_config(tmp_path, "bfloat16", threads), lambda *_: None)
-        for threads in NUM_THREADS
-    ]
-    for runner in runners:
+
+    def checked(runner: ModelRunner) -> ModelRunner:
         check_decoder(runner, config)
         rounds_rows = layout.name == "int_quantized_w8a8"
         assert (Format.INT8_FOR_CODES in coded_formats(runner)) == rounds_rows
-    compare(runners, monkeypatch)
+        return runner
+
+    configs = [engine_config(tmp_path, "bfloat16", threads) for threads in NUM_THREADS]
+    compare(map(checked, make_runners(configs)), monkeypatch)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

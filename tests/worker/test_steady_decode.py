@@ -1,5 +1,6 @@
 """Decode steps that are made from the one before compute what steps of their own would."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(directory: Path, dtype: str = "float32", *, num_blocks: int = 900) -> ModelRunner:
+    runner = load_once(directory, dtype, num_blocks)
+    runner.reset()
+    return runner
+
+
+@functools.cache
+def load_once(directory: Path, dtype: str, num_blocks: int) -> ModelRunner:
     config = engine_config(directory, dtype)
     cache = msgspec.structs.replace(
         config.cache, num_gpu_blocks_override=num_blocks, swap_space_bytes=1 << 20
