@@ -64,10 +64,16 @@ def _patch_language_once() -> None:
     if hasattr(InterpretedFunction, "is_quick"):
         return
     call = InterpretedFunction.__call__
+    patched: set[str] = set()
+    """Modules of Triton's own functions, for which the language stays patched."""
 
     def call_quickly(self: Any, *args: Any, **options: Any) -> Any:
-        if self.fn.__module__.startswith("worker_proc."):  # as the kernel, which is patched
+        module = self.fn.__module__
+        # Our own have the language of the kernel, which is patched.
+        if module.startswith("worker_proc.") or module in patched:
             return self.rewrite()(*args, **options)
+        if module == "triton.language.standard":
+            patched.add(module)
         return call(self, *args, **options)
 
     InterpretedFunction.__call__ = call_quickly

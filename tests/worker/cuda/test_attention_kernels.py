@@ -161,8 +161,17 @@ def test_a_mixed_step_equals_plain_attention(
     assert error < MAX_ERROR[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 100, 140])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [
+        *((None, torch.float32), (100, torch.bfloat16), (140, torch.float32)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((None, torch.bfloat16), (100, torch.float32), (140, torch.bfloat16))
+        ),
+    ],
+    ids=str,
+)
 def test_keys_that_all_queries_of_a_tile_see_need_no_mask(
     window: int | None, dtype: torch.dtype
 ) -> None:
