@@ -148,7 +148,8 @@ VARIANTS = {
             "olmo2-auto-float32 phi3-auto-float32 gpt2_gelu_tanh-auto-bfloat16 "
             "granite-auto-bfloat16 phi3-auto-bfloat16 gemma3n_shared-auto-float32 "
             "llama4-auto-float32 gpt_oss-auto-float32 granite_swa-auto-float32 "
-            "falcon_h1-auto-float32 gemma3n_shared-auto-bfloat16"
+            "falcon_h1-auto-float32 gemma3n_shared-auto-bfloat16 "
+            "granite_swa-auto-bfloat16 mixtral-auto-bfloat16"
         ),
     },
     "worker/test_hybrid_kv.py": {
@@ -174,7 +175,7 @@ VARIANTS = {
             "sdpa-olmoe native-qwen2 native-mixtral native-olmoe sdpa-deepseek_v2 "
             "sdpa-glm4_moe_lite native-glm4_moe_lite native-minicpm3 "
             "sdpa-gemma3n_shared sdpa-gemma4_shared sdpa-gemma3 sdpa-llama4 sdpa-jamba sdpa-bamba "
-            "sdpa-gpt_oss"
+            "sdpa-gpt_oss native-gemma4_shared native-gemma3_vision native-deepseek_v2 native-glm4"
         ),
     },
     "worker/test_speculation.py": {

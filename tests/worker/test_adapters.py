@@ -23,11 +23,12 @@ from protocol.adapters import (
     digest_of,
     read_adapter,
 )
-from protocol.config import LoraConfig, NativeDecoder, Quantization
+from protocol.config import EngineConfig, LoraConfig, NativeDecoder, Quantization
 from protocol.core_worker import NewRequestData
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.peft_adapters import merge, write_adapter
 from tests.worker.quantized_checkpoints import Layout, gptq, int_quantized, write_quantized
+from tests.worker.runners import make_runners
 from tests.worker.test_bitwise import (
     CONFIGS,
     NUM_THREADS,
@@ -58,7 +59,7 @@ LENGTHS = (1, 2, 17, 40, 93, 61, 5, 33)
 NUM_ADAPTERS = 3
 
 
-def load(
+def lora_config(
     directory: Path,
     dtype: str,
     num_threads: int = 2,
@@ -66,13 +67,17 @@ def load(
     *,
     quantization: Quantization | None = None,
     max_rank: int = 64,
-) -> ModelRunner:
-    build()
+) -> EngineConfig:
     config = engine_config(directory, dtype, num_threads, decoder)
     model = msgspec.structs.replace(config.model, quantization=quantization)
     lora = LoraConfig(enable_lora=True, max_loras=8, max_lora_rank=max_rank)
-    config = msgspec.structs.replace(config, model=model, lora=lora)
-    return load_model_runner(config, lambda *_: None)
+    return msgspec.structs.replace(config, model=model, lora=lora)
+
+
+def load(directory: Path, dtype: str, **more: Any) -> ModelRunner:
+    """Load a checkpoint with the settings of `lora_config`."""
+    build()
+    return load_model_runner(lora_config(directory, dtype, **more), lambda *_: None)
 
 
 def keep(runner: ModelRunner, directory: Path) -> int:
@@ -165,12 +170,13 @@ def test_every_row_is_that_of_its_adapter_alone_with_the_same_bits_in_every_sche
     recorder = Recorder(make_texts(CONFIGS[name].vocab_size, LENGTHS))
     plain = Recorder(recorder.texts)
     mode = NativeDecoder.AUTO if decoder == "native" else NativeDecoder.OFF
-    for number, num_threads in enumerate(NUM_THREADS[:2]):
-        runner = load(tmp_path / "model", dtype, num_threads, mode)
+    build()
+    configs = [lora_config(tmp_path / "model", dtype, number, mode) for number in NUM_THREADS[:2]]
+    for number, runner in enumerate(make_runners(configs)):
         assert runner.facts.decoder == decoder
         assert runner.facts.exact_resume, runner.facts.exact_resume_reason
         ids = [0 if one is None else keep(runner, one) for one in directories]
-        record(runner, recorder, ids, monkeypatch, range(3 * number, 3 * number + 3))
+        record(runner, recorder, ids, monkeypatch, range(2 * number, 2 * number + 2))
         record(runner, plain, [0], monkeypatch, [number])
     for text in range(0, len(recorder.texts), len(ids)):
         for position in range(len(recorder.texts[text])):

@@ -6,7 +6,7 @@ import random
 import shutil
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,6 +51,14 @@ LATENT_SPECS = (
 FULL_GROUPS = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=32, value_head_dim=32, window=None)
 CODES = (KVFormat.INT8, KVFormat.FP8)
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Mark further cases of a test."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 class Texts:
@@ -187,10 +195,7 @@ def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLib
     ("block_size", "softcap"),
     [
         *((1, None), (4, 1.5), (16, None), (24, 1.5), (32, None), (48, 1.5)),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((1, 1.5), (4, None), (16, 1.5), (24, None), (32, 1.5), (48, None))
-        ),
+        *slow((1, 1.5), (4, None), (16, 1.5), (24, None), (32, 1.5), (48, None)),
     ],
 )
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -202,7 +207,7 @@ def test_equals_the_plain_backend(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 16, 24, 48])
+@pytest.mark.parametrize("block_size", [1, 24, *slow(16, 48)])
 @pytest.mark.parametrize("spec", LATENT_SPECS, ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_latent_rows_equal_the_plain_backend(
@@ -247,7 +252,9 @@ def check_against_the_plain_backend(
 
 @pytest.mark.parametrize("format", CODES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("block_size", "softcap"), [(1, None), (16, 1.5), (24, None), (48, None)])
+@pytest.mark.parametrize(
+    ("block_size", "softcap"), [(16, 1.5), (24, None), *slow((1, None), (48, None))]
+)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_codes_are_attended_to_as_what_they_stand_for(
     spec: LayerSpec, block_size: int, softcap: float | None, dtype: torch.dtype, format: KVFormat
@@ -476,15 +483,22 @@ KINDS = (
 )
 
 
-WINDOW_CUTS = ((4, 1), (4, 40), (16, 2), (16, 11), (32, 1), (32, 40))
+WINDOW_CUTS = ((4, 1), (16, 11), (32, 40))
+MORE_WINDOW_CUTS = ((4, 40), (16, 2), (32, 1))
+"""Blocks and chunks: a block before the window may end with one chunk, or in the middle of it."""
 
 
 @pytest.mark.parametrize(
     ("kind", "block_size", "chunk"),
     [
-        (kind, block_size, chunk)
-        for kind in KINDS
-        for block_size, chunk in [(16, 11)] * (kind.format in CODES) or WINDOW_CUTS
+        *(
+            (kind, *cut)
+            for kind in KINDS
+            for cut in [(16, 11)] * (kind.format in CODES) or WINDOW_CUTS
+        ),
+        *slow(
+            *((k, *cut) for k in KINDS for cut in MORE_WINDOW_CUTS if k.format not in CODES),
+        ),
     ],
     ids=str,
 )
