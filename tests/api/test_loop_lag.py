@@ -74,7 +74,7 @@ def test_tokenizing_a_megabyte_does_not_hold_up_the_loop(checkpoint: Path, name:
             assert len(meter.lags_s) > 5
             return {"lag_s": meter.percentile(0.99)}
 
-        within(5, measure, lag_s=LAG_MAX_S)
+        within(20, measure, lag_s=LAG_MAX_S)
 
 
 def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenized(checkpoint: Path) -> None:
