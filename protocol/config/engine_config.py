@@ -548,6 +548,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Workers of all replicas, which share a machine."""
         return self.parallel.num_ranks * self.run.num_replicas
 
+    @property
+    def ray_bundle(self) -> dict[str, float]:
+        """What an engine takes of a Ray cluster, as CPU and GPU: all of its ranks together."""
+        gpus = self.placement.ray_gpus
+        if gpus is None:
+            gpus = float(self.model.device is Device.CUDA)
+        each = {"CPU": self.placement.ray_cpus, "GPU": gpus}
+        return {name: self.parallel.num_ranks * number for name, number in each.items() if number}
+
 
 class ConfigError(Exception):
     """A setting that cannot be used; the text names it and its bound."""

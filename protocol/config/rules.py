@@ -190,6 +190,10 @@ def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
         "number of engines",
     )
     yield placement.ray is None and most > 1, "replicas and max_replicas need ray"
+    yield (
+        placement.ray is not None and not config.ray_bundle,
+        "ray_cpus 0 needs ray_gpus: an engine must take something of the cluster",
+    )
     host = (parallel.agents_listen or "").partition(":")[0]
     yield (
         placement.ray is not None and host in ("0.0.0.0", "*"),

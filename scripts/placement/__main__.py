@@ -10,13 +10,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from api_proc.http.file_watch import watch_files
 from protocol.client import ReplicatedClient
-from protocol.config import ConfigError, Device, EngineConfig
+from protocol.config import ConfigError, EngineConfig
 from protocol.lifecycle import Drain, Health, Role, StatusReply, Stop
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.machines import address_files, client_keys, read_addresses
@@ -30,6 +30,8 @@ _SILENCE_S = 10.0
 """Without an answer of the cluster, after which a line reports it."""
 _END_S = 3.0
 """For all engines to end in order, before the supervisor kills this process."""
+_MARGIN_S = 30.0
+"""For an engine in the cluster to end, beyond the time in which it finishes requests."""
 LEAVE_AFTER_S = 600
 """Without this engine, after which those in the cluster end."""
 
@@ -50,11 +52,6 @@ def _cluster(config: EngineConfig, make: "type[Cluster]") -> "Cluster":
     placement, parallel = config.placement, config.parallel
     assert placement.ray is not None
     assert parallel.agents_listen is not None
-    gpus = placement.ray_gpus
-    if gpus is None:
-        gpus = float(config.model.device is Device.CUDA)
-    num_ranks = parallel.num_ranks
-    bundle = {"CPU": placement.ray_cpus * num_ranks, "GPU": gpus * num_ranks}
     assert parallel.curve_keys is not None
     keys = os.path.abspath(parallel.curve_keys)  # agents have other working directories
     arguments = ["--join", parallel.agents_listen, "--curve-keys", keys]
@@ -63,8 +60,9 @@ def _cluster(config: EngineConfig, make: "type[Cluster]") -> "Cluster":
         placement.ray,
         f"troika:{parallel.agents_listen}",
         arguments,
-        {name: number for name, number in bundle.items() if number},
+        config.ray_bundle,
         placement.least,
+        leave_s=config.recovery.shutdown_timeout_s + _MARGIN_S,
     )
 
 
@@ -88,16 +86,30 @@ async def _serve(child: ChildProcess, cluster: "Cluster") -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     files = address_files(config, child.run_dir)
     async with ReplicatedClient([], may_change=True, keys=client_keys(config)) as client:
-        following = asyncio.create_task(
-            watch_files(files, lambda: read_addresses(files), client.set_addresses)
-        )
         child.ready()
-        keeping = asyncio.create_task(_keep(child, cluster, client))
-        await stops.wait()
-        for task in (keeping, following):
-            task.cancel()
+        await run_until(
+            stops,
+            watch_files(files, lambda: read_addresses(files), client.set_addresses),
+            _keep(child, cluster, client),
+        )
         with contextlib.suppress(Exception):  # the cluster may be lost
             await asyncio.wait_for(asyncio.to_thread(cluster.end_all, _END_S), _END_S + 1)
+
+
+async def run_until(stops: asyncio.Event, *jobs: Coroutine[Any, Any, None]) -> None:
+    """Run jobs, which do not end by themselves, until an event; raises the error of one."""
+    tasks = [asyncio.create_task(job) for job in (*jobs, _wait(stops))]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def _keep(child: ChildProcess, cluster: "Cluster", client: ReplicatedClient) -> None:

@@ -29,8 +29,6 @@ from scripts.placement.machine import Machine
 NAMESPACE = "troika"
 ANSWER_S = 2.0
 """For an actor, which may wait for a place, or for its machine."""
-LEAVE_S = 60.0
-"""From the request to end to the end of an actor whose agent has not ended."""
 _POLL_S = 0.1
 _WAITS = "waits for a machine with room, or for its machine"
 
@@ -45,6 +43,8 @@ class Cluster:
         arguments: Sequence[str],
         bundle: dict[str, float],
         num_first: int,
+        *,
+        leave_s: float,
     ) -> None:
         """Nothing connects yet.
 
@@ -54,12 +54,14 @@ class Cluster:
             arguments: of the host agents.
             bundle: resources of one engine, as CPU and GPU.
             num_first: engines that are spread over machines, and have a place as long as they last.
+            leave_s: from the request to end to the end of an actor whose agent has not ended.
         """
         self._address = address
         self._name = name
         self._arguments = list(arguments)
         self._bundle = bundle
         self._num_first = num_first
+        self._leave_s = leave_s
         self._states: dict[int, str] = {}
         self._asked: dict[int, tuple[str, Any]] = {}
         """By number, the last call of an actor and what becomes its result."""
@@ -158,7 +160,7 @@ class Cluster:
         states = {}
         actors = {number: ray.get_actor(f"{self._name} {number}") for number in numbers}
         for number, has_ended in self._answers(actors, "end").items():
-            deadline = self._leaving.setdefault(number, time.monotonic() + LEAVE_S)
+            deadline = self._leaving.setdefault(number, time.monotonic() + self._leave_s)
             states[number] = "leaves"
             if isinstance(has_ended, RayError) and not isinstance(has_ended, RayActorError):
                 states[number] = f"cannot be asked to end: {_last_line(has_ended)}"

@@ -36,6 +36,10 @@ from protocol.transport.channel import HighWaterMark, PeerGone, Received, Router
 from protocol.transport.curve import Gate, read_server_keys
 
 _DRAIN_LIMIT = 1024
+_LONGEST_TURN_S = 1.0
+"""What a turn counts at most: in a longer one this process did not look for messages."""
+_COMPLAINT_S = 60.0
+"""Between two lines about messages that cannot be read: a client with a key may send many."""
 
 log = logging.getLogger("troika.supervisor")
 
@@ -46,7 +50,8 @@ class _Member:
 
     peer: bytes
     address: str
-    joined_at: float
+    silent_s: float = 0.0
+    """Since its last `Join`."""
 
 
 def settings_of(config: EngineConfig) -> Settings:
@@ -103,6 +108,8 @@ class HostAgents:
         self._file = members_file(run_dir)
         self._written: list[str] | None = None
         self._is_file_late = False
+        self._turned_at: float | None = None
+        self._complain_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gate(self._context, keys.directory)
         self._link = RouterChannel(
@@ -125,10 +132,14 @@ class HostAgents:
         """Handle what has arrived, and end leases; returns lines for the console."""
         self._gate.answer()
         notes: list[str] = []
+        passed_s = 0.0 if self._turned_at is None else min(now - self._turned_at, _LONGEST_TURN_S)
+        self._turned_at = now
+        for member in self._members.values():
+            member.silent_s += passed_s
         for received in self._link.drain(_DRAIN_LIMIT):
             notes += self._on(received, now)
         for name, member in list(self._members.items()):
-            if now - member.joined_at > LEASE_S:
+            if member.silent_s > LEASE_S:
                 del self._members[name]
                 notes.append(f"agent {name} has been silent for {LEASE_S:g} s: it is not used")
         self._write()
@@ -139,7 +150,9 @@ class HostAgents:
         try:
             join = decode_from_agent(received.body)
         except ProtocolError as error:
-            yield f"unreadable message of an agent: {error}"
+            if now >= self._complain_at:
+                self._complain_at = now + _COMPLAINT_S
+                yield f"unreadable message of an agent: {error}"
             return
         if not join.settings:
             self._send(peer, self._settings)
@@ -153,9 +166,9 @@ class HostAgents:
                 del self._members[join.name]
                 yield f"agent {join.name} leaves"
         else:
-            yield from self._enter(peer, join, now)
+            yield from self._enter(peer, join)
 
-    def _enter(self, peer: bytes, join: Join, now: float) -> Iterator[str]:
+    def _enter(self, peer: bytes, join: Join) -> Iterator[str]:
         try:
             if join.address:
                 check_tcp_address(join.address)
@@ -173,7 +186,7 @@ class HostAgents:
             yield f"agent {join.name} has joined"
         if join.address and (member is None or member.address != join.address):
             yield f"agent {join.name} serves at {join.address}"
-        self._members[join.name] = _Member(peer, join.address, now)
+        self._members[join.name] = _Member(peer, join.address)
         self._send(peer, Joined())
 
     def _send(self, peer: bytes, message: ToAgent) -> None:

@@ -1,5 +1,6 @@
 """Engines of a Ray cluster that is in this process: errors, ends, and actors that start again."""
 
+import asyncio
 import contextlib
 import importlib
 import os
@@ -7,12 +8,13 @@ import signal
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.config.settings import configure
 from protocol.transport.curve import make_keys
-from scripts.placement.__main__ import _cluster
+from scripts.placement.__main__ import _cluster, run_until
 from scripts.supervisor.run_dirs import holder_of
 from scripts.testing import eventually
 from tests.scripts.fake_ray import FakeRay, RayActorError, RayTaskError
@@ -31,7 +33,7 @@ class Bench:
         module = importlib.import_module("scripts.placement.cluster")
         patch.setattr(module, "ANSWER_S", 0.05)
         patch.setattr(module, "_POLL_S", POLL_S)
-        self.cluster = module.Cluster("auto", "troika", [], {"CPU": 1.0}, 1)
+        self.cluster = module.Cluster("auto", "troika", [], {"CPU": 1.0}, 1, leave_s=60.0)
 
 
 @pytest.fixture
@@ -168,5 +170,34 @@ def test_agents_get_a_path_of_the_keys_that_does_not_depend_on_their_directory(
     config = configure(
         model="null", ray="auto", agents_listen="10.0.0.1:7100", curve_keys=keys.name
     )
-    arguments = _cluster(config, lambda *values: values[2])  # type: ignore[arg-type, return-value]
-    assert str(keys) in arguments
+    made: Any = _cluster(config, lambda *values, leave_s: (values, leave_s))  # type: ignore[arg-type, return-value]
+    values, leave_s = made
+    assert str(keys) in values[2]
+    assert leave_s > config.recovery.shutdown_timeout_s
+
+
+def test_the_error_of_a_job_is_raised_and_the_others_end_with_the_event() -> None:
+    """Then the process ends, and its successor begins anew."""
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def play() -> None:
+        stops = asyncio.Event()
+        forever = asyncio.Event()
+        ended: list[str] = []
+
+        async def wait(name: str) -> None:
+            try:
+                await forever.wait()
+            finally:
+                ended.append(name)
+
+        with pytest.raises(ZeroDivisionError):
+            await run_until(stops, wait("one"), fail())
+        asyncio.get_running_loop().call_soon(stops.set)
+        await run_until(stops, wait("other"))
+        await asyncio.sleep(0)
+        assert ended == ["one", "other"]
+
+    asyncio.run(asyncio.wait_for(play(), TIMEOUT_S))
