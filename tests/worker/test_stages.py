@@ -32,6 +32,7 @@ from protocol.config import (
     NativeDecoder,
     ParallelConfig,
     Quantization,
+    RecoveryConfig,
     RunConfig,
     SchedulerConfig,
     WorkerConfig,
@@ -61,6 +62,7 @@ from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, m
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.passages import Passage
 from worker_proc.modules.packed_linear import PackedLinear
+from worker_proc.parallel.adoption import Adoption
 from worker_proc.parallel.stages import Stage
 from worker_proc.runner import Runner
 from worker_proc.startup.load_runner import load_model_runner
@@ -99,6 +101,7 @@ class Stages:
         run_dir = directory.with_name(f"{directory.name}-run")
         run_dir.mkdir(mode=0o700, exist_ok=True)
         dtype = Dtype(settings.pop("dtype", "float32"))
+        recovery = settings.pop("recovery", RecoveryConfig())
         self.num_stages = num_stages
         self._config = EngineConfig(
             model=ModelConfig(
@@ -117,6 +120,7 @@ class Stages:
             ),
             worker=WorkerConfig(num_threads=1, **settings),
             run=RunConfig(run_dir=str(run_dir)),
+            recovery=recovery,
         )
         self.runners = [self._load(rank) for rank in range(num_stages * num_shares)]
         self._threads = [ThreadPoolExecutor(1) for _ in self.runners]
@@ -240,6 +244,15 @@ def test_a_stage_has_its_own_layers_only(tmp_path: Path) -> None:
         others = {type(module) for module in (model.model.embed_tokens, model.lm_head)}
         assert (nn.Embedding in others) == (rank == 0)
         assert any(issubclass(one, PackedLinear) for one in others) == (rank == 1)
+
+
+def test_a_wait_is_as_long_as_the_first_steps_of_all_stages(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
+    for first_step_timeout_s, expected in ((5.0, 120.0), (300.0, 600.0)):
+        recovery = RecoveryConfig(first_step_timeout_s=first_step_timeout_s)
+        with patch("worker_proc.startup.load_runner.Adoption", wraps=Adoption) as made:
+            Stages(tmp_path / "model", 2, recovery=recovery)
+        assert [call.kwargs["timeout_s"] for call in made.call_args_list] == [expected] * 2
 
 
 def test_layers_are_divided_evenly() -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 from worker_proc.runner import StepAbandoned
 
 TIMEOUT_S = 60.0
-"""Of one wait. If a rank dies, it ends earlier: the supervisor kills the others of its group."""
+"""Of one wait, at least. If a rank dies, it ends earlier: the supervisor kills the others of its
+group."""
 SHARED_MEMORY = Path("/dev/shm")
 SLICE_NS = 50_000_000
 """Of a wait, in which no signal is handled and no epoch is read."""

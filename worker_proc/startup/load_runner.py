@@ -26,7 +26,7 @@ from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.layout import describe_draft, num_slots, num_state_slots, with_layout
 from worker_proc.offload.memory import BlockMemory, NoMemory
 from worker_proc.offload.staging import PoolMemory
-from worker_proc.parallel.adoption import Adoption
+from worker_proc.parallel.adoption import TIMEOUT_S, Adoption
 from worker_proc.parallel.connect import connect
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.pipe import PipeSize, StagePipe
@@ -171,8 +171,11 @@ def _join_ranks(
         return None, None
     if library is None:
         raise UnsupportedModel(f"a model in {parallel.num_ranks} ranks needs the compiled kernels")
-    adoption = Adoption(rank, parallel.num_ranks, make_run_dir(config.run.run_dir))
     stage, share = places(rank, parallel)
+    # The last stage waits while each before it may compute a step of a new size.
+    timeout_s = stage.num_stages * max(TIMEOUT_S, config.recovery.first_step_timeout_s)
+    run_dir = make_run_dir(config.run.run_dir)
+    adoption = Adoption(rank, parallel.num_ranks, run_dir, timeout_s=timeout_s)
     exchange = RankExchange(library, adoption, share) if share.num_ranks > 1 else None
     if prepared.stage is None:
         return exchange, None
