@@ -23,6 +23,7 @@ from worker_proc.loading.loader import (
     check_model,
     load_checked,
 )
+from worker_proc.loading.mapped_pages import release_mapped_pages
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import Proofs, find_proofs
 from worker_proc.loading.start_cache import StartCache
@@ -117,6 +118,8 @@ def prepare_model(
             pack_linears(one.model, library, partial(progress, "pack_weights"), own)
         _finish_codes(one)
     return_freed_memory()
+    for directory in filter(None, (config.model.model, config.model.speculative_model)):
+        release_mapped_pages(directory)
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library, config.worker)
     grammars = _load_grammars(vocabulary)

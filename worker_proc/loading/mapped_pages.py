@@ -1,0 +1,46 @@
+"""The pages of mapped weight files: those that a load has read, and nothing will read again.
+
+They count as memory of the process as long as they are mapped, although the system can take them
+back. A page that is read after all comes from the system's cache of the file.
+"""
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s*(.*)")
+_CHANGED = "Anonymous:"
+"""Begins the line with the kilobytes that were written to, in a mapping that keeps them apart."""
+_DONTNEED = 4
+_PATTERNS = ("*.safetensors", "*.gguf")
+
+
+def release_mapped_pages(directory: str) -> None:
+    """Let go of the pages of a checkpoint's files; the mappings and what they show stay."""
+    files = {
+        os.path.realpath(file) for pattern in _PATTERNS for file in Path(directory).glob(pattern)
+    }
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None or not files:
+        return
+    try:
+        mappings = list(_unchanged_mappings(files))
+    except OSError:
+        return
+    for start, end in mappings:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(_DONTNEED))
+
+
+def _unchanged_mappings(files: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield where some files are mapped and nothing was written, which would be lost."""
+    place: tuple[int, int] | None = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (header := _HEADER.fullmatch(line)) is not None:
+            is_wanted = header[3] in files
+            place = (int(header[1], 16), int(header[2], 16)) if is_wanted else None
+        elif place is not None and line.startswith(_CHANGED):
+            if line.split()[1] == "0":
+                yield place
+            place = None
