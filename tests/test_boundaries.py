@@ -210,6 +210,13 @@ def test_no_module_unpickles_or_evaluates() -> None:
             assert not [word for word in banned if word in text], path
 
 
+def test_each_logger_is_one_that_processes_show() -> None:
+    """A process shows what is logged below `troika`, and no other logger's lines."""
+    for package in PRODUCT:
+        for path in (ROOT / package).rglob("*.py"):
+            assert "getLogger(__name__)" not in path.read_text(), path
+
+
 def test_every_file_has_a_docstring() -> None:
     for package in [*PRODUCT, "tests"]:
         for path in (ROOT / package).rglob("*.py"):

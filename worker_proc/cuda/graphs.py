@@ -21,7 +21,7 @@ from worker_proc.inputs import StepInputs
 
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SIZE_STEP, MAX_SIZE = 32, 512
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:

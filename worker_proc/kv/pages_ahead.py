@@ -10,7 +10,7 @@ MAX_AHEAD_BYTES = 512 * 1024**2
 PIECE_BYTES = 2 * 1024**2
 """Of one tensor, at a time: a huge page, which takes a virtual machine up to 5 ms."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 class PagesAhead:

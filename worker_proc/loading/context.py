@@ -20,7 +20,7 @@ _KEY = "max_position_embeddings"
 _OTHER_KEYS = ("max_seq_len", "seq_length")
 """Keys of models without angles or embeddings of positions (MPT, Bloom)."""
 _ORIGINAL = "original_max_position_embeddings"
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 def context_length(
@@ -67,14 +67,7 @@ def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> i
         getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers
     )
     lengths = [int(window) for window in cached if window is not None and window not in known]
-    if not lengths:
-        return None
-    _log.info(
-        "the context is %d tokens at most: transformers' cache keeps as many (sliding_window), and"
-        " attention sees all",
-        min(lengths),
-    )
-    return min(lengths)
+    return min(lengths, default=None)
 
 
 def length_key(text_config: PretrainedConfig) -> str | None:

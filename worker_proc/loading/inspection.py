@@ -51,7 +51,7 @@ _ATTENTION_LAYER_TYPES = {
 _RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _ROW_LAYER_TYPES = {"mlp", "moe"}
 """Layers that compute each row alone."""
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 class InspectedModel(NamedTuple):
@@ -137,7 +137,14 @@ def _inspect(
     model_len = min(model_len, modules.max_seq_length or model_len)
     if kind is ModelKind.GENERATES:
         specs = [layer.spec for layer in probed.layers]
-        model_len = min(model_len, certain_length(config, specs) or model_len)
+        certain = certain_length(config, specs)
+        if certain is not None and certain < model_len:
+            model_len = certain
+            _log.info(
+                "the context is %d tokens at most: transformers' cache keeps as many"
+                " (sliding_window), and attention sees all",
+                model_len,
+            )
     if probed.indexed_length is not None and probed.indexed_length < model_len:
         model_len = probed.indexed_length
         _log.info(

@@ -87,7 +87,7 @@ _OPTIONS: dict[str, Any] = {
 """With which transformers loads a model, however its weights are read."""
 _Read = Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]
 """Loads a model with options of transformers, and returns which weights have not been loaded."""
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from worker_proc.native.recurrence import (
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PANEL_OUTPUTS = 32
 """Of a pair of panels, in which weights are packed."""

@@ -52,7 +52,7 @@ from worker_proc.startup.parts import (
 )
 from worker_proc.startup.prepare import describe_codes, prepare_model
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 def load_model_runner(
@@ -81,8 +81,12 @@ def build_runner(
     progress: ReportProgress,
     *,
     rank: int = 0,
+    logs_sizes: bool = True,
 ) -> Runner:
-    """Size and allocate the KV cache of a loaded and checked model, and connect the two."""
+    """Size and allocate the KV cache of a loaded and checked model, and connect the two.
+
+    The sizes of forks were logged where they were chosen.
+    """
     loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
     layout = make_layout(loaded, config)
@@ -90,7 +94,7 @@ def build_runner(
     sampler = make_sampler(loaded, prepared.kernels)
     if prepared.adapters is not None:
         calibration.adapters.apply(prepared.adapters.sites)
-    size = _size_cache(prepared, layout, backend, sampler, config)
+    size = _size_cache(prepared, layout, backend, sampler, config, logs_sizes=logs_sizes)
     facts = _facts_of(prepared, config, calibration, layout, size)
     pool = attach_cache(
         loaded,
@@ -196,6 +200,8 @@ def _size_cache(
     backend: AttentionBackend,
     sampler: Sampler,
     config: EngineConfig,
+    *,
+    logs_sizes: bool,
 ) -> kv_tensors.CacheSize:
     """Share the memory for KV among the blocks of the model and those of its draft model."""
     loaded, draft = prepared.loaded, prepared.draft
@@ -208,7 +214,7 @@ def _size_cache(
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
     states = StateBlockCounts(0)
     if loaded.recurrent:
-        states, num_bytes = _size_states(loaded, available_bytes, config)
+        states, num_bytes = _size_states(loaded, available_bytes, config, logs_sizes=logs_sizes)
         available_bytes -= num_bytes
     block_bytes = block_bytes_of(loaded, layout)
     if prepared.adapters is not None:
@@ -232,7 +238,8 @@ def _size_cache(
         max_model_len=config.model.max_model_len,
         num_blocks_override=config.cache.num_gpu_blocks_override,
     )
-    if config.model.max_model_len is None and size.max_model_len < loaded.model_len:
+    is_shortened = config.model.max_model_len is None and size.max_model_len < loaded.model_len
+    if logs_sizes and is_shortened:
         _log.warning(
             "max_model_len is %d instead of the model's %d: the KV cache holds no more",
             size.max_model_len,
@@ -242,7 +249,7 @@ def _size_cache(
 
 
 def _size_states(
-    loaded: LoadedModel, available_bytes: int, config: EngineConfig
+    loaded: LoadedModel, available_bytes: int, config: EngineConfig, *, logs_sizes: bool
 ) -> tuple[StateBlockCounts, int]:
     """Return the numbers of state blocks, and the bytes that they take."""
     block_bytes = state_bytes(loaded.recurrent, loaded.dtype)
@@ -255,9 +262,10 @@ def _size_states(
         override=config.cache.num_state_blocks_override,
     )
     number = sum(counts)
-    one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
-    _log.info("recurrent states: %s for each request, %s for %d", one, all_of_them, number - 1)
-    if counts.num_for_drafts:
+    if logs_sizes:
+        one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
+        _log.info("recurrent states: %s for each request, %s for %d", one, all_of_them, number - 1)
+    if logs_sizes and counts.num_for_drafts:
         _log.info("%d of these states are for drafts", counts.num_for_drafts)
     return counts, number * block_bytes
 

@@ -66,7 +66,7 @@ from worker_proc.startup.refusals import (
     rehearse_model,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("troika.worker")
 
 
 def prepare_model(

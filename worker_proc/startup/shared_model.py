@@ -57,7 +57,7 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
         if calibration is None:
             calibration = calibrate(prepared, config, progress)
             found.keep(count, calibration)
-        return build_runner(prepared, forked_config, calibration, progress)
+        return build_runner(prepared, forked_config, calibration, progress, logs_sizes=False)
 
     return make
 
