@@ -74,6 +74,11 @@ _ENGINE_COUNTERS = (
     ("kv_tokens_loaded", "Tokens whose KV was read from stores.", "kv_tokens_loaded"),
     ("states_stored", "Recurrent states written to stores.", "states_stored"),
     ("states_loaded", "Recurrent states read from stores.", "states_loaded"),
+    (
+        "kv_remote_tokens_loaded",
+        "Of these, tokens whose KV was read from other machines.",
+        "kv_remote_tokens_loaded",
+    ),
     ("engine_steps", "Steps dispatched to the worker.", "num_steps"),
     ("fenced_frames", "Frames of an old epoch, dropped.", "fenced_frames"),
     ("quarantined_requests", "Requests found to kill workers.", "num_quarantined"),

@@ -46,8 +46,10 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import (
     AdapterLoaded,
+    BlocksFound,
     BlocksLoaded,
     CompileGrammar,
+    FindBlocks,
     GrammarCompiled,
     LoadAdapter,
     LoadBlocks,
@@ -58,6 +60,7 @@ from protocol.core_worker import (
     UnloadAdapter,
 )
 from protocol.kv_events import KVEvent
+from protocol.process.machines import blocks_address
 from protocol.process.progress_page import MarkEdits
 
 
@@ -178,7 +181,7 @@ class EngineCore:
             return None
         return self.running.schedule()
 
-    def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
+    def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
         """Return what is to be sent to the workers after the steps that were decided so far."""
         if self.running is None or not self._has_workers:
             return []
@@ -189,6 +192,12 @@ class EngineCore:
         if self.running is None:
             raise WorkerMisbehaved(f"blocks of request {message.req_id} were never asked for")
         self.running.blocks_loaded(message)
+
+    def blocks_found(self, message: BlocksFound) -> None:
+        """Handle a rank's answer about blocks of another machine."""
+        if self.running is None:
+            raise WorkerMisbehaved(f"blocks of request {message.req_id} were never looked for")
+        self.running.blocks_found(message)
 
     def take_grammars(self) -> list[CompileGrammar]:
         """Return the grammars that are to be sent to the workers before the next step."""
@@ -284,4 +293,11 @@ class EngineCore:
     def status(self) -> Status:
         """Return the report that clients get once a second and on each change of state."""
         facts = None if self.running is None else self.running.facts
-        return Status(self.state, facts, self.stats(), self.pause_mode, self.is_sleeping)
+        return Status(
+            self.state,
+            facts,
+            self.stats(),
+            self.pause_mode,
+            self.is_sleeping,
+            blocks_address(self._config),
+        )

@@ -95,6 +95,8 @@ class Request:
     adapter_digest: bytes = b""
     """Of all that the adapter contains, of which the id has 53 bits."""
     tenant: str = ""
+    blocks_at: str = ""
+    """Where another machine's blocks are read, from which it comes; empty: from none."""
     owner: object = None
     """What the engine attaches to it; opaque to the scheduler."""
 

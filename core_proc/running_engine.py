@@ -35,8 +35,10 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import (
     AdapterLoaded,
+    BlocksFound,
     BlocksLoaded,
     CompileGrammar,
+    FindBlocks,
     GrammarCompiled,
     LoadAdapter,
     LoadBlocks,
@@ -143,6 +145,7 @@ class RunningEngine:
             adapter_id=0 if add.adapter is None else add.adapter.adapter_id,
             adapter_digest=b"" if add.adapter is None else add.adapter.digest,
             tenant=add.tenant,
+            blocks_at=add.blocks_at,
             owner=Owner(client, add.request_id),
         )
         grammar = add.sampling_params.grammar
@@ -226,7 +229,7 @@ class RunningEngine:
         done = ControlDone(number, not error, self.pausing.mode, error[:MAX_TEXT], code)
         self._owners.post(client, done)
 
-    def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
+    def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
         """Return the blocks that the workers are to write or read after the steps so far."""
         return self.scheduler.take_transfers()
 
@@ -235,6 +238,13 @@ class RunningEngine:
         if self.scheduler.offload is None:
             raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never asked for")
         self.scheduler.blocks_loaded(answer)
+        self._check_invariants()
+
+    def blocks_found(self, answer: BlocksFound) -> None:
+        """Let a request be admitted, or loaded, after the answer of the machine it comes from."""
+        if self.scheduler.offload is None:
+            raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never looked for")
+        self.scheduler.blocks_found(answer)
         self._check_invariants()
 
     def take_grammars(self) -> list[CompileGrammar]:

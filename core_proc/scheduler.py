@@ -55,7 +55,9 @@ from core_proc.scheduling.victims import VictimChoice
 from core_proc.scheduling.waiting import WaitingQueue
 from protocol.api_core import ErrorCode, PauseMode
 from protocol.core_worker import (
+    BlocksFound,
     BlocksLoaded,
+    FindBlocks,
     LoadBlocks,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -636,6 +638,7 @@ class Scheduler:
             else:
                 self.kv.free(request)
         self.swapper.drop(request)
+        self.loads.drop(request)
         self.partial_prefills.drop(request)
         self.speculation.ended(request)
         self.policy.left(request)
@@ -644,7 +647,11 @@ class Scheduler:
         """Take in what the workers have read; an answer about a forgotten load is ignored."""
         self.loads.answered(answer)
 
-    def take_transfers(self) -> list[StoreBlocks | LoadBlocks]:
+    def blocks_found(self, answer: BlocksFound) -> None:
+        """Take in what another machine has; an answer about a request that has ended is ignored."""
+        self.loads.found(answer)
+
+    def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
         """Return what is to be sent to the workers after the steps that were decided so far."""
         if self.offload is None:
             return []

@@ -40,6 +40,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         kv_tokens_loaded=0 if offload is None else offload.num_loaded_tokens,
         states_stored=0 if offload is None else offload.num_stored_states,
         states_loaded=0 if offload is None else offload.num_loaded_states,
+        kv_remote_tokens_loaded=0 if offload is None else offload.num_remote_tokens,
         state_cache_usage=None if states is None else states.usage,
     )
 

@@ -11,7 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from protocol.adapters import Adapter
-from protocol.core_worker import ModelFacts, PackedVector, PromptLogprobs, TokenLogprobs
+from protocol.core_worker import (
+    BlocksAddress,
+    ModelFacts,
+    PackedVector,
+    PromptLogprobs,
+    TokenLogprobs,
+)
 from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import (
     Decoder,
@@ -128,6 +134,9 @@ class AddRequest(Message):
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     """Of the facts of the engine that computes it, for the client's ledger and journal; the core
     does not read it. Empty: not known."""
+    blocks_at: BlocksAddress = ""
+    """Where the KV blocks of the machine are read from which the request comes; empty: it comes
+    from none, or from this one."""
 
     @property
     def prompt(self) -> list[int] | bytes:
@@ -282,6 +291,8 @@ class EngineStats(Record):
     """Recurrent states that workers were to write to stores."""
     states_loaded: Count = 0
     """Recurrent states that were read from stores."""
+    kv_remote_tokens_loaded: Count = 0
+    """Of `kv_tokens_loaded`, those that came from other machines."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
@@ -301,6 +312,8 @@ class Status(Message):
     pause_mode: PauseMode = PauseMode.RUNNING
     is_sleeping: bool = False
     """From a SLEEP until the next RESUME. Memory is released after the steps sent before."""
+    blocks_at: BlocksAddress = ""
+    """Where other machines read the KV blocks that this one has stored; the host may be `*`."""
 
 
 ClientToCore = (

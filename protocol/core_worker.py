@@ -318,6 +318,11 @@ BlockKey = Annotated[bytes, Meta(min_length=32, max_length=33)]
 """The hash of a prefix (`protocol/kv_events.py`), and the number of a KV group behind the first."""
 
 
+_HOST = r"(\*|[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?)"
+BlocksAddress = Annotated[str, Meta(pattern=f"^(tcp://{_HOST}:[1-9][0-9]{{0,4}})?$")]
+"""Of a machine's block server (`protocol/stores/block_link.py`); empty: none."""
+
+
 class StoreBlocks(Message):
     """Core → worker: write these blocks to the stores, with what the steps before have computed.
 
@@ -345,6 +350,23 @@ class LoadBlocks(Message):
     """A state block, which is filled before these; NULL_BLOCK: none. Without its state the KV has
     no use, and is not read."""
     state_key: Annotated[bytes, Meta(max_length=33)] = b""
+    source: BlocksAddress = ""
+    """Where blocks are read that no store of this machine has; empty: nowhere."""
+    limit_ms: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """For that, from the arrival of the message on; 0: none but the worker's own. Computing would
+    take as long."""
+
+
+class FindBlocks(Message):
+    """Core → worker: ask the block server of another machine which of these blocks it has.
+
+    Answered by one `BlocksFound` of each rank, unless an adoption comes first.
+    """
+
+    req_id: RequestId
+    """Of the request that waits for the answer."""
+    source: BlocksAddress
+    keys: list[BlockKey]
 
 
 class TokenLogprobs(Record):
@@ -432,10 +454,29 @@ class BlocksLoaded(Message):
     """Nanoseconds since the message arrived."""
     has_state: bool = False
     """Whether the state block was filled, if one was asked for."""
+    num_remote_blocks: Annotated[int, Meta(ge=0)] = 0
+    """Of `num_blocks`, those that came from another machine."""
+    remote_ns: Annotated[int, Meta(ge=0)] = 0
+    """Of `load_ns`, the time for these."""
+
+
+class BlocksFound(Message):
+    """Worker → core: which blocks another machine has. Each rank answers."""
+
+    req_id: RequestId
+    are_there: bytes
+    """For each key of `FindBlocks` one byte, 1 if the block is probably there. Empty: it does not
+    answer."""
 
 
 WorkerToCore = (
-    WorkerHello | ModelRunnerOutput | StepFailed | GrammarCompiled | AdapterLoaded | BlocksLoaded
+    WorkerHello
+    | ModelRunnerOutput
+    | StepFailed
+    | GrammarCompiled
+    | AdapterLoaded
+    | BlocksLoaded
+    | BlocksFound
 )
 CoreToWorker = (
     Adopt
@@ -446,6 +487,7 @@ CoreToWorker = (
     | UnloadAdapter
     | StoreBlocks
     | LoadBlocks
+    | FindBlocks
 )
 
 decode_from_worker: Decoder[WorkerToCore] = Decoder(WorkerToCore)

@@ -25,6 +25,8 @@ class Role(enum.StrEnum):
     ZYGOTE = "zygote"
     PLACER = "placer"
     """Keeps engines in a Ray cluster."""
+    BLOCK_SERVER = "block_server"
+    """Lets workers of other machines read the KV blocks that are stored here."""
     REPLICA = "replica"
     """The supervisor of one of several replicas of the engine."""
 

@@ -46,7 +46,7 @@ SUBPACKAGES = {
             "startup",
         ),
     ],
-    "scripts": ["gguf", "hub", "supervisor", "placement", "bench", "batch"],
+    "scripts": ["gguf", "hub", "block_server", "supervisor", "placement", "bench", "batch"],
 }
 """Lowest first: a subpackage imports only those before it."""
 MAX_ROOT_FILES = 12
@@ -54,7 +54,7 @@ STATE_MACHINES = {
     "core_proc": [
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/state_blocks"),
-        *("kv/load_costs", "kv/offload", "kv/swap"),
+        *("kv/load_costs", "kv/offload", "kv/remote_blocks", "kv/swap"),
         *("links/adapters", "links/event_log", "links/grammars", "links/owners"),
         *("links/workers",),
         *("recovery/quarantine",),

@@ -9,9 +9,11 @@ from typing import Any
 from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
+    BlocksFound,
     BlocksLoaded,
     CompileGrammar,
     CoreToWorker,
+    FindBlocks,
     GrammarCompiled,
     LoadAdapter,
     LoadBlocks,
@@ -132,19 +134,24 @@ class WorkerShim:
             if self._adapters is not None:
                 self._adapters.unload(message)
             return None
-        if isinstance(message, StoreBlocks):
-            if self._offload is not None:
-                self._offload.store(message)
-            return None
-        if isinstance(message, LoadBlocks):
-            if self._offload is None:
-                return BlocksLoaded(message.req_id, 0)
-            return self._offload.load(message)
+        if isinstance(message, StoreBlocks | LoadBlocks | FindBlocks):
+            return self._transfer(message)
         try:
             self._runner.sleep()
         except Exception as error:
             self.failure = error
         return None
+
+    def _transfer(self, message: StoreBlocks | LoadBlocks | FindBlocks) -> WorkerToCore | None:
+        offload = self._offload
+        match message:
+            case StoreBlocks():
+                if offload is not None:
+                    offload.store(message)
+                return None
+            case LoadBlocks():
+                return BlocksLoaded(message.req_id, 0) if offload is None else offload.load(message)
+        return BlocksFound(message.req_id, b"") if offload is None else offload.find(message)
 
     def _adopt(self, epoch: int, message: Adopt) -> None:
         if epoch < self._own_epoch or (self.link_epoch is not None and epoch <= self.link_epoch):
@@ -178,9 +185,11 @@ class WorkerShim:
         """When to call `take_prepared` at the latest, in seconds of `time.monotonic`."""
         return None if self._offload is None else self._offload.deadline
 
-    def take_prepared(self) -> list[GrammarCompiled | AdapterLoaded | BlocksLoaded]:
+    def take_prepared(
+        self,
+    ) -> list[GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound]:
         """Return answers about grammars, adapters and blocks that have become ready."""
-        results: list[GrammarCompiled | AdapterLoaded | BlocksLoaded] = []
+        results: list[GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound] = []
         if self._grammars is not None:
             results += self._grammars.take_results()
         if self._adapters is not None:

@@ -12,7 +12,7 @@ Recurrent layers form the last group, whose table holds state blocks: see `State
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import EventRecorder, group_key
@@ -222,24 +222,26 @@ class KVCacheManager:
         self.remember_full_blocks(request, num_tokens)
         return True
 
-    def find_loadable(self, request: Request, hits: Tables) -> tuple[Tables, int]:
+    def find_loadable(
+        self, request: Request, hits: Tables, is_stored: Callable[[bytes, int], bool]
+    ) -> tuple[Tables, int]:
         """Return the hits that a load begins from, and how many blocks are cached after it.
+
+        `is_stored` takes a hash and a KV group, or the number behind the last one for a state.
 
         With recurrent layers these blocks end where a state is stored. Their KV may be cached
         already, beyond `hits`, which end at a state.
         """
-        offload, num_hit = self._offload, len(hits[0])
-        if offload is None:
-            return hits, num_hit
+        num_hit = len(hits[0])
         if self.states is None:
-            return hits, self._num_loadable(request, hits, len(request.block_hashes))
+            return hits, self._num_loadable(request, hits, len(request.block_hashes), is_stored)
         end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
         while end > num_hit:
-            if not offload.has(request.block_hashes[end - 1], len(self.groups)):
+            if not is_stored(request.block_hashes[end - 1], len(self.groups)):
                 end -= 1
                 continue
             kv_hits = self._kv_hits(request, end)
-            reach = self._num_loadable(request, kv_hits, end)
+            reach = self._num_loadable(request, kv_hits, end, is_stored)
             if reach == end:
                 return [*kv_hits, [NULL_BLOCK] * self._num_hit(kv_hits)], end
             end = max(reach, num_hit)
@@ -258,17 +260,21 @@ class KVCacheManager:
     def _num_hit(kv_hits: Tables) -> int:
         return len(kv_hits[0]) if kv_hits else 0
 
-    def _num_loadable(self, request: Request, hits: Tables, end: int) -> int:
+    def _num_loadable(
+        self,
+        request: Request,
+        hits: Tables,
+        end: int,
+        is_stored: Callable[[bytes, int], bool],
+    ) -> int:
         """Count the leading blocks, up to `end`, whose KV is a hit or stored."""
-        offload = self._offload
-        assert offload is not None
         if not self.groups:
             return end
         hashes = request.block_hashes
         for number, group in enumerate(self.groups):
             if group.window is None:
                 index = len(hits[0])
-                while index < end and offload.has(hashes[index], number):
+                while index < end and is_stored(hashes[index], number):
                     index += 1
                 end = index
         # Layers with a window need the blocks that it still sees from the end on.
@@ -280,7 +286,7 @@ class KVCacheManager:
                 for index in range(
                     max(len(hits[0]), self._first_seen(window, end * self.block_size)), end
                 )
-                if not offload.has(hashes[index], number)
+                if not is_stored(hashes[index], number)
             ]
             if not missing:
                 break

@@ -1,4 +1,7 @@
-"""Whether reading KV blocks takes less time than computing them, as measured."""
+"""Whether reading KV blocks takes less time than computing them, as measured.
+
+The stores of this machine have one cost, and each other machine has its own.
+"""
 
 from collections import deque
 
@@ -10,6 +13,11 @@ _RISE, _FALL = 0.2, 0.5
 """Weights of a measurement: a faster load counts more, as slow ones are rarely tried again."""
 _TRIAL_EVERY = 16
 """One of this number of loads that do not seem to pay is made: the reason may have gone."""
+_MOST_SOURCES = 256
+_SLOWEST = 2.0
+"""A machine counts as slower than computing by this factor at most: what made it slow may end."""
+_LEAST_LIMIT_MS = 1000
+_LONGEST_LIMIT_MS = 10_000
 
 
 class LoadCosts:
@@ -17,22 +25,39 @@ class LoadCosts:
 
     def __init__(self) -> None:
         self._computed_ns = 0.0
-        self._loaded_ns = 0.0
+        self._loaded_ns: dict[str, float] = {}
+        """By machine; empty: this one."""
         self._num_refused = 0
         self._steps: deque[tuple[int, int]] = deque()
         """All tokens, and prompt tokens, of each step in flight."""
 
-    def try_load(self) -> bool:
+    def try_load(self, source: str = "") -> bool:
         """Return whether to read what is stored; of loads that do not pay, a few are tried."""
-        if self._computed_ns == 0.0 or self._loaded_ns < self._computed_ns:
+        if self._computed_ns == 0.0 or self._loaded_ns.get(source, 0.0) < self._computed_ns:
             return True
         self._num_refused += 1
         return self._num_refused % _TRIAL_EVERY == 0
 
-    def loaded(self, num_tokens: int, load_ns: int) -> None:
+    def limit_ms(self, num_tokens: int) -> int:
+        """Return for how long tokens are read from another machine, at most; 0: no limit is known.
+
+        In this time they could be computed.
+        """
+        if self._computed_ns == 0.0:
+            return 0
+        computed_ms = int(num_tokens * self._computed_ns / 1e6)
+        return min(max(computed_ms, _LEAST_LIMIT_MS), _LONGEST_LIMIT_MS)
+
+    def loaded(self, num_tokens: int, load_ns: int, source: str = "") -> None:
         """Take in the duration of a load, and how many tokens have come."""
-        if load_ns > 0:
-            self._loaded_ns = _mean(self._loaded_ns, load_ns / max(num_tokens, 1))
+        if load_ns <= 0:
+            return
+        token_ns = load_ns / max(num_tokens, 1)
+        if source and self._computed_ns:
+            token_ns = min(token_ns, _SLOWEST * self._computed_ns)
+        if source not in self._loaded_ns and len(self._loaded_ns) >= _MOST_SOURCES:
+            del self._loaded_ns[next(key for key in self._loaded_ns if key)]
+        self._loaded_ns[source] = _mean(self._loaded_ns.get(source, 0.0), token_ns)
 
     def sent(self, num_tokens: int, num_prompt_tokens: int) -> None:
         self._steps.append((num_tokens, num_prompt_tokens))

@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import group_key
 from core_proc.kv.load_costs import LoadCosts
+from core_proc.kv.remote_blocks import RemoteBlocks
 from core_proc.request import Request
-from protocol.core_worker import NULL_BLOCK, BlocksLoaded, LoadBlocks, StoreBlocks
+from protocol.core_worker import NULL_BLOCK, BlocksLoaded, FindBlocks, LoadBlocks, StoreBlocks
 
 MAX_LOADS = 8
 """Requests whose blocks are being read at a time; further ones wait for a place."""
@@ -56,8 +57,9 @@ class Offload:
         *,
         least_tokens: int = LEAST_TOKENS,
         most_loads: int = MAX_LOADS,
+        reads_machines: bool = False,
     ) -> None:
-        """Take the index of each store."""
+        """Take the index of each store. `reads_machines`: workers can read those of others, too."""
         self._indexes = indexes
         self._most_loads = most_loads
         self.least_tokens = least_tokens
@@ -66,16 +68,24 @@ class Offload:
         self._new_states: list[tuple[int, bytes]] = []
         self._unsent: list[LoadBlocks] = []
         self._loads: dict[int, _Load] = {}
+        self.remote = RemoteBlocks(is_on=reads_machines)
         self.costs = LoadCosts()
         self.num_stored = 0
         self.num_loaded_tokens = 0
         self.num_stored_states = 0
         self.num_loaded_states = 0
+        self.num_remote_tokens = 0
+        """Of these, those that came from other machines."""
 
     def has(self, block_hash: bytes, group: int) -> bool:
         """Whether a store probably has a block of a KV group."""
         key = group_key(block_hash, group)
         return any(key in index for index in self._indexes)
+
+    def reaches(self, request: Request, block_hash: bytes, group: int) -> bool:
+        """Whether a store has it, or the machine that the request comes from."""
+        key = group_key(block_hash, group)
+        return self.remote.has(request, key) or self.has(block_hash, group)
 
     def cached(self, block_id: int, key: bytes) -> None:
         """Write a block that has entered the prefix cache, unless it is in the first store."""
@@ -93,7 +103,13 @@ class Offload:
         return self._most_loads - len(self._loads)
 
     def begin(
-        self, request: Request, num_hit: int, *, num_cached: int | None = None, has_state: bool
+        self,
+        request: Request,
+        num_hit: int,
+        block_size: int,
+        *,
+        num_cached: int | None = None,
+        has_state: bool = False,
     ) -> None:
         """Read the blocks of a request's tables behind the first `num_hit`.
 
@@ -113,7 +129,11 @@ class Offload:
                     entries.append(entry)
                     block_ids.append(table[entry])
                     keys.append(group_key(request.block_hashes[entry], group))
-        message = LoadBlocks(request.req_id, block_ids, keys, state_block_id, state_key)
+        source = request.blocks_at if self.remote.has_any(request) else ""
+        limit_ms = self.costs.limit_ms((end - num_hit) * block_size) if source else 0
+        message = LoadBlocks(
+            request.req_id, block_ids, keys, state_block_id, state_key, source, limit_ms
+        )
         first = num_hit if num_cached is None else num_cached
         self._loads[request.req_id] = _Load(message, entries, num_hit, first, end)
         self._unsent.append(message)
@@ -140,14 +160,23 @@ class Offload:
         # KV without the state at its end spares no token.
         is_of_use = not load.message.state_key or not missing
         num_tokens = (end - load.num_cached) * block_size if is_of_use else 0
-        self.costs.loaded(num_tokens, answer.load_ns)
         self.num_loaded_tokens += num_tokens
+        num_remote = num_tokens * min(answer.num_remote_blocks, num_blocks) // max(num_blocks, 1)
+        self.num_remote_tokens += num_remote
+        source, limit_ns = load.message.source, load.message.limit_ms * 1_000_000
+        if not source:
+            self.costs.loaded(num_tokens, answer.load_ns)
+        elif has_kv:
+            self.costs.loaded(max(num_remote, block_size), answer.remote_ns, source)
+        elif answer.load_ns >= limit_ns > 0:
+            self.costs.loaded(max(num_remote, block_size), answer.load_ns, source)
         return end * block_size
 
     def clear(self) -> None:
         """Find no block again that was written so far."""
         self._new.clear()
         self._new_states.clear()
+        self.remote.clear()
         for index in self._indexes:
             index.clear()
 
@@ -157,13 +186,14 @@ class Offload:
         self._new_states.clear()
         self._unsent.clear()
         self._loads.clear()
+        self.remote.workers_lost()
         self.costs.workers_lost()
 
     def take_messages(
         self, pool: BlockPool, state_pool: BlockPool | None = None
-    ) -> list[StoreBlocks | LoadBlocks]:
+    ) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
         """Return what is to be sent after the steps that were decided so far."""
-        messages: list[StoreBlocks | LoadBlocks] = []
+        messages: list[StoreBlocks | LoadBlocks | FindBlocks] = [*self.remote.take_messages()]
         new = _still_cached(self._new, pool)
         states = [] if state_pool is None else _still_cached(self._new_states, state_pool)
         self._new.clear()

@@ -23,4 +23,6 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
             indexes.append(BlockIndex(path))
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    return Offload(indexes) if indexes else None
+    if not indexes:
+        return None
+    return Offload(indexes, reads_machines=config.parallel.curve_keys is not None)

@@ -5,7 +5,7 @@ wait for it.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from core_proc.engine import EngineCore
 from core_proc.links.output_check import WorkerMisbehaved
@@ -17,6 +17,7 @@ from protocol.api_core import StepOutputs
 from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
+    BlocksFound,
     BlocksLoaded,
     CoreToWorker,
     GrammarCompiled,
@@ -62,6 +63,7 @@ class WorkerLink:
         self._adopted_epoch: int | None = None
         self._compiled: RankAnswers[str] = RankAnswers(group.size)
         self._loaded: RankAnswers[BlocksLoaded] = RankAnswers(group.size)
+        self._found: RankAnswers[bytes] = RankAnswers(group.size)
         self._page = page
         self._core_epoch = core_epoch
         self._unexplained: set[int] = set()
@@ -99,19 +101,8 @@ class WorkerLink:
         elif isinstance(message, StepFailed):  # the worker exits and reports to its supervisor
             self._lose(peer, f"step {message.step_id} failed on rank {rank}: {message.error}")
             self._explain_loss(is_fault=True)
-        elif isinstance(message, BlocksLoaded):  # of every rank: each reads its part of a block
-            answers = self._loaded.take(message.req_id, rank, message)
-            if answers is not None:
-                num_blocks = min(answer.num_blocks for answer in answers)
-                load_ns = max(answer.load_ns for answer in answers)
-                has_state = all(answer.has_state for answer in answers)
-                joined = BlocksLoaded(message.req_id, num_blocks, load_ns, has_state)
-                self._engine.blocks_loaded(joined)
-        elif isinstance(message, GrammarCompiled):  # of every rank: it is needed in all of them
-            errors = self._compiled.take(message.grammar_id, rank, message.error)
-            if errors is not None:
-                first_error = next(filter(None, errors), "")
-                self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, first_error))
+        elif isinstance(message, BlocksLoaded | BlocksFound | GrammarCompiled):
+            self._join(rank, message)
         elif rank != self._group.answering_rank:
             self._engine.num_fenced_frames += 1
         elif isinstance(message, AdapterLoaded):
@@ -123,6 +114,24 @@ class WorkerLink:
             failpoint("core.before_reply")
             for client, outputs in outputs_of.items():
                 self._send_to_client(client, outputs)
+
+    def _join(self, rank: int, message: BlocksLoaded | BlocksFound | GrammarCompiled) -> None:
+        """Take in what every rank answers: it has its part of a block, and its own grammars."""
+        match message:
+            case BlocksLoaded():
+                loads = self._loaded.take(message.req_id, rank, message)
+                if loads is not None:
+                    self._engine.blocks_loaded(_joined(loads))
+            case BlocksFound():
+                found = self._found.take(message.req_id, rank, message.are_there)
+                if found is not None:
+                    are_there = bytes(map(min, zip(*found, strict=False)))
+                    self._engine.blocks_found(BlocksFound(message.req_id, are_there))
+            case GrammarCompiled():
+                errors = self._compiled.take(message.grammar_id, rank, message.error)
+                if errors is not None:
+                    first_error = next(filter(None, errors), "")
+                    self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, first_error))
 
     def _on_hello(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         before = self._group.peers
@@ -157,6 +166,7 @@ class WorkerLink:
         self._adopted_epoch = None
         self._compiled.clear()
         self._loaded.clear()
+        self._found.clear()
         self._engine.lose_workers()
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
@@ -292,3 +302,15 @@ class WorkerLink:
                 self._lose(peer, "it has left too many steps unread", kill=True)
                 return False
         return True
+
+
+def _joined(answers: Sequence[BlocksLoaded]) -> BlocksLoaded:
+    """Return what has come at every rank, and the time of the slowest."""
+    return BlocksLoaded(
+        answers[0].req_id,
+        min(answer.num_blocks for answer in answers),
+        max(answer.load_ns for answer in answers),
+        all(answer.has_state for answer in answers),
+        max(answer.num_remote_blocks for answer in answers),
+        max(answer.remote_ns for answer in answers),
+    )

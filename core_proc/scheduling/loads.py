@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterable
 from enum import Enum, auto
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from core_proc.policy import Key, Policy
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduling.admission import Admission
 from core_proc.scheduling.request_queues import RequestQueues
-from protocol.core_worker import BlocksLoaded
+from protocol.core_worker import BlocksFound, BlocksLoaded
 
 _LOOKED_UP_AT_ONCE = 2**14
 """Tokens of requests that are looked up in one step and set aside: one or two milliseconds."""
@@ -63,6 +64,8 @@ class Loads:
         self._row_numbers = count()
         self._num_looked_up = 0
         """Tokens of requests that were set aside in this step."""
+        self._asking: dict[int, Request] = {}
+        """Requests that wait for another machine's answer: which of their blocks it has."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,6 +94,9 @@ class Loads:
             return Outcome.COMPUTE
         if self._num_looked_up >= _LOOKED_UP_AT_ONCE:
             return Outcome.LATER
+        has_states = self._kv.states is not None  # no other machine sends them
+        if not has_states and offload.remote.may_ask(request) and self._ask(request, offload):
+            return Outcome.WAIT
         stored = self._find_stored(request, offload)
         if stored is None:
             request.may_load = False  # admission does not ask again
@@ -105,7 +111,8 @@ class Loads:
         request.may_load = False
         has_state = self._kv.states is not None
         num_hit, num_cached = len(stored.hits[0]), stored.num_cached
-        offload.begin(request, num_hit, num_cached=num_cached, has_state=has_state)
+        size = self._kv.block_size
+        offload.begin(request, num_hit, size, num_cached=num_cached, has_state=has_state)
         return Outcome.WAIT
 
     def _set_aside(self, request: Request) -> None:
@@ -123,10 +130,41 @@ class Loads:
 
     def _take_back(self, request: Request) -> bool:
         """Let a request that was set aside wait at its place; False if it has ended meanwhile."""
-        is_aside = request.status is RequestStatus.WAITING_FOR_REMOTE_KV and request not in self
+        is_blocked = request.status is RequestStatus.WAITING_FOR_REMOTE_KV
+        is_aside = is_blocked and request not in self and request.req_id not in self._asking
         if is_aside:
             self._queues.unblock(request)
         return is_aside
+
+    def drop(self, request: Request) -> None:
+        """Forget what other machines have of a request that has ended."""
+        self._asking.pop(request.req_id, None)
+        if self._offload is not None:
+            self._offload.remote.forget(request)
+
+    def _ask(self, request: Request, offload: Offload) -> bool:
+        """Ask the machine that a request comes from for blocks; False: it is not worth it."""
+        if request.swapped_out is not None or not self._kv.may_read_cache(request):
+            return False
+        hits = self._kv.find_cached_prefix(request)
+        _, num_here = self._kv.find_loadable(request, hits, offload.has)
+        num_tokens = (len(request.block_hashes) - num_here) * self._kv.block_size
+        if num_tokens < offload.least_tokens or not offload.costs.try_load(request.blocks_at):
+            offload.remote.give_up(request)
+            return False
+        offload.remote.ask(request, num_here, len(self._kv.groups))
+        self._num_looked_up += request.num_tokens
+        self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
+        self._asking[request.req_id] = request
+        return True
+
+    def found(self, answer: BlocksFound) -> None:
+        """Let a request be admitted, or loaded, whose machine has answered, or does not."""
+        assert self._offload is not None
+        self._offload.remote.answered(answer)
+        request = self._asking.pop(answer.req_id, None)
+        if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            self._queues.unblock(request)
 
     def _find_stored(self, request: Request, offload: Offload) -> _Stored | None:
         """Return what a request has in the prefix cache and in the stores.
@@ -136,7 +174,13 @@ class Loads:
         if request.swapped_out is not None or not self._kv.may_read_cache(request):
             return None
         cached = self._kv.find_cached_prefix(request)
-        hits, num_blocks = self._kv.find_loadable(request, cached)
+        hits, num_blocks = self._kv.find_loadable(request, cached, offload.has)
+        if offload.remote.has_any(request):
+            reaches = partial(offload.reaches, request)
+            all_hits, num_all = self._kv.find_loadable(request, cached, reaches)
+            if (num_all - num_blocks) * self._kv.block_size >= offload.least_tokens:
+                return _Stored(all_hits, num_all, len(cached[0]))
+            offload.remote.give_up(request)
         num_tokens = (num_blocks - len(cached[0])) * self._kv.block_size
         if num_tokens < offload.least_tokens or not offload.costs.try_load():
             return None
@@ -167,6 +211,7 @@ class Loads:
         if request is not None and num_tokens is not None:
             if answer.has_state and self._kv.states is not None:
                 self._kv.states.remember_loaded(request)
+            self._offload.remote.give_up(request)
             self.end(request, num_tokens)
 
     def end(self, request: Request, num_tokens: int) -> None:
@@ -192,5 +237,9 @@ class Loads:
         for row in self._without_place:
             self._take_back(row[2])
         self._without_place.clear()
+        for request in self._asking.values():
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                self._queues.unblock(request)
+        self._asking.clear()
         if self._offload is not None:
             self._offload.workers_lost()

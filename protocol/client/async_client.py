@@ -304,12 +304,20 @@ class AsyncEngineClient:
         """Let a request that is held go on here, inexactly."""
         self._open.release(request_id)
 
-    def move(self, request_id: int, other: "AsyncEngineClient", *, is_exact: bool = True) -> bool:
+    def move(
+        self,
+        request_id: int,
+        other: "AsyncEngineClient",
+        *,
+        is_exact: bool = True,
+        blocks_at: str = "",
+    ) -> bool:
         """Let a request go on at another replica; False: it has ended, or was moved too often.
 
-        Not `is_exact`: also if that one cannot continue it exactly.
+        Not `is_exact`: also if that one cannot continue it exactly. `blocks_at`: where it reads the
+        blocks of this one's machine.
         """
-        return self._open.move(request_id, other._open, is_exact=is_exact)
+        return self._open.move(request_id, other._open, is_exact=is_exact, blocks_at=blocks_at)
 
     def _check(
         self, prompt_token_ids: PromptIds, params: SamplingParams, options: RequestOptions

@@ -96,12 +96,19 @@ class OpenRequests:
         """Return an open request; None: it has ended."""
         return self.ledger.get(request_id)
 
-    def move(self, request_id: int, other: "OpenRequests", *, is_exact: bool = True) -> bool:
+    def move(
+        self,
+        request_id: int,
+        other: "OpenRequests",
+        *,
+        is_exact: bool = True,
+        blocks_at: str = "",
+    ) -> bool:
         """Let a request go on at the core of another client; here it ends.
 
-        Not `is_exact`: also if the other engine cannot continue it exactly. False: it has ended, or
-        was moved `MOVES_MAX` times since its last output. Then the cores where it was have died of
-        it, perhaps.
+        Not `is_exact`: also if the other engine cannot continue it exactly. `blocks_at`: where that
+        one reads the blocks of the machine here. False: it has ended, or was moved `MOVES_MAX`
+        times since its last output. Then the cores where it was have died of it, perhaps.
         """
         entry = self.ledger.get(request_id)
         if entry is None or entry.num_moves >= MOVES_MAX:
@@ -110,6 +117,8 @@ class OpenRequests:
         receiver = self._receivers.pop(request_id)
         self._send(encode(AbortRequests([request_id])))
         entry.num_moves += 1
+        if blocks_at:  # else it may still need those of the machine before
+            entry.add = msgspec.structs.replace(entry.add, blocks_at=blocks_at)
         entry.num_repairs = entry.num_expected_cached = 0
         other.ledger.enter(entry)
         other._receivers[request_id] = receiver

@@ -46,6 +46,7 @@ from protocol.client.async_client import (
     STALL_TIMEOUT_S,
     AsyncEngineClient,
 )
+from protocol.client.block_sources import blocks_for, reaches_blocks
 from protocol.client.cache_follower import follow
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import Entry, RequestOptions, Room, RoutedOptions
@@ -457,14 +458,15 @@ class ReplicatedClient:
             other = self._replicas[number]
             return (
                 not self._prefill.computes_prompts(number)
-                and _shares_blocks(replica, other)
+                and reaches_blocks(other, replica)
                 and _continues(other, entry, facts.max_model_len)
             )
 
         chosen = self._chosen(names, affinity, takes)
         if chosen is not None:
             target = self._replicas[chosen.number]
-            if replica.client.move(request_id, target.client, is_exact=True):
+            blocks_at = blocks_for(target, replica)
+            if replica.client.move(request_id, target.client, blocks_at=blocks_at):
                 self.num_handed_over += 1
                 self._enter(target, request_id, names, chosen.num_cached_tokens)
 
@@ -507,8 +509,10 @@ class ReplicatedClient:
         if target is lost:
             lost.client.release(request_id)
         elif target is not None:
-            is_moved = lost.client.move(request_id, target.client, is_exact=is_exact)
-            self.num_moved += is_moved
+            blocks_at = blocks_for(target, lost)
+            self.num_moved += lost.client.move(
+                request_id, target.client, is_exact=is_exact, blocks_at=blocks_at
+            )
 
     @staticmethod
     def _least(replicas: Iterable[Replica]) -> Replica | None:
@@ -600,16 +604,6 @@ def _continues(replica: Replica, entry: Entry, longest: int) -> bool:
     here = client.facts.max_model_len
     is_same_end = here == longest or entry.most_tokens <= min(here, longest or here)
     return is_same_end and entry.add.fingerprint in ("", client.fingerprint)
-
-
-def _shares_blocks(one: Replica, other: Replica) -> bool:
-    """Whether each reads the blocks that the other writes: both are on this machine."""
-    if is_remote(one.address) or is_remote(other.address):
-        return False
-    facts, others = one.client.facts, other.client.facts
-    if facts is None or others is None:
-        return False
-    return bool(facts.kv_layout) and facts.kv_layout == others.kv_layout
 
 
 def _of_replica(number: int, error: BaseException) -> BaseException:

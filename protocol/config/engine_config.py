@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from protocol.config.addresses import TCP_ADDRESS
+from protocol.config.addresses import LISTEN_ADDRESS, TCP_ADDRESS
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -310,6 +310,10 @@ class ParallelConfig(Section):
     starts an engine there with these settings, which serves beside those here. Default: none."""
     curve_keys: PathText | None = None
     """Directory with the keys of links between machines: see `troika keys`."""
+    kv_listen: Annotated[str, Meta(pattern=LISTEN_ADDRESS)] | None = None
+    """Address HOST:PORT at which other machines read the KV blocks that are stored here, for
+    requests that move to them, encrypted, with curve_keys. Default: a free port at the host of
+    core_listen or agents_listen, where blocks are stored, as with kv_offload_bytes."""
     routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
     """How a replica is chosen for a request. prefix_aware: the one that has most of the prompt
     cached, unless it has much more to do; least_tokens: the one with the fewest tokens to compute;

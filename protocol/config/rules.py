@@ -156,11 +156,20 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
         "agents_listen needs curve_keys: a tcp address is never used without keys",
     )
     yield (
+        parallel.kv_listen is not None and parallel.curve_keys is None,
+        "kv_listen needs curve_keys: a tcp address is never used without keys",
+    )
+    yield (
+        parallel.kv_listen is not None and not config.cache.keeps_blocks,
+        "kv_listen needs kv_offload_bytes or kv_offload_dir: it serves what is stored there",
+    )
+    yield (
         parallel.data_parallel_size == 0 and not parallel.has_other_machines,
         "data_parallel_size 0 needs agents_listen, replica_file or replica_addresses",
     )
     addresses = list(parallel.replica_addresses)
-    addresses += filter(None, (parallel.core_listen, parallel.agents_listen))
+    listens = (parallel.core_listen, parallel.agents_listen, parallel.kv_listen)
+    addresses += filter(None, listens)
     for address in addresses:
         port = int(address.rpartition(":")[2])
         yield not 0 < port < 2**16, f"the port of {address} must be 1 to 65535"

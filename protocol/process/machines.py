@@ -1,11 +1,14 @@
 """Links between machines, as they are configured: addresses of cores, and keys of clients."""
 
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from protocol.config import EngineConfig
-from protocol.config.addresses import check_tcp_address
+from protocol.config.addresses import LISTEN_ADDRESS, check_tcp_address, is_remote
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
 
 MOST_ADDRESSES = 1024
@@ -20,18 +23,25 @@ def check_links(config: EngineConfig) -> None:
     client_keys(config)
     if parallel.replica_file is not None:
         read_addresses([Path(parallel.replica_file)])
+    if parallel.kv_listen is not None and config.run.replica is None:
+        read_server_keys(Path(parallel.curve_keys))
+        _check_listen("kv_listen", parallel.kv_listen)
     if parallel.core_listen is None:
         return
     read_server_keys(Path(parallel.curve_keys))
     if config.parallel.data_parallel_size > 1:  # each replica checks its own
         return
-    host, _, port = str(tcp_address(config)).removeprefix("tcp://").rpartition(":")
+    _check_listen("core_listen", str(tcp_address(config)).removeprefix("tcp://"))
+
+
+def _check_listen(name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
     try:
         with socket.create_server(("" if host == "*" else host, int(port))):
             pass
     except OSError as error:
         raise ValueError(
-            f"core_listen {host}:{port} cannot be used: {error.strerror or error}"
+            f"{name} {host}:{port} cannot be used: {error.strerror or error}"
         ) from error
 
 
@@ -42,6 +52,49 @@ def tcp_address(config: EngineConfig) -> str | None:
         return None
     host, _, port = listen.rpartition(":")
     return f"tcp://{host}:{int(port) + (config.run.replica or 0)}"
+
+
+def with_kv_listen(config: EngineConfig) -> EngineConfig:
+    """Choose a port for the blocks that are stored here, if other machines may read them.
+
+    ValueError: there is no port at that address.
+    """
+    parallel = config.parallel
+    listen = parallel.core_listen or parallel.agents_listen
+    has_stores = config.cache.keeps_blocks and parallel.data_parallel_size > 0
+    if parallel.kv_listen is not None or not has_stores or listen is None:
+        return config
+    host = listen.rpartition(":")[0]
+    try:
+        with socket.create_server(("" if host == "*" else host, 0)) as free:
+            port = free.getsockname()[1]
+    except OSError as error:
+        raise ValueError(f"{host} cannot be used: {error.strerror or error}") from error
+    kv_listen = f"{host}:{port}"
+    if not re.match(LISTEN_ADDRESS, kv_listen):  # others could not connect to such a name
+        return config
+    parallel = msgspec.structs.replace(parallel, kv_listen=kv_listen)
+    return msgspec.structs.replace(config, parallel=parallel)
+
+
+def blocks_address(config: EngineConfig) -> str:
+    """Return where other machines read the blocks here; the host may be `*`. Empty: nowhere."""
+    listen, has_cores = config.parallel.kv_listen, config.parallel.data_parallel_size > 0
+    has_blocks = has_cores and config.cache.keeps_blocks
+    return f"tcp://{listen}" if has_blocks and listen is not None else ""
+
+
+def blocks_address_seen_at(blocks: str, core: str) -> str:
+    """Return the address of a machine's blocks for other machines; empty: there is none.
+
+    `core`: the address of a core there.
+    """
+    host, _, port = blocks.removeprefix("tcp://").rpartition(":")
+    if host not in ("*", "0.0.0.0"):
+        return blocks
+    if not is_remote(core):
+        return ""
+    return f"{core.rpartition(':')[0]}:{port}"
 
 
 def client_keys(config: EngineConfig) -> ClientKeys | None:

@@ -87,6 +87,12 @@ def blocks_directory(tier: Tier, layout: str, rank: int) -> Path:
     return tier.directory / layout / f"rank-{rank}"
 
 
+def block_path(directory: Path, key: bytes) -> Path:
+    """Return the path of a block; `directory` is that of its rank."""
+    name = key.hex()
+    return directory / name[:2] / name
+
+
 def index_path(tier: Tier, layout: str, rank: int = 0) -> Path:
     """Return the path of the index of these blocks: see `protocol/stores/index.py`."""
     return blocks_directory(tier, layout, rank) / _INDEX

@@ -69,6 +69,7 @@ class HighWaterMark(enum.IntEnum):
 
     CLIENT_LINK = 4096
     WORKER_LINK = 64
+    BLOCK_LINK = 40
     LIFECYCLE_LINK = 1024
 
 

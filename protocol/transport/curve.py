@@ -103,6 +103,17 @@ def read_client_keys(directory: Path) -> ClientKeys:
     return ClientKeys(public, secret, _read((directory / SERVER).with_suffix(_PUBLIC)))
 
 
+def read_engine_keys(directory: Path) -> ClientKeys:
+    """Return the keys with which an engine connects to a block server; errors as above.
+
+    These are the pair of all engines, or where that is not, as beside an API, the client's.
+    """
+    if not (directory / SERVER).with_suffix(_SECRET).exists():
+        return read_client_keys(directory)
+    keys = read_server_keys(directory)
+    return ClientKeys(keys.public, keys.secret, keys.public)
+
+
 def _read(path: Path) -> bytes:
     try:
         key = path.read_bytes().strip()
@@ -116,12 +127,18 @@ def _read(path: Path) -> bytes:
 class Gate:
     """Decides which clients of other machines may connect, by their keys."""
 
-    def __init__(self, context: SocketFactory, directory: Path) -> None:
-        """Answer for all sockets of a context; `directory` has a file for each client."""
+    def __init__(
+        self, context: SocketFactory, directory: Path, engines: bytes | None = None
+    ) -> None:
+        """Answer for all sockets of a context; `directory` has a file for each client.
+
+        `engines`: the public key of engines, which may connect, too.
+        """
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ADDRESS)
         self._directory = directory
+        self._engines = engines
         self._known: dict[bytes, str] = {}
         self._known_until = 0.0
         self._unreadable: set[Path] = set()
@@ -152,7 +169,7 @@ class Gate:
         now = time.monotonic()
         if now >= self._known_until:
             self._known_until = now + _REREAD_S
-            self._known = {}
+            self._known = {} if self._engines is None else {self._engines: SERVER}
             for path in self._directory.glob(f"*{_PUBLIC}"):
                 self._add(path)
         return self._known

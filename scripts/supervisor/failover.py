@@ -14,7 +14,7 @@ STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
 """The role of the standby for each role; it has as many processes."""
 HELPERS = (Role.ZYGOTE, *STANDBY_OF.values())
 """Roles of processes that replace others, in an order of their own."""
-UNNEEDED = (*HELPERS, Role.PLACER)
+UNNEEDED = (*HELPERS, Role.PLACER, Role.BLOCK_SERVER)
 """Roles that serve no requests: the engine is ready without them."""
 STANDBY_DELAY_S = 0.25
 """From Ready to the start of the standby: recovering requests need the processors first."""

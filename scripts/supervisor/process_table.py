@@ -20,6 +20,7 @@ from protocol.lifecycle import Fatal, ProcessState, ProcessStatus, Progress, Pro
 from protocol.message import Message, ProtocolError, encode
 from protocol.process.child_handle import ChildHandle, rss_bytes
 from protocol.process.fork_server import ForkServer
+from protocol.process.machines import blocks_address
 from protocol.process.progress_page import Death, Phase, ProgressPage, ProgressRecord
 from protocol.transport.channel import PeerGone, RouterChannel
 from protocol.transport.runtime import Poller
@@ -38,6 +39,7 @@ MODULES = {
     Role.STANDBY: "worker_proc",
     Role.STANDBY_CORE: "core_proc",
     Role.PLACER: "scripts.placement",
+    Role.BLOCK_SERVER: "scripts.block_server",
     Role.REPLICA: "scripts.supervisor",
 }
 _ARGUMENTS = {
@@ -370,11 +372,13 @@ class ProcessTable:
 def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
     """How many processes of each role an engine has, in the order in which they are started."""
     num_apis = config.api.api_server_count if has_api else 0
+    num_block_servers = int(config.run.replica is None and bool(blocks_address(config)))
     if config.parallel.data_parallel_size != 1:
         numbers = {
             Role.REPLICA: config.parallel.data_parallel_size,
             Role.API: num_apis,
             Role.PLACER: int(config.placement.ray is not None),
+            Role.BLOCK_SERVER: num_block_servers,
         }
         return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)
@@ -386,5 +390,6 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         Role.CORE: 1,
         Role.STANDBY_CORE: int(bool(config.recovery.standby_cores)),
         Role.API: num_apis,
+        Role.BLOCK_SERVER: num_block_servers,
     }
     return {role: number for role, number in numbers.items() if number}

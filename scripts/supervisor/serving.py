@@ -8,7 +8,7 @@ import msgspec
 from api_proc.http.listener import close_listener
 from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig
-from protocol.process.machines import check_links
+from protocol.process.machines import check_links, with_kv_listen
 from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
 from scripts.gguf.locks import hold
@@ -64,6 +64,8 @@ def serve(
     asked, config = config, complete(config)
     divide(config, os.environ)
     check_links(config)
+    if config.run.replica is None:  # replicas of one machine share what the one above has chosen
+        config = with_kv_listen(config)
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
     is_abandoned = False

@@ -15,7 +15,8 @@ No sockets, no clock. The states follow one another and never go back:
 | STOPPING | deadline, all killed before     | ENDED, with status 1                           |
 
 The front is the outermost role that still has to finish: the API needs the core, or the replicas,
-for that. It is drained once each of its groups is. `advance` enters the next stage while the
+for that, and its requests that go on at other machines need the block server. It is drained
+once each of its groups is. `advance` enters the next stage while the
 present one is complete.
 """
 
@@ -30,8 +31,11 @@ from scripts.supervisor.process_state import Group, Groups, Process
 
 STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""
-_STOP_ORDER = (Role.API, Role.PLACER, Role.REPLICA, Role.CORE, Role.WORKER, *HELPERS)
-_DRAIN_ORDER = (Role.API, Role.REPLICA, Role.CORE)
+_STOP_ORDER = (
+    *(Role.API, Role.PLACER, Role.REPLICA, Role.CORE, Role.WORKER, Role.BLOCK_SERVER),
+    *HELPERS,
+)
+_DRAIN_ORDER = (Role.API, Role.REPLICA, Role.CORE, Role.BLOCK_SERVER)
 _MAX_FAILURES = 3
 """Failures in a row after which a front is not started again."""
 

@@ -35,12 +35,20 @@ class FakeStore:
         worker.states.fill(message.state_block_id, content)
         return True
 
-    def read(self, worker: FakeWorker, message: LoadBlocks, most: int) -> int:
-        """Fill at most `most` leading blocks, and spoil the next one; returns their number."""
+    def read(
+        self, worker: FakeWorker, message: LoadBlocks, most: int, other: "FakeStore | None" = None
+    ) -> int:
+        """Fill at most `most` leading blocks, and spoil the next one; returns their number.
+
+        `other`: that of another machine, which is read where the message names one.
+        """
+        reaches = self._blocks
+        if message.source and other is not None:
+            reaches = {**other._blocks, **self._blocks}
         pairs = list(zip(message.block_ids, message.keys, strict=True))
         assert len({block_id for block_id, _ in pairs}) == len(pairs)
         for number, (block_id, key) in enumerate(pairs):
-            content = self._blocks.get(key)
+            content = reaches.get(key)
             if content is None or number == most:
                 self.index.discard(key)
                 worker.spoil(block_id)

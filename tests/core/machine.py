@@ -18,8 +18,10 @@ from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
 from protocol.core_worker import (
     NULL_BLOCK,
+    BlocksFound,
     BlocksLoaded,
     CompileGrammar,
+    FindBlocks,
     GrammarCompiled,
     LoadBlocks,
     SchedulerOutput,
@@ -82,11 +84,20 @@ class Machine:
         self.options = options
         self._store = FakeStore()
         is_kept = has_store and options.enable_prefix_caching
-        offload = Offload([self._store.index], least_tokens=1, most_loads=2) if is_kept else None
+        self._other_machine = FakeStore()
+        """It gets every block, and the store here only some; of models with states, all."""
+        self._num_writes = 0
+        offload = None
+        if is_kept:
+            offload = Offload(
+                [self._store.index], least_tokens=1, most_loads=2, reads_machines=True
+            )
         self.scheduler = Scheduler(options, offload)
         self.grammars = Grammars(self.scheduler)
         self.num_steps = 0
         self.num_loads = 0
+        self.num_remote_loads = 0
+        """Of these, loads of what another machine has."""
         """Remote loads begun."""
         self.num_states_loaded = 0
         self.num_constrained = 0
@@ -95,7 +106,7 @@ class Machine:
         self._compiled: set[Grammar] = set()
         """Those of the present worker."""
         self._worker = make_worker(options, sample)
-        self._pipe: deque[SchedulerOutput | Load | StoreBlocks | LoadBlocks] = deque()
+        self._pipe: deque[SchedulerOutput | Load | StoreBlocks | LoadBlocks | FindBlocks] = deque()
         self._requests: list[Request] = []
         self._expected: list[tuple[list[int], FinishReason]] = []
         self._delivered: list[list[int]] = []
@@ -104,7 +115,7 @@ class Machine:
         """Requests that were ever admitted."""
         self._loading: dict[int, Request] = {}
         """Requests, possibly ended, whose blocks a remote load may still write."""
-        self._arrived: list[Load | LoadBlocks] = []
+        self._arrived: list[Load | LoadBlocks | FindBlocks] = []
         self._owes_copies = False
         """The next step may swap out the contents of free blocks: no load before it."""
         self._cache_reader = CacheReader()
@@ -148,6 +159,7 @@ class Machine:
             tenant=drawn["tenant"],
             cache_salt=drawn["salt"],
             adapter_id=drawn["adapter_id"],
+            blocks_at="tcp://other:1" if req_id % 3 else "",
         )
         if self._add(request, most, drawn["is_blocked"]):
             self._requests.append(request)
@@ -276,6 +288,9 @@ class Machine:
         self._bring_loads()
         if self._arrived:
             load = self._arrived.pop(which % len(self._arrived))
+            if isinstance(load, FindBlocks):
+                self._answer(load, share)
+                return
             if isinstance(load, LoadBlocks):
                 self._end_blocks(load, share)
                 return
@@ -293,18 +308,27 @@ class Machine:
         request = self._loading.pop(load.req_id)
         has_state = share > 0 and self._store.read_state(self._worker, load)
         most = int(share * len(load.keys)) if has_state or not load.state_key else 0
-        num_blocks = self._store.read(self._worker, load, most)
+        num_blocks = self._store.read(self._worker, load, most, self._other_machine)
         self.num_states_loaded += has_state
         answer = BlocksLoaded(load.req_id, num_blocks, has_state=has_state)
         self.scheduler.blocks_loaded(answer)
         assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
+
+    def _answer(self, question: FindBlocks, share: float) -> None:
+        """Answer with what the other machine has, wrongly, or not at all."""
+        index = self._other_machine.index
+        are_there = bytes(share < 1.0 or key in index for key in question.keys)
+        self.scheduler.blocks_found(BlocksFound(question.req_id, are_there if share else b""))
 
     def _bring_loads(self) -> None:
         """Let the worker do what stands before the next step."""
         while self._pipe and not isinstance(load := self._pipe[0], SchedulerOutput):
             self._pipe.popleft()
             if isinstance(load, StoreBlocks):
-                self._store.write(self._worker, load)
+                self._num_writes += 1
+                self._other_machine.write(self._worker, load)
+                if self._num_writes % 3 == 0 or self.options.num_state_blocks:
+                    self._store.write(self._worker, load)
                 continue
             if isinstance(load, Load):
                 token_ids = load.request.token_ids[: load.num_tokens].tolist()
@@ -317,6 +341,7 @@ class Machine:
             if isinstance(transfer, LoadBlocks):
                 self._loading[transfer.req_id] = self.scheduler.requests[transfer.req_id]
                 self.num_loads += 1
+                self.num_remote_loads += bool(transfer.source)
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -437,6 +462,7 @@ class Machine:
             self.scheduler.loads.end(request, 0)  # the loader notices late
             if self.scheduler.offload is not None:
                 self.scheduler.blocks_loaded(BlocksLoaded(req_id, 0))
+                self.scheduler.blocks_found(BlocksFound(req_id, b"\1"))
         self._loading.clear()
         self._arrived.clear()
         self._worker = make_worker(self.options, sample)
@@ -494,6 +520,8 @@ class Machine:
         for load in arrived:
             if isinstance(load, Load):
                 self._end_load(load, load.num_tokens)
+            elif isinstance(load, FindBlocks):
+                self._answer(load, 1.0)
             else:
                 self._end_blocks(load, 1.0)
 

@@ -154,6 +154,8 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"agents_listen": "10.0.0.1:7100"}, "agents_listen needs curve_keys"),
         ({"agents_listen": "7100"}, "--agents-listen"),
         ({"replica_file": "replicas"}, "replica_file needs curve_keys"),
+        ({"kv_listen": "10.0.0.1:7300", "kv_offload_bytes": 1}, "kv_listen needs curve_keys"),
+        ({"kv_listen": "10.0.0.1:7300", "curve_keys": "keys"}, "kv_listen needs kv_offload_bytes"),
         ({"ray": "auto"}, "ray needs agents_listen"),
         ({"replicas": 2}, "replicas and max_replicas need ray"),
         *[

@@ -26,9 +26,11 @@ from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
     BlockCopies,
+    BlocksFound,
     BlocksLoaded,
     CachedRequestData,
     CompileGrammar,
+    FindBlocks,
     GrammarCompiled,
     KVGroup,
     LoadAdapter,
@@ -88,6 +90,8 @@ from protocol.sampling import (
     SamplingParams,
     ThinkingBudget,
 )
+from protocol.stores import block_link
+from protocol.stores.block_link import BlockContent, BlocksHad, HaveBlocks, ReadBlock
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 
 _PARAMS = SamplingParams(
@@ -161,6 +165,7 @@ DIRECTIONS = [
             Control(4, ControlAction.PAUSE, PauseMode.PAUSED_NEW, True),
             Control(5, ControlAction.PAUSE, PauseMode.PAUSED_ALL, restores=True),
             AddRequest(4, [5, 6, 7], SamplingParams(), adapter=_ADAPTER),
+            AddRequest(5, [5, 6, 7], SamplingParams(), blocks_at="tcp://10.0.0.2:7300"),
             Control(6, ControlAction.LOAD_ADAPTER, adapter=_ADAPTER),
             SubscribeKVEvents(3, 2**40),
             UnsubscribeKVEvents(),
@@ -211,6 +216,8 @@ DIRECTIONS = [
             StoreBlocks([3, 4], [bytes(32), bytes(33)], [2], [bytes(33)]),
             LoadBlocks(7, [5], [bytes(range(32))]),
             LoadBlocks(7, [5], [bytes(range(32))], 2, bytes(33)),
+            LoadBlocks(7, [5], [bytes(range(32))], 0, b"", "tcp://10.0.0.2:7300", 400),
+            FindBlocks(7, "tcp://10.0.0.2:7300", [bytes(range(32))]),
             UnloadAdapter(_ADAPTER.adapter_id),
             SchedulerOutput(18, [], CachedRequestData(), {}, 32, [], []),
             SchedulerOutput(
@@ -244,6 +251,7 @@ DIRECTIONS = [
             GrammarCompiled(3, "no such rule"),
             AdapterLoaded(_ADAPTER.adapter_id, "r is 64"),
             BlocksLoaded(7, 1, 250_000, has_state=True),
+            BlocksFound(7, b"\1\0"),
         ],
     ),
     Direction(
@@ -313,5 +321,20 @@ DIRECTIONS = [
         host_agents.decode_to_agent,
         host_agents.ToAgent,
         [Joined(), Settings(b"settings"), Leave("another agent has the name")],
+    ),
+    Direction(
+        "worker to block server",
+        block_link.decode_to_server,
+        block_link.ToBlockServer,
+        [
+            HaveBlocks(1, "0123456789abcdef", 0, [bytes(32), bytes(33)]),
+            ReadBlock(2, "0123456789abcdef", 1, bytes(range(32))),
+        ],
+    ),
+    Direction(
+        "block server to worker",
+        block_link.decode_from_server,
+        block_link.FromBlockServer,
+        [BlocksHad(1, b"\1\0"), BlockContent(2, memoryview(b"content of a file"))],
     ),
 ]

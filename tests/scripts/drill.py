@@ -34,6 +34,7 @@ from scripts.supervisor.policy import SupervisorPolicy
 API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
 ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
 STANDBY_CORE = Slot(Role.STANDBY_CORE)
+BLOCK_SERVER = Slot(Role.BLOCK_SERVER)
 RECOVERY = RecoveryConfig(
     startup_timeout_s=10.0, shutdown_timeout_s=20.0, restart_backoff_max_s=2.0
 )
@@ -52,6 +53,7 @@ class Drill:
         standby_core: bool = False,
         is_api_alone: bool = False,
         num_apis: int = 1,
+        block_server: bool = False,
     ):
         num_ranks = {Role.WORKER: num_workers, Role.CORE: 1}
         if api:
@@ -61,6 +63,8 @@ class Drill:
             num_ranks = {**zygote, Role.STANDBY: num_workers, **num_ranks}
         if standby_core:
             num_ranks[Role.STANDBY_CORE] = 1
+        if block_server:
+            num_ranks[Role.BLOCK_SERVER] = 1
         self.policy = SupervisorPolicy(
             recovery, num_ranks, count(1).__next__, random.Random(0), is_api_alone=is_api_alone
         )

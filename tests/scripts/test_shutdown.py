@@ -19,7 +19,7 @@ from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Start
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.shutdown import STOP_GRACE_S
-from tests.scripts.drill import API, CORE, RECOVERY, WORKER, Drill, ask, starts
+from tests.scripts.drill import API, BLOCK_SERVER, CORE, RECOVERY, WORKER, Drill, ask, starts
 
 
 def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
@@ -54,6 +54,31 @@ def test_without_api_the_core_is_drained() -> None:
     drill = Drill(api=False).all_ready()
     assert drill.signal() == [Send(CORE, Drain())]
     assert drill.receive(CORE, Drained()) == [Send(CORE, Stop())]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_blocks_are_served_until_the_requests_have_gone_on_elsewhere(is_killed: bool) -> None:
+    drill = Drill(api=False, block_server=True).all_ready()
+    assert drill.signal() == [Send(CORE, Drain())]
+    assert drill.receive(CORE, Drained()) == [Send(BLOCK_SERVER, Drain())]
+    if is_killed:
+        assert drill.die(BLOCK_SERVER) == [Send(CORE, Stop())]
+        return
+    assert drill.receive(BLOCK_SERVER, Drained()) == [Send(CORE, Stop())]
+    assert drill.die(CORE, 0) == [Send(WORKER, Stop())]
+    assert drill.die(WORKER, 0) == [Send(BLOCK_SERVER, Stop())]
+    assert drill.die(BLOCK_SERVER, 0) == [Exit(0)]
+
+
+def test_the_engine_serves_without_a_block_server_which_is_replaced() -> None:
+    drill = Drill(api=False, block_server=True)
+    drill.receive(WORKER, Ready())
+    drill.receive(CORE, Ready())
+    assert drill.policy.is_ready
+    drill.receive(BLOCK_SERVER, Ready())
+    drill.wait(10.0)
+    assert starts(drill.die(BLOCK_SERVER)) == [(BLOCK_SERVER, Origin.STARTED)]
+    assert drill.policy.is_ready
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

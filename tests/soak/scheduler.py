@@ -74,6 +74,7 @@ def run_batch(seeds: range, num_events: int) -> Counter[str]:
         counts["preemptions"] += scheduler.num_preemptions
         counts["swaps"] += scheduler.swapper.num_swapped_out
         counts["loads"] += machine.num_loads
+        counts["loads from another machine"] += machine.num_remote_loads
     signal.alarm(0)
     return counts
 

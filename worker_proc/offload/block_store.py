@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.stores.index import BlockIndex
+from protocol.stores.tiers import block_path
 from worker_proc.offload.memory import Parts
 
 _HEADER = struct.Struct("<4sIQ")
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"TKV1"
 _LOCK = "lock"
 _DRAFT = "new-"
@@ -130,8 +132,7 @@ class BlockStore:
         return False
 
     def _path(self, key: bytes) -> Path:
-        name = key.hex()
-        return self._directory / name[:2] / name
+        return block_path(self._directory, key)
 
     def _make_room(self, num_bytes: int, num_tries: int) -> bool:
         """Count a block that is to be written, and remove old ones if there are too many."""
@@ -203,6 +204,23 @@ class BlockStore:
             except (OSError, ValueError):  # just removed, or not a block
                 continue
             yield _File(info.st_mtime_ns, info.st_size, entry.path, key)
+
+
+def unpack(key: bytes, content: memoryview, block: Parts) -> bool:
+    """Fill `block` from the content of a block's file; False: it is not that block, intact.
+
+    After False the content of `block` is undefined.
+    """
+    num_bytes = sum(map(len, block))
+    if len(content) != HEADER_BYTES + num_bytes:
+        return False
+    magic, checksum, stated_bytes = _HEADER.unpack(content[:HEADER_BYTES])
+    start = HEADER_BYTES
+    for part in block:
+        part[:] = content[start : start + len(part)]
+        start += len(part)
+    is_whole: bool = magic == _MAGIC and stated_bytes == num_bytes
+    return is_whole and checksum == _checksum(key, block)
 
 
 def _entries(directory: str | Path) -> list["os.DirEntry[str]"]:

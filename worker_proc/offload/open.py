@@ -2,8 +2,10 @@
 
 import logging
 import os
+from pathlib import Path
 
 from protocol.config import EngineConfig
+from protocol.stores.block_link import MAX_CONTENT_BYTES
 from protocol.stores.tiers import (
     Tier,
     blocks_directory,
@@ -12,9 +14,11 @@ from protocol.stores.tiers import (
     name_engine,
     tiers,
 )
-from worker_proc.offload.block_store import BlockStore
+from protocol.transport.curve import read_engine_keys
+from worker_proc.offload.block_store import HEADER_BYTES, BlockStore
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
+from worker_proc.offload.remote import Peers
 from worker_proc.offload.service import OffloadService
 
 log = logging.getLogger("troika.worker")
@@ -48,7 +52,22 @@ def make_service(
                 _check_room(tier)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    return OffloadService(memory, stores, states, drafts)
+    return OffloadService(memory, stores, states, drafts, _peers(config, layout, rank, memory))
+
+
+def _peers(config: EngineConfig, layout: str, rank: int, memory: BlockMemory) -> Peers | None:
+    """Return what reads blocks of other machines; None: there are no keys for that."""
+    directory = config.parallel.curve_keys
+    if directory is None:
+        return None
+    if HEADER_BYTES + memory.block_bytes > MAX_CONTENT_BYTES:
+        log.warning("KV blocks of %d bytes are not read over tcp", memory.block_bytes)
+        return None
+    try:
+        return Peers(read_engine_keys(Path(directory)), layout, rank)
+    except ValueError as error:
+        log.warning("KV blocks of other machines are not read: %s", error)
+        return None
 
 
 def _check_room(tier: Tier) -> None:

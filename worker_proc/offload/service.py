@@ -4,7 +4,7 @@ A block that is to be written is copied out between two steps, and a thread for 
 it from there. If a store cannot keep up, blocks are left out. A load has a thread of its own, which
 copies each block to the pool once it has been read and checked. If a file system does not answer,
 the load ends after some seconds with what it has: its thread is left behind, and copies nothing any
-more.
+more. Blocks that no store has may come from another machine (`remote.py`).
 """
 
 import contextlib
@@ -14,15 +14,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from protocol.core_worker import BlocksLoaded, LoadBlocks, StoreBlocks
-from worker_proc.offload.block_store import BlockStore
+from protocol.core_worker import BlocksFound, BlocksLoaded, FindBlocks, LoadBlocks, StoreBlocks
+from worker_proc.offload.block_store import BlockStore, unpack
 from worker_proc.offload.drafts import DraftBlocks
+from worker_proc.offload.finder import Finder
 from worker_proc.offload.memory import BlockMemory, Wait
+from worker_proc.offload.priority import lower_priority
+from worker_proc.offload.remote import Peers
 
-_NICENESS = 10
 MAX_READERS = 8
 """Loads at a time; each has a slot of the block memory."""
 LOAD_TIMEOUT_S = 10.0
@@ -43,8 +45,9 @@ class OffloadService:
         stores: Sequence[BlockStore],
         states: BlockMemory | None = None,
         drafts: DraftBlocks | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Write to all stores, and read from the first one that has a block.
+        """Write to all stores, and read from the first one that has a block, or from `peers`.
 
         `states`: state blocks, with as many slots for readers. `drafts`: those of a draft model.
         """
@@ -61,9 +64,13 @@ class OffloadService:
         self._writers = [_Writer(store, memory, most) for store in stores]
         self._loads: list[_Load] = []
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._peers = peers
+        self._finder = None if peers is None else Finder(peers, self._wake)
 
     def begin_adoption(self) -> None:
         """End the loads of another core: they write to no block any more."""
+        if self._finder is not None:
+            self._finder.forget()
         for load in self._loads:
             load.end()
         self._loads.clear()
@@ -105,6 +112,7 @@ class OffloadService:
             self._states,
             self._stores,
             drafts=self._drafts,
+            peers=self._peers,
             slot=slot,
             on_end=self._end_reader,
         )
@@ -112,9 +120,19 @@ class OffloadService:
         load.start()
         return None
 
+    def find(self, message: FindBlocks) -> BlocksFound | None:
+        """Ask another machine for blocks; returns the answer if it cannot be asked."""
+        if self._finder is None:
+            return BlocksFound(message.req_id, b"")
+        self._finder.find(message)
+        return None
+
     def _end_reader(self, slot: int) -> None:
         """A load's thread ends; called by it."""
         self._reader_slots.appendleft(slot)  # its memory is there already
+        self._wake()
+
+    def _wake(self) -> None:
         os.eventfd_write(self.wake_fd, 1)
 
     @property
@@ -122,14 +140,15 @@ class OffloadService:
         """When to call `take_results` at the latest, in seconds of `time.monotonic`."""
         return min((load.deadline for load in self._loads), default=None)
 
-    def take_results(self) -> list[BlocksLoaded]:
-        """Return the answers to the loads that are done, or are over their time."""
+    def take_results(self) -> list[BlocksLoaded | BlocksFound]:
+        """Return other machines' answers, and those to loads that are done or over their time."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
         now = time.monotonic()
         over = [load for load in self._loads if load.is_done or now >= load.deadline]
         self._loads = [load for load in self._loads if load not in over]
-        return [load.end() for load in over]
+        found = [] if self._finder is None else self._finder.take_results()
+        return [*found, *(load.end() for load in over)]
 
 
 @dataclass
@@ -178,7 +197,7 @@ class _Writer:
             self._thread.start()
 
     def _run(self) -> None:
-        _lower_priority()
+        lower_priority()
         while True:
             block = self._waiting.get()
             try:
@@ -205,6 +224,7 @@ class _Load(threading.Thread):
         stores: Sequence[BlockStore],
         *,
         drafts: DraftBlocks | None,
+        peers: Peers | None,
         slot: int,
         on_end: Callable[[int], None],
     ) -> None:
@@ -215,6 +235,7 @@ class _Load(threading.Thread):
         self._states = states
         self._drafts = drafts
         self._stores = stores
+        self._peers = peers
         self._slot = slot
         self._on_end = on_end
         self._began_ns = time.monotonic_ns()
@@ -223,11 +244,12 @@ class _Load(threading.Thread):
         self._is_ended = False
         self._num_blocks = 0
         self._has_state = False
+        self._num_remote_blocks = self._remote_ns = 0
         self.is_done = False
 
     def run(self) -> None:
         try:
-            _lower_priority()
+            lower_priority()
             self._read_all()
         except Exception as error:
             log.warning("KV blocks cannot be read: %s", error)
@@ -235,11 +257,32 @@ class _Load(threading.Thread):
         self._on_end(self._slot)
 
     def _read_all(self) -> None:
+        message, peers = self._message, self._peers
+        is_here = [any(key in store.index for store in self._stores) for key in message.keys]
+        if all(is_here) or not message.source or peers is None:
+            self._read_each(is_here, iter(()))
+            return
+        keys = [key for key, here in zip(message.keys, is_here, strict=True) if not here]
+        began_ns = time.monotonic_ns()
+        with peers.reader(message.source) as reader:
+            self._remote_ns = time.monotonic_ns() - began_ns
+            limit = self._limit()
+            self._read_each(is_here, reader.contents(keys, self._memory.block_bytes, limit))
+
+    def _limit(self) -> float:
+        limit_ms = self._message.limit_ms
+        if not limit_ms:
+            return self.deadline
+        return min(self.deadline, self._began_ns / 1e9 + limit_ms / 1000)
+
+    def _read_each(self, is_here: Sequence[bool], contents: Iterator[memoryview]) -> None:
+        """Fill the blocks, in order; `contents` are those that are not here."""
         message = self._message
         if message.state_key and not self._read_state():
             return
-        for block_id, key in zip(message.block_ids, message.keys, strict=True):
-            if not self._read(key, self._memory):
+        for block_id, key, here in zip(message.block_ids, message.keys, is_here, strict=True):
+            began_ns = time.monotonic_ns()
+            if not (self._read(key, self._memory) if here else self._take(key, contents)):
                 return
             with self._copying:
                 if self._is_ended:
@@ -248,7 +291,20 @@ class _Load(threading.Thread):
                 self._num_blocks += 1
                 if self._drafts is not None:
                     self._drafts.note(block_id, is_filled=False)
+                if not here:
+                    self._num_remote_blocks += 1
+                    self._remote_ns += time.monotonic_ns() - began_ns
             self._read_draft(block_id, key)
+
+    def _take(self, key: bytes, contents: Iterator[memoryview]) -> bool:
+        """Receive a block in the slot; False: the other machine does not have it, or not intact."""
+        content = next(contents, None)
+        if not content:
+            return False
+        if unpack(key, content, self._memory.parts(self._slot)):
+            return True
+        log.warning("a KV block of %s is damaged; it is computed", self._message.source)
+        return False
 
     def _read_state(self) -> bool:
         """Fill the state block; returns whether its state was there."""
@@ -290,9 +346,12 @@ class _Load(threading.Thread):
         if not self.is_done and time.monotonic() >= self.deadline:
             log.warning("KV blocks could not be read within %g s", LOAD_TIMEOUT_S)
         load_ns = time.monotonic_ns() - self._began_ns
-        has_state = self._has_state
-        return BlocksLoaded(self._message.req_id, self._num_blocks, load_ns, has_state)
-
-
-def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        num_remote, remote_ns = self._num_remote_blocks, self._remote_ns
+        return BlocksLoaded(
+            self._message.req_id,
+            self._num_blocks,
+            load_ns,
+            self._has_state,
+            num_remote,
+            remote_ns,
+        )

@@ -1,0 +1,75 @@
+"""What other machines have of the blocks of requests that were there before.
+
+A request that was moved names the block server of the machine that it comes from. Workers ask it,
+once for each request, before the request is admitted. The answer is a hint, as an index is.
+"""
+
+from collections.abc import Sequence
+
+from core_proc.kv.event_recorder import group_key
+from core_proc.request import Request
+from protocol.core_worker import BlocksFound, FindBlocks
+from protocol.stores.block_link import MAX_KEYS
+
+
+class RemoteBlocks:
+    """The questions and answers, by request."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        """`is_on`: whether workers can reach other machines."""
+        self._is_on = is_on
+        self._asked: dict[int, Sequence[bytes]] = {}
+        """Keys of which the answer is missing."""
+        self._found: dict[int, frozenset[bytes]] = {}
+        """Of requests that do not ask again; empty where nothing is to be read."""
+        self._unsent: list[FindBlocks] = []
+
+    def may_ask(self, request: Request) -> bool:
+        """Whether it is not known yet what its machine has."""
+        is_new = request.req_id not in self._found and request.req_id not in self._asked
+        return self._is_on and bool(request.blocks_at) and is_new
+
+    def ask(self, request: Request, num_here: int, num_groups: int) -> None:
+        """Ask for the blocks behind the first `num_here`."""
+        hashes = request.block_hashes[num_here : num_here + MAX_KEYS // num_groups]
+        keys = [group_key(each, group) for each in hashes for group in range(num_groups)]
+        self._asked[request.req_id] = keys
+        self._unsent.append(FindBlocks(request.req_id, request.blocks_at, keys))
+
+    def answered(self, answer: BlocksFound) -> None:
+        """Take in an answer; one that was forgotten is ignored."""
+        keys = self._asked.pop(answer.req_id, None)
+        if keys is None:
+            return
+        are_there = answer.are_there if len(answer.are_there) == len(keys) else bytes(len(keys))
+        found = (key for key, is_there in zip(keys, are_there, strict=True) if is_there)
+        self._found[answer.req_id] = frozenset(found)
+
+    def give_up(self, request: Request) -> None:
+        """Read nothing more from there: it does not pay, or a block did not come."""
+        self._found[request.req_id] = frozenset()
+
+    def has_any(self, request: Request) -> bool:
+        return bool(self._found.get(request.req_id))
+
+    def has(self, request: Request, key: bytes) -> bool:
+        return key in self._found.get(request.req_id, ())
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._asked.pop(request.req_id, None)
+        self._found.pop(request.req_id, None)
+
+    def clear(self) -> None:
+        """Read nothing that was stored so far."""
+        self._found = dict.fromkeys([*self._found, *self._asked], frozenset[bytes]())
+        self._asked.clear()
+
+    def workers_lost(self) -> None:
+        """Ask again what was not answered."""
+        self._asked.clear()
+        self._unsent.clear()
+
+    def take_messages(self) -> list[FindBlocks]:
+        messages, self._unsent = self._unsent, []
+        return messages

@@ -1,0 +1,72 @@
+"""Reads the stores of this machine's workers, and changes nothing in them."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from protocol.config import EngineConfig
+from protocol.stores.block_link import MAX_CONTENT_BYTES
+from protocol.stores.index import BlockIndex
+from protocol.stores.tiers import (
+    Tier,
+    block_path,
+    blocks_directory,
+    check_private,
+    index_path,
+    tiers,
+)
+
+_MOST_INDEXES = 64
+
+log = logging.getLogger("troika.block_server")
+
+
+class _Opened(NamedTuple):
+    """An index, and which file it is: a worker may replace it by one of another size."""
+
+    inode: int
+    table: BlockIndex
+
+
+class StoredBlocks:
+    """The blocks of all layouts and ranks, in all tiers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._tiers = tiers(config)
+        self._opened: dict[tuple[Tier, str, int], _Opened] = {}
+
+    def have(self, layout: str, rank: int, keys: Sequence[bytes]) -> bytes:
+        """Return for each key a byte, which is 1 if the block is probably there."""
+        indexes = [self._index(tier, layout, rank) for tier in self._tiers]
+        known = [index for index in indexes if index is not None]
+        return bytes(any(key in index for index in known) for key in keys)
+
+    def read(self, layout: str, rank: int, key: bytes) -> bytes:
+        """Return the file of a block; empty: no tier has it."""
+        for tier in self._tiers:
+            path = block_path(blocks_directory(tier, layout, rank), key)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            with os.fdopen(fd, "rb", buffering=0) as file:
+                num_bytes = os.fstat(fd).st_size
+                if num_bytes <= MAX_CONTENT_BYTES:
+                    return file.read(num_bytes)
+        return b""
+
+    def _index(self, tier: Tier, layout: str, rank: int) -> BlockIndex | None:
+        path, name = index_path(tier, layout, rank), (tier, layout, rank)
+        try:
+            check_private(tier.private_directory(layout))
+            inode = os.stat(path).st_ino
+            opened = self._opened.get(name)
+            if opened is None or opened.inode != inode:
+                if len(self._opened) >= _MOST_INDEXES:
+                    self._opened.clear()
+                opened = self._opened[name] = _Opened(inode, BlockIndex(path))
+        except (OSError, ValueError) as error:  # no worker here has this layout
+            log.debug("no blocks in %s: %s", path, error)
+            return None
+        return opened.table

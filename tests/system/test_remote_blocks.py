@@ -1,0 +1,255 @@
+"""A request that moves to another machine has its blocks read from there, or computes them.
+
+Each engine here stands for a machine: it has a run directory and stores of its own.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from protocol.client import AsyncEngineClient, ReplicatedClient
+from protocol.client import replicated_client as module
+from protocol.client.request_stream import RequestStream
+from protocol.config import RoutingPolicy
+from protocol.lifecycle import Role
+from protocol.sampling import SamplingParams
+from protocol.stores.tiers import memory_directory
+from protocol.transport.curve import make_keys, read_client_keys
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.null_load import null_tokens
+from tests.system.test_machines import Proxy, free_port
+from tests.system.test_offload import (
+    MEMORY,
+    NUM_PROMPTS,
+    PARAMS,
+    PROMPT_LEN,
+    PROMPTS,
+    Tokens,
+    damage,
+    files_in,
+    start,
+    tokens_left,
+    wait_for_files,
+)
+from tests.system.test_replicas import until_serving
+
+NUM_THERE = NUM_PROMPTS // 2
+"""Of the requests, those at the machine that is lost."""
+
+
+class Machine:
+    """An engine that other machines reach, and that stores its blocks."""
+
+    def __init__(self, start_engine: EngineFactory, keys: Path, *null_flags: str) -> None:
+        """Start it with the demo model, or with `null_flags` and the null model."""
+        self.port = free_port()
+        self.kv_port = free_port()
+        listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
+        flags = (*MEMORY, *listen, "--kv-listen", f"127.0.0.1:{self.kv_port}")
+        if null_flags:
+            self.engine: Engine = start_engine("--no-api", *null_flags, *flags)
+        else:
+            self.engine = start(start_engine, *flags)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def files(self) -> Path:
+        return memory_directory(self.engine.run_dir)
+
+    def lose_engine(self) -> None:
+        """Kill core and workers for good: their supervisor is stopped, the block server lives."""
+        rows = self.engine.ready().processes
+        server = self.engine.pid(Role.BLOCK_SERVER)
+        self.engine.process.send_signal(signal.SIGSTOP)
+        for row in rows:
+            if row.pid not in (None, server, self.engine.process.pid):
+                os.kill(row.pid, signal.SIGKILL)
+        assert is_alive(server)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", ["api"])
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def machines(start_engine: EngineFactory, keys: Path) -> tuple[Machine, Machine]:
+    """The one that is lost, and the other one."""
+    lost, kept = Machine(start_engine, keys), Machine(start_engine, keys)
+    for machine in (lost, kept):
+        machine.engine.ready()
+    return lost, kept
+
+
+def num_remote(client: AsyncEngineClient) -> int:
+    return 0 if client.status is None else client.status.stats.kv_remote_tokens_loaded
+
+
+class Streams:
+    """Requests at two machines in turn; each has computed its own ones before."""
+
+    def __init__(self, client: ReplicatedClient) -> None:
+        self.client = client
+        self.alone: Tokens = []
+        self.first: Tokens = []
+        self._streams: list[RequestStream] = []
+
+    @property
+    def kept(self) -> AsyncEngineClient:
+        return self.client.clients[1]
+
+    async def begin(self, lost: Machine) -> None:
+        await until_serving(self.client, LOAD_TIMEOUT_S)
+        requests = list(zip(PROMPTS, PARAMS, strict=True))
+        self.alone = [await tokens_left(self.client.submit(*one)) for one in requests]
+        await asyncio.to_thread(wait_for_files, lost.files, NUM_THERE * (PROMPT_LEN // 16))
+        self._streams = [self.client.submit(*one) for one in requests]
+        self.first = [(await anext(stream)).token_ids for stream in self._streams]
+        assert self.client.clients[0].num_open_requests == NUM_THERE
+
+    async def end(self) -> None:
+        """Read to the ends, and compare all tokens."""
+        pairs = zip(self.first, self._streams, strict=True)
+        found = [begun + await tokens_left(stream) for begun, stream in pairs]
+        assert found == self.alone
+        assert self.client.num_moved == NUM_THERE
+
+    def num_read(self) -> int:
+        return num_remote(self.kept)
+
+    async def read_at_least(self, num_tokens: int) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.num_read() < num_tokens:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def begun(lost: Machine, kept: Machine, keys: Path) -> AsyncIterator[Streams]:
+    addresses = [lost.address, kept.address]
+    policy = RoutingPolicy.ROUND_ROBIN
+    async with ReplicatedClient(addresses, policy=policy, keys=read_client_keys(keys)) as client:
+        streams = Streams(client)
+        await streams.begin(lost)
+        yield streams
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_request_that_moves_to_another_machine_brings_its_blocks(
+    is_killed: bool, machines: tuple[Machine, Machine], keys: Path
+) -> None:
+    lost, kept = machines
+
+    async def play() -> None:
+        async with begun(lost, kept, keys) as streams:
+            if is_killed:
+                lost.lose_engine()
+            else:  # it ends in order: other machines read for a while
+                lost.engine.process.terminate()
+            await streams.end()
+            await streams.read_at_least(NUM_THERE * PROMPT_LEN)
+        if not is_killed:
+            assert await asyncio.to_thread(lost.engine.process.wait, TIMEOUT_S) == 0
+            assert not lost.files.exists()
+
+    asyncio.run(play())
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("spoil", [damage, remove])
+def test_blocks_that_are_damaged_or_missing_there_are_computed(
+    spoil: Callable[[Path], None], machines: tuple[Machine, Machine], keys: Path
+) -> None:
+    lost, kept = machines
+
+    async def play() -> None:
+        async with begun(lost, kept, keys) as streams:
+            for file in files_in(lost.files):
+                spoil(file)
+            lost.lose_engine()
+            await streams.end()
+            assert streams.num_read() == 0
+            assert kept.engine.row(Role.WORKER).num_restarts == 0
+
+    asyncio.run(play())
+
+
+def test_a_machine_that_hangs_delays_its_requests_and_no_stream(
+    machines: tuple[Machine, Machine], keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, kept = machines
+
+    async def play() -> None:
+        proxy = Proxy(lost.kv_port)
+        async with proxy.listening() as address, begun(lost, kept, keys) as streams:
+            proxy.cut()
+            monkeypatch.setattr(module, "blocks_for", lambda *_: address)
+            lost.lose_engine()
+            await streams.end()
+            assert streams.num_read() == 0
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+def test_kill_9_of_the_reader_amid_a_load_continues_exactly(
+    role: Role, machines: tuple[Machine, Machine], keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, kept = machines
+
+    async def play() -> None:
+        block_bytes = files_in(lost.files)[0].stat().st_size if files_in(lost.files) else 2**16
+        proxy = Proxy(lost.kv_port, most_bytes=8 * block_bytes)
+        async with proxy.listening() as address, begun(lost, kept, keys) as streams:
+            monkeypatch.setattr(module, "blocks_for", lambda *_: address)
+            lost.lose_engine()
+            async with asyncio.timeout(TIMEOUT_S):
+                while not proxy.is_cut:
+                    await asyncio.sleep(0.005)
+            os.kill(kept.engine.pid(role), signal.SIGKILL)
+            proxy.mend()
+            await streams.end()
+
+    asyncio.run(play())
+
+
+def test_prompts_are_computed_on_one_machine_and_go_on_at_the_other(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    slow = ("--null-step-ms", "5", "--null-token-ms", "0.3")  # reading pays
+    machines = [Machine(start_engine, keys, *slow) for _ in range(2)]
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+
+    async def play() -> None:
+        addresses = [machine.address for machine in machines]
+        made = read_client_keys(keys)
+        async with ReplicatedClient(addresses, prefill_replicas=1, keys=made) as client:
+            await until_serving(client)
+            streams = [client.submit(prompt, params) for prompt in PROMPTS]
+            for prompt, stream in zip(PROMPTS, streams, strict=True):
+                assert await tokens_left(stream) == null_tokens(prompt, params.max_tokens)
+            assert client.num_handed_over == NUM_PROMPTS
+            async with asyncio.timeout(TIMEOUT_S):
+                while num_remote(client.clients[1]) < NUM_PROMPTS * PROMPT_LEN // 2:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(play())
+
+
+def test_the_block_server_of_a_machine_comes_back(machines: tuple[Machine, Machine]) -> None:
+    lost, _ = machines
+    before = lost.engine.pid(Role.BLOCK_SERVER)
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: lost.engine.pid(Role.BLOCK_SERVER) != before, "a successor")
+    assert lost.engine.row(Role.CORE).num_restarts == 0

@@ -1,0 +1,221 @@
+"""Blocks of other machines: connections to their block servers, with a deadline for every wait.
+
+A server that does not answer is left alone for some seconds, so that of many requests which come
+from a machine that is gone only the first ones wait for it. Connections are kept for the next load.
+"""
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import zmq
+
+from protocol.message import NO_EPOCH, ProtocolError, encode
+from protocol.stores.block_link import (
+    MAX_WINDOW,
+    WINDOW_BYTES,
+    BlockContent,
+    BlocksHad,
+    FromBlockServer,
+    HaveBlocks,
+    ReadBlock,
+    decode_from_server,
+)
+from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
+from protocol.transport.curve import ClientKeys
+
+ANSWER_TIMEOUT_S = 2.0
+"""The longest wait for a connection, and for each answer."""
+PAUSE_S = 5.0
+"""For which a server is not asked after it has not answered."""
+_MOST_IDLE = 16
+_MOST_PAUSED = 256
+
+log = logging.getLogger("troika.worker")
+
+
+class BlockReader:
+    """A connection to the block server of another machine; one thread uses it at a time."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        keys: ClientKeys,
+        layout: str,
+        rank: int,
+    ) -> None:
+        """Connect; an OSError: there is no such server, or it refuses the keys."""
+        self.address = address
+        self._layout = layout
+        self._rank = rank
+        self._numbers = itertools.count()
+        self._expected: deque[int] = deque()
+        """Numbers of the requests that were not answered, in their order."""
+        self._is_connected = False
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        # ZMQ would try again and again where nothing listens.
+        socket.create_connection((host, int(port)), ANSWER_TIMEOUT_S).close()
+        self._channel = DealerChannel(context, address, HighWaterMark.BLOCK_LINK, keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._channel.socket, zmq.POLLIN)
+        self._poller.register(self._channel.monitor, zmq.POLLIN)
+        try:
+            while not self._is_connected:
+                self._wait(deadline)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is connected, and every request was answered."""
+        with contextlib.suppress(ConnectionError):
+            self._follow_link()
+            return self._is_connected and not self._expected
+        return False
+
+    def find(self, keys: Sequence[bytes]) -> bytes:
+        """Return for each key a byte, which is 1 if the block is probably there."""
+        self._send(HaveBlocks(next(self._numbers), self._layout, self._rank, list(keys)))
+        answer = self._receive(time.monotonic() + ANSWER_TIMEOUT_S)
+        if not isinstance(answer, BlocksHad) or len(answer.are_there) != len(keys):
+            raise ConnectionError(f"{self.address} has answered something else")
+        return answer.are_there
+
+    def contents(
+        self, keys: Sequence[bytes], block_bytes: int, limit: float
+    ) -> Iterator[memoryview]:
+        """Yield the contents of the blocks, in order, each valid until the next; empty: not there.
+
+        Some are asked for ahead. TimeoutError: the time is past `limit`.
+        """
+        window = max(1, min(MAX_WINDOW, WINDOW_BYTES // max(block_bytes, 1)))
+        ahead = iter(keys)
+        for key in itertools.islice(ahead, window):
+            self._ask_for(key)
+        for _ in keys:
+            answer = self._receive(min(limit, time.monotonic() + ANSWER_TIMEOUT_S))
+            if not isinstance(answer, BlockContent):
+                raise ConnectionError(f"{self.address} has answered something else")
+            for key in itertools.islice(ahead, 1):
+                self._ask_for(key)
+            yield answer.content
+
+    def _ask_for(self, key: bytes) -> None:
+        self._send(ReadBlock(next(self._numbers), self._layout, self._rank, key))
+
+    def _send(self, request: HaveBlocks | ReadBlock) -> None:
+        if not self._channel.send(NO_EPOCH, encode(request)):
+            raise ConnectionError(f"{self.address} takes no requests")
+        self._expected.append(request.number)
+
+    def _receive(self, deadline: float) -> FromBlockServer:
+        """Return the answer to the oldest request."""
+        while True:
+            self._follow_link()
+            for received in self._channel.drain(1):
+                try:
+                    answer = decode_from_server(received.body)
+                except ProtocolError as error:
+                    raise ConnectionError(f"{self.address}: {error}") from error
+                if answer.number != self._expected.popleft():
+                    raise ConnectionError(f"{self.address} has left out an answer")
+                return answer
+            if self._channel.take_loss():
+                raise ConnectionError(f"a message of {self.address} was lost")
+            self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        left_ms = int((deadline - time.monotonic()) * 1000)
+        if left_ms <= 0 or not self._poller.poll(left_ms):
+            raise TimeoutError(f"{self.address} does not answer in time")
+        self._follow_link()
+
+    def _follow_link(self) -> None:
+        for event in self._channel.link_events():
+            if self._is_connected:  # what is unanswered stays so
+                self._is_connected = False
+                raise ConnectionError(f"{self.address} has disconnected")
+            self._is_connected = event is LinkEvent.CONNECTED
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Peers:
+    """The block servers of other machines, as they are named by messages of the core."""
+
+    def __init__(self, keys: ClientKeys, layout: str, rank: int) -> None:
+        """`layout` and `rank` are those of the blocks that this worker can use."""
+        self._keys = keys
+        self._layout = layout
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._idle: deque[BlockReader] = deque()
+        self._paused_until: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def reader(self, address: str) -> Iterator[BlockReader]:
+        """Lend a connection to a thread; an OSError: the server does not answer.
+
+        The first thread decides on the priority of those that encrypt.
+        """
+        if time.monotonic() < self._paused_until.get(address, 0.0):
+            raise ConnectionError(f"{address} has not answered before")
+        reader = None
+        try:
+            reader = self._take_idle(address) or self._connect(address)
+            yield reader
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._pause(address)
+            if reader is not None:
+                reader.close()
+            raise
+        if not reader.is_at_rest:  # it has asked for more than was needed
+            reader.close()
+            return
+        with self._lock:
+            self._idle.append(reader)
+            surplus = self._idle.popleft() if len(self._idle) > _MOST_IDLE else None
+        if surplus is not None:
+            surplus.close()
+
+    def _connect(self, address: str) -> BlockReader:
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+            context = self._context
+        return BlockReader(context, address, self._keys, self._layout, self._rank)
+
+    def _take_idle(self, address: str) -> BlockReader | None:
+        while True:
+            with self._lock:
+                reader = next((one for one in self._idle if one.address == address), None)
+                if reader is not None:
+                    self._idle.remove(reader)
+            if reader is None or reader.is_at_rest:
+                return reader
+            reader.close()
+
+    def _pause(self, address: str) -> None:
+        with self._lock:
+            if len(self._paused_until) >= _MOST_PAUSED:
+                self._paused_until.clear()
+            self._paused_until[address] = time.monotonic() + PAUSE_S
+
+    def close(self) -> None:
+        """Disconnect; no thread has a connection any more."""
+        with self._lock:
+            while self._idle:
+                self._idle.popleft().close()
+            if self._context is not None:
+                self._context.destroy(linger=0)
