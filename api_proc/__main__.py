@@ -18,7 +18,6 @@ from api_proc.commands import Commands
 from api_proc.http.acceptor import max_connections, raise_fd_limit
 from api_proc.http.access_log import AccessLogger
 from api_proc.http.api_keys import read_keys
-from api_proc.http.file_watch import watch_files
 from api_proc.http.listener import open_listener, url_of
 from api_proc.http.server import HttpServer
 from api_proc.http.tls import make_context, tls_files
@@ -37,6 +36,7 @@ from protocol.lifecycle import Role
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess, log_label
 from protocol.process.failpoints import failpoint
+from protocol.process.file_watch import watch_files
 from protocol.process.machines import address_files, client_keys, read_addresses
 from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter

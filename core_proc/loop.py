@@ -57,9 +57,9 @@ class CoreLoop:
         )
         self._links = [RouterChannel(child.context, *end) for end in ends]
         clients_link, workers_link = self._links
-        self._gate = listen(child.config, child.context, clients_link)
-        if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
+        self._authenticator = listen(child.config, child.context, clients_link)
+        if self._authenticator is not None:
+            poller.register(self._authenticator.socket, zmq.POLLIN)
         monitor = PidfdMonitor(poller, processes)
         self._clients = Clients(clients_link, monitor, engine, child.epoch, clock.monotonic)
         parallel = child.config.parallel
@@ -116,8 +116,8 @@ class CoreLoop:
         ready = dict(self._poller.poll(timeout_ms))
         self._reporter.turn()
         started = self._engine.now = self._clock.monotonic()
-        if self._gate is not None:
-            self._gate.answer()
+        if self._authenticator is not None:
+            self._authenticator.answer()
         self._reclaim(ready)
         self._drain()
         failpoint("core.after_drain")

@@ -6,13 +6,15 @@ from pathlib import Path
 from protocol.config import EngineConfig
 from protocol.process.machines import tcp_address
 from protocol.transport.channel import RouterChannel
-from protocol.transport.curve import Gate, read_server_keys
+from protocol.transport.curve import ClientAuthenticator, read_server_keys
 from protocol.transport.runtime import SocketFactory
 
 log = logging.getLogger("troika.core")
 
 
-def listen(config: EngineConfig, context: SocketFactory, link: RouterChannel) -> Gate | None:
+def listen(
+    config: EngineConfig, context: SocketFactory, link: RouterChannel
+) -> ClientAuthenticator | None:
     """Bind the client link to its tcp address; returns what decides who may connect.
 
     None: the engine has clients on its own machine only. ValueError: the keys cannot be read.
@@ -21,7 +23,7 @@ def listen(config: EngineConfig, context: SocketFactory, link: RouterChannel) ->
     if address is None or directory is None:
         return None
     keys = read_server_keys(Path(directory))
-    gate = Gate(context, keys.directory)
+    authenticator = ClientAuthenticator(context, keys.directory)
     link.listen(address, keys)
     log.info("clients of other machines connect to %s", address)
-    return gate
+    return authenticator

@@ -249,7 +249,7 @@ class RouterChannel(_Channel):
     def listen(self, address: str, keys: ServerKeys) -> None:
         """Also bind to a tcp address, where every connection is encrypted and has a known key.
 
-        There has to be a `Gate`. What was bound before stays as it was.
+        There has to be a `ClientAuthenticator`. What was bound before stays as it was.
         """
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

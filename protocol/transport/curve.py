@@ -124,7 +124,7 @@ def _read(path: Path) -> bytes:
     return key
 
 
-class Gate:
+class ClientAuthenticator:
     """Decides which clients of other machines may connect, by their keys."""
 
     def __init__(

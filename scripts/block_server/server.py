@@ -22,7 +22,7 @@ from protocol.stores.block_link import (
     decode_to_server,
 )
 from protocol.transport.channel import HighWaterMark, PeerGone, Received, RouterChannel
-from protocol.transport.curve import Gate, read_server_keys
+from protocol.transport.curve import ClientAuthenticator, read_server_keys
 from scripts.block_server.stored_blocks import StoredBlocks
 
 _DRAIN_LIMIT = 8
@@ -47,7 +47,7 @@ class BlockServer:
         self._now = now
         self._stored = StoredBlocks(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = Gate(self._context, keys.directory, keys.public)
+        self._authenticator = ClientAuthenticator(self._context, keys.directory, keys.public)
         self._link = RouterChannel(
             self._context, f"ipc://{run_dir}/blocks.sock", HighWaterMark.BLOCK_LINK
         )
@@ -62,11 +62,11 @@ class BlockServer:
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Sockets to poll for `turn`."""
-        return [self._gate.socket, self._link.socket]
+        return [self._authenticator.socket, self._link.socket]
 
     def turn(self) -> None:
         """Answer what has arrived, a bounded number of requests."""
-        self._gate.answer()
+        self._authenticator.answer()
         for received in self._link.drain(_DRAIN_LIMIT):
             self._asked_at = self._now()
             try:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from api_proc.http.file_watch import watch_files
 from protocol.client import ReplicatedClient
 from protocol.config import ConfigError, EngineConfig
 from protocol.lifecycle import Drain, Health, Role, StatusReply, Stop
 from protocol.process.child_runtime import ChildProcess
+from protocol.process.file_watch import watch_files
 from protocol.process.machines import address_files, client_keys, read_addresses
 from scripts.placement.scaling import Demand, Scaler
 
@@ -82,7 +82,7 @@ async def _serve(child: ChildProcess, cluster: "Cluster") -> None:
 
     child.attach_asyncio(loop, on_message)
     beat()
-    for name in ("troika.client", "troika.api"):  # the API reports these
+    for name in ("troika.client", "troika.files"):  # the API reports these
         logging.getLogger(name).setLevel(logging.WARNING)
     files = address_files(config, child.run_dir)
     async with ReplicatedClient([], may_change=True, keys=client_keys(config)) as client:

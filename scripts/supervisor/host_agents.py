@@ -33,7 +33,7 @@ from protocol.process.host_agents import (
 )
 from protocol.process.machines import members_file
 from protocol.transport.channel import HighWaterMark, PeerGone, Received, RouterChannel
-from protocol.transport.curve import Gate, read_server_keys
+from protocol.transport.curve import ClientAuthenticator, read_server_keys
 
 _DRAIN_LIMIT = 1024
 _LONGEST_TURN_S = 1.0
@@ -111,7 +111,7 @@ class HostAgents:
         self._turned_at: float | None = None
         self._complain_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = Gate(self._context, keys.directory)
+        self._authenticator = ClientAuthenticator(self._context, keys.directory)
         self._link = RouterChannel(
             self._context, f"ipc://{run_dir}/agents.sock", HighWaterMark.LIFECYCLE_LINK
         )
@@ -126,11 +126,11 @@ class HostAgents:
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Sockets to poll for `turn`."""
-        return [self._gate.socket, self._link.socket]
+        return [self._authenticator.socket, self._link.socket]
 
     def turn(self, now: float) -> list[str]:
         """Handle what has arrived, and end leases; returns lines for the console."""
-        self._gate.answer()
+        self._authenticator.answer()
         notes: list[str] = []
         passed_s = 0.0 if self._turned_at is None else min(now - self._turned_at, _LONGEST_TURN_S)
         self._turned_at = now

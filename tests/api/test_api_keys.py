@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from api_proc.http.api_keys import MAX_KEYS, ApiKeys, read_keys
-from api_proc.http.file_watch import watch_files
 from protocol.config.settings import configure
+from protocol.process.file_watch import watch_files
 from tests.api.fake_engine import FakeClient, LiveServer, wait_until
 
 POLL_S = 0.05

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api_proc.http.file_watch import watch_files
 from api_proc.http.tls import make_context, tls_files
 from protocol.config.settings import configure
+from protocol.process.file_watch import watch_files
 from tests.api.fake_engine import FakeClient, LiveServer, wait_until
 from tests.certificates import make_certificate
 

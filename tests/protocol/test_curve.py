@@ -15,8 +15,8 @@ from protocol.transport import curve
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent, RouterChannel
 from protocol.transport.curve import (
     CLIENTS,
+    ClientAuthenticator,
     ClientKeys,
-    Gate,
     make_keys,
     read_client_keys,
     read_server_keys,
@@ -40,14 +40,14 @@ class Server:
         self.path = f"ipc://{directory}/core.sock"
         self.address = f"tcp://127.0.0.1:{free_port()}"
         keys = read_server_keys(directory)
-        self.gate = Gate(self.context, keys.directory)
+        self.authenticator = ClientAuthenticator(self.context, keys.directory)
         self.link = RouterChannel(self.context, self.path, HWM)
         self.link.listen(self.address, keys)
         self.received: list[bytes] = []
 
     def turn(self) -> None:
         """Answer what has arrived, as the core's loop does."""
-        self.gate.answer()
+        self.authenticator.answer()
         for received in self.link.drain(100):
             self.received.append(received.body)
             self.link.send(received.peer, 5, b"re: " + received.body)
@@ -116,7 +116,7 @@ def test_clients_come_by_tcp_with_a_key_and_by_the_path_without(
         ask(server, client, b"hello")
     with connected(server.path, None) as client:
         ask(server, client, b"hello")
-    assert server.gate.num_refused == 0
+    assert server.authenticator.num_refused == 0
 
 
 def test_a_client_without_a_known_key_gets_nothing(server: Server, directory: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_client_without_a_known_key_gets_nothing(server: Server, directory: Pa
     stranger = ClientKeys(*zmq.curve_keypair(), server=known.server)
     with connected(server.address, stranger) as client:
         client.channel.send(NO_EPOCH, b"hello")
-        until(server, client, lambda: server.gate.num_refused)
+        until(server, client, lambda: server.authenticator.num_refused)
         assert not client.received
     with pytest.raises(ValueError, match="needs CURVE keys"):
         DealerChannel(zmq.Context.instance(), server.address, HWM)
@@ -148,7 +148,7 @@ def test_a_key_that_is_added_is_known_soon_and_one_that_is_removed_no_more(
         ask(server, client, b"hello")
     (directory / CLIENTS / "new.key").unlink()
     with connected(server.address, ClientKeys(public, secret, known.server)) as client:
-        until(server, client, lambda: server.gate.num_refused)
+        until(server, client, lambda: server.authenticator.num_refused)
 
 
 def test_a_key_file_that_cannot_be_read_is_named_once(

@@ -12,7 +12,7 @@ _MOST_UNSTABLE_POLLS = 5
 T = TypeVar("T")
 Signature = list[tuple[int, int, int] | None]
 
-log = logging.getLogger("troika.api")
+log = logging.getLogger("troika.files")
 
 
 async def watch_files(
