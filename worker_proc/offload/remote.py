@@ -170,12 +170,16 @@ class Peers:
         """
         if time.monotonic() < self._paused_until.get(address, 0.0):
             raise ConnectionError(f"{address} has not answered before")
-        reader = None
+        reader = self._take_idle(address)
+        was_idle = reader is not None
         try:
-            reader = self._take_idle(address) or self._connect(address)
+            if reader is None:
+                reader = self._connect(address)
             yield reader
         except BaseException as error:
-            if isinstance(error, OSError):
+            # A kept connection may break because the server was started anew.
+            is_gone = isinstance(error, TimeoutError) or not was_idle
+            if isinstance(error, OSError) and is_gone:
                 self._pause(address)
             if reader is not None:
                 reader.close()
