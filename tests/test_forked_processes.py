@@ -83,5 +83,3 @@ def test_each_test_has_one_result_and_a_process_that_dies_fails_its_test(tmp_pat
 def test_the_session_stops_where_it_is_asked_to(tmp_path: Path) -> None:
     output = run_tests(tmp_path, "--processes", "3", "-x")
     assert re.search(r"stopping after \d failures", output)  # others may fail meanwhile
-    assert "passed" in output
-    assert all(path.name.endswith("closed") for path in (tmp_path / "log").iterdir())
