@@ -96,7 +96,7 @@ class Request:
     """Of all that the adapter contains, of which the id has 53 bits."""
     tenant: str = ""
     blocks_at: str = ""
-    """Where another machine's blocks are read, from which it comes; empty: from none."""
+    """Block server of the machine that it was moved from; empty: it was not moved."""
     owner: object = None
     """What the engine attaches to it; opaque to the scheduler."""
 

@@ -135,8 +135,8 @@ class AddRequest(Message):
     """Of the facts of the engine that computes it, for the client's ledger and journal; the core
     does not read it. Empty: not known."""
     blocks_at: BlocksAddress = ""
-    """Where the KV blocks of the machine are read from which the request comes; empty: it comes
-    from none, or from this one."""
+    """Block server of the machine that the request was moved from; empty: it was not moved, or
+    only to another replica of this machine."""
 
     @property
     def prompt(self) -> list[int] | bytes:

@@ -353,8 +353,8 @@ class LoadBlocks(Message):
     source: BlocksAddress = ""
     """Where blocks are read that no store of this machine has; empty: nowhere."""
     limit_ms: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """For that, from the arrival of the message on; 0: none but the worker's own. Computing would
-    take as long."""
+    """Most milliseconds from the arrival of the message for reading from `source`: computing would
+    take as long. 0: only the worker's own limits."""
 
 
 class FindBlocks(Message):

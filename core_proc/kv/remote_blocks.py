@@ -1,4 +1,4 @@
-"""What other machines have of the blocks of requests that were there before.
+"""Which KV blocks of moved requests the machines have that these were moved from.
 
 A request that was moved names the block server of the machine that it comes from. Workers ask it,
 once for each request, before the request is admitted. The answer is a hint, as an index is.

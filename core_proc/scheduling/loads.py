@@ -94,8 +94,8 @@ class Loads:
             return Outcome.COMPUTE
         if self._num_looked_up >= _LOOKED_UP_AT_ONCE:
             return Outcome.LATER
-        has_states = self._kv.states is not None  # no other machine sends them
-        if not has_states and offload.remote.may_ask(request) and self._ask(request, offload):
+        has_state = self._kv.states is not None  # no other machine sends it
+        if not has_state and offload.remote.may_ask(request) and self._ask(request, offload):
             return Outcome.WAIT
         stored = self._find_stored(request, offload)
         if stored is None:
@@ -109,7 +109,6 @@ class Loads:
         if not self.hold(request, stored.hits, num_tokens, headroom):
             return Outcome.COMPUTE
         request.may_load = False
-        has_state = self._kv.states is not None
         num_hit, num_cached = len(stored.hits[0]), stored.num_cached
         size = self._kv.block_size
         offload.begin(request, num_hit, size, num_cached=num_cached, has_state=has_state)

@@ -19,7 +19,7 @@ class Homes:
 
     def __init__(self) -> None:
         self._points: list[tuple[int, int]] = []
-        """And whose they are, in their order."""
+        """Sorted, each with the number of its replica."""
 
     def add(self, number: int, address: str) -> None:
         """Enter a replica."""

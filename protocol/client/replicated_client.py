@@ -151,7 +151,7 @@ class ReplicatedClient:
         self._num_inexact_before = 0
         """Of replicas that have left."""
         self._pause: tuple[ControlAction, PauseMode] | None = None
-        """The last one that was requested, unless it was to end since."""
+        """The last pause that was requested; None once its end was requested."""
 
     @property
     def clients(self) -> list[AsyncEngineClient]:

@@ -16,6 +16,7 @@ from tests.system.test_offload import (
     PARAMS,
     PROMPT_LEN,
     PROMPTS,
+    Tokens,
     connected,
     damage,
     files_in,
@@ -72,6 +73,17 @@ def wait_for_states(client: EngineClient, directory: Path) -> None:
     eventually(are_there, "blocks are written")
 
 
+def check_kill(engine: Engine, client: EngineClient, role: Role, expected: Tokens) -> None:
+    """Kill a process under load: the streams go on exactly, and states are read."""
+    before = stats_of(client).states_loaded if role is Role.WORKER else 0
+    streams = [client.submit(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
+    for stream in streams:
+        assert next(stream).finish_reason is None
+    engine.kill(role)
+    assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
+    eventually(lambda: stats_of(client).states_loaded > before, "states are read")
+
+
 @pytest.mark.parametrize(
     ("architecture", "flags"),
     [
@@ -96,13 +108,7 @@ def test_after_kill_9_states_are_read_and_streams_go_on(
         wait_for_states(client, directory)
         wait_for_states(client, disk)
         for role in (Role.WORKER, Role.CORE):
-            before = stats_of(client).states_loaded if role is Role.WORKER else 0
-            streams = [client.submit(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            engine.kill(role)
-            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
-            eventually(lambda b=before: stats_of(client).states_loaded > b, "states are read")
+            check_kill(engine, client, role, alone)
             assert stats_of(client).kv_tokens_loaded >= SPACING
     stop(engine)
     engine = start(start_engine, architecture, tmp_path / "model", *stores, *flags)
@@ -136,10 +142,4 @@ def test_the_null_model_begins_from_the_states_of_its_own_tokens(
         assert tokens_of(client) == expected
         wait_for_states(client, memory_directory(engine.run_dir))
         for role in (Role.WORKER, Role.CORE):
-            before = stats_of(client).states_loaded if role is Role.WORKER else 0
-            streams = [client.submit(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            engine.kill(role)
-            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
-            eventually(lambda b=before: stats_of(client).states_loaded > b, "states are read")
+            check_kill(engine, client, role, expected)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from protocol.core_worker import BlocksFound, FindBlocks
 from worker_proc.offload.priority import lower_priority
-from worker_proc.offload.remote import Peers
+from worker_proc.offload.remote import PeerPaused, Peers
 
 _MOST_THREADS = 4
 
@@ -57,6 +57,8 @@ class Finder:
         try:
             with self._peers.reader(message.source) as reader:
                 return reader.find(message.keys)
+        except PeerPaused:  # its silence was reported
+            return b""
         except Exception as error:
             log.warning("KV blocks of another machine are computed: %s", error)
             return b""

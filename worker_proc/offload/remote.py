@@ -39,6 +39,10 @@ _MOST_PAUSED = 256
 log = logging.getLogger("troika.worker")
 
 
+class PeerPaused(ConnectionError):
+    """A server has not answered a moment ago, and is left alone for now."""
+
+
 class BlockReader:
     """A connection to the block server of another machine; one thread uses it at a time."""
 
@@ -169,7 +173,7 @@ class Peers:
         The first thread decides on the priority of those that encrypt.
         """
         if time.monotonic() < self._paused_until.get(address, 0.0):
-            raise ConnectionError(f"{address} has not answered before")
+            raise PeerPaused(f"{address} has not answered before")
         reader = self._take_idle(address)
         was_idle = reader is not None
         try:
