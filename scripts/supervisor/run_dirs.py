@@ -23,7 +23,9 @@ _TEMPORARY = "temporary"
 _LOCK_TIMEOUT_S = 0.2
 _LOCK_POLL_S = 0.01
 _EPOCHS_BEGIN_AT = 1_735_689_600
-"""The first second of 2025: so that seconds since then are less than 2^31 until 2093."""
+"""The first second of 2025 on the system clock."""
+_EPOCHS_PER_S = 4
+"""Epochs by the clock stay below 2^31, the bound of a link's epoch, until 2042."""
 
 log = logging.getLogger("troika.supervisor")
 
@@ -137,13 +139,17 @@ class RunDir:
             raise ValueError(f"{self._file(_EPOCH_FILE)} must hold a number") from error
 
 
-def epoch_of_now() -> int:
-    """Return a number greater than the epochs of engines before, also where they are forgotten.
+def wait_for_epoch_by_clock() -> int:
+    """Return an epoch greater than those of engines before, also where they are forgotten.
 
     Clients of other machines outlive a run directory, and find at one address the engines of
-    several. If two of their cores had one epoch, they would be taken for the same core.
+    several. If two of their cores had one epoch, they would be taken for the same core. The call
+    returns when the time of its epoch begins, within 1 / _EPOCHS_PER_S seconds: so no two calls of
+    one machine return the same epoch, however short the life of an engine.
     """
-    return max(0, int(time.time()) - _EPOCHS_BEGIN_AT)
+    epoch = int((time.time() - _EPOCHS_BEGIN_AT) * _EPOCHS_PER_S) + 1
+    time.sleep(max(0.0, _EPOCHS_BEGIN_AT + epoch / _EPOCHS_PER_S - time.time()))
+    return max(0, epoch)
 
 
 def live_run_dirs() -> list[str]:

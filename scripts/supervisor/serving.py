@@ -19,7 +19,7 @@ from scripts.supervisor.gpus import divide
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.reports import Reports
-from scripts.supervisor.run_dirs import RunDir, epoch_of_now
+from scripts.supervisor.run_dirs import RunDir, wait_for_epoch_by_clock
 from scripts.supervisor.startup import complete, open_listener
 from scripts.supervisor.system import System
 
@@ -75,7 +75,7 @@ def serve(
         remove_all(run_dir.path)
         run_dir.raise_epoch(epoch)
         if config.parallel.core_listen is not None:
-            run_dir.raise_epoch(epoch_of_now())
+            run_dir.raise_epoch(wait_for_epoch_by_clock())
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
         if config.parallel.agents_listen is not None and config.run.replica is None:

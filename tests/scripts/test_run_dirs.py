@@ -13,7 +13,12 @@ import pytest
 
 from protocol.transport.channel import lifecycle_address
 from scripts.supervisor import run_dirs
-from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, live_run_dirs
+from scripts.supervisor.run_dirs import (
+    RunDir,
+    RunDirBusyError,
+    live_run_dirs,
+    wait_for_epoch_by_clock,
+)
 from tests.system.conftest import ROOT
 
 
@@ -161,3 +166,10 @@ def test_full_disk_stops_no_engine_that_runs(base: Path, monkeypatch: pytest.Mon
     assert held.next_epoch() == 4
     assert (base / "held" / "epoch").read_text() == "4\n"
     held.close(is_abandoned=False)
+
+
+def test_epochs_by_the_clock_increase_even_at_once() -> None:
+    """An engine that ends at once has another epoch than its successor."""
+    epochs = [wait_for_epoch_by_clock() for _ in range(3)]
+    assert epochs == sorted(set(epochs))
+    assert 0 < epochs[-1] < 2**31
