@@ -7,9 +7,8 @@
 It has an `AsyncEngineClient` for each replica, whose ledger holds the requests that are there. A
 request that was accepted stays at its replica while that serves, also through restarts of its core
 and workers. If the core is gone for `failover_s`, or without workers for much longer, its open
-requests go on at other replicas, from what the ledger has: outputs continue at the
-next token. A core that returns has none of them, because a new connection has no requests; one that
-was only without workers gets an abort.
+requests go on at other replicas (`moving`). A core that returns has none of them, because a new
+connection has no requests; one that was only without workers gets an abort.
 
 A request that has begun goes on only where the fingerprint is that of the engine that began it, or
 else, with `allow_inexact_resume`, anywhere. Where there is no such replica, it waits.
@@ -23,7 +22,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar, Unpack, cast
 
 import msgspec
@@ -36,7 +35,6 @@ from protocol.api_core import (
     PauseMode,
     RequestError,
     Status,
-    validate_request,
 )
 from protocol.client.async_client import (
     ADAPTER_TIMEOUT_S,
@@ -46,19 +44,18 @@ from protocol.client.async_client import (
     STALL_TIMEOUT_S,
     AsyncEngineClient,
 )
-from protocol.client.block_sources import blocks_for, reaches_blocks
 from protocol.client.cache_follower import follow
 from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.ledger import Entry, RequestOptions, Room, RoutedOptions
+from protocol.client.ledger import RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
+from protocol.client.moving import RequestMover
 from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PackedPrompt, PromptIds, prompt_length
-from protocol.client.prefill import Begun, Prefill
-from protocol.client.prefix_index import piece_names, piece_tokens
+from protocol.client.placement import Placement
+from protocol.client.prefill import Prefill
 from protocol.client.replica import TICK_S, Replica
 from protocol.client.replica_set import NO_CORE, ReplicaSet
 from protocol.client.request_stream import RequestStream, vector_of
-from protocol.client.routing import Candidate, Router
 from protocol.config import RoutingPolicy
 from protocol.config.addresses import check_tcp_address, is_remote
 from protocol.core_worker import ModelFacts
@@ -132,22 +129,26 @@ class ReplicatedClient:
         self._replicas = self._set.replicas
         self._only = self._replicas[0].client if is_only else None
         self._failover_s = failover_s
-        self._allow_inexact_resume = allow_inexact_resume
-        self._clock = clock
-        self._follows = follow_kv_events and self._only is None
+        self._follows = (
+            follow_kv_events and self._only is None and policy is RoutingPolicy.PREFIX_AWARE
+        )
         self._followers: dict[int, asyncio.Task[None]] = {}
         """Of the caches of replicas, by number."""
         self._timer: asyncio.TimerHandle | None = None
-        self._router = Router(policy, self._replicas, rng or random.Random())
+        prefill = Prefill(prefill_replicas)
+        self._placement = Placement(
+            self._set, prefill, policy, rng or random.Random(), follows_events=self._follows
+        )
         for replica in self._replicas:
-            self._router.homes.add(replica.number, replica.address)
-        self._prefill = Prefill(prefill_replicas)
-        self._piece_tokens = 0
-        """Of a prompt's piece; 0: no replica's block size is known yet."""
-        self.num_moved = 0
-        """Requests that went on at another replica."""
-        self.num_handed_over = 0
-        """Requests that went on where they are decoded, after a prefill replica."""
+            self._placement.join(replica)
+        self._mover = RequestMover(
+            self._replicas,
+            self._placement,
+            prefill,
+            clock,
+            failover_s=failover_s,
+            allow_inexact=allow_inexact_resume,
+        )
         self._num_inexact_before = 0
         """Of replicas that have left."""
         self._pause: tuple[ControlAction, PauseMode] | None = None
@@ -169,6 +170,16 @@ class ReplicatedClient:
     def num_open_requests(self) -> int:
         """Requests that were accepted and have not ended."""
         return self._room.num_open
+
+    @property
+    def num_moved(self) -> int:
+        """Requests that went on at another replica."""
+        return self._mover.num_moved
+
+    @property
+    def num_handed_over(self) -> int:
+        """Requests that went on where they are decoded, after a prefill replica."""
+        return self._mover.num_handed_over
 
     @property
     def num_inexact(self) -> int:
@@ -214,8 +225,8 @@ class ReplicatedClient:
 
     def _connect(self, replica: Replica) -> None:
         replica.client.connect()
-        if self._follows and self._router.policy is RoutingPolicy.PREFIX_AWARE:
-            work = follow(replica, self._router.index)
+        if self._follows:
+            work = follow(replica, self._placement.index)
             self._followers[replica.number] = self._loop.create_task(work)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
@@ -233,7 +244,7 @@ class ReplicatedClient:
         pause = self._pause if any(each.client.pauses for each in self._replicas) else None
         self._close_retired()  # their numbers are free
         for replica in self._set.join(new):
-            self._router.homes.add(replica.number, replica.address)
+            self._placement.join(replica)
             if pause is not None:
                 replica.client.begin_paused(*pause)
             if replica.address != NO_CORE:
@@ -244,8 +255,7 @@ class ReplicatedClient:
         for replica in self._set.close_retired():
             if (follower := self._followers.pop(replica.number, None)) is not None:
                 follower.cancel()
-            self._router.index.forget(replica.number)
-            self._router.homes.remove(replica.number)
+            self._placement.leave(replica)
             self._num_inexact_before += replica.client.num_inexact
             if replica.address != NO_CORE:
                 log.info("replica %d has left: %s", replica.number, replica.address)
@@ -303,12 +313,15 @@ class ReplicatedClient:
         accepted = cast(RequestOptions, options)
         if self._only is not None:
             return self._only.submit_to(receiver, prompt_token_ids, params, **accepted)
-        names = self._names(prompt_token_ids, options.get("cache_salt", ""), options.get("adapter"))
+        salt, adapter = options.get("cache_salt", ""), options.get("adapter")
+        names = self._placement.names(prompt_token_ids, salt, adapter)
         reads_cache = params.prompt_logprobs is None and params.pooling is None
         num_tokens = prompt_length(prompt_token_ids) if reads_cache else 0
-        replica, num_cached = self._choose(names, affinity=affinity, num_prompt_tokens=num_tokens)
+        replica, num_cached = self._placement.choose(
+            names, affinity=affinity, num_prompt_tokens=num_tokens
+        )
         add = replica.client.submit_to(receiver, prompt_token_ids, params, **accepted)
-        self._enter(replica, add.request_id, names, num_cached, affinity)
+        self._placement.enter(replica, add.request_id, names, num_cached, affinity)
         return add
 
     async def embed(
@@ -329,94 +342,21 @@ class ReplicatedClient:
             return self._only.adopt(add, receiver)
         packed = add.packed_prompt
         prompt = PackedPrompt(packed, 0) if packed else add.prompt_token_ids
-        names = self._names(prompt, add.cache_salt, add.adapter)
+        names = self._placement.names(prompt, add.cache_salt, add.adapter)
         num_outputs = len(add.output_token_ids)
-        fingerprint = add.fingerprint if num_outputs else ""
-        replica, num_cached = self._choose(names, fingerprint, add.num_prompt_tokens + num_outputs)
+        replica, num_cached = self._placement.choose(
+            names,
+            fingerprint=add.fingerprint if num_outputs else "",
+            num_tokens=add.num_prompt_tokens + num_outputs,
+        )
         number = replica.client.adopt(add, receiver)
-        self._enter(replica, number, names, num_cached)
+        self._placement.enter(replica, number, names, num_cached)
         return number
 
     def cancel(self, request_id: int) -> None:
         """Abort a request, if it is open."""
         for client in self.clients:
             client.cancel(request_id)
-
-    def _names(self, prompt: PromptIds, cache_salt: str, adapter: Adapter | None) -> list[bytes]:
-        if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
-            return []
-        if not self._piece_tokens and (facts := self.facts) is not None:
-            self._piece_tokens = piece_tokens(facts.block_size)
-        if not self._piece_tokens:
-            return []
-        return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
-
-    def _choose(
-        self,
-        names: Sequence[bytes],
-        fingerprint: str = "",
-        num_tokens: int = 0,
-        affinity: str = "",
-        num_prompt_tokens: int = 0,
-    ) -> tuple[Replica, int]:
-        """Return the replica for a request, and how many tokens of its prompt it has cached.
-
-        `num_prompt_tokens`: of a prompt that another replica may compute. The replica serves, has
-        the fingerprint, and holds a context of `num_tokens` tokens, if any does.
-        """
-
-        def is_equal(number: int) -> bool:
-            client = self._replicas[number].client
-            return client.fingerprint == fingerprint and _holds(client, num_tokens)
-
-        def decodes(number: int) -> bool:
-            return not self._prefill.computes_prompts(number)
-
-        size = self._piece_tokens
-        if fingerprint:
-            chosen = self._router.choose(names, size, is_equal)
-        else:
-            may = decodes if self._prefill.is_on else None
-            chosen = self._chosen(names, affinity, may)
-            num_cached = 0 if chosen is None else chosen.num_cached_tokens
-            if self._prefill.wants(num_prompt_tokens - num_cached):
-                computes = self._prefill.computes_prompts
-                chosen = self._router.choose(names, size, computes, "prefill") or chosen
-            if chosen is None and self._prefill.is_on:
-                chosen = self._router.choose(names, size)
-        if chosen is not None:
-            return self._replicas[chosen.number], chosen.num_cached_tokens
-        substitute = self._set.substitute()
-        if substitute is not None and (not fingerprint or is_equal(substitute.number)):
-            return substitute, 0
-        # The request waits for the one that was lost last.
-        present = [each for each in self._replicas if not each.is_closed]
-        return min(present, key=lambda one: (one.is_retired, one.serves, one.lateness)), 0
-
-    def _chosen(
-        self, names: Sequence[bytes], affinity: str, may: Callable[[int], bool] | None
-    ) -> Candidate | None:
-        """Return the replica of a value of affinity, or that of the policy."""
-        if affinity:
-            return self._router.home(affinity, names, self._piece_tokens, may)
-        return self._router.choose(names, self._piece_tokens, may)
-
-    def _enter(
-        self,
-        replica: Replica,
-        request_id: int,
-        names: Sequence[bytes],
-        num_cached: int,
-        affinity: str = "",
-    ) -> None:
-        self._prefill.enter(request_id, replica, names, affinity)
-        facts = replica.client.facts
-        if names and facts is not None:
-            replica.client.expect_cached(request_id, num_cached)
-            # Events name all blocks, of which a piece has several.
-            block_tokens = self._piece_tokens if not self._follows else facts.block_size
-            most = facts.num_gpu_blocks * facts.block_size // block_tokens
-            self._router.index.add(replica.number, names, most)
 
     # Failover -----------------------------------------------------------------------------------
 
@@ -428,95 +368,8 @@ class ReplicatedClient:
             has_lost = replica.has_lost_cache(self._failover_s)
             # The events of a core that is there begin with what it has cached.
             if has_lost and not (self._follows and replica.client.connected):
-                self._router.index.forget(replica.number)
-        if not any(replica.serves for replica in self._replicas):
-            return
-        self._hand_over_some()
-        for replica in self._replicas:
-            if not replica.leaving and not replica.is_resting:
-                replica.leaving.extend(replica.ids_to_move(self._failover_s))
-                if replica.leaving:
-                    self._move_some(replica, self.num_moved)
-
-    def _hand_over_some(self) -> None:
-        """Let requests that have their first token be decoded elsewhere, for a slice of time."""
-        deadline = self._clock.monotonic() + _SLICE_S
-        self._prefill.tick()
-        for request in self._prefill.due():
-            self._hand_over(request)
-            if self._clock.monotonic() >= deadline:
-                return
-
-    def _hand_over(self, request: Begun) -> None:
-        """Let a request be decoded where its blocks can be read, if there is such a replica."""
-        request_id, replica, names, affinity, _ = request
-        entry, facts = replica.client.entry(request_id), replica.client.facts
-        if entry is None or facts is None:
-            return
-
-        def takes(number: int) -> bool:
-            other = self._replicas[number]
-            return (
-                not self._prefill.computes_prompts(number)
-                and reaches_blocks(other, replica)
-                and _continues(other, entry, facts.max_model_len)
-            )
-
-        chosen = self._chosen(names, affinity, takes)
-        if chosen is not None:
-            target = self._replicas[chosen.number]
-            blocks_at = blocks_for(target, replica)
-            if replica.client.move(request_id, target.client, blocks_at=blocks_at):
-                self.num_handed_over += 1
-                self._enter(target, request_id, names, chosen.num_cached_tokens)
-
-    def _others(self, replica: Replica) -> Iterator[Replica]:
-        """Yield the other replicas that serve."""
-        return (each for each in self._replicas if each is not replica and each.serves)
-
-    def _move_some(self, lost: Replica, num_before: int) -> None:
-        """Move requests for a slice of time, oldest first; `num_before` were moved before them."""
-        deadline = self._clock.monotonic() + _SLICE_S
-        while lost.leaving and self._clock.monotonic() < deadline:
-            self._move(lost.leaving.popleft(), lost)
-        if lost.leaving:
-            self._loop.call_soon(self._move_some, lost, num_before)
-        elif self.num_moved > num_before:
-            num_moved = self.num_moved - num_before
-            log.warning("replica %d: %d requests go on at others", lost.number, num_moved)
-        else:
-            lost.rest()
-
-    def _move(self, request_id: int, lost: Replica) -> None:
-        """Let a request go on at the replica with least to do, if there is one for it."""
-        entry = lost.client.entry(request_id)
-        if entry is None:
-            return
-        candidates = list(self._others(lost))
-        facts = lost.client.facts
-        longest = 0 if facts is None else facts.max_model_len
-        fitting = [each for each in candidates if _continues(each, entry, longest)]
-        decoding = [each for each in fitting if not self._prefill.computes_prompts(each.number)]
-        target = self._least(decoding or fitting)
-        is_exact = target is not None
-        # A core that drains still computes its requests, exactly.
-        computes = lost.is_draining and lost.client.connected
-        may_be_inexact = self._allow_inexact_resume and not computes
-        if target is None and may_be_inexact and entry.has_begun:
-            candidates += [lost] if lost.serves else []
-            holding = (each for each in candidates if _holds(each.client, entry.num_tokens))
-            target = self._least(holding)
-        if target is lost:
-            lost.client.release(request_id)
-        elif target is not None:
-            blocks_at = blocks_for(target, lost)
-            self.num_moved += lost.client.move(
-                request_id, target.client, is_exact=is_exact, blocks_at=blocks_at
-            )
-
-    @staticmethod
-    def _least(replicas: Iterable[Replica]) -> Replica | None:
-        return min(replicas, key=lambda replica: replica.load().num_tokens, default=None)
+                self._placement.index.forget(replica.number)
+        self._mover.tick()
 
     # Controls -----------------------------------------------------------------------------------
 
@@ -545,7 +398,7 @@ class ReplicatedClient:
         async def reset(client: AsyncEngineClient) -> bool:
             is_done = await client.reset_prefix_cache(reset_running_requests, timeout_s=timeout_s)
             if is_done:
-                self._router.index.forget(self.clients.index(client))
+                self._placement.index.forget(self.clients.index(client))
             return is_done
 
         return await self._all(reset)
@@ -583,27 +436,6 @@ class ReplicatedClient:
             elif not replica.is_closed:
                 raise _of_replica(replica.number, result) from result
         return answers
-
-
-def _holds(client: AsyncEngineClient, num_tokens: int) -> bool:
-    """Whether a context of this length fits, and one token more."""
-    return client.facts is not None and num_tokens < client.facts.max_model_len
-
-
-def _continues(replica: Replica, entry: Entry, longest: int) -> bool:
-    """Whether a request goes on here exactly, or can begin here.
-
-    `longest` is the longest context at the replica where it is. If that is another one, it must not
-    end the request here or there.
-    """
-    client = replica.client
-    if client.facts is None:
-        return False
-    if not entry.has_begun and entry.add.fingerprint != client.fingerprint:
-        return validate_request(entry.add, client.facts) is None
-    here = client.facts.max_model_len
-    is_same_end = here == longest or entry.most_tokens <= min(here, longest or here)
-    return is_same_end and entry.add.fingerprint in ("", client.fingerprint)
 
 
 def _of_replica(number: int, error: BaseException) -> BaseException:

@@ -94,7 +94,7 @@ def answer(core: FakeCore, *, ok: bool, error: str = "") -> None:
 async def known_index(client: ReplicatedClient) -> PrefixIndex:
     """Return the index once the client has seen the cores' epochs."""
     await until(lambda: all(each._cache_epoch for each in client._replicas))
-    return client._router.index
+    return client._placement.index
 
 
 def test_replica_that_refuses_to_reset_keeps_its_prefixes_and_the_other_does_not(
@@ -377,7 +377,7 @@ def test_events_of_the_cores_are_followed(cores: Cores) -> None:
     long, short = [bytes([number]) * 32 for number in (1, 2)]
 
     async def act(client: ReplicatedClient) -> None:
-        index = client._router.index
+        index = client._placement.index
 
         async def until_held_by(name: bytes, *holders: int) -> None:
             await until(lambda: sorted(index.holders(name_of(name))) == list(holders))
@@ -415,7 +415,7 @@ def test_request_goes_where_the_events_of_another_client_show_its_prefix(cores: 
         [asked] = cores[1].subscriptions
         assert isinstance(asked, SubscribeKVEvents)
         cores[1].send(KVEventBatch(asked.subscription, None, [AllBlocksCleared(), stored(*hashes)]))
-        await until(lambda: len(client._router.index) == 4)
+        await until(lambda: len(client._placement.index) == 4)
         client.submit([*prompt, 7], PARAMS)
         await until(lambda: cores[1].num_added == 1)
         assert not cores[0].adds
@@ -437,7 +437,7 @@ def test_single_replica_takes_all_and_has_no_router(core: FakeCore) -> None:
     async def act(client: ReplicatedClient) -> None:
         client.submit([1] * 200, PARAMS, affinity="a")
         await until(lambda: core.num_added == 1)
-        assert len(client._router.index) == 0
+        assert len(client._placement.index) == 0
         assert client._timer is None
 
     play([core], act)

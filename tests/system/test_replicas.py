@@ -216,7 +216,7 @@ def test_prompt_of_another_client_is_found_by_the_events_of_the_caches() -> None
             before = [await replica_of(first, prompt) for prompt in prompts]
             assert {cached for _, cached in before} == {0}
             async with asyncio.timeout(TIMEOUT_S):
-                while len(second._router.index) < len(prompts) * 320 // 16:
+                while len(second._placement.index) < len(prompts) * 320 // 16:
                     await asyncio.sleep(0.01)
             after = [await replica_of(second, prompt) for prompt in prompts]
             assert after == [(replica, 320) for replica, _ in before]

@@ -1,0 +1,168 @@
+"""The replica of a request: the one that the policy prefers, of those that can compute it.
+
+It joins what is known about replicas: which serve and which retire (`replica_set`), what they have
+cached and what they have to do (`routing`), and which compute prompts for others (`prefill`).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+from protocol.adapters import Adapter
+from protocol.api_core import validate_request
+from protocol.client.ledger import Entry
+from protocol.client.packed_prompt import PromptIds
+from protocol.client.prefill import Prefill
+from protocol.client.prefix_index import PrefixIndex, piece_names, piece_tokens
+from protocol.client.replica import Replica
+from protocol.client.replica_set import ReplicaSet
+from protocol.client.routing import Candidate, Router
+from protocol.config import RoutingPolicy
+from protocol.core_worker import ModelFacts
+
+
+class Placement:
+    """Chooses replicas, and notes which prefixes they will have cached."""
+
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        prefill: Prefill,
+        policy: RoutingPolicy,
+        rng: random.Random,
+        *,
+        follows_events: bool,
+    ) -> None:
+        """`follows_events`: the index also gets the KV events of the cores."""
+        self._set = replicas
+        self._replicas = replicas.replicas
+        self._prefill = prefill
+        self._router = Router(policy, self._replicas, rng)
+        self._follows_events = follows_events
+        self._piece_tokens = 0
+        """Of a prompt's piece; 0: no replica's block size is known yet."""
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What the replicas have cached, as far as it is known here."""
+        return self._router.index
+
+    def join(self, replica: Replica) -> None:
+        """Let a replica be the home of sessions."""
+        self._router.homes.add(replica.number, replica.address)
+
+    def leave(self, replica: Replica) -> None:
+        """Forget a replica that is closed."""
+        self.index.forget(replica.number)
+        self._router.homes.remove(replica.number)
+
+    def names(self, prompt: PromptIds, cache_salt: str, adapter: Adapter | None) -> list[bytes]:
+        """Return the names of a prompt's pieces, by which replicas with its prefix are found."""
+        if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
+            return []
+        if not self._piece_tokens:
+            clients = (replica.client for replica in self._replicas)
+            facts = next((client.facts for client in clients if client.facts is not None), None)
+            if facts is None:
+                return []
+            self._piece_tokens = piece_tokens(facts.block_size)
+        return piece_names(prompt, self._piece_tokens, cache_salt, adapter)
+
+    def choose(
+        self,
+        names: Sequence[bytes],
+        *,
+        fingerprint: str = "",
+        num_tokens: int = 0,
+        affinity: str = "",
+        num_prompt_tokens: int = 0,
+    ) -> tuple[Replica, int]:
+        """Return the replica for a request, and how many tokens of its prompt it has cached.
+
+        The replica serves, has the fingerprint, and holds a context of `num_tokens` tokens, if any
+        does. Otherwise it is one for which the request waits.
+
+        Args:
+            names: of the pieces of the prompt.
+            fingerprint: of the engine that has begun the request; empty: none has.
+            num_tokens: of the context so far.
+            affinity: see `Router.home`; empty: the request has none.
+            num_prompt_tokens: of a prompt that another replica may compute.
+        """
+
+        def continues(number: int) -> bool:
+            client = self._replicas[number].client
+            return client.fingerprint == fingerprint and holds(client.facts, num_tokens)
+
+        if fingerprint:
+            chosen = self._router.choose(names, self._piece_tokens, continues)
+        else:
+            chosen = self._for_new(names, affinity, num_prompt_tokens)
+        if chosen is not None:
+            return self._replicas[chosen.number], chosen.num_cached_tokens
+        substitute = self._set.substitute()
+        if substitute is not None and (not fingerprint or continues(substitute.number)):
+            return substitute, 0
+        # The request waits for the one that was lost last.
+        present = [each for each in self._replicas if not each.is_closed]
+        return min(present, key=lambda one: (one.is_retired, one.serves, one.lateness)), 0
+
+    def preferred(
+        self, names: Sequence[bytes], affinity: str, may: Callable[[int], bool] | None
+    ) -> Candidate | None:
+        """Return the home of a value of affinity, or else the replica that the policy prefers."""
+        if affinity:
+            return self._router.home(affinity, names, self._piece_tokens, may)
+        return self._router.choose(names, self._piece_tokens, may)
+
+    def enter(
+        self,
+        replica: Replica,
+        request_id: int,
+        names: Sequence[bytes],
+        num_cached: int,
+        affinity: str = "",
+    ) -> None:
+        """Note that a request is at a replica, which caches its prompt."""
+        self._prefill.enter(request_id, replica, names, affinity)
+        facts = replica.client.facts
+        if names and facts is not None:
+            replica.client.expect_cached(request_id, num_cached)
+            # Events name all blocks, of which a piece has several.
+            block_tokens = facts.block_size if self._follows_events else self._piece_tokens
+            most = facts.num_gpu_blocks * facts.block_size // block_tokens
+            self.index.add(replica.number, names, most)
+
+    def _for_new(
+        self, names: Sequence[bytes], affinity: str, num_prompt_tokens: int
+    ) -> Candidate | None:
+        """Return a replica that decodes, or one that computes the prompt for it if it is long."""
+        if not self._prefill.is_on:
+            return self.preferred(names, affinity, None)
+        computes_prompts = self._prefill.computes_prompts
+        chosen = self.preferred(names, affinity, lambda number: not computes_prompts(number))
+        num_cached = 0 if chosen is None else chosen.num_cached_tokens
+        if self._prefill.wants(num_prompt_tokens - num_cached):
+            computing = self._router.choose(names, self._piece_tokens, computes_prompts, "prefill")
+            chosen = computing or chosen
+        return chosen or self._router.choose(names, self._piece_tokens)
+
+
+def holds(facts: ModelFacts | None, num_tokens: int) -> bool:
+    """Whether a context of this length fits, and one token more."""
+    return facts is not None and num_tokens < facts.max_model_len
+
+
+def continues(replica: Replica, entry: Entry, longest: int) -> bool:
+    """Whether a request goes on at a replica exactly, or can begin there.
+
+    `longest` is the longest context at the replica where it is. If that is another one, it must not
+    end the request here or there.
+    """
+    client = replica.client
+    if client.facts is None:
+        return False
+    if not entry.has_begun and entry.add.fingerprint != client.fingerprint:
+        return validate_request(entry.add, client.facts) is None
+    here = client.facts.max_model_len
+    is_same_end = here == longest or entry.most_tokens <= min(here, longest or here)
+    return is_same_end and entry.add.fingerprint in ("", client.fingerprint)
