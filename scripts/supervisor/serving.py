@@ -1,13 +1,15 @@
 """One life of an engine: its run directory, its model, its processes, and what is left behind."""
 
 import os
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from api_proc.http.listener import close_listener
 from api_proc.peers.directory import remove_all
-from protocol.config import ConfigError, EngineConfig
+from protocol.config import ConfigError, EngineConfig, ModelConfig
 from protocol.process.machines import check_links, with_kv_listen
 from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
@@ -64,31 +66,35 @@ def serve(
     asked, config = config, complete(config)
     divide(config, os.environ)
     check_links(config)
-    if config.run.replica is None:  # replicas of one machine share what the one above has chosen
+    is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
+    if is_whole:
         config = with_kv_listen(config)
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
     is_abandoned = False
-    listener = agents = None
-    held: list[int] = []
-    try:
-        remove_all(run_dir.path)
-        run_dir.raise_epoch(epoch)
-        if config.parallel.core_listen is not None:
-            run_dir.raise_epoch(wait_for_epoch_by_clock())
-        run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
-        config = msgspec.structs.replace(config, run=run)
-        if config.parallel.agents_listen is not None and config.run.replica is None:
-            agents = HostAgents(asked, run_dir.path)
+    with ExitStack() as left_behind:
+        held = left_behind.enter_context(_HeldFiles())
+        left_behind.callback(lambda: run_dir.close(is_abandoned=is_abandoned))
+        left_behind.callback(remove_all, run_dir.path)
+        config = _in_run_dir(config, run_dir, epoch)
+        agents = listener = None
+        if is_whole and config.parallel.agents_listen is not None:
+            agents = left_behind.enter_context(closing(HostAgents(asked, run_dir.path)))
         if hub_names(config.model) or gguf_files(config.model):
             if has_api:  # a wrong address is reported before hours of waiting
                 close_listener(open_listener(config.api))
-            fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
-            config = fetch.run(signal_fd, parent_fd)
-            used = (config.model.model, config.model.speculative_model)
-            held += hold(Path(name) for name in used if name is not None)
-        held += _hold_memory(config)
-        listener = open_listener(config.api) if has_api else None
+            try:
+                fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
+                config = fetch.run(signal_fd, parent_fd)
+            except Interrupted as interrupted:
+                is_abandoned = interrupted.is_orphaned
+                return 0, None
+            held.add_model(config.model)
+        if is_whole and config.cache.kv_offload_bytes:
+            held.add_memory(run_dir.path)
+        if has_api:
+            listener = open_listener(config.api)
+            left_behind.callback(close_listener, listener)
         set_subreaper(bool(config.recovery.standby_workers))
         supervisor = Supervisor(
             config,
@@ -101,28 +107,42 @@ def serve(
             reports=reports,
             agents=agents,
         )
-        if config.run.replica is None:
+        if is_whole:
             run_dir.register()
         status = supervisor.run(signal_fd)
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
-    except Interrupted as interrupted:
-        is_abandoned = interrupted.is_orphaned
-        return 0, None
-    finally:
-        if agents is not None:
-            agents.close()
-        if listener is not None:
-            close_listener(listener)
-        remove_all(run_dir.path)
-        run_dir.close(is_abandoned=is_abandoned)
-        for fd in held:
+
+
+def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConfig:
+    """Return the configuration with the run directory, which is made ready for a new engine."""
+    remove_all(run_dir.path)
+    run_dir.raise_epoch(epoch)
+    if config.parallel.core_listen is not None:
+        run_dir.raise_epoch(wait_for_epoch_by_clock())
+    run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
+    return msgspec.structs.replace(config, run=run)
+
+
+class _HeldFiles:
+    """Locks on what the engine uses and other processes would remove. They end with `with`."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds:
             os.close(fd)
 
+    def add_model(self, model: ModelConfig) -> None:
+        """Hold the files that were made of a model and of its draft model."""
+        used = (model.model, model.speculative_model)
+        self._fds += hold(Path(name) for name in used if name is not None)
 
-def _hold_memory(config: EngineConfig) -> list[int]:
-    """Hold the blocks in memory of an engine and its replicas, if it keeps such."""
-    if not config.cache.kv_offload_bytes or config.run.replica is not None:
-        return []
-    fd = hold_memory(str(config.run.run_dir))
-    return [] if fd is None else [fd]
+    def add_memory(self, run_dir: str) -> None:
+        """Hold the KV blocks in memory, which an engine and its replicas share."""
+        if (fd := hold_memory(run_dir)) is not None:
+            self._fds.append(fd)
