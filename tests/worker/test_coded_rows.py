@@ -23,15 +23,10 @@ from worker_proc.modules.fused import FusedMLP, fuse_modules
 from worker_proc.modules.packed_linear import coded_rows, coded_weight, computing_codes
 from worker_proc.native import build as native_build
 from worker_proc.native.build import build, compiler, cpu_description
-from worker_proc.native.kernels import (
-    MAX_CODED_INPUTS,
-    Activation,
-    Epilogue,
-    Format,
-    NativeLibrary,
-    coded_stride,
-    projection,
-)
+from worker_proc.native.instructions import coded_stride, projection
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import MAX_CODED_INPUTS, Format
+from worker_proc.native.structures import Activation, Epilogue
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

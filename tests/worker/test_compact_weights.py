@@ -6,7 +6,8 @@ import torch
 from tests.worker.test_quantization import product
 from worker_proc.modules.coded_weights import pack_weight
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import Format, NativeLibrary, PackedWeight
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),

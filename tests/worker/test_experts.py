@@ -29,7 +29,9 @@ from worker_proc.modules.experts import (
 )
 from worker_proc.modules.fused import FusedMLP, fuse_modules
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import Activation, Format, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format
+from worker_proc.native.structures import Activation
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),

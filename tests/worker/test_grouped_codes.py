@@ -13,7 +13,8 @@ import torch
 from tests.worker.quantized_checkpoints import FP4, NF4
 from tests.worker.test_quantization import MOST_ROWS, NUM_MANY_ROWS, product
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import Format, NativeLibrary, PackedWeight
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.quantization.packing import (
     CannotJoin,
     can_take_codes,

@@ -32,7 +32,8 @@ from worker_proc.modules.packed_linear import pack_linears
 from worker_proc.modules.packed_matrix import PackedMatrix
 from worker_proc.modules.router import ONE_THREAD_VALUES
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import Format, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

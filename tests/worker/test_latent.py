@@ -31,7 +31,8 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules import latent
 from worker_proc.modules.latent import install_latent
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import NativeLibrary, Rotation, load_library
+from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.native.structures import Rotation
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

@@ -24,7 +24,7 @@ from tests.worker.driving import drive
 from tests.worker.test_parity import make_runner
 from tests.worker.test_quantized_checkpoints import coded_formats, open_files
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import Format
+from worker_proc.native.packed_weights import Format
 
 STORED = Path(__file__).with_name("library_checkpoints")
 

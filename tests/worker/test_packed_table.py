@@ -20,7 +20,8 @@ from worker_proc.gguf.types import TensorType
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.modules.packed_table import PackedTable, can_look_up
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import NativeLibrary, embedding
+from worker_proc.native.instructions import embedding
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.quantization.packing import pack_codes
 from worker_proc.quantization.weight import QuantizedWeight
 from worker_proc.startup.prepare import prepare_model

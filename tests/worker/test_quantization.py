@@ -46,14 +46,10 @@ from worker_proc.modules.grouped_experts import read_experts
 from worker_proc.modules.packed_linear import computing_codes
 from worker_proc.modules.quantization import FORMATS, check_rounding
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import (
-    Activation,
-    Epilogue,
-    Format,
-    NativeLibrary,
-    PackedWeight,
-    projection,
-)
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.native.structures import Activation, Epilogue
 from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner

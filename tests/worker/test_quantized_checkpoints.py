@@ -48,7 +48,7 @@ from worker_proc.modules.fused import FusedMLP
 from worker_proc.modules.grouped_experts import GroupedExperts
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import GROUPED, Format
+from worker_proc.native.packed_weights import GROUPED, Format
 from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.headers import read_headers
 from worker_proc.startup.load_runner import load_model_runner

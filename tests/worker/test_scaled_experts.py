@@ -9,7 +9,8 @@ from tests.worker.checkpoints import SHAPE
 from worker_proc.modules.fused import SCALED_KEY, fuse_modules
 from worker_proc.modules.grouped_experts import GroupedExperts
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import Format, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),

@@ -9,7 +9,8 @@ import torch
 
 from protocol.adapters import AdapterError
 from worker_proc.adapters.sites import Sites
-from worker_proc.native.kernels import LowRankArgs, NativeLibrary, StoredType
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import LowRankArgs, StoredType
 
 INNER_BLOCK = 4
 """Lines of a block of `down`, of low_rank.h."""

@@ -22,7 +22,8 @@ from protocol.adapters import (
 from protocol.peft_config import PeftConfig, read_config
 from worker_proc.adapters.matrices import LoadedAdapter, Matrix, Product
 from worker_proc.adapters.sites import Sites
-from worker_proc.native.kernels import NativeLibrary, StoredType
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import StoredType
 
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")

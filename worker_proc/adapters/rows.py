@@ -8,12 +8,8 @@ import torch
 
 from worker_proc.adapters.matrices import LoadedAdapter
 from worker_proc.adapters.sites import Site
-from worker_proc.native.kernels import (
-    AdaptationArgs,
-    AdaptedRowsArgs,
-    AdaptedSiteArgs,
-    NativeLibrary,
-)
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import AdaptationArgs, AdaptedRowsArgs, AdaptedSiteArgs
 
 MAX_SITES = 3
 """Most sites of one instruction: those of queries, keys and values."""

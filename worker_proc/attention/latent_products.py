@@ -11,16 +11,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import pad
 
-from worker_proc.native.kernels import (
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import PackedWeight
+from worker_proc.native.structures import (
     BufferArgs,
     Instruction,
     Kind,
-    NativeLibrary,
-    PackedWeight,
     ProgramArgs,
     Rotation,
     RunArgs,
-    projection,
 )
 
 _ROW_BYTES = 64

@@ -20,7 +20,8 @@ from worker_proc.kv.kv_format import CODE_DTYPE, KVFormat
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
-from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.native.structures import LayerArgs, StepArgs
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32

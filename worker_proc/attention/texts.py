@@ -13,7 +13,8 @@ from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
-from worker_proc.native.kernels import LayerArgs, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import LayerArgs
 from worker_proc.runner import PORTABLE_ATTENTION
 
 

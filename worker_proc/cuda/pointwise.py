@@ -11,7 +11,7 @@ from worker_proc.cuda.pointwise_kernels import (
 )
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.modules.fused import FusedRMSNorm
-from worker_proc.native.kernels import Activation, Rotation
+from worker_proc.native.structures import Activation, Rotation
 
 ACTIVATION_TILE = 1024
 _NO_NORM, _EACH_HEAD, _ALL_HEADS = 0, 1, 2

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from worker_proc.cuda.attention_kernels import BY_PART, part_at, slot_of
 
-HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.kernels.Rotation
-SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)  # numbers of native.kernels.Activation
+HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.structures.Rotation
+SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)  # numbers of native.structures.Activation
 GELU = tl.constexpr(2)
 EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # values of HEAD_NORM
 

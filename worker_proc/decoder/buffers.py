@@ -27,7 +27,8 @@ from worker_proc.decoder.program import (
 )
 from worker_proc.modules.experts import FusedExperts
 from worker_proc.modules.fused import FusedMLP
-from worker_proc.native.kernels import BufferArgs, row_stride
+from worker_proc.native.instructions import row_stride
+from worker_proc.native.structures import BufferArgs
 
 _ROW_BYTES = 64
 

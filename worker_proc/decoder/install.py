@@ -38,7 +38,7 @@ from worker_proc.loading.layer_executor import LayerExecutor, Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.modules.experts import FusedExperts
-from worker_proc.native.kernels import Rotation
+from worker_proc.native.structures import Rotation
 
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Of what a layer adds to a row, relative to its length."""

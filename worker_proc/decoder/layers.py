@@ -14,7 +14,8 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.modules.experts import FusedExperts
 from worker_proc.modules.fused import FusedMLP, FusedRMSNorm
 from worker_proc.modules.packed_linear import NativeLinear
-from worker_proc.native.kernels import PackedWeight, Rotation
+from worker_proc.native.packed_weights import PackedWeight
+from worker_proc.native.structures import Rotation
 
 NORM_NAMES: tuple[tuple[str, str, str, str], ...] = (
     ("input_layernorm", "", "post_attention_layernorm", ""),

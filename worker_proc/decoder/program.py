@@ -21,19 +21,9 @@ from worker_proc.decoder.layers import DecoderLayer, LayerSettings
 from worker_proc.modules.expert_products import ExpertBuffers
 from worker_proc.modules.experts import FusedExperts
 from worker_proc.modules.fused import FusedMLP, FusedRMSNorm
-from worker_proc.native.kernels import (
-    PANEL_OUTPUTS,
-    AdaptedSiteArgs,
-    Epilogue,
-    Format,
-    Instruction,
-    Kind,
-    PackedWeight,
-    ProgramArgs,
-    coded_stride,
-    embedding,
-    projection,
-)
+from worker_proc.native.instructions import coded_stride, embedding, projection
+from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format, PackedWeight
+from worker_proc.native.structures import AdaptedSiteArgs, Epilogue, Instruction, Kind, ProgramArgs
 
 HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
 """SPLIT has gates and factors side by side, where a hook is to find them."""

@@ -21,7 +21,8 @@ from worker_proc.decoder.hooks import Hook, HookPoint, Projection
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
 from worker_proc.decoder.program import GATES, Program, ProgramWriter, hooked_projections
 from worker_proc.loading.layer_executor import Angles, Stack
-from worker_proc.native.kernels import NativeLibrary, RunArgs
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import RunArgs
 
 
 class NativeExecutor:

@@ -23,7 +23,8 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.fused import FusedRMSNorm
 from worker_proc.modules.packed_linear import NativeLinear, output_layer
 from worker_proc.modules.packed_table import PackedTable
-from worker_proc.native.kernels import Format, PackedWeight, RunArgs
+from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.native.structures import RunArgs
 
 _NUM_TOKENS = 5
 """Of the text with which a decoder is read."""

@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from worker_proc.native.kernels import Format, Matrices, NativeLibrary, PackedWeight
+from worker_proc.native.kernels import Matrices, NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.quantization.coded_tensor import CodedTensor, Parts
 from worker_proc.quantization.packing import (
     CannotJoin,

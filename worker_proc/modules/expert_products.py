@@ -9,21 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-from worker_proc.native.kernels import (
+from worker_proc.native.instructions import coded_stride, projection, row_stride
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.native.structures import (
     CHOICE_BYTES,
     Activation,
     BufferArgs,
     Epilogue,
-    Format,
     Instruction,
     Kind,
-    NativeLibrary,
-    PackedWeight,
     ProgramArgs,
     RunArgs,
-    coded_stride,
-    projection,
-    row_stride,
 )
 
 

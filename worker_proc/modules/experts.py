@@ -27,16 +27,10 @@ from worker_proc.modules.expert_products import (
     as_program,
 )
 from worker_proc.modules.packed_linear import coded_rows, coded_weight, rounded_copy
-from worker_proc.native.kernels import (
-    CHOICE_BYTES,
-    Activation,
-    Format,
-    Instruction,
-    Kind,
-    NativeLibrary,
-    PackedWeight,
-    projection,
-)
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.native.structures import CHOICE_BYTES, Activation, Instruction, Kind
 
 
 class Routing(NamedTuple):

@@ -20,7 +20,8 @@ from worker_proc.modules.grouped_experts import (
 )
 from worker_proc.modules.quantization import unsupported_experts
 from worker_proc.modules.scaled_experts import has_scaled_experts
-from worker_proc.native.kernels import Format, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format
 
 NUM_EXPERTS = 2
 _NUM_VALUES = 1 << 20

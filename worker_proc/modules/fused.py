@@ -32,14 +32,10 @@ from worker_proc.modules.packed_linear import computing_codes, make_linear, roun
 from worker_proc.modules.router import install_router
 from worker_proc.modules.scaled_experts import scaled_experts
 from worker_proc.modules.trial_errors import greatest
-from worker_proc.native.kernels import (
-    NATIVE_DTYPES,
-    Activation,
-    Epilogue,
-    Format,
-    NativeLibrary,
-    projection,
-)
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.native.packed_weights import Format
+from worker_proc.native.structures import Activation, Epilogue
 
 NUM_TRIAL_ROWS = 5
 NUM_MIXTURE_ROWS = 64

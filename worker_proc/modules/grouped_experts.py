@@ -26,7 +26,9 @@ from worker_proc.modules.expert_products import (
 )
 from worker_proc.modules.experts import computing_expert_codes, is_transposed, round_experts
 from worker_proc.modules.trial_errors import greatest, greatest_error
-from worker_proc.native.kernels import Activation, Format, Matrices, NativeLibrary
+from worker_proc.native.kernels import Matrices, NativeLibrary
+from worker_proc.native.packed_weights import Format
+from worker_proc.native.structures import Activation
 from worker_proc.quantization.coded_tensor import CodedTensor
 
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)

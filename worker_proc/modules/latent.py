@@ -30,7 +30,8 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantize_weights, dequantized
 from worker_proc.modules.trial_errors import greatest
-from worker_proc.native.kernels import NativeLibrary, Rotation
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import Rotation
 from worker_proc.recurrent.layers import own_forwards
 
 NUM_TOKENS = 7

@@ -16,13 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from worker_proc.modules.coded_weights import pack_coded, pack_weight
 from worker_proc.modules.packed_table import PackedTable, can_look_up
-from worker_proc.native.kernels import (
-    PANEL_OUTPUTS,
-    Format,
-    NativeLibrary,
-    PackedWeight,
-    projection,
-)
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format, PackedWeight
 from worker_proc.quantization.coded_tensor import CodedTensor
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker_proc.native.kernels import NativeLibrary, projection
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NativeLibrary
 
 
 class PackedMatrix:

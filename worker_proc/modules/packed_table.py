@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from worker_proc.native.kernels import GROUPED, NativeLibrary, PackedWeight, embedding
+from worker_proc.native.instructions import embedding
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import GROUPED, PackedWeight
 
 _aten = torch.ops.aten
 

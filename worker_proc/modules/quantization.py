@@ -18,12 +18,8 @@ from worker_proc.modules.grouped_experts import read_experts
 from worker_proc.modules.packed_linear import PLAIN, Formats, output_layer
 from worker_proc.modules.router import ROUTER_NAMES
 from worker_proc.native.build import build
-from worker_proc.native.kernels import (
-    MAX_CODED_INPUTS,
-    Format,
-    NativeLibrary,
-    load_library,
-)
+from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.native.packed_weights import MAX_CODED_INPUTS, Format
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
 FORMATS = {

@@ -21,7 +21,9 @@ from worker_proc.modules.grouped_experts import (
     read_experts,
 )
 from worker_proc.modules.trial_errors import greatest_error
-from worker_proc.native.kernels import Activation, Format, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format
+from worker_proc.native.structures import Activation
 
 NUM_TRIAL_ROWS = 64
 _PARTS = {"experts", "router", "shared_expert"}

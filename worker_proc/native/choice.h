@@ -17,7 +17,7 @@
 
 namespace {
 
-// `SAMPLING_ROW` of kernels.py.
+// `SAMPLING_ROW` of structures.py.
 struct Order {
   int64_t seed, position;
   double min_p, top_p;

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Numbers that kernels.py knows.
+// Numbers that structures.py knows.
 enum EditKind : int32_t {
   kBan,       // the ids
   kAddBias,   // to each id
@@ -19,7 +19,7 @@ enum EditKind : int32_t {
   kForce,     // the first id, if the mask allows it
 };
 
-// `SCORE_EDIT` of kernels.py.
+// `SCORE_EDIT` of structures.py.
 struct Edit {
   const int32_t* ids;
   const float* biases;

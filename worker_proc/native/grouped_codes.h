@@ -15,7 +15,7 @@
 
 namespace {
 
-// Numbers that kernels.py knows.
+// Numbers that packed_weights.py knows.
 enum ScaleType : int32_t {
   kFloat32Scales,
   kBf16Scales,

@@ -5,19 +5,28 @@ already loaded.
 """
 
 import ctypes
-import enum
 import logging
 import os
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
 
 from worker_proc.native.build import library_path, prebuilt_path
 from worker_proc.native.exchange import ExchangeArgs, NativeExchange
+from worker_proc.native.instructions import coded_stride
+from worker_proc.native.packed_weights import (
+    CODES,
+    GROUPED,
+    PANEL_OUTPUTS,
+    UNIT_STEP,
+    Format,
+    PackedWeight,
+    packed_bias,
+    round_up,
+)
 from worker_proc.native.recurrence import (
     ConvolutionArgs,
     GatedNormArgs,
@@ -28,21 +37,30 @@ from worker_proc.native.recurrence import (
     SelectiveScanArgs,
     WeightedAverageArgs,
 )
+from worker_proc.native.structures import (
+    SAMPLING_ROW,
+    Activation,
+    AdaptationArgs,
+    AdaptedSiteArgs,
+    BufferArgs,
+    Instruction,
+    LayerArgs,
+    LogitsArgs,
+    MasksArgs,
+    ProgramArgs,
+    RowsArgs,
+    RunArgs,
+    StepArgs,
+    StoredType,
+    WholeTextsArgs,
+)
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = logging.getLogger("troika.worker")
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-PANEL_OUTPUTS = 32
-"""Of a pair of panels, in which weights are packed."""
 _GATES = 16  # of a pair of panels
-_UNIT_BYTES, _UNIT_STEP = 4, 16
-CHOICE_BYTES = 8
-"""Of `Choice` in experts.h."""
-_ROW_BYTES = 64
-_CODED_ROW_BYTES = 64  # of `CodedRow` in coded_rows.h, before the codes
-_ALIAS_BYTES = 2048
-"""Rows that are a multiple of it apart share few sets of the first cache."""
+_UNIT_BYTES = 4
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_attend_texts": (*[_POINTER] * 6, _FLOAT, _FLOAT),
@@ -68,337 +86,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
 }
-
-
-class Format(enum.IntEnum):
-    """Formats of packed weights, by their numbers in weights.h."""
-
-    UNITS = 0
-    INT8 = 1
-    INT4 = 2
-    INT8_FOR_CODES = 3
-    """The codes of INT8, for rows that are codes, too."""
-    COMPACT = 4
-    """Values of bfloat16 in 12 bits each, without loss (compact_weights.h)."""
-    GROUPED_INT4 = 5
-    """Whole numbers of a quantized checkpoint, as grouped_codes.h reads them."""
-    GROUPED_INT8 = 6
-    GROUPED_E4M3 = 7
-    GROUPED_TABLE = 8
-    """Places in a table of 16 numbers."""
-
-
-class _Codes(NamedTuple):
-    """How weights.h packs codes."""
-
-    per_byte: int
-    per_unit: int
-    group_inputs: int | None  # None: an output has one scale
-    scale_dtype: torch.dtype
-
-
-_CODES = {
-    Format.INT8: _Codes(1, 2, None, torch.float32),
-    Format.INT4: _Codes(2, 2, 128, torch.bfloat16),
-    Format.INT8_FOR_CODES: _Codes(1, 4, None, torch.float32),
-}
-GROUPED = (
-    Format.GROUPED_INT4,
-    Format.GROUPED_INT8,
-    Format.GROUPED_E4M3,
-    Format.GROUPED_TABLE,
-)
-"""Formats of grouped_codes.h, for rows of either type."""
-MAX_CODED_INPUTS = (2**31 - 1) // 127**2
-"""Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
-
-
-class Activation(enum.IntEnum):
-    """Activations of pointwise.h, by their numbers there."""
-
-    SILU = 0
-    GELU_TANH = 1
-    GELU = 2
-    RELU_SQUARED = 3
-
-
-class Kind(enum.IntEnum):
-    """Kinds of instructions of decoder.cpp."""
-
-    NORMALIZE = 0
-    PROJECT = 1
-    ROTATE = 2
-    ATTEND = 3
-    ADD = 4
-    CHOOSE = 5
-    GATHER = 6
-    EXPERTS = 7
-    COMBINE = 8
-    GATE = 9
-    CODE = 10
-    EMBED = 11
-    NORMALIZE_KEPT = 12
-    PROJECT_HEADS = 13
-    PERMUTE = 14
-    SHRINK = 15
-    EXPAND = 16
-
-
-class Rotation(enum.IntEnum):
-    """Which dimensions of a query or key are rotated together."""
-
-    HALVES = 0
-    PAIRS = 1
-    NONE = 2
-
-
-class Epilogue(enum.IntEnum):
-    """What a projection does with its products."""
-
-    STORE = 0
-    ADD_TO = 1
-    ACTIVATE = 2
-    SPLIT = 3
-    APPLY = 4
-
-
-def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class LayerArgs(ctypes.Structure):
-    """`Layer` of step.h."""
-
-    _fields_ = (
-        *_fields("keys values", _POINTER),
-        *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
-        *_fields("is_bf16 has_pairs kv_format is_latent is_chunked is_shared", _INT),
-        *_fields("sinks biases", _POINTER),
-        *_fields("bias_stride bias_origin", _LONG),
-    )
-
-
-class StepArgs(ctypes.Structure):
-    """`Step` of step.h."""
-
-    _fields_ = (
-        *_fields("num_rows item_size num_pieces num_splits", _INT),
-        *_fields("slots first_row num_tokens start table_offset tables", _POINTER),
-        *_fields("item_segment item_token group_item group_shared", _POINTER),
-        *_fields("piece_group piece_section piece_sums split_piece sums", _POINTER),
-    )
-
-
-class WholeTextsArgs(ctypes.Structure):
-    """`WholeTexts` of text_attention.h."""
-
-    _fields_ = (("num_texts", _INT), ("first_rows", _POINTER), ("counts", _POINTER))
-
-
-class RowsArgs(ctypes.Structure):
-    """`Rows` of step.h."""
-
-    _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
-
-
-class BufferArgs(ctypes.Structure):
-    """`Buffer` of decoder.cpp."""
-
-    _fields_ = (("data", _POINTER), ("stride", _LONG))
-
-
-class Instruction(ctypes.Structure):
-    """`Instruction` of decoder.cpp."""
-
-    _fields_ = (
-        *_fields("kind source target size column epilogue activation rounds_first", _INT),
-        *_fields(
-            "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
-            " num_experts num_chosen choices normalizes rounds_weights of_kept num_outputs"
-            " target_dim joins_next",
-            _INT,
-        ),
-        *_fields("factor epsilon scale softcap limit alpha", _FLOAT),
-        *_fields("format scale_type zero group_inputs section_inputs", _INT),
-        *_fields("num_units num_pairs", _LONG),
-        *_fields("weight scales zeros minimums scale_units minimum_units table", _POINTER),
-        *_fields("bias query_norm key_norm layer", _POINTER),
-    )
-
-
-class ProgramArgs(ctypes.Structure):
-    """`Program` of decoder.cpp."""
-
-    _fields_ = (("instructions", _POINTER), *_fields("num_instructions is_bf16", _INT))
-
-
-class RunArgs(ctypes.Structure):
-    """`Run` of decoder.cpp."""
-
-    _fields_ = (
-        *_fields("buffers steps cosines sines tokens positions kept adaptation", _POINTER),
-        *_fields("num_rows num_kept", _INT),
-    )
-
-
-class LowRankArgs(ctypes.Structure):
-    """`LowRank` of low_rank.h."""
-
-    _fields_ = (
-        *_fields("down up", _POINTER),
-        ("rank", _INT),
-        ("scale", _FLOAT),
-    )
-
-
-class AdaptedRowsArgs(ctypes.Structure):
-    """`AdaptedRows` of low_rank.h."""
-
-    _fields_ = (*_fields("rows sites", _POINTER), ("num_rows", _LONG))
-
-
-class AdaptationArgs(ctypes.Structure):
-    """`Adaptation` of low_rank.h."""
-
-    _fields_ = (
-        *_fields("parts inner", _POINTER),
-        *_fields("num_parts row_stride site_stride", _LONG),
-    )
-
-
-class AdaptedSiteArgs(ctypes.Structure):
-    """`AdaptedSite` of low_rank.h."""
-
-    _fields_ = (*_fields("site num_outputs column", _INT),)
-
-
-class StoredType(enum.IntEnum):
-    """Types of the matrices in an adapter's file, by their numbers in low_rank.cpp."""
-
-    F32 = 0
-    F16 = 1
-    BF16 = 2
-
-
-class LogitsArgs(ctypes.Structure):
-    """`Logits` of sampling.cpp."""
-
-    _fields_ = (
-        ("data", _POINTER),
-        ("stride", _LONG),
-        *_fields("vocab_size is_bf16", _INT),
-    )
-
-
-class MasksArgs(ctypes.Structure):
-    """`Masks` of sampling.cpp."""
-
-    _fields_ = (("words", _POINTER), ("num_words", _INT))
-
-
-SAMPLING_ROW = struct.Struct("=qqddfiiiii")
-"""`Order` of choice.h: seed, position, min_p, top_p, temperature, top_k, row, line of masks, first
-edit, number of edits."""
-
-SCORE_EDIT = struct.Struct("=QQQQiiifff")
-"""`Edit` of edits.h: addresses of ids, biases, counts and the latest outputs; kind, number of ids,
-number of the latest outputs; penalties for repetition, frequency and presence."""
-
-
-class EditKind(enum.IntEnum):
-    """Kinds of edits, by their numbers in edits.h."""
-
-    BAN = 0
-    ADD_BIAS = 1
-    PENALIZE = 2
-    ALLOW = 3
-    FORCE = 4
-
-
-class ChoiceState(enum.IntEnum):
-    """What became of a row, by its number in sampling.cpp."""
-
-    CHOSEN = 0
-    NOT_FINITE = 1
-
-
-class Grouping(NamedTuple):
-    """What the groups of inputs of a weight in grouped codes have in common, in their order."""
-
-    zeros: torch.Tensor | None
-    """uint8, in the order of the scales; None: all are `zero`."""
-    zero: int
-    num_inputs: int
-    """Of a group: 16, or a multiple of 32."""
-    order: torch.Tensor | None = None
-    """int32, `[num_inputs]`: the input that stands at each place of the packed weight."""
-    minimums: torch.Tensor | None = None
-    """What is added to products, instead of zero points; of the type of the scales."""
-    scale_units: torch.Tensor | None = None
-    """float16, by sections: scales in int8 are multiples of these."""
-    minimum_units: torch.Tensor | None = None
-    section_inputs: int = 0
-    """Of a section, a multiple of those of a group."""
-    table: torch.Tensor | None = None
-    """float32, `[16]`: what the codes of GROUPED_TABLE stand for."""
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors in the order of the panels, by their names."""
-        names = ("zeros", "minimums", "scale_units", "minimum_units")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-    def with_tensors(self, tensors: Mapping[str, Any]) -> "Grouping":
-        """Return the same with other tensors, by their names."""
-        return self._replace(**tensors)
-
-
-SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Types of the scales of grouped codes, by their numbers in grouped_codes.h."""
-
-
-class PackedWeight(NamedTuple):
-    """A weight in a layout of weights.h or grouped_codes.h, with its bias."""
-
-    panels: torch.Tensor
-    scales: torch.Tensor | None  # of codes; or what COMPACT has beside them
-    bias: torch.Tensor | None  # float32, in the order of the panels
-    num_inputs: int
-    num_units: int
-    num_pairs: int
-    format: Format
-    grouping: Grouping | None = None
-    """Of grouped codes."""
-
-    @property
-    def num_outputs(self) -> int:
-        """The outputs, those that only fill the last panels included."""
-        return self.num_pairs * PANEL_OUTPUTS
-
-    @property
-    def order(self) -> torch.Tensor | None:
-        """The order in which the weight takes its inputs, where it is not their own."""
-        return None if self.grouping is None else self.grouping.order
-
-    def outputs(self, first: int, count: int) -> "PackedWeight":
-        """Return a part of the outputs, which shares the memory; both are multiples of 32."""
-        first_pair, num_pairs = first // PANEL_OUTPUTS, -(-count // PANEL_OUTPUTS)
-
-        def part(whole: torch.Tensor) -> torch.Tensor:
-            pairs = whole.view(self.num_pairs, -1)
-            return pairs[first_pair : first_pair + num_pairs].view(-1)
-
-        grouping = self.grouping
-        if grouping is not None:
-            parts = {name: part(whole) for name, whole in grouping.tensors.items()}
-            grouping = grouping.with_tensors(parts)
-        return self._replace(
-            grouping=grouping,
-            panels=part(self.panels),
-            scales=None if self.scales is None else part(self.scales),
-            bias=None if self.bias is None else part(self.bias),
-            num_pairs=num_pairs,
-        )
 
 
 class Matrices(Protocol):
@@ -537,8 +224,8 @@ class NativeLibrary:
         """
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
-        per_unit = _CODES[format].per_unit if format in _CODES else _UNIT_BYTES // weight.itemsize
-        num_units = _round_up(num_inputs, per_unit * _UNIT_STEP) // per_unit
+        per_unit = CODES[format].per_unit if format in CODES else _UNIT_BYTES // weight.itemsize
+        num_units = round_up(num_inputs, per_unit * UNIT_STEP) // per_unit
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
         if bias is not None:
@@ -557,8 +244,8 @@ class NativeLibrary:
             is_bf16 = weight.dtype == torch.bfloat16
             self._library.troika_pack(weight.data_ptr(), is_bf16, *shape, panels.data_ptr())
             return PackedWeight(panels, None, bias, *sizes, format)
-        codes = _CODES[format]
-        width = _round_up(num_inputs, self._library.troika_coded_inputs(format))
+        codes = CODES[format]
+        width = round_up(num_inputs, self._library.troika_coded_inputs(format))
         num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
         num_panel_outputs = num_pairs * PANEL_OUTPUTS
         panels = torch.zeros(num_panel_outputs * width // codes.per_byte, dtype=torch.uint8)
@@ -757,84 +444,6 @@ class NativeLibrary:
         return tokens[:], states[:]
 
 
-def projection(weight: PackedWeight, **fields: Any) -> Instruction:
-    """Return the instruction for a product with a packed weight, from buffer 0 to buffer 1.
-
-    Its rows must be in the weight's order of inputs.
-    """
-    instruction = Instruction(
-        weight=weight.panels.data_ptr(),
-        scales=None if weight.scales is None else weight.scales.data_ptr(),
-        format=weight.format,
-        bias=None if weight.bias is None else weight.bias.data_ptr(),
-        size=weight.num_inputs,
-        num_units=weight.num_units,
-        num_pairs=weight.num_pairs,
-        **{"kind": Kind.PROJECT, "target": 1, "factor": 1.0, **fields},
-    )
-    if weight.grouping is not None and weight.scales is not None:
-        for name, tensor in weight.grouping.tensors.items():
-            setattr(instruction, name, tensor.data_ptr())
-        if weight.grouping.table is not None:
-            instruction.table = weight.grouping.table.data_ptr()
-        instruction.scale_type = SCALE_TYPES[weight.scales.dtype]
-        instruction.zero = weight.grouping.zero
-        instruction.group_inputs = weight.grouping.num_inputs
-        instruction.section_inputs = weight.grouping.section_inputs
-    return instruction
-
-
-def embedding(table: "torch.Tensor | PackedWeight", num_tokens: int, **fields: Any) -> Instruction:
-    """Return the instruction that makes the rows of tokens, of a table or of a weight's outputs.
-
-    A weight must be in grouped codes, with its inputs in their own order.
-    """
-    fields = {"factor": 1.0, "num_outputs": num_tokens, **fields, "kind": Kind.EMBED}
-    if isinstance(table, PackedWeight):
-        assert table.format in GROUPED
-        assert table.order is None
-        return projection(table, **{"target": 0, **fields})
-    return Instruction(weight=table.data_ptr(), size=table.shape[1], **fields)
-
-
-def by_panels(values: torch.Tensor, *, gates: bool = False) -> torch.Tensor:
-    """Return `[pairs, 2 panels, 16 outputs, ...]` of `[num_outputs, ...]`, filled up with zeros.
-
-    With `gates`, half of the outputs are gates and half factors, and the panels alternate.
-    """
-    halves = 2 if gates else 1
-    step = PANEL_OUTPUTS // halves
-    columns = len(values) // halves
-    num_pairs = -(-columns // step)
-    if num_pairs * step > columns:
-        filled = values.new_zeros(halves, num_pairs * step, *values.shape[1:])
-        filled[:, :columns] = values.unflatten(0, (halves, columns))
-        values = filled.flatten(0, 1)
-    if gates:
-        return values.view(2, num_pairs, step, *values.shape[1:]).transpose(0, 1)
-    return values.view(num_pairs, 2, PANEL_OUTPUTS // 2, *values.shape[1:])
-
-
-def packed_bias(bias: torch.Tensor, *, gates: bool = False) -> torch.Tensor:
-    """Return a bias in float32 and in the order of the panels."""
-    return by_panels(bias.detach().float(), gates=gates).reshape(-1)
-
-
-def row_stride(width: int, itemsize: int) -> int:
-    """Return the bytes between rows of a program's buffer, which have room for whole panels."""
-    return _without_alias(_round_up(width, PANEL_OUTPUTS) * itemsize)
-
-
-def coded_stride(num_inputs: int) -> int:
-    """Return the bytes between rows of codes."""
-    tile_inputs = _CODES[Format.INT8_FOR_CODES].per_unit * _UNIT_STEP
-    return _without_alias(_CODED_ROW_BYTES + _round_up(num_inputs, tile_inputs))
-
-
-def _without_alias(stride: int) -> int:
-    return stride + _ROW_BYTES if stride % _ALIAS_BYTES == 0 else stride
-
-
 def load_library() -> NativeLibrary | None:
     """Return the kernels that came with the package, or that this user has compiled here."""
     prebuilt = prebuilt_path()
@@ -851,10 +460,6 @@ def load_library() -> NativeLibrary | None:
     except (OSError, RuntimeError, AttributeError) as error:
         _log.debug("computing without native kernels: %s", error)
         return None
-
-
-def _round_up(size: int, part: int) -> int:
-    return -(-size // part) * part
 
 
 def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ inline void normalize_row(const T* x, const float* weight, T* y, int size, float
   });
 }
 
-// Numbers that kernels.py knows.
+// Numbers that structures.py knows.
 constexpr int kSilu = 0;
 constexpr int kGeluTanh = 1;
 constexpr int kGelu = 2;

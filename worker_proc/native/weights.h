@@ -26,7 +26,7 @@ constexpr int64_t kPairOutputs = 2 * kLanes;
 constexpr int64_t kLine = 64;          // bytes of a line of the caches
 constexpr int64_t kCodesAhead = 4096;  // bytes
 
-// Numbers that kernels.py knows.
+// Numbers that packed_weights.py knows.
 enum Format : int32_t {
   kUnits,
   kInt8,

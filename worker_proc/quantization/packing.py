@@ -9,13 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.functional import pad
 
-from worker_proc.native.kernels import (
-    Format,
-    Grouping,
-    PackedWeight,
-    by_panels,
-    packed_bias,
-)
+from worker_proc.native.packed_weights import Format, Grouping, PackedWeight, by_panels, packed_bias
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 TILE_INPUTS = 32

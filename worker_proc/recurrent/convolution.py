@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional
 
 from worker_proc.errors import UnsupportedModel
-from worker_proc.native.kernels import Activation, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.recurrence import ConvolutionArgs
+from worker_proc.native.structures import Activation
 from worker_proc.recurrent.calls import check_arguments
 from worker_proc.recurrent.rowwise import rowwise
 from worker_proc.recurrent.state_pool import StatePool

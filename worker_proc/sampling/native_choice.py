@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from worker_proc.grammar.masks import RowMasks
-from worker_proc.native.kernels import (
-    NATIVE_DTYPES,
-    SAMPLING_ROW,
-    SCORE_EDIT,
-    ChoiceState,
-    EditKind,
-    NativeLibrary,
-)
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.native.structures import SAMPLING_ROW, SCORE_EDIT, ChoiceState, EditKind
 from worker_proc.sampling.logit_edits import SamplingRow, banned_stops, banned_words
 from worker_proc.sampling.row_edits import LEAST_REPETITION_PENALTY, RowEdits
 from worker_proc.sampling.thinking import forced_token

@@ -24,7 +24,8 @@ from scripts.supervisor.startup import complete, parse
 from worker_proc.mirror import Mirror
 
 if TYPE_CHECKING:
-    from worker_proc.native.kernels import NativeLibrary, ProgramArgs, RunArgs
+    from worker_proc.native.kernels import NativeLibrary
+    from worker_proc.native.structures import ProgramArgs, RunArgs
 
 _KINDS = ("steps with prompts", "decode steps")
 _NAMES = {
@@ -142,7 +143,7 @@ def _by_kind(
     parts: Parts, execute: "Callable[[NativeLibrary, ProgramArgs, RunArgs], None]"
 ) -> "Callable[[NativeLibrary, ProgramArgs, RunArgs], None]":
     """Execute a program's instructions one by one, each as a part of its kind."""
-    from worker_proc.native.kernels import Instruction, Kind, ProgramArgs
+    from worker_proc.native.structures import Instruction, Kind, ProgramArgs
 
     programs: dict[int, list[tuple[str, ProgramArgs]]] = {}
 

@@ -32,7 +32,7 @@ from worker_proc.cuda.device_sampler import FEED_TILE
 from worker_proc.cuda.products import TILE_BYTES, TILE_OUTPUTS, TILE_ROWS
 from worker_proc.cuda.swap import TILE_WORDS
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.native.kernels import Activation, Rotation
+from worker_proc.native.structures import Activation, Rotation
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TARGETS = [GPUTarget("cuda", capability, 32) for capability in (80, 90)]

@@ -27,7 +27,7 @@ from worker_proc.decoder import install
 from worker_proc.inputs import pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.model_runner import ModelRunner
-from worker_proc.native.kernels import Rotation
+from worker_proc.native.structures import Rotation
 from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner
 

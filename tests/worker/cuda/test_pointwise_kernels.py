@@ -13,7 +13,7 @@ from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.test_attention_kernels import Step, ints, written_slots
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.modules.fused import FusedRMSNorm, activation_of, fused_norm
-from worker_proc.native.kernels import Activation, Rotation
+from worker_proc.native.structures import Activation, Rotation
 
 prepare_triton()
 from worker_proc.cuda.pointwise import (  # noqa: E402

@@ -1,0 +1,219 @@
+"""Structures and numbers of the C++ code, as its callers in Python write them."""
+
+import ctypes
+import enum
+import struct
+from typing import Any
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+CHOICE_BYTES = 8
+"""Of `Choice` in experts.h."""
+
+
+class Activation(enum.IntEnum):
+    """Activations of pointwise.h, by their numbers there."""
+
+    SILU = 0
+    GELU_TANH = 1
+    GELU = 2
+    RELU_SQUARED = 3
+
+
+class Kind(enum.IntEnum):
+    """Kinds of instructions of decoder.cpp."""
+
+    NORMALIZE = 0
+    PROJECT = 1
+    ROTATE = 2
+    ATTEND = 3
+    ADD = 4
+    CHOOSE = 5
+    GATHER = 6
+    EXPERTS = 7
+    COMBINE = 8
+    GATE = 9
+    CODE = 10
+    EMBED = 11
+    NORMALIZE_KEPT = 12
+    PROJECT_HEADS = 13
+    PERMUTE = 14
+    SHRINK = 15
+    EXPAND = 16
+
+
+class Rotation(enum.IntEnum):
+    """Which dimensions of a query or key are rotated together."""
+
+    HALVES = 0
+    PAIRS = 1
+    NONE = 2
+
+
+class Epilogue(enum.IntEnum):
+    """What a projection does with its products."""
+
+    STORE = 0
+    ADD_TO = 1
+    ACTIVATE = 2
+    SPLIT = 3
+    APPLY = 4
+
+
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class LayerArgs(ctypes.Structure):
+    """`Layer` of step.h."""
+
+    _fields_ = (
+        *_fields("keys values", _POINTER),
+        *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
+        *_fields("is_bf16 has_pairs kv_format is_latent is_chunked is_shared", _INT),
+        *_fields("sinks biases", _POINTER),
+        *_fields("bias_stride bias_origin", _LONG),
+    )
+
+
+class StepArgs(ctypes.Structure):
+    """`Step` of step.h."""
+
+    _fields_ = (
+        *_fields("num_rows item_size num_pieces num_splits", _INT),
+        *_fields("slots first_row num_tokens start table_offset tables", _POINTER),
+        *_fields("item_segment item_token group_item group_shared", _POINTER),
+        *_fields("piece_group piece_section piece_sums split_piece sums", _POINTER),
+    )
+
+
+class WholeTextsArgs(ctypes.Structure):
+    """`WholeTexts` of text_attention.h."""
+
+    _fields_ = (("num_texts", _INT), ("first_rows", _POINTER), ("counts", _POINTER))
+
+
+class RowsArgs(ctypes.Structure):
+    """`Rows` of step.h."""
+
+    _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
+
+
+class BufferArgs(ctypes.Structure):
+    """`Buffer` of decoder.cpp."""
+
+    _fields_ = (("data", _POINTER), ("stride", _LONG))
+
+
+class Instruction(ctypes.Structure):
+    """`Instruction` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields("kind source target size column epilogue activation rounds_first", _INT),
+        *_fields(
+            "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
+            " num_experts num_chosen choices normalizes rounds_weights of_kept num_outputs"
+            " target_dim joins_next",
+            _INT,
+        ),
+        *_fields("factor epsilon scale softcap limit alpha", _FLOAT),
+        *_fields("format scale_type zero group_inputs section_inputs", _INT),
+        *_fields("num_units num_pairs", _LONG),
+        *_fields("weight scales zeros minimums scale_units minimum_units table", _POINTER),
+        *_fields("bias query_norm key_norm layer", _POINTER),
+    )
+
+
+class ProgramArgs(ctypes.Structure):
+    """`Program` of decoder.cpp."""
+
+    _fields_ = (("instructions", _POINTER), *_fields("num_instructions is_bf16", _INT))
+
+
+class RunArgs(ctypes.Structure):
+    """`Run` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields("buffers steps cosines sines tokens positions kept adaptation", _POINTER),
+        *_fields("num_rows num_kept", _INT),
+    )
+
+
+class LowRankArgs(ctypes.Structure):
+    """`LowRank` of low_rank.h."""
+
+    _fields_ = (
+        *_fields("down up", _POINTER),
+        ("rank", _INT),
+        ("scale", _FLOAT),
+    )
+
+
+class AdaptedRowsArgs(ctypes.Structure):
+    """`AdaptedRows` of low_rank.h."""
+
+    _fields_ = (*_fields("rows sites", _POINTER), ("num_rows", _LONG))
+
+
+class AdaptationArgs(ctypes.Structure):
+    """`Adaptation` of low_rank.h."""
+
+    _fields_ = (
+        *_fields("parts inner", _POINTER),
+        *_fields("num_parts row_stride site_stride", _LONG),
+    )
+
+
+class AdaptedSiteArgs(ctypes.Structure):
+    """`AdaptedSite` of low_rank.h."""
+
+    _fields_ = (*_fields("site num_outputs column", _INT),)
+
+
+class StoredType(enum.IntEnum):
+    """Types of the matrices in an adapter's file, by their numbers in low_rank.cpp."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+
+
+class LogitsArgs(ctypes.Structure):
+    """`Logits` of sampling.cpp."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("stride", _LONG),
+        *_fields("vocab_size is_bf16", _INT),
+    )
+
+
+class MasksArgs(ctypes.Structure):
+    """`Masks` of sampling.cpp."""
+
+    _fields_ = (("words", _POINTER), ("num_words", _INT))
+
+
+SAMPLING_ROW = struct.Struct("=qqddfiiiii")
+"""`Order` of choice.h: seed, position, min_p, top_p, temperature, top_k, row, line of masks, first
+edit, number of edits."""
+SCORE_EDIT = struct.Struct("=QQQQiiifff")
+"""`Edit` of edits.h: addresses of ids, biases, counts and the latest outputs; kind, number of ids,
+number of the latest outputs; penalties for repetition, frequency and presence."""
+
+
+class EditKind(enum.IntEnum):
+    """Kinds of edits, by their numbers in edits.h."""
+
+    BAN = 0
+    ADD_BIAS = 1
+    PENALIZE = 2
+    ALLOW = 3
+    FORCE = 4
+
+
+class ChoiceState(enum.IntEnum):
+    """What became of a row, by its number in sampling.cpp."""
+
+    CHOSEN = 0
+    NOT_FINITE = 1
