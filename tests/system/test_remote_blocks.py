@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.client import AsyncEngineClient, ReplicatedClient
-from protocol.client import replicated_client as module
+from protocol.client import moving as module
 from protocol.client.request_stream import RequestStream
 from protocol.config import RoutingPolicy
 from protocol.lifecycle import Role
