@@ -147,7 +147,8 @@ class Scheduler:
             step.granted.update((request.req_id, 0) for request in self.running)
             return self._send(step)
         if self.speculation.is_on:
-            if self.in_flight and self.speculation.holds_back(len(self.running)):
+            may_hold_back = self.in_flight and not self.stages.is_on
+            if may_hold_back and self.speculation.holds_back(len(self.running)):
                 return None
             self.speculation.limits.review(self.running)
         step = ScheduledStep(self.options.token_budget, self._threshold())
@@ -220,12 +221,12 @@ class Scheduler:
         """Grant a running request its next tokens, preempting others if blocks are lacking."""
         computed = request.num_computed_tokens
         num_new = request.num_tokens - computed
-        if num_new == 1 and request.num_draft_tokens:
+        must_wait = num_new <= 0 and self.speculation.must_wait(request)
+        if self.stages.is_on and num_new <= 1 and not must_wait:
+            must_wait = self.stages.must_wait(request, len(step.sampling), len(self.running))
+        if num_new == 1 and request.num_draft_tokens and not must_wait:
             most = step.budget - 1 - step.num_behind
             num_new += self.speculation.num_drafts(request, self.kv, most)
-        must_wait = num_new <= 0 and self.speculation.must_wait(request)
-        if self.stages.is_on and num_new <= 1:
-            must_wait = self.stages.must_wait(request, len(step.sampling), len(self.running))
         if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
             step.granted[request.req_id] = 0
             self.queues.due_index.enter(request)

@@ -33,6 +33,7 @@ from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
+from worker_proc.parallel.step_results import RequestResult, pack_results
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
@@ -289,13 +290,17 @@ class ModelRunner:
             rows = inputs.first_rows
             pooled, not_finite = pool(scheduled, rows, pooling, hidden.rows, self._head)
             errors |= dict.fromkeys(not_finite, NOT_FINITE)
-        self._share(token_ids)
+        self._agree(token_ids)
+        if not self._is_drafting:
+            self._publish(token_ids)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
         self._mirror.advance(scheduled, token_ids, num_tokens)
         if masks is not None:
             errors |= follow(scheduled)
         sampled_ns = time.perf_counter_ns()
         drafts = self._draft(scheduled) if self._is_drafting else []
+        if self._is_drafting and self._stage is not None:
+            self._publish(_packed_results(inputs.sampling, token_ids, num_tokens))
         if self._can_go_on(inputs):
             self._steady = SteadyDecode(inputs, self.facts.block_size)
         draft_ns = time.perf_counter_ns() - sampled_ns if self._is_drafting else 0
@@ -330,7 +335,8 @@ class ModelRunner:
         logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
         sampled = self._sample_rows(steady.requests, logits, None)
-        self._share(sampled.token_ids)
+        self._agree(sampled.token_ids)
+        self._publish(sampled.token_ids)
         self._mirror.append(sampled.token_ids)
         self._steady = steady
         forward_ns, wait_ns = self._times.end(arrival)
@@ -343,12 +349,15 @@ class ModelRunner:
             wait_ns=wait_ns,
         )
 
-    def _share(self, token_ids: Sequence[int]) -> None:
-        """Compare a step's tokens with those of other ranks, and give them to other stages."""
+    def _agree(self, token_ids: Sequence[int]) -> None:
+        """Compare a step's tokens with those of other ranks."""
         if self._exchange is not None:
             self._exchange.agree(token_ids)
+
+    def _publish(self, words: Sequence[int]) -> None:
+        """Pass a step's tokens to other stages."""
         if self._stage is not None:
-            self._stage.pipe.publish(token_ids)
+            self._stage.pipe.publish(words)
 
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
         if self._stage is not None:
@@ -441,3 +450,16 @@ class ModelRunner:
             )
             found.append(PromptLogprobs(part.request.req_id, first, entries))
         return found
+
+
+def _packed_results(
+    parts: Sequence[ScheduledRequest], token_ids: Sequence[int], num_tokens: Sequence[int]
+) -> list[int]:
+    """Return what other stages get of a step: tokens, and the drafts for those after them."""
+    results: list[RequestResult] = []
+    first = 0
+    for part, count in zip(parts, num_tokens or [1] * len(parts), strict=True):
+        tokens = list(token_ids[first : first + count])
+        results.append(RequestResult(tokens, part.request.draft_token_ids))
+        first += count
+    return pack_results(results)

@@ -78,6 +78,7 @@ class DraftLimits:
         self._most = options.num_speculative_tokens
         self.is_adaptive = options.adaptive_speculation
         self._has_model = options.has_draft_model
+        self._num_stages = options.pipeline_parallel_size
         self.is_active = not self._has_model
         """Whether drafts pay at present for a request of which nothing is known."""
         self.changed: dict[int, Request] = {}
@@ -140,7 +141,12 @@ class DraftLimits:
     def _common_rate(self) -> float:
         return self._common.right / self._common.tested if self._common.tested else 0.0
 
-    def _best_depth(self, rate: float, num_drafting: int) -> int:
+    def _in_step(self, num_running: int) -> int:
+        """Return how many of the running requests a step has: those in flight share them."""
+        return -(-num_running // self._num_stages)
+
+    def _best_depth(self, rate: float, num_running: int) -> int:
+        num_drafting = self._in_step(num_running)
         extra = self._extra(num_drafting)
         # Where the price is not known for about this number of requests, it is found out first.
         is_known = any(2 * size >= num_drafting for size in self._extras)
@@ -199,7 +205,7 @@ class DraftLimits:
 
     def _begin_trial(self, running: Sequence[Request]) -> None:
         """Let the request try drafts for which the draft model has least to compute."""
-        plain = self._times.of(len(running))
+        plain = self._times.of(self._in_step(len(running)))
         if plain is None or self._credit_ns is None or self._num_steps < self._trial_from:
             return
         candidates = [

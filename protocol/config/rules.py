@@ -273,8 +273,8 @@ def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
     above = "pipeline_parallel_size above 1"
     yield model.device is Device.CUDA, f"{above} needs device cpu"
     yield (
-        scheduler.num_speculative_tokens > 0,
-        f"{above} needs num_speculative_tokens 0: the first stage does not get guessed tokens",
+        model.speculative_model is not None,
+        f"speculative_model works without {above} only: drafts from repetitions work with it",
     )
     yield (
         scheduler.target_itl_ms > 0,

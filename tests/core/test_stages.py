@@ -73,6 +73,42 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     assert bench.fill() == [{"short": 1, "long": 15}]
 
 
+def test_steps_in_flight_share_the_requests_with_drafts() -> None:
+    """One with drafts in a step is in no other step until it is known which of them are right."""
+    guesses = {name: {1: [PLAIN_TOKEN, PLAIN_TOKEN], 4: [8]} for name in "abcd"}
+    bench = Harness(
+        depth=2,
+        pipeline_parallel_size=2,
+        num_speculative_tokens=2,
+        adaptive_speculation=False,
+        guesses=guesses,
+    )
+    for name in "abcd":
+        bench.add(name, 3, max_tokens=9)
+    bench.step()
+    assert bench.fill() == [dict.fromkeys("ab", 3), dict.fromkeys("cd", 3)]
+    for expected in ("ab", "cd"):
+        bench.update()
+        assert bench.fill() == [dict.fromkeys(expected, 2)]
+    bench.overlap()
+    assert all(tokens == [PLAIN_TOKEN] * 9 for tokens in bench.outputs.values())
+
+
+def test_a_single_request_with_drafts_waits_for_its_tokens() -> None:
+    bench = Harness(
+        depth=2,
+        pipeline_parallel_size=2,
+        num_speculative_tokens=2,
+        adaptive_speculation=False,
+        guesses={"a": {1: [PLAIN_TOKEN, 8]}},
+    )
+    bench.add("a", 3, max_tokens=9)
+    bench.step()
+    assert bench.fill() == [{"a": 3}]
+    bench.update()
+    assert bench.fill() == [{"a": 1}, {"a": 1}]
+
+
 def test_without_stages_every_step_has_all_requests() -> None:
     bench = Harness(depth=2)
     for name in "abcd":

@@ -116,7 +116,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             )
             for one in (
                 {"device": "cuda"},
-                {"num_speculative_tokens": 2},
+                {"num_speculative_tokens": 2, "speculative_model": "small"},
                 {"target_itl_ms": 9},
                 {"enable_lora": True},
             )

@@ -16,27 +16,32 @@ from worker_proc.native.build import build, compiler
 SLOW = pytest.mark.slow
 NUM_TOKENS = 200
 """Of each stream: a second of steps at least."""
+DRAFTS = ("--num-speculative-tokens", "3", "--no-adaptive-speculation")
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("num_ranks", "victims"),
+    ("num_ranks", "options", "victims"),
     [
-        (2, [(Role.WORKER, 1), (Role.CORE, 0)]),
-        pytest.param(2, [(Role.WORKER, 0), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
-        pytest.param(4, [(Role.WORKER, rank) for rank in range(4)], marks=SLOW),
+        (2, DRAFTS, [(Role.WORKER, 1), (Role.CORE, 0)]),
+        pytest.param(2, (), [(Role.WORKER, 0), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
+        pytest.param(4, (), [(Role.WORKER, rank) for rank in range(4)], marks=SLOW),
     ],
 )
 def test_streams_go_on_after_kill_9(
-    num_ranks: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
+    num_ranks: int,
+    options: tuple[str, ...],
+    victims: list[tuple[Role, int]],
+    start_engine: EngineFactory,
 ) -> None:
     """The other ranks cannot go on alone: the whole group is started again.
 
-    One of the requests has a grammar, which every rank compiles.
+    One of the requests has a grammar, which every rank compiles, and which repeats itself: there
+    drafts are right.
     """
     build()
-    flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks))
+    flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks), *options)
     engine = start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
     params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
     requests = list(zip(PROMPTS[:3], params, strict=True))

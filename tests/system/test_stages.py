@@ -14,6 +14,7 @@ from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
+from tests.system.test_ranks import DRAFTS
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -24,23 +25,28 @@ NUM_TOKENS = 200
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("num_stages", "num_shares", "victims"),
+    ("num_stages", "num_shares", "options", "victims"),
     [
-        (2, 1, [(Role.WORKER, 0), (Role.WORKER, 1), (Role.CORE, 0)]),
-        pytest.param(3, 1, [(Role.WORKER, 1), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
-        pytest.param(3, 1, [(Role.WORKER, rank) for rank in range(3)], marks=SLOW),
+        (2, 1, DRAFTS, [(Role.WORKER, 0), (Role.WORKER, 1), (Role.CORE, 0)]),
+        pytest.param(2, 1, (), [(Role.WORKER, 0), (Role.CORE, 0)], marks=SLOW),
+        pytest.param(3, 1, (), [(Role.WORKER, 1), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
+        pytest.param(3, 1, DRAFTS, [(Role.WORKER, rank) for rank in range(3)], marks=SLOW),
         pytest.param(
-            2, 2, [*((Role.WORKER, rank) for rank in range(4)), (Role.CORE, 0)], marks=SLOW
+            2, 2, (), [*((Role.WORKER, rank) for rank in range(4)), (Role.CORE, 0)], marks=SLOW
         ),
     ],
 )
 def test_streams_go_on_after_kill_9(
-    num_stages: int, num_shares: int, victims: list[tuple[Role, int]], start_engine: EngineFactory
+    num_stages: int,
+    num_shares: int,
+    options: tuple[str, ...],
+    victims: list[tuple[Role, int]],
+    start_engine: EngineFactory,
 ) -> None:
     """The other stages cannot go on alone: all of them are started again.
 
-    One of the requests has a grammar, which every rank compiles. `num_shares` ranks divide each
-    stage.
+    One of the requests has a grammar, which every rank compiles, and which repeats itself: there
+    drafts are right. `num_shares` ranks divide each stage.
     """
     build()
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32")
@@ -57,7 +63,7 @@ def test_streams_go_on_after_kill_9(
     whole.close()
     stages = ("--pipeline-parallel-size", str(num_stages))
     stages += ("--tensor-parallel-size", str(num_shares))
-    engine = start_engine(*flags, *stages, model="demo", timeout_s=LOAD_TIMEOUT_S)
+    engine = start_engine(*flags, *stages, *options, model="demo", timeout_s=LOAD_TIMEOUT_S)
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         for role, rank in victims:

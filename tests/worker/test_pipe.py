@@ -19,7 +19,7 @@ from worker_proc.runner import StepAbandoned
 
 TIMEOUT_S = 60.0
 WIDTH = 24
-SIZE = PipeSize(num_rows=8, row_bytes=WIDTH * 4, num_tokens=5, num_steps=2)
+SIZE = PipeSize(num_rows=8, row_bytes=WIDTH * 4, num_words=5, num_steps=2)
 
 
 def make_pipes(
@@ -91,7 +91,7 @@ def test_each_share_of_a_stage_passes_to_its_own(tmp_path: Path) -> None:
     for share in range(2):
         assert torch.equal(rows[share], make_rows(3, share))
         pipes[2 + share].publish([share])
-        assert pipes[share].tokens(1, 1) == [share]
+        assert pipes[share].tokens(1) == [share]
 
 
 def test_tokens_arrive_at_the_first_stage_as_late_as_it_takes_them(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_tokens_arrive_at_the_first_stage_as_late_as_it_takes_them(tmp_path: Pat
         assert first.has_tokens(step)
         if step > behind:
             early = sampled[step - behind - 1]
-            assert first.tokens(step - behind, len(early)) == early
+            assert first.tokens(step - behind) == early
 
 
 def test_more_tokens_than_a_slot_has_are_an_error(tmp_path: Path) -> None:
     first, last = make_pipes(tmp_path)
     at_once(partial(first.has_tokens, 1), partial(last.has_tokens, 1))
-    with pytest.raises(ValueError, match="17 tokens exceed 128 bytes"):
-        last.publish(range(17))
+    with pytest.raises(ValueError, match="16 words exceed 128 bytes"):
+        last.publish(range(16))
 
 
 def test_a_stage_that_waits_reports_it(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_adoption_that_ends_for_one_stage_ends_the_waits_of_the_others(
         call = partial(blocked.receive, torch.empty(1, WIDTH))
     else:
         blocked, idle = pipes
-        call = partial(blocked.tokens, 1, 1)
+        call = partial(blocked.tokens, 1)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(call)
         if how == "leave":
@@ -196,4 +196,4 @@ def test_rows_that_do_not_come_are_named(tmp_path: Path) -> None:
     with pytest.raises(RankMissing, match="the stage before has not computed its rows"):
         pipes[1].receive(torch.empty(1, WIDTH))
     with pytest.raises(RankMissing, match="the last stage has not sampled its tokens"):
-        pipes[0].tokens(1, 1)
+        pipes[0].tokens(1)

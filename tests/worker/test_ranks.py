@@ -69,7 +69,11 @@ class Ranks:
         config = EngineConfig(
             model=ModelConfig(model=str(directory), dtype=dtype),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=400),
-            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+            scheduler=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=512,
+                num_speculative_tokens=settings.pop("num_speculative_tokens", 0),
+            ),
             parallel=ParallelConfig(tensor_parallel_size=num_ranks),
             worker=WorkerConfig(num_threads=1, **settings),
             run=RunConfig(run_dir=str(run_dir)),

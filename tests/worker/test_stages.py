@@ -114,7 +114,11 @@ class Stages:
                 kv_cache_dtype=settings.pop("kv_cache_dtype", KVCacheDtype.AUTO),
                 kv_offload_bytes=settings.pop("kv_offload_bytes", 0),
             ),
-            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+            scheduler=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=512,
+                num_speculative_tokens=settings.pop("num_speculative_tokens", 0),
+            ),
             parallel=ParallelConfig(
                 pipeline_parallel_size=num_stages, tensor_parallel_size=num_shares
             ),

@@ -1,15 +1,16 @@
 """What stages pass to each other in a step, through memory that they share.
 
-Each stage passes the rows behind its last layer to the next one, and the last stage passes the
-sampled tokens to the first. Where several ranks divide the layers of a stage, all of them have the
-same rows and tokens, and each passes them to the rank with its place in the other stage.
+Each stage passes the rows behind its last layer to the next one. The last stage passes the sampled
+tokens to the first one, and with speculation to all others. Where several ranks divide the layers
+of a stage, all of them have the same rows and tokens, and each passes them to the rank with its
+place in the other stage.
 
-Both sides know from the step how much there is. A channel has two slots; of rows, the writer waits
-until the reader has left the slot, so a stage is at most two steps ahead of the next one.
+Both sides know from the step how many rows there are. A channel has two slots; of rows, the writer
+waits until the reader has left the slot, so a stage is at most two steps ahead of the next one.
 
 The tokens have no such wait, which could close a circle. There are more slots than steps in flight,
-and the first stage takes the tokens of a step before it computes the one whose tokens get the same
-slot.
+and a stage that reads them takes the tokens of a step before it computes the one whose tokens get
+the same slot.
 """
 
 import ctypes
@@ -37,8 +38,8 @@ class PipeSize(NamedTuple):
 
     num_rows: int
     row_bytes: int
-    num_tokens: int
-    """That one step samples."""
+    num_words: int
+    """That the last stage publishes for one step."""
     num_steps: int
     """In flight."""
 
@@ -49,7 +50,7 @@ class PipeSize(NamedTuple):
 
     @property
     def token_slot_bytes(self) -> int:
-        return _rounded(self.num_tokens * torch.long.itemsize)
+        return _rounded((1 + self.num_words) * torch.long.itemsize)
 
     @property
     def num_token_channels(self) -> int:
@@ -137,7 +138,7 @@ class StagePipe:
 
     @property
     def max_steps_behind(self) -> int:
-        """Steps whose tokens the first stage may not have taken when it begins another one."""
+        """Steps whose tokens a stage may not have taken when it begins another one."""
         return _SLOTS * self._size.num_token_channels - 1
 
     def on_wait(self, report: Callable[[], None]) -> None:
@@ -169,31 +170,28 @@ class StagePipe:
         assert behind is not None
         behind.send(rows, self._wait)
 
-    def publish(self, token_ids: Sequence[int]) -> None:
-        """Pass the tokens of the next step to the first stage."""
+    def publish(self, words: Sequence[int]) -> None:
+        """Pass the results of the next step to the other stages."""
         self._num_published += 1
         channel, number = self._token_slot(self._num_published)
-        if len(token_ids) * torch.long.itemsize > channel.slot_bytes:
-            raise ValueError(f"{len(token_ids)} tokens exceed {channel.slot_bytes} bytes")
-        if token_ids:
-            channel.write(torch.tensor(token_ids).unsqueeze(1), number)
-        else:
-            channel.write(_NOTHING, number)
+        if (1 + len(words)) * torch.long.itemsize > channel.slot_bytes:
+            raise ValueError(f"{len(words)} words exceed {channel.slot_bytes} bytes")
+        channel.write(torch.tensor([len(words), *words]).unsqueeze(1), number)
 
     def has_tokens(self, step: int) -> bool:
         """Return whether the last stage has sampled the n-th step, counted from 1."""
         channel, number = self._token_slot(step)
         return channel.has(number)
 
-    def tokens(self, step: int, num_tokens: int) -> list[int]:
-        """Wait for the tokens of the n-th step, and return them; raises as `receive` does."""
+    def tokens(self, step: int) -> list[int]:
+        """Wait for what is published for the n-th step, and return it; raises as `receive`."""
         channel, number = self._token_slot(step)
         self._wait(channel, number, "the last stage has not sampled its tokens")
-        if not num_tokens:
-            return []
-        out = torch.empty(num_tokens, 1, dtype=torch.long)
+        length = torch.empty(1, 1, dtype=torch.long)
+        channel.read(length, number)
+        out = torch.empty(1 + int(length), 1, dtype=torch.long)
         channel.read(out, number)
-        found: list[int] = out[:, 0].tolist()
+        found: list[int] = out[1:, 0].tolist()
         return found
 
     def _token_slot(self, step: int) -> tuple[_Channel, int]:

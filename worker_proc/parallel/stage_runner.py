@@ -2,6 +2,10 @@
 
 Its mirror follows the steps as that of the last stage does, with stand-ins for the tokens that the
 last one samples. The first stage puts these in their places when it needs them as inputs.
+
+With speculation, how many tokens a request has after a step that verifies drafts is known to the
+last stage only. The core schedules the request again when it knows, too; each stage takes the
+results of the step before it applies that one.
 """
 
 import time
@@ -22,6 +26,7 @@ from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
+from worker_proc.parallel.step_results import unpack_results
 from worker_proc.runner import ComputedStep, LaunchedStep
 
 
@@ -31,6 +36,8 @@ class _Sampling(NamedTuple):
     number: int
     """Of the step, counted from 1 since the adoption."""
     parts: Sequence[ScheduledRequest]
+    verifies: bool
+    """Whether some of the parts have drafts. The mirror has not advanced these yet."""
 
 
 class StageRunner:
@@ -49,6 +56,7 @@ class StageRunner:
         part: StagePart,
         *,
         swap_cost_tokens: float,
+        num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
         exchange: RankExchange | None = None,
         block_memory: BlockMemory | None = None,
@@ -67,13 +75,14 @@ class StageRunner:
         self._part = part
         self._pipe = part.pipe
         self._exchange = exchange
-        self._mirror = Mirror(facts)
+        self._mirror = Mirror(facts, num_speculative_tokens)
+        self._is_drafting = num_speculative_tokens > 0
         self.swap_cost_tokens = swap_cost_tokens
         self.grammars = grammars
         self.block_memory = block_memory
         self._num_computed = 0
         self._pending: deque[_Sampling] = deque()
-        """Steps whose tokens are stand-ins in the mirror, of the first stage."""
+        """Steps whose tokens are stand-ins in the mirror, of the stages that take tokens."""
 
     def on_wait(self, report: Callable[[], None]) -> None:
         self._pipe.on_wait(report)
@@ -103,6 +112,8 @@ class StageRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         began_ns = time.perf_counter_ns()
+        if self._is_drafting:
+            self._take_results(step)
         scheduled = self._mirror.apply(step)
         for new in step.scheduled_new_reqs:
             # What changes scores would count stand-ins.
@@ -123,10 +134,19 @@ class StageRunner:
         self._part.compute_logits(self._model, self._backend, inputs, vocab_size)
         failpoint("worker.mid_step")
         self._pipe.send(self._part.model.rows()[0])
-        sampling = inputs.sampling
-        self._mirror.advance(scheduled, [~place for place in range(len(sampling))])
-        if self._pipe.stage.is_first:
-            self._pending.append(_Sampling(self._num_computed, sampling))
+        self._advance(scheduled, inputs.sampling)
+
+    def _advance(
+        self, scheduled: list[ScheduledRequest], sampling: Sequence[ScheduledRequest]
+    ) -> None:
+        """Advance the mirror over all parts but those that verify drafts."""
+        num_verifying = 0
+        if self._is_drafting:
+            others = [part for part in scheduled if not part.num_drafts]
+            num_verifying, scheduled = len(scheduled) - len(others), others
+        self._mirror.advance(scheduled, [~place for place in range(len(sampling) - num_verifying)])
+        if self._pipe.stage.is_first or self._is_drafting:
+            self._pending.append(_Sampling(self._num_computed, sampling, num_verifying > 0))
 
     def _take_tokens(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put sampled tokens in their places: all that a step needs, and those that are there."""
@@ -136,12 +156,54 @@ class StageRunner:
             or any(_has_stand_in(part) for part in scheduled)
             or self._pipe.has_tokens(pending[0].number)
         ):
-            number, parts = pending.popleft()
-            token_ids = self._pipe.tokens(number, len(parts))
-            for part, token_id in zip(parts, token_ids, strict=True):
+            self._take_next()
+
+    def _take_results(self, step: SchedulerOutput) -> None:
+        """Take the results that a step builds on before it is applied."""
+        pending = self._pending
+        while pending and (
+            len(pending) > self._pipe.max_steps_behind
+            or self._builds_on_results(step)
+            or self._pipe.has_tokens(pending[0].number)
+        ):
+            self._take_next()
+
+    def _builds_on_results(self, step: SchedulerOutput) -> bool:
+        """Whether a step has a request with drafts that are not here, or of unknown length.
+
+        Of several ranks in the last stage, only the first one has published its results for certain
+        when the core has an answer.
+        """
+        requests, counts = self._mirror.requests, step.num_scheduled_tokens
+        for _, parts, verifies in self._pending:
+            for part in parts:
+                request = part.request
+                if requests.get(request.req_id) is not request:
+                    continue  # it has left since
+                count = counts.get(request.req_id, 1) if counts else 1
+                if count and verifies and part.num_drafts:
+                    return True
+                if count > 1 and request.num_computed_tokens + count > request.num_tokens:
+                    return True
+        return False
+
+    def _take_next(self) -> None:
+        """Take the tokens of the oldest pending step, and the drafts for the tokens after them."""
+        number, parts, _ = self._pending.popleft()
+        words = self._pipe.tokens(number)
+        if not self._is_drafting:
+            for part, token_id in zip(parts, words, strict=True):
                 part.request.token_ids[part.end] = token_id
+            return
+        for part, result in zip(parts, unpack_results(words), strict=True):
+            if part.num_drafts:
+                self._mirror.advance([part], result.token_ids, [len(result.token_ids)])
+            else:
+                (part.request.token_ids[part.end],) = result.token_ids
+            part.request.draft_token_ids = result.drafts
 
 
 def _has_stand_in(part: ScheduledRequest) -> bool:
-    """Return whether the last token that a part computes is not known yet."""
-    return part.request.token_ids[part.end - 1] < 0
+    """Return whether the last known token that a part computes is a stand-in."""
+    known = part.request.token_ids
+    return known[min(part.end, len(known)) - 1] < 0

@@ -33,6 +33,7 @@ from worker_proc.parallel.pipe import PipeSize, StagePipe
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.stage_runner import StageRunner
 from worker_proc.parallel.stages import hidden_size, places
+from worker_proc.parallel.step_results import max_words
 from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress, Runner
@@ -136,6 +137,7 @@ def build_runner(
             pool,
             part,
             swap_cost_tokens=cost,
+            num_speculative_tokens=config.scheduler.num_speculative_tokens,
             grammars=prepared.grammars,
             exchange=exchange,
             block_memory=memory,
@@ -187,7 +189,7 @@ def _join_ranks(
     size = PipeSize(
         num_rows=scheduler.max_num_batched_tokens,
         row_bytes=hidden_size(loaded.model) * loaded.dtype.itemsize,
-        num_tokens=scheduler.max_num_seqs + 1,
+        num_words=max_words(scheduler.max_num_seqs + 1, scheduler.num_speculative_tokens),
         num_steps=max(scheduler.max_steps_in_flight, stage.num_stages),
     )
     pipe = StagePipe(library, adoption, stage, share, size)
