@@ -18,6 +18,9 @@ from protocol.core_worker import BlocksFound, BlocksLoaded
 _LOOKED_UP_AT_ONCE = 2**14
 """Tokens of requests that are looked up in one step and set aside: one or two milliseconds."""
 
+_MOST_STALE_ROWS = 64
+"""Of a heap that is not made anew yet."""
+
 
 class Outcome(Enum):
     """What has become of a waiting request that might load KV."""
@@ -58,9 +61,10 @@ class Loads:
         self._policy = policy
         self._offload = offload
         self._requests: dict[int, Request] = {}
-        self._without_place: list[tuple[Key, int, Request]] = []
-        """A heap of requests with stored blocks that wait until another load ends, in the policy's
-        order; those that have left it otherwise are skipped."""
+        self._aside: dict[int, tuple[int, Request]] = {}
+        """Requests with stored blocks that wait for a place, with their rows' numbers."""
+        self._rows: list[tuple[Key, int, int]] = []
+        """A heap of their rows, in the policy's order: key, number, id. Some rows are stale."""
         self._row_numbers = count()
         self._num_looked_up = 0
         """Tokens of requests that were set aside in this step."""
@@ -117,27 +121,36 @@ class Loads:
     def _set_aside(self, request: Request) -> None:
         self._num_looked_up += request.num_tokens
         self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
-        row = (self._policy.order(request), next(self._row_numbers), request)
-        heapq.heappush(self._without_place, row)
+        number = next(self._row_numbers)
+        self._aside[request.req_id] = number, request
+        heapq.heappush(self._rows, (self._policy.order(request), number, request.req_id))
 
     def begin_step(self) -> None:
         """Let as many requests wait to be admitted, or loaded, as there are places for loads."""
         self._num_looked_up = 0
         num_places = 0 if self._offload is None else self._offload.num_places
-        while self._without_place and num_places > 0:
-            num_places -= self._take_back(heapq.heappop(self._without_place)[2])
+        while self._rows and num_places > 0:
+            row = heapq.heappop(self._rows)
+            if not self._is_stale(row):
+                num_places -= 1
+                self._take_back(row[2])
 
-    def _take_back(self, request: Request) -> bool:
-        """Let a request that was set aside wait at its place; False if it has ended meanwhile."""
-        is_blocked = request.status is RequestStatus.WAITING_FOR_REMOTE_KV
-        is_aside = is_blocked and request not in self and request.req_id not in self._asking
-        if is_aside:
-            self._queues.unblock(request)
-        return is_aside
+    def _is_stale(self, row: tuple[Key, int, int]) -> bool:
+        _, number, req_id = row
+        return req_id not in self._aside or self._aside[req_id][0] != number
+
+    def _take_back(self, req_id: int) -> None:
+        """Let a request that was set aside wait at its place."""
+        _, request = self._aside.pop(req_id)
+        self._queues.unblock(request)
 
     def drop(self, request: Request) -> None:
-        """Forget what other machines have of a request that has ended."""
+        """Forget a request that has ended."""
         self._asking.pop(request.req_id, None)
+        self._aside.pop(request.req_id, None)
+        if len(self._rows) > 2 * len(self._aside) + _MOST_STALE_ROWS:
+            self._rows = [row for row in self._rows if not self._is_stale(row)]
+            heapq.heapify(self._rows)
         if self._offload is not None:
             self._offload.remote.forget(request)
 
@@ -177,7 +190,8 @@ class Loads:
         if offload.remote.has_any(request):
             reaches = partial(offload.reaches, request)
             all_hits, num_all = self._kv.find_loadable(request, cached, reaches)
-            if (num_all - num_blocks) * self._kv.block_size >= offload.least_tokens:
+            is_enough = (num_all - num_blocks) * self._kv.block_size >= offload.least_tokens
+            if is_enough and offload.costs.try_load(request.blocks_at):
                 return _Stored(all_hits, num_all, len(cached[0]))
             offload.remote.give_up(request)
         num_tokens = (num_blocks - len(cached[0])) * self._kv.block_size
@@ -210,7 +224,8 @@ class Loads:
         if request is not None and num_tokens is not None:
             if answer.has_state and self._kv.states is not None:
                 self._kv.states.remember_loaded(request)
-            self._offload.remote.give_up(request)
+            if not request.is_finished:
+                self._offload.remote.give_up(request)
             self.end(request, num_tokens)
 
     def end(self, request: Request, num_tokens: int) -> None:
@@ -233,9 +248,9 @@ class Loads:
         for request in list(self._requests.values()):
             request.may_load = True
             self.end(request, 0)
-        for row in self._without_place:
-            self._take_back(row[2])
-        self._without_place.clear()
+        for req_id in list(self._aside):
+            self._take_back(req_id)
+        self._rows.clear()
         for request in self._asking.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
                 self._queues.unblock(request)

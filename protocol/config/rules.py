@@ -1,6 +1,8 @@
 """The rules between several settings: those that contradict each other, or have no effect."""
 
+import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from protocol.adapters import parse_lora_module
 from protocol.config.cpu_lists import parse_cpu_lists
@@ -15,6 +17,7 @@ from protocol.config.engine_config import (
 )
 
 _NULL = "null"
+_ANY_HOST = ("*", "0.0.0.0")
 Rule = tuple[bool, str]
 """Whether a rule is broken, and its text."""
 
@@ -179,6 +182,44 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
         f"core_listen {parallel.core_listen} leaves no ports for all of data_parallel_size "
         f"{parallel.data_parallel_size}: each replica takes the next one",
     )
+    yield from _port_rules(config)
+
+
+class _Ports(NamedTuple):
+    """What a setting takes of a host's ports."""
+
+    setting: str
+    host: str
+    first: int
+    num_ports: int = 1
+
+    def overlap(self, other: "_Ports") -> bool:
+        is_one_host = self.host == other.host or not {self.host, other.host}.isdisjoint(_ANY_HOST)
+        ends = self.first + self.num_ports, other.first + other.num_ports
+        is_apart = ends[0] <= other.first or ends[1] <= self.first
+        return is_one_host and not is_apart
+
+
+def _port_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Addresses at which processes of one machine listen."""
+    parallel, api = config.parallel, config.api
+    listens = {
+        "core_listen": parallel.core_listen,
+        "agents_listen": parallel.agents_listen,
+        "kv_listen": parallel.kv_listen,
+    }
+    taken = [] if api.uds else [_Ports("port", api.host, api.port)]
+    for setting, address in listens.items():
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            count = max(parallel.data_parallel_size, 1) if setting == "core_listen" else 1
+            taken.append(_Ports(setting, host, int(port), count))
+    for one, other in itertools.combinations(taken, 2):
+        yield (
+            one.overlap(other),
+            f"{one.setting} and {other.setting} must differ: both would listen at port "
+            f"{max(one.first, other.first)} of {other.host}",
+        )
 
 
 def _placement_rules(config: EngineConfig) -> Iterator[Rule]:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from protocol.config import EngineConfig
@@ -47,13 +48,14 @@ class StoredBlocks:
         for tier in self._tiers:
             path = block_path(blocks_directory(tier, layout, rank), key)
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:
+                content = _content_of(path)
+            except FileNotFoundError:
                 continue
-            with os.fdopen(fd, "rb", buffering=0) as file:
-                num_bytes = os.fstat(fd).st_size
-                if num_bytes <= MAX_CONTENT_BYTES:
-                    return file.read(num_bytes)
+            except OSError as error:
+                log.warning("%s cannot be read: %s", path, error)
+                continue
+            if content:
+                return content
         return b""
 
     def _index(self, tier: Tier, layout: str, rank: int) -> BlockIndex | None:
@@ -70,3 +72,11 @@ class StoredBlocks:
             log.debug("no blocks in %s: %s", path, error)
             return None
         return opened.table
+
+
+def _content_of(path: Path) -> bytes:
+    """Read a file; empty if it is larger than a block."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with open(fd, "rb", buffering=0) as file:
+        num_bytes = os.fstat(fd).st_size
+        return file.read(num_bytes) if num_bytes <= MAX_CONTENT_BYTES else b""

@@ -67,8 +67,6 @@ def serve(
     divide(config, os.environ)
     check_links(config)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
-    if is_whole:
-        config = with_kv_listen(config)
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
     is_abandoned = False
@@ -90,6 +88,8 @@ def serve(
                 is_abandoned = interrupted.is_orphaned
                 return 0, None
             held.add_model(config.model)
+        if is_whole:  # now: a free port may be taken while the model is fetched
+            config = with_kv_listen(config)
         if is_whole and config.cache.kv_offload_bytes:
             held.add_memory(run_dir.path)
         if has_api:

@@ -352,6 +352,27 @@ def test_a_preempted_request_is_read_again(filled: FakeStore) -> None:
     bench.run()
 
 
+def test_nothing_is_kept_of_requests_that_end_while_they_wait_for_a_place(
+    filled: FakeStore,
+) -> None:
+    bench = Bench(filled, seqs=2 * MAX_LOADS)
+    for number in range(MAX_LOADS + 300):
+        bench.add(str(number), PROMPT, 2)
+    for number in range(300):
+        bench.step()
+        bench.abort(str(MAX_LOADS + number))
+    loads = bench.scheduler.loads
+    assert not loads._aside
+    assert len(loads._rows) < 100
+    bench.transfer()
+    while bench.loads:
+        bench.answer()
+        bench.step()
+        bench.transfer()
+    bench.run()
+    assert len(bench.finished) == MAX_LOADS
+
+
 def test_a_lost_worker_ends_its_loads_and_answers_that_come_late_are_ignored(
     filled: FakeStore,
 ) -> None:

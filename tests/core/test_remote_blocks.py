@@ -60,7 +60,11 @@ class Bench(Harness):
         load = self.loads.pop(0)
         num_blocks = self.here.read(self.worker, load, most, self.there)
         answer = BlocksLoaded(
-            load.req_id, num_blocks, load_ns, min(num_remote, num_blocks), load_ns
+            load.req_id,
+            num_blocks,
+            load_ns,
+            num_remote_blocks=min(num_remote, num_blocks),
+            remote_ns=load_ns,
         )
         self.scheduler.blocks_loaded(answer)
 
@@ -203,15 +207,20 @@ def test_a_lost_worker_asks_or_reads_again_and_late_answers_are_ignored(
     bench.run()
 
 
-@pytest.mark.parametrize("when", ["asking", "waiting"])
+@pytest.mark.parametrize("when", ["asking", "waiting", "loading"])
 def test_a_request_may_end_at_any_time(filled: FakeStore, when: str) -> None:
     bench = Bench(filled)
     request = bench.come("a")
     bench.step()
     bench.transfer()
-    if when == "waiting":
+    if when != "asking":
         bench.answer()
+    if when == "loading":
+        bench.step()
+        bench.transfer()
     bench.abort("a")
+    if when == "loading":
+        bench.end_load()
     bench.scheduler.blocks_found(BlocksFound(request.req_id, bytes([1]) * 6))
     assert bench.step() == {}
     bench.transfer()
@@ -250,6 +259,20 @@ def costs_of(computed_ns: int) -> LoadCosts:
     costs.sent(100, 100)
     costs.step_ended(ModelRunnerOutput(0, [], forward_ns=100 * computed_ns))
     return costs
+
+
+def test_blocks_that_were_found_are_not_read_once_it_is_known_not_to_pay(
+    filled: FakeStore,
+) -> None:
+    bench = Bench(filled)
+    bench.come("a")
+    bench.step()
+    bench.transfer()
+    bench.offload.costs = costs_of(1000)
+    bench.offload.costs.loaded(1, 10**9, THERE)
+    bench.answer()
+    assert bench.step() == {"a": len(PROMPT)}
+    bench.run()
 
 
 def test_each_machine_has_its_own_cost() -> None:

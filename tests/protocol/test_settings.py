@@ -155,6 +155,20 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"agents_listen": "7100"}, "--agents-listen"),
         ({"replica_file": "replicas"}, "replica_file needs curve_keys"),
         ({"kv_listen": "10.0.0.1:7300", "kv_offload_bytes": 1}, "kv_listen needs curve_keys"),
+        (
+            {
+                "core_listen": "10.0.0.1:7300",
+                "data_parallel_size": 2,
+                "kv_listen": "*:7301",
+                "kv_offload_bytes": 1,
+                "curve_keys": "keys",
+            },
+            "core_listen and kv_listen must differ: both would listen at port 7301",
+        ),
+        (
+            {"agents_listen": "127.0.0.1:8000", "curve_keys": "keys"},
+            "port and agents_listen must differ",
+        ),
         ({"kv_listen": "10.0.0.1:7300", "curve_keys": "keys"}, "kv_listen needs kv_offload_bytes"),
         ({"ray": "auto"}, "ray needs agents_listen"),
         ({"replicas": 2}, "replicas and max_replicas need ray"),

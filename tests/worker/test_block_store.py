@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,20 @@ def test_the_least_recently_used_blocks_leave_a_full_store(tmp_path: Path) -> No
     assert left == [0, 3, 4, 5, 6, 7, 8, 9, 10]
     assert all(file_of(tmp_path, number).exists() == (number in left) for number in range(11))
     assert store.index.num_bytes == 9 * FILE_BYTES
+
+
+def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+    """The lock of the file is the process's, so that it does not."""
+    store = make(tmp_path)
+
+    def write() -> bool:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(store.write, key(1), block(1), waits=False).result(10)
+
+    with store._locked(1) as has_lock:
+        assert has_lock
+        assert not write()
+    assert write()
 
 
 def test_a_block_larger_than_the_store_is_left_out(tmp_path: Path) -> None:

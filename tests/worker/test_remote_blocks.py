@@ -15,7 +15,7 @@ from protocol.transport.curve import make_keys, read_client_keys, read_engine_ke
 from scripts.block_server import server as server_module
 from scripts.block_server.server import BlockServer
 from tests.worker.test_offload_service import Bench, key
-from worker_proc.offload import remote
+from worker_proc.offload import finder, remote
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.remote import Peers
 from worker_proc.offload.service import OffloadService
@@ -176,7 +176,12 @@ def remove(file: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("spoil", [damage, swap_names, cut, lengthen, remove])
+def replace_by_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("spoil", [damage, swap_names, cut, lengthen, remove, replace_by_directory])
 def test_a_block_that_is_not_right_ends_the_load(
     spoil: Callable[[Path], None], there: Machine, reader: Reader
 ) -> None:
@@ -239,6 +244,37 @@ def test_a_machine_that_does_not_answer_is_waited_for_once(
     assert reader.load(there.address, [1], [4]).num_blocks == 1
 
 
+def test_leading_blocks_that_are_here_are_read_although_the_other_machine_is_gone(
+    there: Machine, reader: Reader
+) -> None:
+    bench = reader.bench
+    before = [bench.content(number) for number in (1, 2)]
+    bench.store(1, 2)
+    bench.wait_for(1, 2)
+    there.close()
+    answer = reader.load(there.address, [1, 2, 3], [4, 5, 6])
+    assert (answer.num_blocks, answer.num_remote_blocks) == (2, 0)
+    assert [bench.content(block_id) for block_id in (4, 5)] == before
+
+
+def test_every_question_is_answered_in_time(
+    there: Machine, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finder, "_TIMEOUT_S", 0.4)
+    there.is_silent = True
+    began = time.monotonic()
+    for number in range(20):
+        reader.service.find(FindBlocks(number, there.address, [key(1)]))
+    answers: list[BlocksFound | BlocksLoaded] = []
+    while len(answers) < 20:
+        assert reader.service.deadline is not None
+        assert time.monotonic() - began < 1.0
+        answers += reader.service.take_results()
+        time.sleep(0.002)
+    assert {answer.req_id for answer in answers} == set(range(20))
+    assert reader.service.deadline is None
+
+
 def test_where_nothing_listens_nothing_is_waited_for(reader: Reader) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -259,6 +295,8 @@ def test_a_slow_machine_is_read_for_as_long_as_computing_takes(
     answer = reader.load(there.address, numbers, numbers, limit_ms=400)
     assert 0.35 < time.monotonic() - began < 1.0
     assert 0 < answer.num_blocks < 5
+    there.delay_s = 0.0
+    assert reader.load(there.address, numbers, numbers).num_blocks == 10, "it is not left alone"
 
 
 def test_a_server_that_ends_amid_a_load_ends_it(

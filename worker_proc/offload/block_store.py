@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ class BlockStore:
         self._directory = directory
         self._most_bytes = most_bytes
         self._numbers = itertools.count()
+        self._thread_lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         file_bytes = _HEADER.size + block_bytes
@@ -151,11 +153,8 @@ class BlockStore:
         for number in range(num_tries):
             if number:
                 time.sleep(_LOCK_PAUSE_S)
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._try_lock():
                 break
-            except BlockingIOError:
-                continue
         else:
             yield False
             return
@@ -163,6 +162,20 @@ class BlockStore:
             yield True
         finally:
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            self._thread_lock.release()
+
+    def _try_lock(self) -> bool:
+        if not self._thread_lock.acquire(blocking=False):  # that of the file is the process's
+            return False
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._thread_lock.release()
+            return False
+        except BaseException:
+            self._thread_lock.release()
+            raise
+        return True
 
     def _remove_old(self, most_bytes: float) -> None:
         """Remove the blocks that were used least recently; counts the others anew."""

@@ -1,21 +1,31 @@
 """Asks other machines which blocks they have, in a few threads that start with the first questions.
 
-Several, because one waits as long as a machine does not answer.
+Several, because one waits as long as a machine does not answer. A question that is not answered
+in time gets an empty answer, so that its request is computed.
 """
 
+import itertools
 import logging
 import queue
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from protocol.core_worker import BlocksFound, FindBlocks
 from worker_proc.offload.priority import lower_priority
 from worker_proc.offload.remote import PeerPaused, Peers
 
 _MOST_THREADS = 4
+_TIMEOUT_S = 3.0
+"""From a question to its answer. A server that is there answers in milliseconds."""
 
 log = logging.getLogger("troika.worker")
+
+
+class _Question(NamedTuple):
+    message: FindBlocks
+    deadline: float
 
 
 class Finder:
@@ -25,33 +35,60 @@ class Finder:
         """`on_answer` is called by a thread when there is an answer to take."""
         self._peers = peers
         self._on_answer = on_answer
-        self._questions: queue.SimpleQueue[tuple[int, FindBlocks]] = queue.SimpleQueue()
-        self._answers: deque[tuple[int, BlocksFound]] = deque()
+        self._numbers = itertools.count()
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Numbers of questions; those that are not open any more are skipped."""
+        self._lock = threading.Lock()
+        self._open: dict[int, _Question] = {}
+        """Questions without an answer, the oldest first. Under the lock, as the answers."""
+        self._answers: list[BlocksFound] = []
         self._num_threads = 0
-        self._core = 0
-        """Counts the cores that have asked."""
 
     def find(self, message: FindBlocks) -> None:
-        self._questions.put((self._core, message))
+        """Ask, and give the answer to `take_results` by the deadline."""
+        number = next(self._numbers)
+        with self._lock:
+            self._open[number] = _Question(message, time.monotonic() + _TIMEOUT_S)
+        self._waiting.put(number)
         if self._num_threads < _MOST_THREADS:
             self._num_threads += 1
             threading.Thread(target=self._run, name="troika-find", daemon=True).start()
 
     def forget(self) -> None:
         """Drop all questions: another core has not asked them."""
-        self._core += 1
+        with self._lock:
+            self._open.clear()
+            self._answers.clear()
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call `take_results` at the latest, in seconds of `time.monotonic`."""
+        with self._lock:
+            return next((question.deadline for question in self._open.values()), None)
 
     def take_results(self) -> list[BlocksFound]:
-        found = [self._answers.popleft() for _ in range(len(self._answers))]
-        return [answer for core, answer in found if core == self._core]
+        """Return the answers since the last call, and empty ones to questions over their time."""
+        now = time.monotonic()
+        with self._lock:
+            answers, self._answers = self._answers, []
+            late = [number for number, each in self._open.items() if each.deadline <= now]
+            questions = [self._open.pop(number).message for number in late]
+        return [*answers, *(BlocksFound(question.req_id, b"") for question in questions)]
 
     def _run(self) -> None:
         lower_priority()
         while True:
-            core, message = self._questions.get()
-            if core == self._core:
-                self._answers.append((core, BlocksFound(message.req_id, self._ask(message))))
-                self._on_answer()
+            number = self._waiting.get()
+            with self._lock:
+                question = self._open.get(number)
+            if question is None:
+                continue
+            answer = BlocksFound(question.message.req_id, self._ask(question.message))
+            with self._lock:
+                if self._open.pop(number, None) is None:
+                    continue
+                self._answers.append(answer)
+            self._on_answer()
 
     def _ask(self, message: FindBlocks) -> bytes:
         try:

@@ -98,14 +98,20 @@ class BlockReader:
     ) -> Iterator[memoryview]:
         """Yield the contents of the blocks, in order, each valid until the next; empty: not there.
 
-        Some are asked for ahead. TimeoutError: the time is past `limit`.
+        Some are asked for ahead. It ends at `limit`, in seconds of `time.monotonic`.
         """
         window = max(1, min(MAX_WINDOW, WINDOW_BYTES // max(block_bytes, 1)))
         ahead = iter(keys)
         for key in itertools.islice(ahead, window):
             self._ask_for(key)
         for _ in keys:
-            answer = self._receive(min(limit, time.monotonic() + ANSWER_TIMEOUT_S))
+            deadline = time.monotonic() + ANSWER_TIMEOUT_S
+            try:
+                answer = self._receive(min(limit, deadline))
+            except TimeoutError:
+                if limit < deadline:  # the server may be well
+                    return
+                raise
             if not isinstance(answer, BlockContent):
                 raise ConnectionError(f"{self.address} has answered something else")
             for key in itertools.islice(ahead, 1):
@@ -174,19 +180,22 @@ class Peers:
         """
         if time.monotonic() < self._paused_until.get(address, 0.0):
             raise PeerPaused(f"{address} has not answered before")
-        reader = self._take_idle(address)
-        was_idle = reader is not None
+        kept = self._take_idle(address)
         try:
-            if reader is None:
-                reader = self._connect(address)
+            reader = kept or self._connect(address)
+        except OSError:
+            self._pause(address)
+            raise
+        try:
             yield reader
+        except GeneratorExit:  # the load needs no more of what it has asked for
+            pass
         except BaseException as error:
             # A kept connection may break because the server was started anew.
-            is_gone = isinstance(error, TimeoutError) or not was_idle
+            is_gone = isinstance(error, TimeoutError) or kept is None
             if isinstance(error, OSError) and is_gone:
                 self._pause(address)
-            if reader is not None:
-                reader.close()
+            reader.close()
             raise
         if not reader.is_at_rest:  # it has asked for more than was needed
             reader.close()

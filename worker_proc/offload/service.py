@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.core_worker import BlocksFound, BlocksLoaded, FindBlocks, LoadBlocks, StoreBlocks
@@ -23,7 +23,7 @@ from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.finder import Finder
 from worker_proc.offload.memory import BlockMemory, Wait
 from worker_proc.offload.priority import lower_priority
-from worker_proc.offload.remote import Peers
+from worker_proc.offload.remote import PeerPaused, Peers
 
 MAX_READERS = 8
 """Loads at a time; each has a slot of the block memory."""
@@ -138,7 +138,10 @@ class OffloadService:
     @property
     def deadline(self) -> float | None:
         """When to call `take_results` at the latest, in seconds of `time.monotonic`."""
-        return min((load.deadline for load in self._loads), default=None)
+        deadlines = [load.deadline for load in self._loads]
+        if self._finder is not None and (asked := self._finder.deadline) is not None:
+            deadlines.append(asked)
+        return min(deadlines, default=None)
 
     def take_results(self) -> list[BlocksLoaded | BlocksFound]:
         """Return other machines' answers, and those to loads that are done or over their time."""
@@ -251,23 +254,27 @@ class _Load(threading.Thread):
         try:
             lower_priority()
             self._read_all()
+        except PeerPaused:  # its silence was reported
+            pass
         except Exception as error:
             log.warning("KV blocks cannot be read: %s", error)
         self.is_done = True
         self._on_end(self._slot)
 
     def _read_all(self) -> None:
-        message, peers = self._message, self._peers
-        is_here = [any(key in store.index for store in self._stores) for key in message.keys]
-        if all(is_here) or not message.source or peers is None:
-            self._read_each(is_here, iter(()))
+        keys = self._message.keys
+        is_here = [any(key in store.index for store in self._stores) for key in keys]
+        missing = [key for key, here in zip(keys, is_here, strict=True) if not here]
+        with contextlib.closing(self._contents(missing)) as contents:
+            self._read_each(is_here, contents)
+
+    def _contents(self, keys: Sequence[bytes]) -> Generator[memoryview]:
+        """Yield blocks of the other machine; the first `next` connects. An OSError: it is gone."""
+        source, peers = self._message.source, self._peers
+        if not source or peers is None:
             return
-        keys = [key for key, here in zip(message.keys, is_here, strict=True) if not here]
-        began_ns = time.monotonic_ns()
-        with peers.reader(message.source) as reader:
-            self._remote_ns = time.monotonic_ns() - began_ns
-            limit = self._limit()
-            self._read_each(is_here, reader.contents(keys, self._memory.block_bytes, limit))
+        with peers.reader(source) as reader:
+            yield from reader.contents(keys, self._memory.block_bytes, self._limit())
 
     def _limit(self) -> float:
         limit_ms = self._message.limit_ms
