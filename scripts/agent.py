@@ -19,6 +19,7 @@ import msgspec
 from protocol.config import ConfigError, EngineConfig
 from protocol.config.addresses import check_tcp_address
 from protocol.config.rules import validate
+from protocol.config.settings import OneLineParser
 from protocol.lifecycle import Role
 from protocol.process.child_runtime import configure_logging, log_label
 from protocol.transport.curve import read_client_keys, read_server_keys
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None, program: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(program, description=(__doc__ or "").partition("\n\n")[0])
+    parser = OneLineParser(program, description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--join", required=True, metavar="HOST:PORT", help="address of --agents-listen"
     )

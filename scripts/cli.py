@@ -33,7 +33,7 @@ def main() -> int:
     if command == "--version":
         print(f"troika {version()}")
         return 0
-    if command in ("-h", "--help"):
+    if command in ("-h", "--help", "help"):
         print(_USAGE)
         return 0
     close = difflib.get_close_matches(command, _MODULES, n=1)

@@ -4,26 +4,36 @@ DIR gets the pair of the engines, `server.key` and `server.secret`, and in DIR/c
 each client. Keys that are there stay as they are.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from protocol.config.settings import OneLineParser
 from protocol.transport.curve import make_keys
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Make the keys that are missing, and print the files; wrong arguments end with status 2."""
-    parser = argparse.ArgumentParser(program, description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("directory", metavar="DIR", type=Path)
-    parser.add_argument("names", metavar="NAME", nargs="+", help="a client")
+    """Make the keys that are missing, and print their files.
+
+    Wrong arguments end the program with status 2, and a directory that cannot be used with 1.
+    """
+    parser = OneLineParser(program, description=(__doc__ or "").partition("\n\n")[2])
+    text = "directory of the keys; it is made if it is not there"
+    parser.add_argument("directory", metavar="DIR", type=Path, help=text)
+    text = "a client: an API, an embedding program or a host agent"
+    parser.add_argument("names", metavar="NAME", nargs="+", help=text)
     arguments = parser.parse_args(argv)
     try:
         written = make_keys(arguments.directory, arguments.names)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        print(f"troika: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
+        return 1
     for path in written:
         print(path)
+    if not written:
+        print(f"{arguments.directory} has all of these keys already", file=sys.stderr)
     return 0
 
 

@@ -17,12 +17,10 @@ _WITHOUT_EFFECT = frozenset(
 _INERT = {
     "convert": "auto",
     "cpu_offload_gb": 0,
-    "data_parallel_size": 1,
     "hf_overrides": None,
     "hf_token": None,
     "load_format": "auto",
     "logits_processors": None,
-    "pipeline_parallel_size": 1,
     "skip_tokenizer_init": False,
     "speculative_config": None,
     "task": "auto",
@@ -30,7 +28,6 @@ _INERT = {
     "tokenizer_revision": None,
 }
 """Arguments of features that this engine lacks, with the value that does not ask for them."""
-_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
@@ -46,8 +43,7 @@ def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
         values[name] = value
     if values.get("seed") is None:
         values.pop("seed", None)
-    dtype = str(values.get("dtype", "auto")).removeprefix("torch.")
-    values["dtype"] = _DTYPES.get(dtype, dtype)
+    values["dtype"] = str(values.get("dtype", "auto")).removeprefix("torch.")
     for name in ("tokenizer", "chat_template", "model"):
         if values.get(name) is not None:
             values[name] = str(values[name])

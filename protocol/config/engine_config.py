@@ -36,6 +36,10 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Dtype | None":
+        return {"half": cls.FLOAT16, "float": cls.FLOAT32}.get(str(value))  # vLLM's names
+
 
 class Quantization(enum.StrEnum):
     W8A16 = "w8a16"

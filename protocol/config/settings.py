@@ -14,6 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,10 +23,14 @@ import msgspec
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
 from protocol.config.environment import erase_variable
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
+from protocol.config.vllm_flags import INSTEAD
 
 ENV_PREFIX = "TROIKA_"
 NOTHING: tuple[Any, ...] = (None, {}, ())
 """Defaults that no text shows."""
+_LIKENESS = 0.75
+"""Of a wrong name and the one that was probably meant, 0 to 1."""
+_SIZE = re.compile(r"(\d+)([.]\d+)?([kKmMgGtT])")
 _CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
 _NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
 _DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
@@ -244,9 +249,14 @@ def _known_name(name: str, known: Mapping[str, Setting], source: str | None) -> 
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return a question with the known name that is most like a wrong one, if one is."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return what takes the place of a flag of vLLM, or asks for the known name most like it."""
+    by_word = {option.strip("-"): option for option in known}
+    word = name.strip("-")
+    if (instead := INSTEAD.get(word.replace("_", "-"))) is not None:
+        return f": {instead}"
+    close = difflib.get_close_matches(word, by_word, n=1, cutoff=_LIKENESS)
+    close += [option for option in by_word if word and option.startswith(word)]
+    return f"; did you mean {by_word[close[0]]}?" if close else ""
 
 
 def _convert(value: Any, setting: Setting, origin: str) -> Any:
@@ -262,6 +272,8 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
     elif is_text and typing.get_origin(_base_type(setting.type)) is dict:
         value = _parse_pairs(value, origin)
+    elif is_text and _base_type(setting.type) is int:
+        value = _parse_size(value)
     elif setting.is_list:
         value = _parse_list(value, setting)
     try:
@@ -286,6 +298,16 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
         kind = "a whole number" if _base_type(setting.type) is int else "a number"
         return f"{shown!r} is not {kind}"
     return f"{error} (got {shown!r})"
+
+
+def _parse_size(text: str) -> int | str:
+    """Read `8k` (8,000), `8K` (8,192) or `1.5G`, as vLLM does; other texts are returned."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return text
+    whole, part, unit = match.groups(default="")
+    base = 1024 if unit.isupper() else 1000
+    return int(Fraction(whole + part) * base ** ("kmgt".index(unit.lower()) + 1))
 
 
 def _parse_list(value: Any, setting: Setting) -> Any:

@@ -96,8 +96,10 @@ def read_client_keys(directory: Path) -> ClientKeys:
     """Return the keys of the only client whose secret is there; errors as `read_server_keys`."""
     secrets = sorted((directory / CLIENTS).glob(f"*{_SECRET}"))
     if len(secrets) != 1:
+        names = ", ".join(path.name for path in secrets) or "none"
         raise ValueError(
-            f"{directory / CLIENTS} must have the secret key of one client, and has {len(secrets)}"
+            f"{directory / CLIENTS} must have the secret key of one client, the one that runs here,"
+            f" and has {names} (docs/machines.md#keys)"
         )
     public, secret = _read(secrets[0].with_suffix(_PUBLIC)), _read(secrets[0])
     return ClientKeys(public, secret, _read((directory / SERVER).with_suffix(_PUBLIC)))

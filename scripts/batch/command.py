@@ -36,6 +36,7 @@ def main(
     """Answer the lines of a file. Returns 0 when all of them have an answer."""
     parser = settings.OneLineParser(
         program,
+        usage="%(prog)s IN.jsonl OUT.jsonl [flags]",
         description="Answer the requests of a file in OpenAI's batch format. A second run with the "
         "same files continues the first. Without --base-url, an engine is started for the run.",
         allow_abbrev=False,
@@ -66,7 +67,10 @@ def main(
     try:
         return _run(arguments, config)
     except (BatchError, ConfigError, EngineStartError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename} cannot be used: {error.strerror}"
+        print(f"{program}: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{program}: stopped; run the command again to continue", file=sys.stderr)

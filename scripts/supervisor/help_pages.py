@@ -86,7 +86,7 @@ def _rows(found: Iterable[Setting]) -> str:
     for setting in found:
         flag = setting.flag if setting.is_bool else f"{setting.flag} {setting.metavar}"
         if setting.is_bool and setting.default:
-            flag = "--no-" + setting.flag.removeprefix("--")
+            flag = "--[no-]" + setting.flag.removeprefix("--")
         lines += _row(flag, texts.get(setting.name, "") + default_text(setting))
     return "\n".join(lines)
 

@@ -210,7 +210,7 @@ def test_keys_are_made_once_and_belong_to_their_user(tmp_path: Path) -> None:
     server = read_server_keys(tmp_path)
     assert [path.name for path in make_keys(tmp_path, ["one", "two"])] == ["two.secret", "two.key"]
     assert read_server_keys(tmp_path) == server
-    with pytest.raises(ValueError, match="must have the secret key of one client, and has 2"):
+    with pytest.raises(ValueError, match=r"and has one\.secret, two\.secret"):
         read_client_keys(tmp_path)
     with pytest.raises(ValueError, match="must be 1 to 64 letters"):
         make_keys(tmp_path, ["../three"])

@@ -14,6 +14,7 @@ from protocol.config.settings import (
     resolve,
     settings,
 )
+from protocol.config.vllm_flags import INSTEAD
 
 ALONE = {"data_parallel_size": 0, "agents_listen": "10.0.0.1:7100", "curve_keys": "keys"}
 """An engine without a replica on its own machine."""
@@ -207,6 +208,36 @@ def test_unknown_flag_ends_with_a_suggestion(capsys: pytest.CaptureFixture[str])
         parse("--max-num-sequs", "3")
     assert caught.value.code == 2
     assert "did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("4M", 4 * 2**20), ("8192", 8192)],
+)
+def test_numbers_may_have_a_unit(text: str, number: int) -> None:
+    assert parse("--max-model-len", text).model.max_model_len == number
+    assert resolve({}, {"TROIKA_MAX_MODEL_LEN": text}).model.max_model_len == number
+    assert configure(max_model_len=text).model.max_model_len == number
+
+
+@pytest.mark.parametrize("text", ["k", "8kk", "8 kB", "-1k", "1e3k", "8x"])
+def test_a_wrong_unit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is not a whole number"):
+        configure(max_model_len=text)
+
+
+def test_a_number_with_a_unit_has_the_bounds_of_the_setting() -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs: Expected `int` <= 16384"):
+        configure(max_num_seqs="1M")
+
+
+def test_names_of_types_are_those_of_vllm() -> None:
+    names = {"half": Dtype.FLOAT16, "float": Dtype.FLOAT32, "bfloat16": Dtype.BFLOAT16}
+    assert {name: parse("--dtype", name).model.dtype for name in names} == names
+
+
+def test_no_flag_that_exists_is_explained_as_missing() -> None:
+    assert not {setting.flag.strip("-") for setting in settings()} & set(INSTEAD)
 
 
 def test_switches_and_enumerations() -> None:

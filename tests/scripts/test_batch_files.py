@@ -245,6 +245,12 @@ def test_second_run_sends_only_what_is_missing(
     assert len(handler.seen) == 6
 
 
+def test_a_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 1
+    text = f": {tmp_path}/in.jsonl cannot be used: No such file or directory\n"
+    assert capsys.readouterr().err.endswith(text)
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [

@@ -8,7 +8,7 @@ import pytest
 from protocol.config import EngineConfig
 from protocol.config.settings import settings
 from protocol.version import version
-from scripts import cli
+from scripts import cli, keys
 from scripts.supervisor import startup
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_every_page_fits_into_80_columns(capsys: pytest.CaptureFixture[str], top
 
 def test_groups_together_show_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     shown = [output(capsys, f"--help={group}") for group in GROUPS]
-    flags = {word for page in shown for word in page.replace("--no-", "--").split()}
+    flags = {word for page in shown for word in page.replace("--[no-]", "--").split()}
     assert {setting.flag for setting in settings()} <= flags
     overview = output(capsys, "--help")
     assert all(f"\n  {group} " in overview for group in GROUPS)
@@ -70,6 +70,10 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
         (["--max-num-sequs=3"], "unknown flag --max-num-sequs; did you mean --max-num-seqs?"),
         (["demo", "x"], "unknown argument x; see --help"),
         (["--frobnicate"], "unknown flag --frobnicate; see --help"),
+        (["--prot", "8001"], "unknown flag --prot; did you mean --port?"),
+        (["--max-logprobs", "5"], "unknown flag --max-logprobs: a request may ask for 20; see"),
+        (["--trust-remote-code"], "--trust-remote-code: code from a checkpoint is never executed"),
+        (["--response-role", "x"], "unknown flag --response-role; see --help"),
         (["--port"], "--port needs a value"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
         (["--port", "70000"], "--port: Expected `int` <= 65535 (got '70000')"),
@@ -100,6 +104,32 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert capsys.readouterr().out == expected
 
 
+@pytest.mark.parametrize("word", ["-h", "--help", "help"])
+def test_help_lists_the_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["troika", word])
+    assert cli.main() == 0
+    assert "troika keys DIR NAME..." in capsys.readouterr().out
+
+
+def test_errors_of_keys_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert keys.main([str(tmp_path), "api"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert keys.main([str(tmp_path), "api"]) == 0
+    assert capsys.readouterr().err == f"{tmp_path} has all of these keys already\n"
+    assert keys.main(["/proc/nothing", "api"]) == 1
+    text = "troika: /proc/nothing cannot be used: No such file or directory\n"
+    assert capsys.readouterr().err == text
+    for argv in ([], [str(tmp_path)], [str(tmp_path), "a/b"]):
+        with pytest.raises(SystemExit) as caught:
+            keys.main(argv)
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("troika: ")
+        assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -119,6 +149,11 @@ def test_wrong_commands(
     text = capsys.readouterr().err
     assert text.startswith(line)
     assert text.count("\n") == 1
+
+
+def test_a_flag_that_is_on_is_shown_with_both_its_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    page = output(capsys, "--help=enable_pag")
+    assert page.startswith("  --[no-]enable-page")
 
 
 def documented_pages() -> list[tuple[str, str]]:

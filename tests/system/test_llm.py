@@ -75,6 +75,12 @@ def expected(prompts: list[list[int]], params: SamplingParams) -> list[list[int]
         llm.close()
 
 
+def test_replicas_compute_what_one_engine_computes() -> None:
+    with LLM("null", data_parallel_size=2, **SETTINGS) as llm:
+        found = token_ids(llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
+    assert found == expected(PROMPTS[:8], GREEDY)
+
+
 class Bar:
     """Counts as tqdm does."""
 
@@ -651,6 +657,8 @@ def test_arguments_of_vllm_become_settings() -> None:
     assert (model.model, model.tokenizer, model.dtype) == ("m", "/t", Dtype.FLOAT16)
     assert (model.max_model_len, model.seed) == (512, 0)
     assert engine_config("m", {"seed": 7}).model.seed == 7
+    parallel = engine_config("m", {"data_parallel_size": 2, "pipeline_parallel_size": 2}).parallel
+    assert (parallel.data_parallel_size, parallel.pipeline_parallel_size) == (2, 2)
 
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
