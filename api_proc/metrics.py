@@ -76,7 +76,7 @@ _ENGINE_COUNTERS = (
     ("states_loaded", "Recurrent states read from stores.", "states_loaded"),
     (
         "kv_remote_tokens_loaded",
-        "Of these, tokens whose KV was read from other machines.",
+        "Tokens whose KV was read from other machines, of kv_tokens_loaded.",
         "kv_remote_tokens_loaded",
     ),
     ("engine_steps", "Steps dispatched to the worker.", "num_steps"),

@@ -75,7 +75,7 @@ class Offload:
         self.num_stored_states = 0
         self.num_loaded_states = 0
         self.num_remote_tokens = 0
-        """Of these, those that came from other machines."""
+        """Of the tokens that were loaded, those that came from other machines."""
 
     def has(self, block_hash: bytes, group: int) -> bool:
         """Whether a store probably has a block of a KV group."""

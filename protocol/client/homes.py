@@ -6,38 +6,56 @@ the session. So processes that have seen replicas join in another order agree, a
 of a replica that joins or leaves have another home.
 """
 
-from bisect import bisect, insort
+from bisect import bisect
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import chain
 
 _NUM_POINTS = 64
 """Of each replica. More of them spread the sessions more evenly."""
 
 
 class Homes:
-    """The points of all replicas. To find a home takes O(log replicas)."""
+    """The points of all replicas. To find a home takes O(log replicas).
+
+    The circle is made anew after a change, when a home is looked for: without sessions never.
+    """
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, int]] = []
-        """Sorted, each with the number of its replica."""
+        self._addresses: dict[int, str] = {}
+        self._of_replica: dict[int, list[tuple[int, int]]] = {}
+        """Its points, each with the number of the replica, once they were needed."""
+        self._circle: list[tuple[int, int]] = []
+        """All points, sorted; empty: to be made."""
 
     def add(self, number: int, address: str) -> None:
         """Enter a replica."""
-        for index in range(_NUM_POINTS):
-            insort(self._points, (_point(f"{index} {address}"), number))
+        self._addresses[number] = address
+        self._of_replica.pop(number, None)
+        self._circle = []
 
     def remove(self, number: int) -> None:
-        self._points = [point for point in self._points if point[1] != number]
+        del self._addresses[number]
+        self._of_replica.pop(number, None)
+        self._circle = []
 
     def of(self, session: str) -> Iterator[int]:
         """Yield the replicas in the order in which they are the session's home."""
-        first = bisect(self._points, (_point(session), -1))
+        circle = self._circle = self._circle or self._make_circle()
+        first = bisect(circle, (_point(session), -1))
         seen = set()
-        for index in range(first, first + len(self._points)):
-            _, number = self._points[index % len(self._points)]
+        for index in range(first, first + len(circle)):
+            _, number = circle[index % len(circle)]
             if number not in seen:
                 seen.add(number)
                 yield number
+
+    def _make_circle(self) -> list[tuple[int, int]]:
+        for number, address in self._addresses.items():
+            if number not in self._of_replica:
+                names = (f"{index} {address}" for index in range(_NUM_POINTS))
+                self._of_replica[number] = [(_point(name), number) for name in names]
+        return sorted(chain.from_iterable(self._of_replica.values()))
 
 
 def _point(name: str) -> int:

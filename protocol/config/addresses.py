@@ -3,9 +3,9 @@
 import re
 
 _HOST = "[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?"
-TCP_ADDRESS = f"^tcp://{_HOST}:[1-9][0-9]{{0,4}}$"
+TCP_ADDRESS = rf"^tcp://{_HOST}:[1-9][0-9]{{0,4}}\Z"
 """What libzmq can connect to, but for ports beyond 65535: see `check_tcp_address`."""
-LISTEN_ADDRESS = f"^([*]|{_HOST}):[1-9][0-9]{{0,4}}$"
+LISTEN_ADDRESS = rf"^([*]|{_HOST}):[1-9][0-9]{{0,4}}\Z"
 """HOST:PORT; the host may be `*`, all of this machine's."""
 _PATTERN = re.compile(TCP_ADDRESS)
 

@@ -12,7 +12,7 @@ import torch
 
 from protocol.core_worker import BlocksLoaded, LoadBlocks, StoreBlocks
 from scripts.testing import eventually
-from worker_proc.offload import service as service_module
+from worker_proc.offload import load as load_module
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import NoMemory
@@ -261,7 +261,7 @@ def test_a_store_that_hangs_costs_the_load_its_time_and_writes_to_no_block(
     bench = make("one")
     bench.store(1, 2)
     bench.wait_for(1, 2)
-    monkeypatch.setattr(service_module, "LOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(load_module, "LOAD_TIMEOUT_S", 0.2)
     goes_on, read = threading.Event(), bench.stores[0].read
 
     def hang_at_second(name: bytes, block: object) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from protocol.core_worker import BlocksFound, FindBlocks
 from worker_proc.offload.priority import lower_priority
-from worker_proc.offload.remote import PeerPaused, Peers
+from worker_proc.offload.remote import Peers
 
 _MOST_THREADS = 4
 _TIMEOUT_S = 3.0
@@ -94,8 +94,8 @@ class Finder:
         try:
             with self._peers.reader(message.source) as reader:
                 return reader.find(message.keys)
-        except PeerPaused:  # its silence was reported
+        except OSError:  # it was logged
             return b""
-        except Exception as error:
-            log.warning("KV blocks of another machine are computed: %s", error)
+        except Exception:
+            log.exception("KV blocks of %s are computed", message.source)
             return b""

@@ -65,7 +65,10 @@ class BlockReader:
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         # ZMQ would try again and again where nothing listens.
-        socket.create_connection((host, int(port)), ANSWER_TIMEOUT_S).close()
+        try:
+            socket.create_connection((host, int(port)), ANSWER_TIMEOUT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"{address}: {error.strerror or error}") from error
         self._channel = DealerChannel(context, address, HighWaterMark.BLOCK_LINK, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._channel.socket, zmq.POLLIN)
@@ -174,7 +177,7 @@ class Peers:
 
     @contextlib.contextmanager
     def reader(self, address: str) -> Iterator[BlockReader]:
-        """Lend a connection to a thread; an OSError: the server does not answer.
+        """Lend a connection to a thread; an OSError: the server does not answer, as was logged.
 
         The first thread decides on the priority of those that encrypt.
         """
@@ -183,8 +186,8 @@ class Peers:
         kept = self._take_idle(address)
         try:
             reader = kept or self._connect(address)
-        except OSError:
-            self._pause(address)
+        except OSError as error:
+            self._pause(address, error)
             raise
         try:
             yield reader
@@ -194,7 +197,7 @@ class Peers:
             # A kept connection may break because the server was started anew.
             is_gone = isinstance(error, TimeoutError) or kept is None
             if isinstance(error, OSError) and is_gone:
-                self._pause(address)
+                self._pause(address, error)
             reader.close()
             raise
         if not reader.is_at_rest:  # it has asked for more than was needed
@@ -223,11 +226,15 @@ class Peers:
                 return reader
             reader.close()
 
-    def _pause(self, address: str) -> None:
+    def _pause(self, address: str, cause: OSError) -> None:
+        now = time.monotonic()
         with self._lock:
+            is_new = now >= self._paused_until.get(address, 0.0)
             if len(self._paused_until) >= _MOST_PAUSED:
                 self._paused_until.clear()
-            self._paused_until[address] = time.monotonic() + PAUSE_S
+            self._paused_until[address] = now + PAUSE_S
+        if is_new:
+            log.warning("KV blocks of another machine are computed: %s", cause)
 
     def close(self) -> None:
         """Disconnect; no thread has a connection any more."""
