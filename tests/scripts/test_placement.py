@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -140,16 +141,17 @@ def keys(tmp_path: Path) -> Path:
 
 
 def test_an_actor_that_starts_again_finds_an_agent_that_has_no_settings_yet(
-    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine that the agent joins is not there, so that it answers no query."""
     FakeRay().install(monkeypatch)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    directory = Path(tempfile.mkdtemp(prefix="troika-"))  # short, for sockets
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     make = importlib.import_module("scripts.placement.machine").Machine
     arguments = ["--join", "127.0.0.1:9", "--curve-keys", str(keys), "--listen", "127.0.0.1"]
     first = make("one", arguments)
     assert first.keep()
-    [run_dir] = eventually(lambda: list(tmp_path.glob("troika-ray-*")), "it has a directory")
+    [run_dir] = eventually(lambda: list(directory.glob("troika-ray-*")), "it has a directory")
     pid = eventually(lambda: holder_of(str(run_dir)), "it holds that")
     try:
         successor = make("one", arguments)
@@ -161,6 +163,7 @@ def test_an_actor_that_starts_again_finds_an_agent_that_has_no_settings_yet(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_agents_get_a_path_of_the_keys_that_does_not_depend_on_their_directory(

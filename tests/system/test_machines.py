@@ -45,18 +45,13 @@ STALL_S = 0.3
 class Proxy:
     """A wire between two machines that can be cut: then nothing passes, and nothing is closed."""
 
-    def __init__(
-        self, port: int, delay_s: float = 0.0, stalls: float = 0.0, most_bytes: int = 2**62
-    ) -> None:
-        """Take the port behind it, the delay of all data, and the share of it that stalls.
-
-        After `most_bytes` it is cut.
-        """
+    def __init__(self, port: int, delay_s: float = 0.0, stalls: float = 0.0) -> None:
+        """Take the port behind it, the delay of all data, and the share of it that stalls."""
         self._port = port
         self._delay_s = delay_s
         self._stalls = stalls
         self._random = Random(1)
-        self._most_bytes = most_bytes
+        self._most_bytes = 2**62
         self.num_bytes = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -79,6 +74,10 @@ class Proxy:
 
     def cut(self) -> None:
         self._is_open.clear()
+
+    def cut_after(self, num_bytes: int) -> None:
+        """Let some more bytes pass."""
+        self._most_bytes = self.num_bytes + num_bytes
 
     def mend(self) -> None:
         self._most_bytes = 2**62
