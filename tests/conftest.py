@@ -13,8 +13,6 @@ from hypothesis import HealthCheck, settings
 
 from protocol.config.gpu_defaults import GPU_NODES
 
-pytest_plugins = ["tests.forked_processes"]
-
 # As in a worker: a thread of OpenMP that waits soon leaves the processor to other processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
