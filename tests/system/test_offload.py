@@ -84,8 +84,8 @@ CODED_STAGES = (*STAGES, "--quantization", "w8a16", "--dtype", "bfloat16")
     [
         (Role.WORKER, 0, ()),
         (Role.CORE, 0, ()),
-        (Role.WORKER, 1, STAGES),
-        (Role.CORE, 0, CODED_STAGES),
+        pytest.param(Role.WORKER, 1, STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.CORE, 0, CODED_STAGES, marks=pytest.mark.slow),
         pytest.param(Role.WORKER, 0, CODED_STAGES, marks=pytest.mark.slow),
         pytest.param(Role.CORE, 0, STAGES, marks=pytest.mark.slow),
         pytest.param(Role.WORKER, 0, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
@@ -114,7 +114,7 @@ def test_after_kill_9_blocks_are_read_and_streams_go_on(
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+@pytest.mark.parametrize("role", [Role.WORKER, pytest.param(Role.CORE, marks=pytest.mark.slow)])
 def test_the_draft_models_blocks_are_kept_too(
     role: Role, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
@@ -237,7 +237,10 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(("parts", "damaged"), [((), "rank-0"), (STAGES, "rank-1")])
+@pytest.mark.parametrize(
+    ("parts", "damaged"),
+    [((), "rank-0"), pytest.param(STAGES, "rank-1", marks=pytest.mark.slow)],
+)
 def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
     parts: tuple[str, ...], damaged: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:

@@ -331,13 +331,15 @@ _REFUSED = {
     **{"mllama": "not in a list of layers"},
 }
 """Architectures that cannot be divided, and why."""
+_BY_DEFAULT = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "gemma3n_shared")
+"""One of each kind."""
 
 
 @pytest.mark.parametrize(
     "architecture",
     [
-        *ARCHITECTURES,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES),
+        pytest.param(one, marks=[] if one.name in _BY_DEFAULT else pytest.mark.slow)
+        for one in (*ARCHITECTURES, *FAMILIES)
     ],
     ids=lambda one: one.name,
 )
