@@ -23,6 +23,7 @@ from protocol.core_worker import (
     GrammarCompiled,
     Sleep,
     StepFailed,
+    UnloadAdapter,
     WorkerHello,
     WorkerToCore,
     decode_from_worker,
@@ -64,6 +65,7 @@ class WorkerLink:
         self._compiled: RankAnswers[str] = RankAnswers(group.size)
         self._loaded: RankAnswers[BlocksLoaded] = RankAnswers(group.size)
         self._found: RankAnswers[bytes] = RankAnswers(group.size)
+        self._adapters: RankAnswers[str] = RankAnswers(group.size)
         self._page = page
         self._core_epoch = core_epoch
         self._unexplained: set[int] = set()
@@ -103,10 +105,10 @@ class WorkerLink:
             self._explain_loss(is_fault=True)
         elif isinstance(message, BlocksLoaded | BlocksFound | GrammarCompiled):
             self._join(rank, message)
+        elif isinstance(message, AdapterLoaded):
+            self._join_adapter(rank, message)
         elif rank != self._group.answering_rank:
             self._engine.num_fenced_frames += 1
-        elif isinstance(message, AdapterLoaded):
-            self._engine.adapter_loaded(message)
         else:
             outputs_of = self._engine.update(message)
             if self._page is not None:
@@ -132,6 +134,20 @@ class WorkerLink:
                 if errors is not None:
                     first_error = next(filter(None, errors), "")
                     self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, first_error))
+
+    def _join_adapter(self, rank: int, message: AdapterLoaded) -> None:
+        """Take in what every rank answers: each has its part of an adapter.
+
+        If some ranks have it and others do not, it is dropped.
+        """
+        adapter_id = message.adapter_id
+        errors = self._adapters.take(adapter_id, rank, message.error)
+        if errors is None:
+            return
+        error = next(filter(None, errors), "")
+        if error and not all(errors) and not self._send_to_all(UnloadAdapter(adapter_id)):
+            return
+        self._engine.adapter_loaded(AdapterLoaded(adapter_id, error))
 
     def _on_hello(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         before = self._group.peers
@@ -167,6 +183,7 @@ class WorkerLink:
         self._compiled.clear()
         self._loaded.clear()
         self._found.clear()
+        self._adapters.clear()
         self._engine.lose_workers()
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:

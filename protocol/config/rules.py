@@ -260,10 +260,6 @@ def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
     is_on = lora.enable_lora
     yield bool(lora.lora_modules) and not is_on, "lora_modules needs enable_lora"
     yield (
-        is_on and config.parallel.tensor_parallel_size > 1,
-        "enable_lora needs tensor_parallel_size 1: one rank answers when an adapter is loaded",
-    )
-    yield (
         is_on and config.model.device is Device.CUDA,
         "enable_lora needs device cpu: there are no kernels for adapters on the GPU",
     )
@@ -321,7 +317,6 @@ def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
         scheduler.target_itl_ms > 0,
         f"{above} needs target_itl_ms 0: a step's time is measured at the last stage only",
     )
-    yield config.lora.enable_lora, f"enable_lora works without {above} only"
 
 
 def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:

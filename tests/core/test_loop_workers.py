@@ -17,12 +17,15 @@ from protocol import message
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, EngineState, ErrorCode
 from protocol.core_worker import (
+    AdapterLoaded,
     BlocksLoaded,
     CompileGrammar,
     GrammarCompiled,
+    LoadAdapter,
     ModelRunnerOutput,
     SchedulerOutput,
     StepFailed,
+    UnloadAdapter,
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
@@ -394,6 +397,36 @@ def test_a_grammar_is_ready_when_every_rank_has_answered(error: str) -> None:
         else:
             bench.until(lambda: second.unanswered)
             assert isinstance(second.unanswered[0][1], SchedulerOutput)
+
+
+@pytest.mark.parametrize("errors", [("", ""), ("", "not finite"), ("no", "no")])
+def test_an_adapter_is_loaded_when_every_rank_has_answered(errors: tuple[str, str]) -> None:
+    """If some ranks cannot load it, the others drop it."""
+    adapter = Adapter("a", "/a", b"1" * 32)
+    with Bench(tensor_parallel_size=2, enable_lora=True) as bench:
+        first, second = WorkerEnd(bench, 5), WorkerEnd(bench, 6, rank=1)
+        first.answers = second.answers = False
+        first.hello()
+        second.join()
+        client = bench.client()
+        client.add(1, adapter=adapter)
+        bench.until(lambda: second.unanswered)
+        epoch, message = second.unanswered.pop()
+        assert message == LoadAdapter(adapter)
+        second.send(epoch, AdapterLoaded(adapter.adapter_id, errors[1]))
+        for _ in range(20):
+            bench.turn()
+        assert not second.unanswered
+        first.send(epoch, AdapterLoaded(adapter.adapter_id, errors[0]))
+        if not any(errors):
+            bench.until(lambda: second.unanswered)
+            assert isinstance(second.unanswered[0][1], SchedulerOutput)
+            return
+        bench.until(lambda: client.refused)
+        assert client.refused[0].error.message == f"adapter 'a': {errors[1]}"
+        if not all(errors):
+            bench.until(lambda: second.unanswered)
+            assert second.unanswered[0][1] == UnloadAdapter(adapter.adapter_id)
 
 
 def test_blocks_are_loaded_as_far_as_every_rank_has_read_them(

@@ -105,10 +105,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             },
             "speculative_model needs tensor_parallel_size 1",
         ),
-        (
-            {"model": "null", "enable_lora": True, "tensor_parallel_size": 2},
-            "enable_lora needs tensor_parallel_size 1",
-        ),
         *[
             (
                 {"model": "m", "pipeline_parallel_size": 2} | one,
@@ -119,7 +115,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
                 {"device": "cuda"},
                 {"num_speculative_tokens": 2, "speculative_model": "small"},
                 {"target_itl_ms": 9},
-                {"enable_lora": True},
             )
         ],
         ({"max_num_batched_tokens": None}, "must have a value"),

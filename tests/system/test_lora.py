@@ -113,6 +113,41 @@ def test_eight_adapters_in_a_batch_of_32_survive_the_worker_and_the_core(
                 assert_greedy(model, stream)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages"),
+    [(2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 2), (2, 2)))],
+)
+def test_adapters_of_a_divided_model_survive_each_rank_and_the_core(
+    num_ranks: int, num_stages: int, start_engine: EngineFactory, adapters: list[Path]
+) -> None:
+    """Also one that is loaded while requests run. Streams are those of transformers."""
+    engine = start_engine(
+        *("--dtype", "float32", "--enable-lora", "--enable-admin-routes", "--max-loras", "3"),
+        *("--tensor-parallel-size", str(num_ranks), "--pipeline-parallel-size", str(num_stages)),
+        *("--num-threads", "1", "--num-gpu-blocks-override", "512", "--lora-modules"),
+        *(f"{path.name}={path}" for path in adapters[:2]),
+        model="demo",
+    )
+    engine.ready()
+    assert engine.readiness()["exact_resume"] is True
+    names = ["demo", *(path.name for path in adapters[:3])]
+    streams = [greedy(engine, name, 3) for name in names[:3]]
+    assert load(engine, adapters[2]).status_code == 200
+    streams += [greedy(engine, names[3], number) for number in (3, 4)]
+    victims = [(Role.WORKER, rank) for rank in range(num_ranks * num_stages)]
+    for count, (role, rank) in enumerate((*victims, (Role.CORE, 0)), start=1):
+        num_tokens = 6 * count
+        eventually(have(streams, num_tokens), f"{num_tokens} tokens have arrived", LOAD_TIMEOUT_S)
+        engine.kill(role, rank)
+    assert post(engine, "/v1/unload_lora_adapter", lora_name=names[3]).status_code == 200
+    assert len({tuple(stream.join().token_ids) for stream in streams}) == 5
+    for stream in streams:
+        assert (stream.error, stream.finish_reason) == (None, "length")
+        number = names.index(str(stream._body["model"]))
+        model = demo_model()
+        assert_greedy(model if number == 0 else merge(model, adapters[number - 1]), stream)
+
+
 @pytest.fixture(scope="module")
 def null() -> Iterator[Engine]:
     """An engine without a model, with two API processes."""

@@ -61,19 +61,24 @@ def drive(
     prompts: Sequence[list[int]],
     params: SamplingParams | Sequence[SamplingParams],
     outputs: Sequence[Sequence[int]] = (),
+    adapter_ids: Sequence[int] = (),
     **options: object,
 ) -> Run:
     """Run `prompts` to their ends through a new scheduler; every step crosses the wire.
 
     As many steps are scheduled ahead of the runner as `max_steps_in_flight` allows; it launches one
-    before it finishes the one before. `outputs` are those of an earlier life of each request.
+    before it finishes the one before. `outputs` are those of an earlier life of each request,
+    `adapter_ids` the adapters of the requests, 0 for none.
     """
     scheduler = make_scheduler(runner.facts, **options)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     before = outputs or [()] * len(prompts)
+    adapters = adapter_ids or [0] * len(prompts)
     requests = [
-        Request(i, prompt, one, outputs=known)
-        for i, (prompt, one, known) in enumerate(zip(prompts, each, before, strict=True))
+        Request(i, prompt, one, outputs=known, adapter_id=adapter_id)
+        for i, (prompt, one, known, adapter_id) in enumerate(
+            zip(prompts, each, before, adapters, strict=True)
+        )
     ]
     for request in requests:
         scheduler.add_request(request)

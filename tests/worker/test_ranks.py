@@ -18,6 +18,7 @@ from protocol.config import (
     CacheConfig,
     Dtype,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     NativeDecoder,
     ParallelConfig,
@@ -75,6 +76,7 @@ class Ranks:
                 num_speculative_tokens=settings.pop("num_speculative_tokens", 0),
             ),
             parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+            lora=settings.pop("lora", LoraConfig()),
             worker=WorkerConfig(num_threads=1, **settings),
             run=RunConfig(run_dir=str(run_dir)),
         )

@@ -28,6 +28,7 @@ from protocol.config import (
     Dtype,
     EngineConfig,
     KVCacheDtype,
+    LoraConfig,
     ModelConfig,
     NativeDecoder,
     ParallelConfig,
@@ -122,6 +123,7 @@ class Stages:
             parallel=ParallelConfig(
                 pipeline_parallel_size=num_stages, tensor_parallel_size=num_shares
             ),
+            lora=settings.pop("lora", LoraConfig()),
             worker=WorkerConfig(num_threads=1, **settings),
             run=RunConfig(run_dir=str(run_dir)),
             recovery=recovery,

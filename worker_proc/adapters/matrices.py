@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,11 +27,18 @@ class Matrix(NamedTuple):
     type: StoredType
     num_rows: int
     num_columns: int
+    stride: int
+    """Values from row to row."""
 
     def rows(self, first: int, count: int) -> "Matrix":
         """Return some consecutive rows."""
-        offset = first * self.num_columns * _ITEM_BYTES[self.type]
+        offset = first * self.stride * _ITEM_BYTES[self.type]
         return self._replace(address=self.address + offset, num_rows=count)
+
+    def columns(self, first: int, count: int) -> "Matrix":
+        """Return some consecutive columns."""
+        offset = first * _ITEM_BYTES[self.type]
+        return self._replace(address=self.address + offset, num_columns=count)
 
 
 class Product(NamedTuple):
@@ -39,8 +46,8 @@ class Product(NamedTuple):
 
     down: Matrix
     """`[rank, num_inputs]`."""
-    up: Matrix
-    """`[num_outputs, rank]`."""
+    up: Sequence[Matrix]
+    """For each site of the layer, `[num_outputs, rank]`."""
     scale: float
 
 
@@ -69,7 +76,7 @@ class LoadedAdapter:
         self.max_rank = max((product.down.num_rows for product in products.values()), default=0)
         self._args = (LowRankArgs * len(sites))()
         for name, product in products.items():
-            self._pack(sites, sites.find(name), product)
+            self._pack(sites.find(name), product)
 
     @property
     def address(self) -> int:
@@ -104,13 +111,11 @@ class LoadedAdapter:
         lines = blocks.transpose(1, 2).reshape(-1, num_chunks * _CHUNK)
         return lines[:num_lines, :num_values]
 
-    def _pack(self, sites: Sites, numbers: list[int], product: Product) -> None:
+    def _pack(self, numbers: list[int], product: Product) -> None:
         rank = product.down.num_rows
         down = self._copy(product.down, transposes=False)
-        for number in numbers:
-            site = sites.all[number]
-            part = product.up.rows(site.first_output, site.num_outputs)
-            up = self._copy(part, transposes=True)
+        for number, matrix in zip(numbers, product.up, strict=True):
+            up = self._copy(matrix, transposes=True)
             self._args[number] = LowRankArgs(down, up, rank, product.scale)
 
     def _copy(self, matrix: Matrix, *, transposes: bool) -> int:
@@ -118,7 +123,12 @@ class LoadedAdapter:
         part: torch.Tensor = next(self._parts).view(self._dtype)
         shape = matrix.num_rows, matrix.num_columns
         if not self._library.copy_low_rank(
-            matrix.address, matrix.type, shape, part, transposes=transposes
+            matrix.address,
+            matrix.type,
+            shape,
+            part,
+            stride=matrix.stride,
+            transposes=transposes,
         ):
             dtype = str(self._dtype).removeprefix("torch.")
             raise AdapterError(f"{matrix.name} has values that are not finite in {dtype}")
@@ -149,4 +159,4 @@ def matrix_of(tensor: torch.Tensor, name: str = "") -> Matrix:
     assert tensor.dtype == torch.float32
     assert tensor.is_contiguous()
     rows, columns = tensor.shape
-    return Matrix(name, tensor.data_ptr(), StoredType.F32, rows, columns)
+    return Matrix(name, tensor.data_ptr(), StoredType.F32, rows, columns, columns)

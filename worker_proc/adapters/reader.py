@@ -68,7 +68,7 @@ class AdapterReader:
     @property
     def most_bytes_of_load(self) -> int:
         """The memory that the load of such an adapter takes besides: its file, in float32."""
-        return self._sites.num_values(self._max_rank) * 4 + _HEADER_BYTES
+        return self._sites.num_values_of_file(self._max_rank) * 4 + _HEADER_BYTES
 
     def read(self, adapter: Adapter) -> LoadedAdapter:
         """Read and check an adapter; AdapterError also if its files are not those of its digest."""
@@ -135,7 +135,8 @@ class AdapterReader:
     def _products(
         self, pairs: Mapping[str, _Pair], config: PeftConfig
     ) -> Iterator[tuple[str, Product]]:
-        unknown = [module for module in pairs if not self._sites.find(module)]
+        others = {module for module in pairs if self._sites.is_elsewhere(module)}
+        unknown = [m for m in pairs if m not in others and not self._sites.find(m)]
         if unknown:
             raise AdapterError(
                 f"{WEIGHTS_FILE} has matrices for {_listed(unknown)}; this model takes adapters at"
@@ -148,17 +149,22 @@ class AdapterReader:
                 )
         taken: set[int] = set()
         for module, pair in pairs.items():
+            if module in others:
+                continue
             numbers = self._sites.find(module)
             if taken.intersection(numbers):
                 raise AdapterError(f"{WEIGHTS_FILE} has matrices for {module} under two names")
             taken.update(numbers)
             self._check_shapes(module, pair, config.rank_of(module))
-            yield module, Product(pair.down, pair.up, config.scale_of(module))
+            sites = [self._sites.all[number] for number in numbers]
+            down = pair.down.columns(sites[0].inputs.first, sites[0].num_inputs)
+            up = [pair.up.rows(site.outputs.first, site.num_outputs) for site in sites]
+            yield module, Product(down, up, config.scale_of(module))
 
     def _check_shapes(self, module: str, pair: _Pair, rank: int) -> None:
         sites = [self._sites.all[number] for number in self._sites.find(module)]
-        num_outputs = sum(site.num_outputs for site in sites)
-        expected = ((rank, sites[0].num_inputs), (num_outputs, rank))
+        num_outputs = sum(site.outputs.num_all for site in sites)
+        expected = ((rank, sites[0].inputs.num_all), (num_outputs, rank))
         for matrix, shape in zip(pair, expected, strict=True):
             found = matrix.num_rows, matrix.num_columns
             if found != shape:
@@ -201,7 +207,7 @@ def _tensors(content: memoryview, address: int) -> Iterator[tuple[str, Matrix]]:
         if begin + end > len(content) or start > end:
             raise AdapterError(f"{WEIGHTS_FILE}: {name} lies past the end of the file")
         place = address + begin + start
-        yield name, Matrix(name, place, StoredType[tensor.dtype], shape[0], shape[1])
+        yield name, Matrix(name, place, StoredType[tensor.dtype], shape[0], shape[1], shape[1])
 
 
 def _not_safetensors(why: str) -> AdapterError:

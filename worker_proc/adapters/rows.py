@@ -41,7 +41,8 @@ class StepRows:
 
     def begin(self, parts: Sequence[Part], num_rows: int) -> None:
         """Begin a step of some rows; each adapter has its own ones."""
-        stride = -(-max(adapter.max_rank for adapter, _ in parts) // _LANES) * _LANES
+        max_rank = max(1, *(adapter.max_rank for adapter, _ in parts))  # 0: of other stages only
+        stride = -(-max_rank // _LANES) * _LANES
         if self._inner.numel() < MAX_SITES * num_rows * stride:
             self._inner = torch.empty(MAX_SITES * num_rows * stride)
         columns = [(ctypes.c_int32 * len(rows))(*rows) for _, rows in parts]

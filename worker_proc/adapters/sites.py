@@ -1,12 +1,33 @@
 """The places in a model where an adapter may add a low-rank product: outputs of linear layers.
 
 modules/adapted_modules.py finds them, and decoder/adapter_proof.py proves which take adapters.
+
+Of a model in several ranks, a rank has some of the inputs or outputs of a layer, and uses its part
+of an adapter's matrices. Of a model in stages, it has the sites of its own layers, and leaves out
+the matrices of others.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 _LAYERS = ".layers."
+
+
+class Span(NamedTuple):
+    """Where a rank's inputs or outputs of a layer begin among those of all ranks."""
+
+    first: int
+    num_all: int
+    """Inputs of the layer, or outputs of the site, of all ranks together."""
+
+
+class MatrixPart(NamedTuple):
+    """What a rank has of a divided linear layer."""
+
+    outputs: Sequence[Span] = ()
+    """Of each site; none: it has all."""
+    inputs: Span | None = None
+    """None: it has all."""
 
 
 class Site(NamedTuple):
@@ -17,13 +38,31 @@ class Site(NamedTuple):
     num_inputs: int
     first_output: int
     num_outputs: int
+    inputs: Span
+    outputs: Span
+
+
+def whole_site(module: str, num_inputs: int, first_output: int, num_outputs: int) -> Site:
+    """Return a site of a layer that no ranks divide."""
+    spans = Span(0, num_inputs), Span(first_output, num_outputs)
+    return Site(module, num_inputs, first_output, num_outputs, *spans)
+
+
+class OtherStages(NamedTuple):
+    """What other stages of the model have."""
+
+    layers: Sequence[str] = ()
+    """Names of decoder layers."""
+    num_values: int = 0
+    """Inputs and outputs of all linear layers in them."""
 
 
 class Sites:
-    """All sites of a model, numbered."""
+    """All sites of a model or of a stage, numbered."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Site], others: OtherStages | None = None) -> None:
         self.all = sites
+        self._others = others or OtherStages()
         self.of_module: dict[str, list[int]] = {}
         for number, site in enumerate(sites):
             self.of_module.setdefault(site.module, []).append(number)
@@ -46,6 +85,12 @@ class Sites:
         numbers = numbers or []
         return numbers if self.allowed.issuperset(numbers) else []
 
+    def is_elsewhere(self, module: str) -> bool:
+        """Return whether a linear layer, as a PEFT file names it, is in another stage."""
+        layers = [f"{_from_layer(layer)}." for layer in self._others.layers]
+        name = _from_layer(module) if _LAYERS in f".{module}" else ""
+        return any(name.startswith(layer) for layer in layers)
+
     def allowed_names(self) -> list[str]:
         """Return the last parts of the names of modules that take adapters."""
         return sorted({self.all[number].module.rpartition(".")[2] for number in self.allowed})
@@ -54,6 +99,12 @@ class Sites:
         """Return the numbers in the matrices of an adapter of some rank at all allowed sites."""
         sites = [self.all[number] for number in self.allowed]
         return rank * sum(site.num_inputs + site.num_outputs for site in sites)
+
+    def num_values_of_file(self, rank: int) -> int:
+        """Return the most numbers in a file with such an adapter, for all ranks and stages."""
+        sites = [self.all[number] for number in self.allowed]
+        num_own = sum(site.inputs.num_all + site.outputs.num_all for site in sites)
+        return rank * (num_own + self._others.num_values)
 
 
 def _from_layer(module: str) -> str:

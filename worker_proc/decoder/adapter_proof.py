@@ -183,10 +183,12 @@ def _random_adapter(store: AdapterStore, rank: int, seed: int) -> LoadedAdapter:
     for name, numbers in store.sites.of_module.items():
         if not store.sites.allowed.issuperset(numbers):
             continue
-        num_inputs = store.sites.all[numbers[0]].num_inputs
-        num_outputs = sum(store.sites.all[number].num_outputs for number in numbers)
+        sites = [store.sites.all[number] for number in numbers]
+        num_inputs = sites[0].num_inputs
+        num_outputs = sum(site.num_outputs for site in sites)
         down = torch.randn(rank, num_inputs, generator=generator) / num_inputs**0.5
         up = torch.randn(num_outputs, rank, generator=generator) / rank**0.5
         kept.append((down, up))
-        products[name] = Product(matrix_of(down), matrix_of(up), _SCALE)
+        parts = [matrix_of(up).rows(site.first_output, site.num_outputs) for site in sites]
+        products[name] = Product(matrix_of(down), parts, _SCALE)
     return LoadedAdapter(store.library, store.dtype, store.sites, products)

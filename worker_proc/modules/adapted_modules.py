@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from worker_proc.adapters.rows import StepRows
-from worker_proc.adapters.sites import Site, Sites
+from worker_proc.adapters.sites import MatrixPart, OtherStages, Sites, whole_site
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.fused import FusedMLP
 from worker_proc.modules.packed_linear import PackedLinear, output_layer
@@ -20,11 +20,17 @@ from worker_proc.modules.packed_linear import PackedLinear, output_layer
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-def find_sites(loaded: LoadedModel) -> Sites:
+def find_sites(
+    loaded: LoadedModel,
+    parts: Mapping[str, MatrixPart] | None = None,
+    others: OtherStages | None = None,
+) -> Sites:
     """Find the linear layers of a model whose modules were not replaced yet.
 
-    Layers that are tied to others have none: they are computed by one module.
+    Layers that are tied to others have none: they are computed by one module. `parts`: what this
+    rank has of the layers that ranks divide, by their names. `others`: of a model in stages.
     """
+    parts = parts or {}
     head = output_layer(loaded.model)
     num_uses = Counter(
         id(module.weight)
@@ -48,10 +54,14 @@ def find_sites(loaded: LoadedModel) -> Sites:
             continue
         num_inputs, num_outputs = weight.shape if type(module) is Conv1D else weight.shape[::-1]
         first = 0
-        for width in _parts(name, num_outputs, widths):
-            sites.append(Site(name, num_inputs, first, width))
+        part = parts.get(name, MatrixPart())
+        for number, width in enumerate(_parts(name, num_outputs, widths)):
+            site = whole_site(name, num_inputs, first, width)
+            inputs = part.inputs or site.inputs
+            outputs = part.outputs[number] if part.outputs else site.outputs
+            sites.append(site._replace(inputs=inputs, outputs=outputs))
             first += width
-    return Sites(sites)
+    return Sites(sites, others)
 
 
 def _parts(name: str, num_outputs: int, widths: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_project": (*[_POINTER] * 4, _INT, _INT),
     "troika_look_up": (*[_POINTER] * 3, _INT, _INT),
     "troika_adapt": (_POINTER, _INT, *[_POINTER] * 3, _INT, _INT),
-    "troika_copy_low_rank": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _INT, _POINTER),
+    "troika_copy_low_rank": (_POINTER, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _INT, _POINTER),
     "troika_execute": (_POINTER, _POINTER),
     "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
@@ -393,12 +393,14 @@ class NativeLibrary:
         shape: tuple[int, int],
         target: torch.Tensor,
         *,
+        stride: int,
         transposes: bool,
     ) -> bool:
         """Copy a matrix at an address to lines; returns whether all of its values are finite.
 
-        `target` is the memory of `LowRank.down`, or of `LowRank.up` with `transposes`, and has
-        zeros. It is written in one thread, without the interpreter's lock.
+        `stride`: values from row to row. `target` is the memory of `LowRank.down`, or of
+        `LowRank.up` with `transposes`, and has zeros. It is written in one thread, without the
+        interpreter's lock.
         """
         is_finite = _INT()
         is_bf16 = target.dtype == torch.bfloat16
@@ -406,6 +408,7 @@ class NativeLibrary:
             source,
             type_,
             *shape,
+            stride,
             transposes,
             target.data_ptr(),
             is_bf16,

@@ -48,14 +48,14 @@ class Places {
 };
 
 template <typename T>
-bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns, bool transposes,
-          T* to) {
+bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns, int64_t stride,
+          bool transposes, T* to) {
   const Places places = transposes ? Places(num_rows, num_columns) : Places(num_columns, kInnerBlock);
   bool is_finite = true;
   for (int64_t row = 0; row < num_rows; row++)
     for (int64_t column = 0; column < num_columns; column++) {
       T& target = to[transposes ? places.at(column, row) : places.at(row, column)];
-      narrow(value_at(from, type, row * num_columns + column), target);
+      narrow(value_at(from, type, row * stride + column), target);
       is_finite &= std::isfinite(widen(target));
     }
   return is_finite;
@@ -63,15 +63,15 @@ bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns,
 
 }  // namespace
 
-// Copies a matrix, [num_rows, num_columns], to blocks of lines, which are zeros: `down`, whose lines
+// Copies a matrix, [num_rows, num_columns] with `stride` values from row to row, to blocks of lines, which are zeros: `down`, whose lines
 // are the rows, or, if `transposes`, `up`, whose lines are the columns. Sets `is_finite` to whether
 // all values are, in the type of the lines.
 extern "C" void troika_copy_low_rank(const void* from, int32_t type, int64_t num_rows,
-                                     int64_t num_columns, int32_t transposes, void* to,
-                                     int32_t is_bf16, int32_t* is_finite) {
+                                     int64_t num_columns, int64_t stride, int32_t transposes,
+                                     void* to, int32_t is_bf16, int32_t* is_finite) {
   const char* source = static_cast<const char*>(from);
-  *is_finite =
-      is_bf16
-          ? copy(source, type, num_rows, num_columns, transposes != 0, static_cast<Bf16*>(to))
-          : copy(source, type, num_rows, num_columns, transposes != 0, static_cast<float*>(to));
+  const auto copy_to = [&](auto* target) {
+    return copy(source, type, num_rows, num_columns, stride, transposes != 0, target);
+  };
+  *is_finite = is_bf16 ? copy_to(static_cast<Bf16*>(to)) : copy_to(static_cast<float*>(to));
 }

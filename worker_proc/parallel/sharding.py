@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from worker_proc.adapters.sites import MatrixPart, Span
 from worker_proc.attention.interface import transformers_attention
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.calibration.self_check import check_texts, max_error
@@ -94,6 +95,16 @@ class Division:
         if self.spec is not None:
             _set_counts(module, divide_spec(self.spec, share))
 
+    def parts(self, share: Share) -> Iterator[tuple[str, MatrixPart]]:
+        """Yield the names of the divided matrices, and what a rank has of them."""
+        for name, sections in self.columns.items():
+            first, spans = 0, []
+            for section in sections:
+                spans.append(_span(section, share, first))
+                first += section.num_units * section.unit
+            yield f"{self.module_name}.{name}", MatrixPart(spans)
+        yield f"{self.module_name}.{self.out}", MatrixPart(inputs=_span(self.inputs, share))
+
 
 def check_division(checked: CheckedModel, share: Share) -> None:
     """Raise UnsupportedModel if a model cannot be divided, before its weights are read."""
@@ -112,10 +123,11 @@ def check_division(checked: CheckedModel, share: Share) -> None:
     _divide(rehearse(checked), probed.layers, share)
 
 
-def shard(loaded: LoadedModel, share: Share) -> LoadedModel:
+def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, MatrixPart]]:
     """Leave a rank's part of the matrices in a loaded model, whose weights are not packed yet.
 
-    `check_division` has allowed it. UnsupportedModel: the parts of a module do not add up to it.
+    Also returns the parts, by the names of the matrices. `check_division` has allowed it.
+    UnsupportedModel: the parts of a module do not add up to it.
     """
     divisions = _divide(loaded.model, loaded.layers, share)
     _prove(loaded, divisions, share.num_ranks)
@@ -123,7 +135,13 @@ def shard(loaded: LoadedModel, share: Share) -> LoadedModel:
         part.apply(loaded.model.get_submodule(part.module_name), share)
     _divide_head(loaded, share)
     layers = [replace(layer, spec=divide_spec(layer.spec, share)) for layer in loaded.layers]
-    return replace(loaded, layers=layers)
+    parts = dict(pair for division in divisions for pair in division.parts(share))
+    return replace(loaded, layers=layers), parts
+
+
+def _span(section: Section, share: Share, first: int = 0) -> Span:
+    begin = share.of(section.num_units).start * section.unit
+    return Span(first + begin, section.num_units * section.unit)
 
 
 def is_divided(linear: nn.Module, vocab_size: int) -> bool:

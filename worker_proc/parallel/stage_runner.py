@@ -17,6 +17,7 @@ import torch
 
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.process.failpoints import failpoint
+from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.inputs import pack_step
@@ -43,7 +44,6 @@ class _Sampling(NamedTuple):
 class StageRunner:
     """Executes steps as far as the layers of a stage go, and passes them on."""
 
-    adapters = None
     state_memory = None
     draft_blocks = None
 
@@ -58,6 +58,7 @@ class StageRunner:
         swap_cost_tokens: float,
         num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
         exchange: RankExchange | None = None,
         block_memory: BlockMemory | None = None,
     ) -> None:
@@ -75,7 +76,9 @@ class StageRunner:
         self._part = part
         self._pipe = part.pipe
         self._exchange = exchange
-        self._mirror = Mirror(facts, num_speculative_tokens)
+        self._adapters = adapters
+        self.adapters = None if adapters is None else adapters.kept
+        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters)
         self._is_drafting = num_speculative_tokens > 0
         self.swap_cost_tokens = swap_cost_tokens
         self.grammars = grammars
@@ -130,6 +133,8 @@ class StageRunner:
         if self._pipe.stage.is_first:
             self._take_tokens(scheduled)
         inputs = pack_step(scheduled, self._device)
+        if self._adapters is not None:
+            self._adapters.begin_step(inputs)
         vocab_size = self.facts.vocab_size
         self._part.compute_logits(self._model, self._backend, inputs, vocab_size)
         failpoint("worker.mid_step")

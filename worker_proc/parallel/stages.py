@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from protocol.config import ParallelConfig
+from worker_proc.adapters.sites import OtherStages
 from worker_proc.attention.interface import transformers_attention
 from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
@@ -109,6 +110,8 @@ class StageParts(NamedTuple):
     head_layers: int
     """As how many layers the output layer counts: half of its weights, as it computes no row of a
     prompt but the last one."""
+    widths: list[int]
+    """For each layer, the inputs and outputs of all linear layers in it."""
 
     def own(self, stage: Stage) -> range:
         """Return the layers that a stage has."""
@@ -118,6 +121,13 @@ class StageParts(NamedTuple):
         """Return a line that is equal where the stages of a model have the same layers."""
         parts = [self.own(Stage(place, num_stages)) for place in range(num_stages)]
         return "layers " + ", ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+
+    def others(self, stage: Stage) -> OtherStages:
+        """Return the decoder layers that a stage does not have."""
+        own = self.own(stage)
+        others = [index for index in range(len(self.layers)) if index not in own]
+        names = [self.layers[index] for index in others]
+        return OtherStages(names, sum(self.widths[index] for index in others))
 
     def absent(self, stage: Stage) -> list[str]:
         """Return the modules that a stage does not have."""
@@ -250,7 +260,13 @@ def _parts_of(model: Any, layers: list[str], num_stages: int) -> StageParts:
     is_tied = any(is_within(name, [names[head]]) for name in model.all_tied_weights_keys)
     per_layer = sum(map(_num_weights, map(model.get_submodule, layers))) / len(layers)
     head_layers = int(_num_weights(head) / (2 * per_layer))
-    return StageParts(layers, names[embedding], names[head], is_tied, head_layers)
+    widths = [_widths(model.get_submodule(layer)) for layer in layers]
+    return StageParts(layers, names[embedding], names[head], is_tied, head_layers, widths)
+
+
+def _widths(layer: nn.Module) -> int:
+    linears = [module for module in layer.modules() if type(module) is nn.Linear]
+    return sum(linear.in_features + linear.out_features for linear in linears)
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -139,6 +139,7 @@ def build_runner(
             swap_cost_tokens=cost,
             num_speculative_tokens=config.scheduler.num_speculative_tokens,
             grammars=prepared.grammars,
+            adapters=prepared.adapters,
             exchange=exchange,
             block_memory=memory,
         )

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
-from worker_proc.adapters.sites import Sites
+from worker_proc.adapters.sites import MatrixPart, Sites
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
@@ -86,8 +86,9 @@ def prepare_model(
     checked, checked_draft, library, parts = _check(config, device, kept, progress, stage)
     loaded = load_checked(checked, progress)
     passages = None if parts is None else connect_stage(loaded, parts, stage)
+    shared: dict[str, MatrixPart] = {}
     if share.num_ranks > 1:
-        loaded = shard(loaded, share)
+        loaded, shared = shard(loaded, share)
     draft = None if checked_draft is None else load_checked(checked_draft, progress)
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
@@ -101,7 +102,8 @@ def prepare_model(
         for layer in loaded.layers:
             compute_rowwise(loaded.model.get_submodule(layer.module_name))
     _pack_head(loaded, library)
-    sites = find_sites(loaded) if config.lora.enable_lora else None
+    others = None if parts is None else parts.others(stage)
+    sites = find_sites(loaded, shared, others) if config.lora.enable_lora else None
     if quantization is not None and library is not None:
         check_values(loaded, quantization, partial(progress, "check_weights"))
     formats = formats_of(quantization, is_quantized=loaded.codes is not None)
