@@ -19,6 +19,8 @@ import ray
 from scripts.supervisor.run_dirs import holder_of
 
 _START_TIMEOUT_S = 30.0
+_ASKED = "asked-to-end"
+"""In the run directory: a file with the agent's pid, once it was asked to end."""
 _DETACH = '"$@" </dev/null >&2 & echo $!'
 """Of a shell: starts a command that outlives it, and prints its pid."""
 
@@ -31,8 +33,7 @@ class Machine:
         self._run_dir = run_dir_of(name, ray.get_runtime_context().get_node_id())
         self._arguments = [*arguments, "--name", name, "--run-dir", str(self._run_dir)]
         self._pidfd: int | None = None
-        self._is_asked = False
-        """Whether the agent was asked to end: a second signal would kill its engine."""
+        self._pid = 0
 
     def keep(self) -> bool:
         """Have the agent run; returns whether it was started now."""
@@ -45,12 +46,24 @@ class Machine:
         """Have the agent end in order, as its requests go on elsewhere; whether it has ended."""
         if not self._is_running:
             return True
-        if not self._is_asked and self._pidfd is not None:
+        if self._pidfd is not None and not self._is_asked:
             signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-            self._is_asked = True
+            (self._run_dir / _ASKED).write_text(str(self._pid))
         return False
 
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the agent was asked to end, also by an earlier actor.
+
+        A second signal would end its engine at once.
+        """
+        try:
+            return (self._run_dir / _ASKED).read_text() == str(self._pid)
+        except FileNotFoundError:
+            return False
+
     def _start(self) -> None:
+        (self._run_dir / _ASKED).unlink(missing_ok=True)  # a new agent may get an old pid
         command = [sys.executable, "-m", "scripts.agent", *self._arguments]
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         done = subprocess.run(
@@ -74,8 +87,7 @@ class Machine:
         return self._pidfd is not None
 
     def _watch(self, pid: int) -> None:
-        self._pidfd = _open(pid)
-        self._is_asked = False
+        self._pidfd, self._pid = _open(pid), pid
 
 
 def run_dir_of(name: str, node_id: str) -> Path:

@@ -6,9 +6,12 @@ import importlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -23,6 +26,15 @@ from tests.scripts.fake_ray import FakeRay, RayActorError, RayTaskError
 TIMEOUT_S = 20.0
 END_S = 0.5
 POLL_S = 0.01
+SLOW_AGENT = """
+import signal, sys
+from scripts.supervisor.run_dirs import RunDir
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+run_dir = RunDir(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+run_dir.close(is_abandoned=False)
+"""
 
 
 class Bench:
@@ -164,6 +176,28 @@ def test_an_actor_that_starts_again_finds_an_agent_that_has_no_settings_yet(
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_an_agent_is_asked_to_end_once_also_by_an_actor_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second signal would end its engine at once."""
+    FakeRay().install(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    module = importlib.import_module("scripts.placement.machine")
+    command = [sys.executable, "-c", SLOW_AGENT, str(module.run_dir_of("one", "node"))]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "ready\n"
+        assert not module.Machine("one", []).end()
+        assert agent.stdout.readline() == "asked\n"
+        successor = module.Machine("one", [])
+        assert not successor.end()
+        assert not successor.end()
+        agent.stdin.close()
+        assert agent.stdout.read() == ""
+    assert successor.end()
 
 
 def test_agents_get_a_path_of_the_keys_that_does_not_depend_on_their_directory(
