@@ -44,15 +44,19 @@ class Bench(Harness):
         self.scheduler.blocks_loaded(answer)
 
 
-@pytest.fixture
-def filled() -> FakeStore:
-    """A store with the blocks of PROMPT."""
+def filled_store() -> FakeStore:
+    """Return a store with the blocks of PROMPT."""
     bench = Bench()
     bench.add("a", PROMPT, 2)
     bench.step()
     bench.transfer()
     assert bench.num_stored == 6
     return bench.store
+
+
+@pytest.fixture
+def filled() -> FakeStore:
+    return filled_store()
 
 
 def test_blocks_are_stored_once_and_read_by_the_next_core(filled: FakeStore) -> None:
@@ -200,11 +204,11 @@ def test_a_block_that_one_rank_has_lost_is_stored_again(filled: FakeStore) -> No
     bench.run()
 
 
-def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
-    bench = Bench(filled, seqs=1)
+def check_that_a_load_waits_for_the_end_of_another(bench: Bench, prompt: list[int]) -> None:
+    """The bench has room for one request; `prompt` is stored."""
     bench.add("running", 20, 5)
     bench.step()
-    bench.add("a", PROMPT, 2)
+    bench.add("a", prompt, 2)
     bench.step()
     bench.transfer()
     assert bench.loads == []
@@ -215,6 +219,10 @@ def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
     bench.answer()
     bench.run()
     assert set(bench.finished) == {"running", "a"}
+
+
+def test_a_load_keeps_no_slot_from_requests_that_run(filled: FakeStore) -> None:
+    check_that_a_load_waits_for_the_end_of_another(Bench(filled, seqs=1), PROMPT)
 
 
 def _serve(bench: Bench) -> list[str]:

@@ -10,7 +10,11 @@ from core_proc.kv.offload import Offload
 from core_proc.request import RequestStatus
 from protocol.core_worker import KVGroup, StoreBlocks
 from tests.core.fake_store import FakeStore
-from tests.core.test_offload import BLOCK, Bench
+from tests.core.test_offload import (
+    BLOCK,
+    Bench,
+    check_that_a_load_waits_for_the_end_of_another,
+)
 from tests.core.test_state_blocks import FULL, STATES, WINDOW
 
 SPACING = 4 * BLOCK
@@ -145,19 +149,7 @@ def test_a_state_is_stored_before_the_next_step_takes_its_block() -> None:
 
 def test_a_load_waits_for_a_state_block() -> None:
     bench = make(store=fill(), num_states=1)
-    bench.add("running", 20, 5)
-    bench.step()
-    bench.add("a", PROMPT, 2)
-    bench.step()
-    bench.transfer()
-    assert bench.loads == []
-    while "running" not in bench.finished:
-        bench.step()
-    bench.step()
-    bench.transfer()
-    bench.answer()
-    bench.run()
-    assert set(bench.finished) == {"running", "a"}
+    check_that_a_load_waits_for_the_end_of_another(bench, PROMPT)
 
 
 @pytest.mark.parametrize("ends", ["abort", "lose"])

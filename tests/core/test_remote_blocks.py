@@ -16,10 +16,8 @@ from protocol.core_worker import (
 from protocol.sampling import SamplingParams
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness
+from tests.core.test_offload import BLOCK, PROMPT, filled_store
 
-BLOCK = 16
-PROMPT = [1000 + i for i in range(6 * BLOCK + 3)]
-"""Six full blocks."""
 THERE = "tcp://10.0.0.2:7300"
 
 
@@ -71,13 +69,7 @@ class Bench(Harness):
 
 @pytest.fixture
 def filled() -> FakeStore:
-    """A store with the blocks of PROMPT."""
-    bench = Bench()
-    bench.add("a", PROMPT, 2)
-    bench.step()
-    bench.transfer()
-    assert len(bench.here.index) == 6
-    return bench.here
+    return filled_store()
 
 
 def test_a_request_waits_for_the_answer_and_for_its_blocks_and_computes_the_rest(
