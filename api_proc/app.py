@@ -89,6 +89,7 @@ _ADMIN_ROUTES = (
     ("POST", "/v1/load_lora_adapter", adapter_routes.load_adapter),
     ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_adapter),
 )
+_ADMIN_PATHS = frozenset((method, path) for method, path, _ in _ADMIN_ROUTES)
 
 
 def openai_app(
@@ -196,5 +197,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(error.status_code).phrase
     code = phrase.lower().replace(" ", "_")
     message = f"{phrase}: {request.method} {request.url.path}"
+    if (request.method, request.url.path) in _ADMIN_PATHS:
+        message += ", which exists only with --enable-admin-routes"
     body = error_body(request.scope, ApiError(error.status_code, message, code=code))
     return Response(body, error.status_code, error.headers, "application/json")

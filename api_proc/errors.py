@@ -1,9 +1,11 @@
 """Every way a request can fail, in OpenAI's shape `{"error": {message, type, param, code}}`."""
 
 import re
+from typing import Any
 
 import msgspec
 
+from api_proc.http.choices import with_choices
 from protocol.api_core import ErrorCode, RequestError
 
 RETRY_AFTER_S = 1
@@ -88,8 +90,8 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
     return ApiError(400, error.message, param=param, code=error.code)
 
 
-def from_decoding(error: Exception) -> ApiError:
-    """Translate an error of msgspec's JSON decoder; `param` is the path of the field."""
+def from_decoding(error: Exception, kind: Any = None) -> ApiError:
+    """Translate an error of msgspec's decoder for a type; `param` is the path of the field."""
     text = str(error)
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON body is nested too deeply", code="too_deep")
@@ -103,6 +105,7 @@ def from_decoding(error: Exception) -> ApiError:
         reason, code = "the field is missing", "missing_required_parameter"
     else:
         code = _code(param, reason)
+        reason = with_choices(reason, kind, param)
     return ApiError(400, f"{param or 'body'}: {reason}", param=param or None, code=code)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from api_proc.llm.engines import ProcessEngine
 from api_proc.llm.lora import LoRARequest
 from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
-from api_proc.llm.prompts import PromptType
+from api_proc.llm.prompts import PromptType, invalid
 from api_proc.llm.request import PromptRequest
 from api_proc.llm.sampling import SamplingParams
 from api_proc.llm.settings import engine_config
@@ -79,7 +79,9 @@ class AsyncLLM:
         it is invalid, there is no room for it, or it has failed.
         """
         engine = self._engine
-        params = sampling_params or engine.default_params()
+        params = engine.default_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise invalid("sampling_params", "must be SamplingParams")
         name = engine.new_request_id() if request_id is None else request_id
         tokens = await engine.tokenized(prompt)
         adapter = await engine.adapter_of(lora_request)

@@ -376,6 +376,10 @@ class LLM:
             params = self._engine.default_params()
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
+        if not isinstance(params, Sequence) or not all(
+            isinstance(p, SamplingParams) for p in params
+        ):
+            raise invalid(name, "must be SamplingParams, or a list with one for each prompt")
         if len(params) != num_prompts:
             raise invalid(name, f"there are {len(params)} for {num_prompts} prompts")
         return list(params)

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from api_proc.bodies import Messages, check_chat_prompt
-from api_proc.errors import ApiError
+from api_proc.errors import ApiError, from_decoding
 from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import EncodeOptions
@@ -102,7 +102,9 @@ async def tokenized_chat(
             continue_final_message=continue_final_message,
         )
     except msgspec.ValidationError as error:
-        raise invalid("messages", str(error)) from None
+        problem = from_decoding(error, Messages)
+        reason = problem.message.partition(": ")[2]
+        raise invalid(f"messages{problem.param or ''}", reason) from None
     except ApiError as error:
         raise from_api_error(error) from None
     options = EncodeOptions(False, max_tokens)  # the template contains the special tokens

@@ -26,6 +26,8 @@ _CONSTRAINTS = (
     *("json_schema", "grammar"),
 )
 _JSON_OBJECT: dict[str, Any] = {"type": "object"}
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+"""Values of `type` in a `response_format`."""
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -140,7 +142,8 @@ def _from_response_format(form: ResponseFormat) -> Grammar:
         return _from_schema(form.json_schema.schema, f"{param}.schema")
     if form.type == "structural_tag":
         return _from_structural_tag(form, "response_format")
-    raise unsupported("response_format", f"of type {form.type!r} is not supported")
+    problem = f"of type {form.type[:64]!r} is not supported; types: {', '.join(_FORMATS)}"
+    raise unsupported("response_format", problem)
 
 
 def _from_structured_outputs(form: StructuredOutputs) -> Grammar:

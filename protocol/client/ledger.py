@@ -84,6 +84,11 @@ def check_request(
     the request, which shares no objects with the caller's, and its body for the wire; a long prompt
     is packed in both. `prompt` is that of a request without one.
     """
+    if not isinstance(add.sampling_params, SamplingParams):
+        problem = (
+            f"sampling_params: must be SamplingParams, got {type(add.sampling_params).__name__}"
+        )
+        raise failure_of(RequestError(ErrorCode.INVALID, problem, "sampling_params"))
     prompt = add.prompt_token_ids if prompt is None else prompt
     packed, id_bound = _packed(prompt)
     token_ids = [] if packed or isinstance(prompt, PackedPrompt) else prompt

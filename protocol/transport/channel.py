@@ -48,6 +48,7 @@ from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.transport.runtime import SocketFactory
 
 MAX_FRAME_BYTES = 16 * 2**20
+_TRANSPORTS = ("ipc://", "tcp://", "inproc://")
 _RECONNECT_MS = 10
 """Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
@@ -322,10 +323,12 @@ class DealerChannel(_Channel):
     ):
         """Start connecting to `address`; the binding side may come later.
 
-        ValueError: a tcp address has no keys.
+        ValueError: a tcp address has no keys, or it is not an address.
         """
         if is_remote(address) and keys is None:
             raise ValueError(f"{address} needs CURVE keys: a tcp address is never used without")
+        if not address.startswith(_TRANSPORTS):
+            raise ValueError(f"the address {address[:64]!r} must begin with ipc:// or tcp://")
         socket = context.socket(zmq.DEALER)
         with _closed_on_error(socket):
             _configure(socket, hwm)

@@ -23,7 +23,10 @@ ROUTES = [
 def test_routes_do_not_exist_without_the_setting(
     http: httpx.Client, method: str, path: str
 ) -> None:
-    assert http.request(method, path).status_code == 404
+    answer = http.request(method, path)
+    assert answer.status_code == 404
+    message = f"Not Found: {method} {path}, which exists only with --enable-admin-routes"
+    assert answer.json()["error"]["message"] == message
 
 
 def test_routes_need_the_key(make_server: MakeServer) -> None:

@@ -266,6 +266,19 @@ def test_messages_name_the_bound(http: httpx.Client) -> None:
     assert "vocabulary of 1000" in message(prompt=[1000])
 
 
+def test_messages_name_the_values_of_a_choice(http: httpx.Client) -> None:
+    def message(**fields: Any) -> str:
+        return str(http.post(CHAT, json=chat(**fields)).json()["error"]["message"])
+
+    roles = "assistant, developer, system, tool, user"
+    found = message(messages=[{"role": "user", "content": "a"}, {"role": "foo", "content": "x"}])
+    assert found == f"messages[1].role: 'foo' is not one of {roles}"
+    found = message(reasoning_effort="weird")
+    assert found.startswith("reasoning_effort: 'weird' is not one of high, low, ")
+    found = message(response_format={"type": "yaml"})
+    assert found.endswith("types: text, json_object, json_schema, structural_tag")
+
+
 def test_unknown_fields_are_ignored(http: httpx.Client) -> None:
     response = http.post(COMPLETIONS, json=completion(user="me", no_such_field={"a": [1]}))
     assert response.status_code == 200

@@ -69,6 +69,16 @@ def test_what_the_wire_refuses_is_refused_at_once_and_leaves_nothing_behind(
     run_connected(core, play)
 
 
+def test_parameters_of_another_type_are_named(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        with pytest.raises(
+            RequestFailed, match="sampling_params: must be SamplingParams, got dict"
+        ):
+            client.submit([5], {"max_tokens": 3})  # type: ignore[arg-type]
+
+    run_connected(core, play)
+
+
 def test_error_of_a_bound_names_field_and_bound(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         with pytest.raises(RequestFailed, match=r"temperature: Expected `float` <= 2\.0$"):

@@ -128,6 +128,8 @@ def test_a_client_without_a_known_key_gets_nothing(server: Server, directory: Pa
         assert not client.received
     with pytest.raises(ValueError, match="needs CURVE keys"):
         DealerChannel(zmq.Context.instance(), server.address, HWM)
+    with pytest.raises(ValueError, match="the address 'nowhere' must begin with ipc:// or tcp://"):
+        DealerChannel(zmq.Context.instance(), "nowhere", HWM)
     plain = zmq.Context.instance().socket(zmq.DEALER)
     plain.connect(server.address)
     plain.send_multipart([b"x", b"y"])

@@ -388,6 +388,11 @@ def test_engine_that_cannot_start_is_an_error_at_once() -> None:
 def test_parameters_and_priorities_are_one_for_each_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="sampling_params: there are 2 for 3 prompts"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
+    for bad in ("greedy", {"max_tokens": 3}, [{"max_tokens": 3}]):
+        with pytest.raises(InvalidRequest, match="sampling_params: must be SamplingParams, or a"):
+            llm.generate(["a"], bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.role: 'x' is not one of assistant, "):
+        llm.chat([{"role": "user", "content": "a"}, {"role": "x", "content": "b"}])
     with pytest.raises(InvalidRequest, match="priority: there are 1 for 2 prompts"):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1])
     assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1, 2])) == 2

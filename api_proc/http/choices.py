@@ -1,0 +1,60 @@
+"""What a field may hold that has one of a few values, for errors about other values."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from msgspec import inspect
+
+_type_info = cache(inspect.type_info)
+_WRONG = re.compile(r"Invalid enum value (?P<value>.*)")
+_INDEX = re.compile(r"\[[^]]*\]")
+
+
+def with_choices(reason: str, kind: Any, path: str) -> str:
+    """Return msgspec's complaint about a value, with the values that the field may have.
+
+    Args:
+        reason: the complaint, which is returned as it is if it is another one.
+        kind: what was decoded; None: not known.
+        path: of the field, as `messages[0].role`.
+    """
+    wrong = _WRONG.fullmatch(reason)
+    if wrong is None or kind is None:
+        return reason
+    names = filter(None, _INDEX.sub("", path).split("."))
+    found = [_type_info(kind)]
+    for name in names:
+        found = [inner for outer in _flat(found) for inner in _fields(outer, name)]
+    choices = list(dict.fromkeys(value for each in _flat(found) for value in _values(each)))
+    if not choices:
+        return reason
+    return f"{wrong['value']} is not one of {', '.join(map(str, choices))}"
+
+
+def _flat(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
+    """Yield the types in unions and collections."""
+    for kind in kinds:
+        match kind:
+            case inspect.UnionType(types=types):
+                yield from _flat(list(types))
+            case inspect.CollectionType(item_type=inner) | inspect.DictType(value_type=inner):
+                yield from _flat([inner])
+            case inspect.Metadata(type=inner):
+                yield from _flat([inner])
+            case _:
+                yield kind
+
+
+def _fields(kind: inspect.Type, name: str) -> Iterator[inspect.Type]:
+    if isinstance(kind, inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == name)
+
+
+def _values(kind: inspect.Type) -> Iterator[object]:
+    match kind:
+        case inspect.EnumType(cls=cls):
+            yield from (member.value for member in cls)
+        case inspect.LiteralType(values=values):
+            yield from values
