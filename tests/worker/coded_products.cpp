@@ -4,6 +4,7 @@
 #include "products.h"
 
 bool troika_has_tiles = false;
+bool troika_uses_floats = false;
 
 extern "C" void coded_products(const Bf16* rows, char* coded, const Unit* weight,
                                const float* scales, float* out, int64_t num_rows, int64_t size,

@@ -65,13 +65,13 @@ def sampling_library(request: pytest.FixtureRequest) -> NativeLibrary | None:
     return NativeLibrary(build())
 
 
-@pytest.fixture(scope="session", params=["tiles", "vectors"])
+@pytest.fixture(scope="session", params=["tiles", "vectors", "floats"])
 def kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> NativeLibrary:
-    """The kernels with and without AMX; a copy, since each file is loaded once."""
+    """The kernels with and without AMX, and with products by float32; each file is loaded once."""
     if request.param == "tiles":
         return NativeLibrary(build())
     copied = tmp_path_factory.mktemp("native") / "copied.so"
     shutil.copy(build(), copied)
-    return NativeLibrary(copied, uses_tiles=False)
+    return NativeLibrary(copied, uses_tiles=False, uses_floats=request.param == "floats")

@@ -85,6 +85,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_execute": (_POINTER, _POINTER),
     "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
+    "troika_floats_are_faster": (),
+    "troika_use_floats": (_INT,),
 }
 
 
@@ -99,15 +101,25 @@ class Matrices(Protocol):
 class NativeLibrary:
     """The compiled kernels. Rows are float32 or bfloat16."""
 
-    def __init__(self, path: Path, *, uses_tiles: bool = True) -> None:
-        """Load the library; without `uses_tiles` its kernels use no AMX."""
+    def __init__(
+        self, path: Path, *, uses_tiles: bool = True, uses_floats: bool | None = None
+    ) -> None:
+        """Load the library; without `uses_tiles` its kernels use no AMX.
+
+        `uses_floats` chooses how many rows in bfloat16 are multiplied (float_products.h); by
+        default in the way that is faster here.
+        """
         self.path = path
         self._library = ctypes.CDLL(str(path))
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, None
+        self._library.troika_floats_are_faster.restype = _INT
         if uses_tiles:
             self._library.troika_enable_tiles()
+        if uses_floats is None:
+            uses_floats = bool(self._library.troika_floats_are_faster())
+        self._library.troika_use_floats(uses_floats)
         self.has_pairs = bool(self._library.troika_has_pairs())
         """Whether attention in bfloat16 has kernels for pairs of values (attention_pairs.h)."""
 

@@ -11,6 +11,7 @@
 #endif
 
 bool troika_has_tiles = false;
+bool troika_uses_floats = false;
 
 // Requests the tile registers from the operating system.
 extern "C" void troika_enable_tiles() {
@@ -19,6 +20,17 @@ extern "C" void troika_enable_tiles() {
   troika_has_tiles = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
 }
+
+// Whether multiply-adds of float32 have the bits of vdpbf16ps here, and take less time.
+extern "C" int32_t troika_floats_are_faster() {
+#ifdef __AVX512BF16__
+  return floats_are_equal() && floats_are_faster();
+#else
+  return false;
+#endif
+}
+
+extern "C" void troika_use_floats(int32_t uses) { troika_uses_floats = uses != 0; }
 
 namespace {
 

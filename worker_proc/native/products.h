@@ -6,23 +6,17 @@
 
 #pragma once
 
-#include <memory>
-#include <new>
 #include <type_traits>
 #include <utility>
 
-#include "compact_weights.h"
+#include "float_products.h"
+#include "product_inputs.h"
 #include "team.h"
 
 // Whether this process may use AMX; set when the library is loaded.
 extern bool troika_has_tiles;
 
 namespace {
-
-struct UnitRows {
-  const Unit* data;
-  int64_t stride;  // in units
-};
 
 template <typename T>
 struct SumsFor {
@@ -36,31 +30,6 @@ struct SumsFor<int8_t> {
 
 template <typename T>
 using SumsOf = typename SumsFor<T>::Type;
-
-// Caches, as prefetches name them.
-constexpr int kFirstCache = 3, kSecondCache = 2;
-
-// Weights that a thread reads after the present pair of panels, fetched while it multiplies.
-struct WeightsAhead {
-  const char *next = nullptr, *end = nullptr;
-  int64_t lines_per_step = 0;  // fetched at each step of kUnitStep units
-
-  template <int Locality>
-  [[gnu::always_inline]] void fetch() {
-    const char* const last = std::min(next + lines_per_step * kLine, end);
-    for (; next < last; next += kLine) __builtin_prefetch(next, 0, Locality);
-  }
-};
-
-// The weights of a pair, if it comes before the last one. The tiles of rows that are computed until
-// then share in fetching them, so that memory is never idle. Tiles of other codes fetch their own.
-template <class W>
-WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t num_tiles) {
-  if constexpr (W::kStepLines > 0)
-    if (pair < last_pair)
-      return {w.start(pair), w.start(pair + 1), (W::kStepLines + num_tiles - 1) / num_tiles};
-  return {};
-}
 
 #ifdef __AVX512F__
 
@@ -281,22 +250,6 @@ void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t
   const SumsOf<T>* at = sums;
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
-}
-
-// Memory of a thread for units, one for each use.
-template <class Use>
-Unit* space_for(int64_t num_units) {
-  struct Freed {
-    void operator()(void* space) const { ::operator delete(space, std::align_val_t{64}); }
-  };
-  static thread_local std::unique_ptr<void, Freed> space;
-  static thread_local int64_t size = 0;
-  if (size < num_units) {
-    space.reset();
-    size = num_units;
-    space.reset(::operator new(size * sizeof(Unit), std::align_val_t{64}));
-  }
-  return static_cast<Unit*>(space.get());
 }
 
 // Rows [row, row + num_rows) of a pair, in tiles [tile, num_tiles) of few rows each.
@@ -729,6 +682,14 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     if (uses_tiles<T>())
       return multiply_with_tiles<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same<T, Bf16>::value && (!W::kAreCodes || W::kMakesVectors))
+    if (troika_uses_floats && last_row - row >= kLeastFloatRows) {
+      FloatRows own(rows, w.num_units);
+      return multiply_floats(w, rows.floats ? *rows.floats : own, row, last_row, pair, last_pair,
+                             distance, out);
+    }
+#endif
 #ifndef __AVX512F__
   if constexpr (W::kAreCodes)
     return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
@@ -739,10 +700,21 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
   multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, distance);
 }
 
+template <typename T>
+bool uses_floats() {
+#ifdef __AVX512BF16__
+  return std::is_same<T, Bf16>::value && !uses_tiles<T>() && troika_uses_floats;
+#endif
+  return false;
+}
+
 // Rows that stay in a core's cache; vectors read them again for each pair.
 template <typename T>
-int64_t rows_in_cache() {
-  return uses_tiles<T>() ? 256 : 128;
+int64_t rows_in_cache(int64_t num_units) {
+  constexpr int64_t kMostFloats = 256 * 1024;
+  if (uses_tiles<T>()) return 256;
+  if (uses_floats<T>()) return std::clamp<int64_t>(kMostFloats / (2 * num_units), 32, 128);
+  return 128;
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair): makes the units of some pairs, then computes all
@@ -756,7 +728,7 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row,
   for (int64_t end; pair < last_pair; pair = end) {
     end = std::min(pair + most, last_pair);
     const Panels panels = unpacked(w, pair, end, space_for<W>((end - pair) * pair_units));
-    const int64_t group = rows_in_cache<T>();
+    const int64_t group = rows_in_cache<T>(w.num_units);
     for (int64_t first = row; first < last_row; first += group)
       multiply_part<T>(panels, rows, first, std::min(first + group, last_row), 0, end - pair,
                        [&](int64_t r, int64_t p, Vec low, Vec high) { out(r, pair + p, low, high); });
@@ -786,6 +758,10 @@ template <typename T, class W, class Out>
 void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
   if (num_rows == 0) return;
+#ifdef __AVX512BF16__
+  FloatRows floats(rows, w.num_units);
+  rows.floats = &floats;
+#endif
   const bool shares_units = unpacks<T, W>(num_rows);
   // Tiles of other codes fetch the weights that lie behind them, not those of the pair taken next.
   const bool takes_pairs =
@@ -793,7 +769,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMostCodedRows))
     return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
                              team.last(w.num_pairs), out);
-  const int64_t most = rows_in_cache<T>();
+  const int64_t most = rows_in_cache<T>(w.num_units);
   const int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
   // Single pairs, so that threads end together; or few and long pieces, within which the next weights
@@ -815,7 +791,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
 template <typename T, class W, class Out>
 void multiply_heads(Team& team, const W& w, int64_t num_heads, UnitRows rows, int64_t head_units,
                     int64_t num_rows, const Out& out) {
-  const int64_t most = rows_in_cache<T>();
+  const int64_t most = rows_in_cache<T>(w.num_units);
   const int64_t num_groups = (num_rows + most - 1) / most;
   const int64_t per_head = std::max<int64_t>(num_groups, 1);
   const int64_t wanted = (4 * team.size + num_heads * per_head - 1) / (num_heads * per_head);

@@ -1,0 +1,238 @@
+// Products of many rows in bfloat16 by instructions for float32, with the same bits.
+//
+// vdpbf16ps adds two products to a sum one after the other, that of the upper halves of two units
+// first. It rounds each sum to float32, and takes numbers below the normal ones as zero. Two
+// multiply-adds do the same, if the processor is set to take such numbers as zero. There are processors
+// that execute four of them in the time of one vdpbf16ps. There, many rows are widened to float32, and
+// so is each block of a weight, once for all rows.
+
+#pragma once
+
+#include <utility>
+
+#include "product_inputs.h"
+
+// Whether this process multiplies so; set when the library is loaded.
+extern bool troika_uses_floats;
+
+namespace {
+
+#ifdef __AVX512BF16__
+
+constexpr int kMostFloatRows = 12;    // of which the sums of one pair fit into the registers
+constexpr int64_t kLeastFloatRows = 6;  // fewer take less time with vdpbf16ps
+constexpr int64_t kFloatUnits = 64;   // of a block of a pair, which stays in the first cache
+constexpr int64_t kUnitFloats = 2;    // the upper half of a unit, then the lower one
+
+// While it exists, this thread computes as vdpbf16ps does.
+class NoSubnormals {
+ public:
+  NoSubnormals() : saved_(_mm_getcsr()) {
+    _mm_setcsr(saved_ | kZeroResults | kZeroOperands);
+    asm volatile("" ::: "memory");
+  }
+  ~NoSubnormals() {
+    asm volatile("" ::: "memory");  // results are stored before
+    _mm_setcsr(saved_);
+  }
+
+ private:
+  static constexpr unsigned kZeroResults = 1 << 15, kZeroOperands = 1 << 6;
+  const unsigned saved_;
+};
+
+inline VecBits upper_floats(VecBits units) { return units & 0xffff0000u; }
+inline VecBits lower_floats(VecBits units) { return units << 16; }
+
+// Rows as float32, for as long as a thread multiplies the same ones.
+class FloatRows {
+ public:
+  FloatRows(UnitRows rows, int64_t num_units) : rows_(rows), num_units_(num_units) {}
+
+  int64_t stride() const { return kUnitFloats * num_units_; }
+
+  // Rows [row, last_row), one after another.
+  const float* of(int64_t row, int64_t last_row) {
+    if (row != row_ || last_row != last_row_) widen(row, last_row);
+    return floats_;
+  }
+
+ private:
+  void widen(int64_t row, int64_t last_row) {
+    float* to = reinterpret_cast<float*>(space_for<FloatRows>((last_row - row) * stride()));
+    floats_ = to;
+    row_ = row;
+    last_row_ = last_row;
+    constexpr int kSwapNeighbours = 0xb1;
+    for (; row < last_row; row++) {
+      const auto* from = reinterpret_cast<const Bf16*>(rows_.data + row * rows_.stride);
+      for (const float* const end = to + stride(); to < end; to += kLanes, from += kLanes)
+        _mm512_store_ps(to, _mm512_permute_ps((__m512)load(from), kSwapNeighbours));
+    }
+  }
+
+  const UnitRows rows_;
+  const int64_t num_units_;
+  const float* floats_ = nullptr;
+  int64_t row_ = 0, last_row_ = 0;
+};
+
+// Units [first, first + count) of a pair as float32, [units][2 halves][32 outputs].
+template <class W>
+void widen_units(const W& w, int64_t pair, int64_t first, int64_t count, float* to) {
+  alignas(64) Unit space[W::kAreCodes ? kTile : 1];
+  for (int64_t unit = 0; unit < count; unit += kUnitStep)
+    for (int half = 0; half < 2; half++) {
+      const Unit* tile = w.tile(pair, half, first + unit, space);
+      float* at = to + unit * kUnitFloats * kPairOutputs + half * kLanes;
+      for (int64_t u = 0; u < kUnitStep; u++, tile += kLanes, at += kUnitFloats * kPairOutputs) {
+        const VecBits units = *reinterpret_cast<const VecBits*>(tile);
+        _mm512_store_ps(at, (__m512)upper_floats(units));
+        _mm512_store_ps(at + kPairOutputs, (__m512)lower_floats(units));
+      }
+    }
+}
+
+// Adds products of R rows with a block to their sums, [R][32].
+template <int R>
+[[gnu::noinline]] void add_floats(const float* block, int64_t num_floats, const float* rows,
+                                  int64_t stride, float* saved) {
+  const NoSubnormals mode;
+  // One pointer and the stride address three rows.
+  constexpr int kRowsPerPointer = 3;
+  const float* inputs[(R + kRowsPerPointer - 1) / kRowsPerPointer];
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r += kRowsPerPointer) {
+    const float*& at = inputs[r / kRowsPerPointer];
+    at = rows + r * stride;
+    asm("" : "+r"(at));  // else the compiler would address all rows from the first one
+  }
+  __m512 sums[R][2];
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) sums[r][p] = _mm512_load_ps(saved + r * kPairOutputs + p * kLanes);
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < num_floats; i++, block += kPairOutputs) {
+    const __m512 low = _mm512_load_ps(block), high = _mm512_load_ps(block + kLanes);
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++) {
+      const __m512 x = _mm512_set1_ps(inputs[r / kRowsPerPointer][r % kRowsPerPointer * stride]);
+      sums[r][0] = _mm512_fmadd_ps(x, low, sums[r][0]);
+      sums[r][1] = _mm512_fmadd_ps(x, high, sums[r][1]);
+    }
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r += kRowsPerPointer) inputs[r / kRowsPerPointer]++;
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) _mm512_store_ps(saved + r * kPairOutputs + p * kLanes, sums[r][p]);
+}
+
+using FloatAdder = void (*)(const float* block, int64_t num_floats, const float* rows,
+                            int64_t stride, float* saved);
+
+template <int... Fewer>
+FloatAdder float_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
+  static constexpr FloatAdder kAdders[] = {add_floats<Fewer + 1>...};
+  return kAdders[num_rows - 1];
+}
+
+struct FloatBlock;
+struct FloatSums;
+
+// Rows [row, last_row) and pairs [pair, last_pair), as multiply_with_vectors computes them.
+template <class W, class Out>
+void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row, int64_t pair,
+                     int64_t last_pair, int64_t distance, const Out& out) {
+  const int64_t num_rows = last_row - row;
+  if (num_rows == 0 || pair >= last_pair) return;
+  const float* const inputs = rows.of(row, last_row);
+  const int64_t num_tiles = (num_rows + kMostFloatRows - 1) / kMostFloatRows;
+  float* const block =
+      reinterpret_cast<float*>(space_for<FloatBlock>(kFloatUnits * kUnitFloats * kPairOutputs));
+  float* const sums = reinterpret_cast<float*>(space_for<FloatSums>(num_rows * kPairOutputs));
+  const int64_t last_ahead = distance == 1 ? last_pair : w.num_pairs;
+  for (; pair < last_pair; pair++) {
+    WeightsAhead ahead = weights_ahead(w, pair + distance, last_ahead, num_tiles);
+    std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
+    for (int64_t first = 0; first < w.num_units; first += kFloatUnits) {
+      const int64_t count = std::min(kFloatUnits, w.num_units - first);
+      widen_units(w, pair, first, count, block);
+      for (int64_t tile = 0; tile < num_tiles; tile++) {
+        for (int64_t unit = 0; unit < count; unit += kUnitStep) ahead.fetch<kSecondCache>();
+        const int64_t begin = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
+        const auto add =
+            float_adder(end - begin, std::make_integer_sequence<int, kMostFloatRows>());
+        add(block, count * kUnitFloats, inputs + begin * rows.stride() + first * kUnitFloats,
+            rows.stride(), sums + begin * kPairOutputs);
+      }
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+      const float* const sum = sums + r * kPairOutputs;
+      out(row + r, pair, load(sum), load(sum + kLanes));
+    }
+  }
+}
+
+// Whether both ways give the same sums, of numbers of every size.
+inline bool floats_are_equal() {
+  constexpr int kRounds = 4096;
+  uint64_t state = 1;
+  const auto next = [&] {
+    VecBits bits;
+    for (int lane = 0; lane < kLanes; lane++) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      bits[lane] = static_cast<uint32_t>(state >> 32);
+    }
+    return bits;
+  };
+  const NoSubnormals mode;
+  bool are_equal = true;
+  for (int round = 0; round < kRounds; round++) {
+    // Exponents near those of 1, so that sums are rounded and cancel, but for each eighth round.
+    const VecBits kept = VecBits{} + (round % 8 == 0 ? 0xffffffffu : 0x83ff83ffu);
+    const VecBits added = VecBits{} + (round % 8 == 0 ? 0 : 0x3c003c00u);
+    const VecBits x = (next() & kept) | added, y = (next() & kept) | added;
+    const Vec sum = (Vec)((next() & kept) | added);
+    const Vec expected = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+    Vec found = multiply_add((Vec)upper_floats(x), (Vec)upper_floats(y), sum);
+    found = multiply_add((Vec)lower_floats(x), (Vec)lower_floats(y), found);
+    const VecInt differs = (expected == expected) & ((VecInt)expected != (VecInt)found);
+    are_equal &= _mm512_test_epi32_mask((__m512i)differs, (__m512i)differs) == 0;
+  }
+  return are_equal;
+}
+
+// The least time of several turns of one kind of product.
+template <class F>
+inline int64_t least_ticks(const F& add) {
+  constexpr int kTurns = 16, kSteps = 256, kSums = 12;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int turn = 0; turn < kTurns; turn++) {
+    __m512 sums[kSums] = {};
+    const auto begin = static_cast<int64_t>(__builtin_ia32_rdtsc());
+    for (int step = 0; step < kSteps; step++)
+#pragma GCC unroll 12
+      for (int i = 0; i < kSums; i++) {
+        sums[i] = add(sums[i]);
+        asm volatile("" : "+v"(sums[i]));
+      }
+    least = std::min(least, static_cast<int64_t>(__builtin_ia32_rdtsc()) - begin);
+  }
+  return least;
+}
+
+// Whether two multiply-adds of float32 take less time than vdpbf16ps.
+inline bool floats_are_faster() {
+  const __m512 floats = _mm512_setzero_ps();
+  const __m512bh pairs = (__m512bh)floats;
+  const int64_t of_floats = least_ticks([&](__m512 sum) { return _mm512_fmadd_ps(floats, floats, sum); });
+  const int64_t of_pairs = least_ticks([&](__m512 sum) { return _mm512_dpbf16_ps(sum, pairs, pairs); });
+  return 2 * of_floats < of_pairs;
+}
+
+#endif
+
+}  // namespace
