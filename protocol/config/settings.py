@@ -266,7 +266,8 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
             return None
         if setting.is_list:
             return ()
-        raise ConfigError(f"{origin} must have a value")
+        hint_of_yaml = "; the word null needs quotes" if value is None else ""
+        raise ConfigError(f"{origin} must have a value{hint_of_yaml}")
     is_text = isinstance(value, str)
     if is_text and setting.is_bool:
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)

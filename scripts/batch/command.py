@@ -41,8 +41,13 @@ def main(
         "same files continues the first. Without --base-url, an engine is started for the run.",
         allow_abbrev=False,
     )
-    parser.add_argument("input", metavar="IN.jsonl", type=Path, help="one request per line")
-    parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="one answer per line")
+    for name, option, metavar, text in (
+        ("input", "-i", "IN.jsonl", "one request per line"),
+        ("output", "-o", "OUT.jsonl", "one answer per line"),
+    ):
+        parser.add_argument(name, metavar=metavar, type=Path, nargs="?", help=text)
+        about = f"another form of {metavar}, as in vLLM"
+        parser.add_argument(option, f"--{name}-file", metavar=metavar, type=Path, help=about)
     parser.add_argument(
         "--base-url",
         metavar="URL",
@@ -59,6 +64,7 @@ def main(
     settings.add_flags(parser)
     config = settings.parse_args(parser, sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
+    _take_files(parser, arguments)
     flags = [item.flag for item in settings.settings() if hasattr(arguments, item.name)]
     if not min(arguments.concurrency, arguments.request_timeout_s, arguments.retry_timeout_s) > 0:
         parser.error("--concurrency and the timeouts must be greater than 0")
@@ -75,6 +81,16 @@ def main(
     except KeyboardInterrupt:
         print(f"{program}: stopped; run the command again to continue", file=sys.stderr)
         return 130
+
+
+def _take_files(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Take the two files from places or options; an error ends the program, as argparse."""
+    for name, metavar in (("input", "IN.jsonl"), ("output", "OUT.jsonl")):
+        given = [getattr(arguments, name), getattr(arguments, f"{name}_file")]
+        files = [file for file in given if file is not None]
+        if len(files) != 1:
+            parser.error(f"{metavar} is {'named twice' if files else 'missing'}")
+        setattr(arguments, name, files[0])
 
 
 def _run(arguments: argparse.Namespace, config: EngineConfig) -> int:

@@ -198,6 +198,15 @@ def test_bad_file_is_refused(tmp_path: Path, content: str) -> None:
         resolve({}, {}, str(file))
 
 
+def test_the_null_model_needs_quotes_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: null\n")
+    with pytest.raises(ConfigError, match="must have a value; the word null needs quotes"):
+        resolve({}, {}, str(file))
+    file.write_text('model: "null"\n')
+    assert resolve({}, {}, str(file)).model.model == "null"
+
+
 def test_unknown_flag_ends_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse("--max-num-sequs", "3")

@@ -245,6 +245,25 @@ def test_second_run_sends_only_what_is_missing(
     assert len(handler.seen) == 6
 
 
+def test_files_may_be_named_by_options(
+    tmp_path: Path, handler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    handler.script += [(200, "{}")]
+    files = ["-i", f"{tmp_path}/in.jsonl", "--output-file", f"{tmp_path}/out.jsonl"]
+    assert main([*files, "--base-url", handler.url]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "a"
+    for argv, text in (
+        (["a", "b", "-o", "c"], "troika: OUT.jsonl is named twice\n"),
+        (["-o", "c"], "troika: IN.jsonl is missing\n"),
+        (["a"], "troika: OUT.jsonl is missing\n"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert capsys.readouterr().err == text
+
+
 def test_a_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path) == 1
     text = f": {tmp_path}/in.jsonl cannot be used: No such file or directory\n"
