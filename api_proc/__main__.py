@@ -207,11 +207,14 @@ def _background(
 
 
 def _begin(child: ChildProcess, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Run work beside the server; if it ends by an error, this is logged."""
+    """Run work beside the server; its failure ends the process, whose successor goes on.
+
+    Without it, files such as that of the API keys would never be read again.
+    """
 
     def on_done(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            child.log.error("a background task has failed", exc_info=error)
+            child.fatal("running", error)
 
     task = asyncio.create_task(work)
     task.add_done_callback(on_done)
