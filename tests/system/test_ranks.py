@@ -2,15 +2,18 @@
 
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from protocol.client import EngineClient
 from protocol.lifecycle import Role
-from protocol.sampling import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.test_parity import generate
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -58,3 +61,29 @@ def test_streams_go_on_after_kill_9(
                 assert next(stream).finish_reason is None
             os.kill(engine.pid(role, rank), signal.SIGKILL)
             assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
+
+
+@SLOW
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "deepseek_v3"])
+def test_streams_of_other_families_go_on_after_kill_9(
+    name: str, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """Their layers are divided in other ways; the tokens are those of transformers."""
+    [architecture] = [one for one in ARCHITECTURES if one.name == name]
+    model = build_checkpoint(tmp_path / "model", architecture.config())
+    model.set_attn_implementation("eager")
+    prompt = list(range(7, 40))
+    expected = generate(model, prompt, NUM_TOKENS)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--tensor-parallel-size", "2")
+    engine = start_engine(*flags, model=str(tmp_path / "model"), timeout_s=LOAD_TIMEOUT_S)
+    with EngineClient(engine.address) as client:
+        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        for role, rank in ((Role.WORKER, 1), (Role.CORE, 0)):
+            streams = [client.submit(prompt, params) for _ in range(3)]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            os.kill(engine.pid(role, rank), signal.SIGKILL)
+            for stream in streams:
+                assert stream.result(LOAD_TIMEOUT_S).token_ids == expected

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, Phi3Config, PretrainedConfi
 from protocol.adapters import WEIGHTS_FILE, AdapterError, read_adapter
 from protocol.config import LoraConfig, NativeDecoder
 from protocol.sampling import SamplingParams
-from tests.worker.checkpoints import build_checkpoint
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run
 from tests.worker.peft_adapters import write_adapter
 from tests.worker.test_parity import make_prompts
@@ -21,6 +21,9 @@ from tests.worker.test_stages import DEEP, Stages
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+CONFIGS = {one.name: one.config() for one in ARCHITECTURES if one.name in ("gpt2", "deepseek_v3")}
+CONV = ("c_attn", "c_proj", "c_fc")
+LATENT = ("q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 LORA = LoraConfig(enable_lora=True, max_loras=4, max_lora_rank=16)
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -65,8 +68,8 @@ def assert_close(run: Run, expected: Run) -> None:
 def assert_effect(run: Run, group: Ranks | Stages) -> None:
     """The adapters change the requests that have one, and no others."""
     plain = group.drive(make_prompts(), PARAMS)
-    for number, tokens in enumerate(plain.output_token_ids):
-        assert (run.output_token_ids[number] == tokens) == (number % 3 == 0)
+    for number, entries in plain.logprobs.items():
+        assert (run.logprobs[number] == entries) == (number % 3 == 0)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,8 @@ def assert_effect(run: Run, group: Ranks | Stages) -> None:
         pytest.param(LlamaConfig(**DEEP), ALL, 2, NativeDecoder.OFF, marks=SLOW),
         pytest.param(Phi3Config(**DEEP), FUSED, 4, NativeDecoder.OFF, marks=SLOW),
         pytest.param(Qwen3Config(**DEEP), ALL, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(CONFIGS["gpt2"], CONV, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(CONFIGS["deepseek_v3"], LATENT, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(
             MixtralConfig(**DEEP | {"num_local_experts": 4}),
             ATTENTION,

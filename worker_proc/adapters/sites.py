@@ -19,6 +19,7 @@ class Span(NamedTuple):
     first: int
     num_all: int
     """Inputs of the layer, or outputs of the site, of all ranks together."""
+    num_own: int
 
 
 class MatrixPart(NamedTuple):
@@ -44,7 +45,7 @@ class Site(NamedTuple):
 
 def whole_site(module: str, num_inputs: int, first_output: int, num_outputs: int) -> Site:
     """Return a site of a layer that no ranks divide."""
-    spans = Span(0, num_inputs), Span(first_output, num_outputs)
+    spans = Span(0, num_inputs, num_inputs), Span(first_output, num_outputs, num_outputs)
     return Site(module, num_inputs, first_output, num_outputs, *spans)
 
 

@@ -55,10 +55,12 @@ def find_sites(
         num_inputs, num_outputs = weight.shape if type(module) is Conv1D else weight.shape[::-1]
         first = 0
         part = parts.get(name, MatrixPart())
-        for number, width in enumerate(_parts(name, num_outputs, widths)):
+        spans = part.outputs
+        own = [span.num_own for span in spans] or _parts(name, num_outputs, widths)
+        for number, width in enumerate(own):
             site = whole_site(name, num_inputs, first, width)
             inputs = part.inputs or site.inputs
-            outputs = part.outputs[number] if part.outputs else site.outputs
+            outputs = spans[number] if spans else site.outputs
             sites.append(site._replace(inputs=inputs, outputs=outputs))
             first += width
     return Sites(sites, others)

@@ -14,7 +14,7 @@ from worker_proc.loading.layer_executor import Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.parallel.exchange import RankExchange
-from worker_proc.parallel.sharding import ATTENTION_OUT, is_divided, layer_name
+from worker_proc.parallel.sharding import is_divided, summed_modules
 
 
 def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) -> None:
@@ -34,13 +34,15 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
         stack.set_hooks(dict.fromkeys(points, lambda _, outputs: exchange.add(outputs)))
         return
 
-    def add(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def add(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # of an MLP that also returns what its router has chosen
+            return add(module, args, output[0]), *output[1:]
         rows = output.flatten(0, -2).contiguous()
         exchange.add(rows)
         return rows.view(output.shape)
 
     for layer in loaded.layers:
-        for name in (f"{layer.module_name}.{ATTENTION_OUT}", f"{layer_name(layer)}.mlp"):
+        for name in summed_modules(loaded.model, layer):
             loaded.model.get_submodule(name).register_forward_hook(add)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from worker_proc.adapters.sites import MatrixPart, Span
 from worker_proc.attention.interface import transformers_attention
@@ -26,18 +27,26 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
+from worker_proc.modules.experts import is_transposed
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 
-ATTENTION_OUT, MLP_OUT = "o_proj", "down_proj"
+_OUTS = ("o_proj", "out_proj", "dense", "c_proj")
+"""The last matrix of an attention."""
 _MLPS = (
-    (MLP_OUT, "gate_proj", "up_proj"),
-    (MLP_OUT, "gate_up_proj"),
-    ("experts.down_proj", "experts.gate_up_proj"),
+    ("down_proj", "gate_proj", "up_proj"),
+    ("down_proj", "gate_up_proj"),
+    ("c_proj", "c_fc"),
+    ("fc2", "fc1"),
 )
-"""The last matrix of an MLP, and those before it: gates and factors, apart or in one."""
-_ROUTER = ("gate.weight", "gate.bias")
+"""The last matrix of an MLP, and those before it: gates and factors, apart or in one, or others."""
+_EXPERTS = ("down_proj", "gate_up_proj")
+_SHARED = ("shared_experts", "shared_expert")
+"""What is computed beside the chosen experts."""
+_ROUTERS = ("gate.", "router.", "shared_expert_gate.")
 """Of experts; all ranks choose alike."""
+_LATENT = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
+"""What makes latent rows, which are the same for all heads."""
 
 
 class Share(NamedTuple):
@@ -68,16 +77,18 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a module is divided: by outputs of some matrices, and by inputs of the last.
+    """How a module is divided: by outputs of some matrices, and by inputs of others.
 
     A matrix is a linear layer, or the parameter with those of all experts.
     """
 
     module_name: str
     columns: dict[str, list[Section]]
-    """By the names of the matrices in the module."""
-    out: str
-    inputs: Section
+    """The matrices that are divided by outputs, by their names in the module."""
+    outs: dict[str, Section]
+    """Those that are divided by inputs."""
+    summed: str = ""
+    """The part of the module whose outputs the ranks add up; "": those of the module itself."""
     by_head: tuple[str, ...] = ()
     """Parameters with a value for each head."""
     spec: LayerSpec | None = None
@@ -87,9 +98,11 @@ class Division:
         """Leave a rank's part in the module."""
         for name, sections in self.columns.items():
             _keep_outputs(module, name, sections, share)
-        _keep_inputs(module, self.out, self.inputs, share)
+        for name, section in self.outs.items():
+            _keep_inputs(module, name, section, share)
         for name in self.by_head:
-            kept = share.of(self.inputs.num_units)
+            assert self.spec is not None
+            kept = share.of(self.spec.num_heads)
             values = getattr(module, name)[kept.start : kept.stop]
             setattr(module, name, _parameter(values.clone()))
         if self.spec is not None:
@@ -103,7 +116,8 @@ class Division:
                 spans.append(_span(section, share, first))
                 first += section.num_units * section.unit
             yield f"{self.module_name}.{name}", MatrixPart(spans)
-        yield f"{self.module_name}.{self.out}", MatrixPart(inputs=_span(self.inputs, share))
+        for name, section in self.outs.items():
+            yield f"{self.module_name}.{name}", MatrixPart(inputs=_span(section, share))
 
 
 def check_division(checked: CheckedModel, share: Share) -> None:
@@ -140,8 +154,8 @@ def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, Mat
 
 
 def _span(section: Section, share: Share, first: int = 0) -> Span:
-    begin = share.of(section.num_units).start * section.unit
-    return Span(first + begin, section.num_units * section.unit)
+    own, unit = share.of(section.num_units), section.unit
+    return Span(first + own.start * unit, section.num_units * unit, len(own) * unit)
 
 
 def is_divided(linear: nn.Module, vocab_size: int) -> bool:
@@ -175,6 +189,14 @@ def layer_name(layer: ProbedLayer) -> str:
     return layer.module_name.rpartition(".")[0]
 
 
+def summed_modules(model: nn.Module, layer: ProbedLayer) -> tuple[str, str]:
+    """Return the modules whose outputs the ranks add up, of a layer's attention and of its MLP."""
+    attention, name = model.get_submodule(layer.module_name), layer_name(layer)
+    out = next(one for one in _OUTS if hasattr(attention, one))
+    mlp = f"{name}.mlp" if hasattr(model.get_submodule(name), "mlp") else f"{name}.fc2"
+    return f"{layer.module_name}.{out}", mlp
+
+
 def _refuse(share: Share, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"tensor_parallel_size {share.num_ranks}: {reason}")
 
@@ -192,71 +214,118 @@ def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterato
         raise _refuse(share, f"{name} has {num_heads} heads")
     if not share.divides(num_kv_heads) and share.num_ranks % num_kv_heads:
         raise _refuse(share, f"{name} has {num_kv_heads} KV heads")
-    if layer.biases is not None or spec.is_latent or spec.kv_source is not None:
-        raise _refuse(share, f"{name} has biases, latent rows or keys of another layer")
+    if layer.biases is not None or spec.kv_source is not None:
+        raise _refuse(share, f"{name} has biases or keys of another layer")
     queries = Section(num_heads, spec.head_dim)
     keys = Section(num_kv_heads, spec.head_dim)
     values = Section(num_kv_heads, spec.value_head_dim)
+    expansion = _matrix(attention, "kv_b_proj")
+    expanded = Section(num_heads, 0 if expansion is None else expansion.shape[-2] // num_heads)
     choices = (
         {"q_proj": [queries], "k_proj": [keys], "v_proj": [values]},
         {"qkv_proj": [queries, keys, values]},
+        {"c_attn": [queries, keys, values]},
+        {"q_proj": [queries], "kv_b_proj": [expanded]},
+        {"q_b_proj": [queries], "kv_b_proj": [expanded]},
     )
     inputs = Section(num_heads, spec.value_head_dim)
-    columns = _find(attention, choices, ATTENTION_OUT, inputs)
-    if columns is None:
-        raise _refuse(share, f"{name} is not made of queries, keys, values and {ATTENTION_OUT}")
+    outs = [out for out in _OUTS if _has_shape(attention, out, inputs=[inputs])]
+    found = [one for one in choices if _fits(attention, one)]
+    if not outs or not found:
+        raise _refuse(share, f"{name} is not made of queries, keys, values and {_OUTS[0]}")
+    columns, out = found[0], outs[0]
     sinks = () if layer.sinks is None else (layer.sinks.rpartition(".")[2],)
-    _check_others(share, name, attention, {*columns, ATTENTION_OUT, *sinks}, spec)
-    yield Division(name, columns, ATTENTION_OUT, inputs, sinks, spec)
-    yield _divide_mlp(model, f"{layer_name(layer)}.mlp", share)
+    common = _LATENT if "kv_b_proj" in columns else set()
+    _check_others(share, name, attention, {*columns, out, *sinks, *common}, spec)
+    yield Division(name, columns, {out: inputs}, by_head=sinks, spec=spec)
+    yield _divide_mlp(model, layer_name(layer), share)
 
 
-def _divide_mlp(model: nn.Module, name: str, share: Share) -> Division:
-    try:
-        mlp = model.get_submodule(name)
-    except AttributeError:
-        raise _refuse(share, f"{name} is missing") from None
-    for out, *columns in _MLPS:
-        matrix = _matrix(mlp, out)
-        inner = Section(0 if matrix is None else matrix.shape[-1], 1)
-        sections = {column: [inner] * (2 if len(columns) == 1 else 1) for column in columns}
-        if _find(mlp, [sections], out, inner) is None:
-            continue
-        if not share.divides(inner.num_units):
-            raise _refuse(share, f"{name} has {inner.num_units} inner columns")
-        others = [key for key, _ in mlp.named_parameters() if key not in _ROUTER]
-        names = {f"{key}{suffix}" for key in (out, *columns) for suffix in ("", ".weight", ".bias")}
+def _divide_mlp(model: nn.Module, layer: str, share: Share) -> Division:
+    name = f"{layer}.mlp"
+    mlp = getattr(model.get_submodule(layer), "mlp", None)
+    if mlp is None:  # the layer itself has the matrices
+        name, mlp = layer, model.get_submodule(layer)
+        found = _mlp_matrices(mlp, "", [("fc2", "fc1")])
+        if found is None:
+            raise _refuse(share, f"{layer}.mlp is missing")
+        division = Division(name, *found, summed="fc2")
+    else:
+        found = _mlp_matrices(mlp, "", _MLPS) or _mlp_matrices(mlp, "experts.", [_EXPERTS])
+        if found is None:
+            raise _refuse(share, f"{name} is not made of gates, factors and {_MLPS[0][0]}")
+        for prefix in _SHARED:
+            columns, outs = _mlp_matrices(mlp, f"{prefix}.", _MLPS) or ({}, {})
+            found = found[0] | columns, found[1] | outs
+        division = Division(name, *found)
+        known = [*found[0], *found[1]]
+        names = {f"{key}{suffix}" for key in known for suffix in ("", ".weight", ".bias", "_bias")}
+        others = [key for key, _ in mlp.named_parameters() if not key.startswith(_ROUTERS)]
         if unknown := set(others) - names:
             raise _refuse(share, f"{name}.{min(unknown)} is not known to be divided")
-        return Division(name, sections, out, inner)
-    raise _refuse(share, f"{name} is not made of gates, factors and {MLP_OUT}")
+    for inner in division.outs.values():
+        if not share.divides(inner.num_units):
+            raise _refuse(share, f"{name} has {inner.num_units} inner columns")
+    return division
 
 
-def _find(
-    module: nn.Module, choices: Sequence[dict[str, list[Section]]], out: str, inputs: Section
-) -> dict[str, list[Section]] | None:
-    """Return the first choice whose matrices are there and have these sizes; None: none is."""
-    last = _matrix(module, out)
-    if last is None or last.shape[-1] != inputs.num_units * inputs.unit:
-        return None
-    for columns in choices:
-        sizes = {
-            name: sum(part.num_units * part.unit for part in parts)
-            for name, parts in columns.items()
-        }
-        found = {name: _matrix(module, name) for name in columns}
-        if all(one is not None and one.shape[-2] == sizes[name] for name, one in found.items()):
-            return columns
+def _mlp_matrices(
+    mlp: nn.Module, prefix: str, kinds: Sequence[tuple[str, ...]]
+) -> tuple[dict[str, list[Section]], dict[str, Section]] | None:
+    """Return what is divided by outputs and by inputs, of the first kind of MLP that fits."""
+    for out, *columns in kinds:
+        matrix = _matrix(mlp, f"{prefix}{out}")
+        if matrix is None:
+            continue
+        inner = Section(matrix.shape[-1], 1)
+        sections = [inner]
+        if columns == ["gate_up_proj"]:
+            owner = mlp.get_submodule(prefix.rstrip("."))
+            is_interleaved = getattr(owner, "is_concatenated", True) is False
+            sections = [Section(matrix.shape[-1], 2)] if is_interleaved else [inner, inner]
+        found = {f"{prefix}{column}": sections for column in columns}
+        if _fits(mlp, found):
+            return found, {f"{prefix}{out}": inner}
     return None
+
+
+def _fits(module: nn.Module, columns: dict[str, list[Section]]) -> bool:
+    return all(_has_shape(module, name, outputs=parts) for name, parts in columns.items())
+
+
+def _has_shape(
+    module: nn.Module,
+    name: str,
+    *,
+    outputs: Sequence[Section] | None = None,
+    inputs: Sequence[Section] | None = None,
+) -> bool:
+    """Return whether a matrix is there and has this number of outputs or of inputs."""
+    matrix = _matrix(module, name)
+    if matrix is None:
+        return False
+    for parts, size in ((outputs, matrix.shape[-2]), (inputs, matrix.shape[-1])):
+        if parts is not None and sum(part.num_units * part.unit for part in parts) != size:
+            return False
+    return True
 
 
 def _matrix(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return a matrix, or those of all experts, `[..., outputs, inputs]`; None: it is not there."""
     parent, _, last = name.rpartition(".")
-    found = getattr(getattr(module, parent, None) if parent else module, last, None)
+    owner: Any = getattr(module, parent, None) if parent else module
+    found: Any = getattr(owner, last, None)
     if isinstance(found, nn.Parameter):
-        return found.detach()
-    return found.weight.detach() if type(found) is nn.Linear else None
+        return _as_stored(owner, found.detach())
+    if type(found) not in (nn.Linear, Conv1D):
+        return None
+    weight: torch.Tensor = found.weight.detach()
+    return weight.mT if type(found) is Conv1D else weight
+
+
+def _as_stored(owner: Any, matrix: torch.Tensor) -> torch.Tensor:
+    """Return `[..., outputs, inputs]` as the experts of a module store it, and the reverse."""
+    return matrix.mT if is_transposed(owner) else matrix
 
 
 def _check_others(
@@ -279,11 +348,14 @@ def _keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], sha
     outputs = torch.tensor(kept)
     matrix = _matrix(module, name)
     assert matrix is not None
-    linear = _replace(module, name, matrix.index_select(-2, outputs))
-    if linear is not None:
+    _replace(module, name, matrix.index_select(-2, outputs))
+    linear, bias = _bias_of(module, name)
+    if isinstance(linear, nn.Linear):
         linear.out_features = len(kept)
-        if linear.bias is not None:
-            linear.bias = _parameter(linear.bias.detach()[outputs])
+    elif isinstance(linear, Conv1D):
+        linear.nf = len(kept)
+    if bias is not None:
+        _set_bias(module, name, bias.index_select(-1, outputs))
 
 
 def _keep_inputs(module: nn.Module, name: str, section: Section, share: Share) -> None:
@@ -291,27 +363,57 @@ def _keep_inputs(module: nn.Module, name: str, section: Section, share: Share) -
     units = share.of(section.num_units)
     matrix = _matrix(module, name)
     assert matrix is not None
-    kept = matrix[..., units.start * section.unit : units.stop * section.unit]
-    linear = _replace(module, name, kept.clone(memory_format=torch.contiguous_format))
-    if linear is not None:
-        linear.in_features = kept.shape[-1]
-        if share.rank > 0:
-            linear.register_parameter("bias", None)
+    _replace(module, name, matrix[..., units.start * section.unit : units.stop * section.unit])
+    linear, bias = _bias_of(module, name)
+    if isinstance(linear, nn.Linear):
+        linear.in_features = len(units) * section.unit
+    elif isinstance(linear, Conv1D):
+        linear.nx = len(units) * section.unit
+    if bias is None or share.rank == 0:
+        return
+    if isinstance(linear, nn.Linear):
+        linear.register_parameter("bias", None)
+    else:
+        _set_bias(module, name, torch.zeros_like(bias))
 
 
-def _replace(module: nn.Module, name: str, matrix: torch.Tensor) -> nn.Linear | None:
-    """Replace a matrix; returns the linear layer that has it, if one does."""
+def _replace(module: nn.Module, name: str, matrix: torch.Tensor) -> None:
+    """Replace a matrix, `[..., outputs, inputs]`."""
     parent, _, last = name.rpartition(".")
     owner = module.get_submodule(parent)
     found = getattr(owner, last)
-    if isinstance(found, nn.Linear):
-        found.weight = _parameter(matrix)
-        return found
-    setattr(owner, last, _parameter(matrix))
-    return None
+    if isinstance(found, nn.Linear | Conv1D):
+        stored = matrix.mT if isinstance(found, Conv1D) else matrix
+        found.weight = _parameter(stored)
+    else:
+        setattr(owner, last, _parameter(_as_stored(owner, matrix)))
+
+
+def _bias_of(module: nn.Module, name: str) -> tuple[nn.Module | None, torch.Tensor | None]:
+    """Return the linear layer with a matrix, if one has it, and the bias: of experts, theirs."""
+    parent, _, last = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    found = getattr(owner, last)
+    if isinstance(found, nn.Linear | Conv1D):
+        return found, None if found.bias is None else found.bias.detach()
+    bias = getattr(owner, f"{last}_bias", None)
+    return None, None if bias is None else bias.detach()
+
+
+def _set_bias(module: nn.Module, name: str, values: torch.Tensor) -> None:
+    parent, _, last = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    found = getattr(owner, last)
+    if isinstance(found, nn.Linear | Conv1D):
+        found.bias = _parameter(values)
+    else:
+        setattr(owner, f"{last}_bias", _parameter(values))
 
 
 def _parameter(values: torch.Tensor) -> nn.Parameter:
+    has_more = values.untyped_storage().nbytes() > values.numel() * values.element_size()
+    if has_more or not values.is_contiguous():
+        values = values.clone(memory_format=torch.contiguous_format)
     return nn.Parameter(values, requires_grad=False)
 
 
@@ -321,6 +423,7 @@ def _set_counts(attention: nn.Module, spec: LayerSpec) -> None:
         "num_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "num_key_value_groups": spec.num_heads // spec.num_kv_heads,
+        "split_size": spec.num_heads * spec.head_dim,
     }
     for name, value in counts.items():
         if hasattr(attention, name):
@@ -348,17 +451,17 @@ def _prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) -
             model(input_ids=torch.tensor([text]), use_cache=False)
         for part in shapes.values():
             call = calls[part.module_name]
-            found = torch.zeros(call.output.shape, dtype=torch.float32)
+            expected = _output(model.get_submodule(part.module_name), call, part.summed).float()
+            found = torch.zeros(expected.shape, dtype=torch.float32)
             for rank in range(num_ranks):
                 share = Share(rank, num_ranks)
                 module = copy.deepcopy(model.get_submodule(part.module_name))
                 part.apply(module, share)
                 try:
-                    found += _first(module(*call.args, **call.kwargs)).float()
+                    found += _output(module, call, part.summed).float()
                 except RuntimeError as error:
                     reason = f"a part of {part.module_name} cannot be computed ({error})"
                     raise _refuse(share, reason) from error
-            expected = call.output.float()
             difference = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
             if not difference <= max_error(loaded.dtype):
                 raise UnsupportedModel(
@@ -367,9 +470,18 @@ def _prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) -
                 )
 
 
+def _output(module: nn.Module, call: _Call, child: str) -> torch.Tensor:
+    """Return what a module or a part of it computes in a call of the module."""
+    if not child:
+        return _first(module(*call.args, **call.kwargs))
+    with _recorded(module, [child]) as calls:
+        module(*call.args, **call.kwargs)
+    return calls[child].output
+
+
 def _shape(part: Division) -> tuple[object, ...]:
     sections = tuple((name, *sections) for name, sections in part.columns.items())
-    return (part.out, part.inputs, part.spec, sections)
+    return (tuple(part.outs.items()), part.spec, sections)
 
 
 @contextmanager
