@@ -7,6 +7,8 @@ another depth or on another attention backend; a few depend on the machine more 
 
 import gc
 import os
+from itertools import chain
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -204,17 +206,36 @@ NAMES = {
 }
 
 
-LONGEST = ("tests/system/", "tests/worker/", "tests/simulation/")
-"""They come first, so that no process is left with a long file at the end."""
+LONGEST = "remote_blocks offload lora resumption hangs recurrent chaos stages".split()
+"""Files that come first, so that no process is left with a long one at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks before pytest selects by them, and sort by directories."""
+    """Add the marks before pytest selects by them, and mix tests that wait with others."""
     for item in items:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: [not item.nodeid.startswith(path) for path in LONGEST])
+    by_file: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.path, []).append(item)
+    items[:] = chain.from_iterable(by_file[path] for path in _mixed(list(by_file)))
+
+
+def _mixed(files: list[Path]) -> list[Path]:
+    """Return files in an order in which several processes use the processors evenly.
+
+    Tests of the whole system wait for processes most of the time, and those of workers compute.
+    """
+    longest = [f"test_{name}.py" for name in LONGEST]
+    groups: dict[str, list[Path]] = {}
+    for path in sorted(files, key=lambda path: path.name not in longest):
+        name = path.parent.name
+        groups.setdefault(name if name in ("system", "worker") else "", []).append(path)
+    places = {
+        path: place / len(group) for group in groups.values() for place, path in enumerate(group)
+    }
+    return sorted(files, key=places.__getitem__)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import importlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -152,13 +152,19 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where run directories are made, with a name short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="troika-", ignore_cleanup_errors=True) as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
+
+
 def test_an_actor_that_starts_again_finds_an_agent_that_has_no_settings_yet(
-    keys: Path, monkeypatch: pytest.MonkeyPatch
+    keys: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine that the agent joins is not there, so that it answers no query."""
     FakeRay().install(monkeypatch)
-    directory = Path(tempfile.mkdtemp(prefix="troika-"))  # short, for sockets
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     make = importlib.import_module("scripts.placement.machine").Machine
     arguments = ["--join", "127.0.0.1:9", "--curve-keys", str(keys), "--listen", "127.0.0.1"]
     first = make("one", arguments)
@@ -175,15 +181,13 @@ def test_an_actor_that_starts_again_finds_an_agent_that_has_no_settings_yet(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_an_agent_is_asked_to_end_once_also_by_an_actor_that_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second signal would end its engine at once."""
     FakeRay().install(monkeypatch)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     module = importlib.import_module("scripts.placement.machine")
     command = [sys.executable, "-c", SLOW_AGENT, str(module.run_dir_of("one", "node"))]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as agent:
