@@ -206,7 +206,10 @@ NAMES = {
 }
 
 
-LONGEST = "remote_blocks offload lora resumption hangs recurrent chaos stages".split()
+LONGEST = [
+    *("remote_blocks", "offload", "lora", "resumption"),
+    *("hangs", "recurrent", "chaos", "stages"),
+]
 """Files that come first, so that no process is left with a long one at the end."""
 
 
