@@ -163,7 +163,15 @@ def without_tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     """The kernels of a processor without AMX; a copy, since each file is loaded once."""
     copied = tmp_path_factory.mktemp("native") / "copy.so"
     shutil.copy(build(), copied)
-    return NativeLibrary(copied, uses_tiles=False)
+    return NativeLibrary(copied, uses_tiles=False, uses_floats=False)
+
+
+@pytest.fixture(scope="module")
+def with_floats(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """The same, where products of float32 are faster."""
+    copied = tmp_path_factory.mktemp("native") / "copy.so"
+    shutil.copy(build(), copied)
+    return NativeLibrary(copied, uses_tiles=False, uses_floats=True)
 
 
 def in_chunks(texts: Texts, layer: PagedLayer, chunk: int) -> list[torch.Tensor]:
@@ -188,6 +196,29 @@ def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLib
         outputs.append(torch.cat(texts.attend(layer, parts)))
         assert torch.equal(torch.cat(in_chunks(texts, texts.layer(layer.backend), 1)), outputs[-1])
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("format", KVFormat, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-64], ids=["usual", "tiny"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.usefixtures("two_threads")
+def test_floats_give_the_bits_of_pairs(
+    spec: LayerSpec,
+    scale: float,
+    format: KVFormat,
+    without_tiles: NativeLibrary,
+    with_floats: NativeLibrary,
+) -> None:
+    texts = Texts(spec, 16, torch.bfloat16, format=format)
+    texts.rows = [[row * scale for row in rows] for rows in texts.rows]
+    parts = [(i, 0, length) for i, length in enumerate(LENGTHS)]
+    outputs = []
+    for library in (without_tiles, with_floats):
+        layer = texts.layer(native_backend(16, torch.bfloat16, library=library, format=format))
+        outputs.append(torch.cat(texts.attend(layer, parts)))
+    assert torch.equal(*outputs)
+    layer = texts.layer(native_backend(16, torch.bfloat16, library=with_floats, format=format))
+    assert torch.equal(torch.cat(in_chunks(texts, layer, 1)), outputs[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

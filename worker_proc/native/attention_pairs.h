@@ -114,6 +114,7 @@ struct PairTile {
   alignas(64) float sums[kPairRows][kLanes];
   alignas(64) float scores[2][kPairRows][kSpanSlots];  // of a span, and of the next one
   alignas(64) Bf16 weights[kPairRows][kSpanSlots];
+  alignas(64) float wide_weights[kPairRows][kSpanSlots];  // the same, where products are of floats
   alignas(64) Unit copied_values[kSpanGroups * kGroupPairs * kMaxDim];
   alignas(64) Unit widened_keys[kSpanGroups * kLanes * kMaxDim / 2];
   EndedSections<kPairRows, PowerOfTwo> ended;
@@ -136,13 +137,19 @@ struct PairTile {
   }
 
   Unit* query(int row) { return queries_ + row * dim / 2; }
+  float* wide_query(int row) { return wide_queries_ + row * dim; }
   float* out(int row) { return outs_ + row * out_stride(); }
   int out_stride() const { return vdim + kLanes; }  // rows share few sets of the first cache
 
  private:
   alignas(64) Unit queries_[kPairRows * kMaxDim / 2];
+  alignas(64) float wide_queries_[kPairRows * kMaxDim];  // where products are of floats
   alignas(64) float outs_[kPairRows * (kMaxDim + kLanes)];
 };
+
+inline void widen_values(const Bf16* from, int count, float* to) {
+  for (int i = 0; i < count; i += kLanes) save(load(from + i), to + i, kLanes);
+}
 
 // Consecutive rows of a tile.
 struct RowRange {
@@ -168,7 +175,7 @@ void widen_group(const Unit*& group, int64_t num_units, Unit* to) {
 }
 
 template <class Code>
-void widen_keys(PairTile& tile, PairSpan& span) {
+void widen_span_keys(PairTile& tile, PairSpan& span) {
   const int64_t size = kLanes * tile.dim / 2;
   for (int g = 0; g < kSpanGroups; g++)
     widen_group<Code>(span.keys[g], size, tile.widened_keys + g * size);
@@ -176,7 +183,7 @@ void widen_keys(PairTile& tile, PairSpan& span) {
 
 // Each two groups lie side by side, as tiles take them.
 template <class Code>
-void widen_values(PairTile& tile, PairSpan& span) {
+void widen_span_values(PairTile& tile, PairSpan& span) {
   const int64_t size = kGroupPairs * tile.vdim;
   for (int g = span.first_group / 2 * 2; g < (span.num_groups + 1) / 2 * 2; g++)
     widen_group<Code>(span.values[g], size, tile.copied_values + g * size);
@@ -233,13 +240,78 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
       std::memcpy(tile.out(first + r) + column + c * kLanes, &sums[r][c], sizeof(Vec));
 }
 
+// The same as score_with_vectors, by float32 (float_products.h).
+template <int R, bool kFetches>
+[[gnu::noinline]] void score_with_floats(PairTile& tile, int first, const PairSpan& span,
+                                         float (*scores)[kSpanSlots]) {
+  const NoSubnormals mode;
+  Vec sums[R][kSpanGroups];
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < kSpanGroups; g++) sums[r][g] = Vec{};
+  const float* const queries = tile.wide_query(first);
+  for (int d = 0; d < tile.dim / 2; d++) {
+    if constexpr (kFetches) tile.ahead.fetch(kLinesPerStep);
+#pragma GCC unroll 2
+    for (int half = 1; half >= 0; half--) {
+      Vec keys[kSpanGroups];
+#pragma GCC unroll 4
+      for (int g = 0; g < kSpanGroups; g++)
+        keys[g] = half_floats(*reinterpret_cast<const VecBits*>(span.keys[g] + d * kLanes), half);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Vec x = (Vec)_mm512_set1_ps(queries[r * tile.dim + 2 * d + half]);
+#pragma GCC unroll 4
+        for (int g = 0; g < kSpanGroups; g++) sums[r][g] = multiply_add(x, keys[g], sums[r][g]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < kSpanGroups; g++)
+      std::memcpy(scores[first + r] + g * kLanes, &sums[r][g], sizeof(Vec));
+}
+
+// The same as add_with_vectors, by float32.
+template <int R, int C, bool kFetches>
+[[gnu::noinline]] void add_with_floats(PairTile& tile, int first, int column,
+                                       const PairSpan& span) {
+  const NoSubnormals mode;
+  Vec sums[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) sums[r][c] = load(tile.out(first + r) + column + c * kLanes);
+  for (int g = span.first_group; g < span.num_groups; g++)
+#pragma GCC unroll 1
+    for (int pair = 0; pair < kGroupPairs; pair++) {
+      const Unit* values = span.values[g] + pair * tile.vdim + column;
+      const float* const weights = tile.wide_weights[first] + g * kLanes + 2 * pair;
+      if constexpr (kFetches) tile.ahead.fetch(kLinesPerStep);
+#pragma GCC unroll 2
+      for (int half = 1; half >= 0; half--) {
+        Vec v[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++)
+          v[c] = half_floats(*reinterpret_cast<const VecBits*>(values + c * kLanes), half);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const Vec x = (Vec)_mm512_set1_ps(weights[r * kSpanSlots + half]);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; c++) sums[r][c] = multiply_add(x, v[c], sums[r][c]);
+        }
+      }
+    }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++)
+      std::memcpy(tile.out(first + r) + column + c * kLanes, &sums[r][c], sizeof(Vec));
+}
+
 template <int R, bool kFetches>
 void add_rows_with_vectors(PairTile& tile, int first, const PairSpan& span) {
   int column = 0;
+  constexpr auto kFour = add_with_vectors<R, 4, kFetches>, kTwo = add_with_vectors<R, 2, kFetches>;
+  const auto add_four = troika_uses_floats ? add_with_floats<R, 4, kFetches> : kFour;
+  const auto add_two = troika_uses_floats ? add_with_floats<R, 2, kFetches> : kTwo;
   for (; column + 4 * kLanes <= tile.vdim; column += 4 * kLanes)
-    add_with_vectors<R, 4, kFetches>(tile, first, column, span);
-  for (; column < tile.vdim; column += 2 * kLanes)
-    add_with_vectors<R, 2, kFetches>(tile, first, column, span);
+    add_four(tile, first, column, span);
+  for (; column < tile.vdim; column += 2 * kLanes) add_two(tile, first, column, span);
 }
 
 template <int N>
@@ -477,6 +549,7 @@ void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores)
     const float highest = _mm512_reduce_max_ps(highest_of) * factor;
     if (highest == kNegInf && tile.top[r] == kNegInf) {  // the row sees nothing yet
       std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
+      std::memset(tile.wide_weights[r], 0, sizeof(tile.wide_weights[r]));
       return;
     }
     if (highest > tile.top[r]) raise_top(tile, r, highest);
@@ -494,6 +567,7 @@ void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores)
   for (int g = 0; g < kSpanGroups; g += 2)
     _mm512_store_si512(tile.weights[r] + g * kLanes,
                        (__m512i)_mm512_cvtne2ps_pbh(weights[g + 1], weights[g]));
+  if (troika_uses_floats) widen_values(tile.weights[r], kSpanSlots, tile.wide_weights[r]);
   const __m512 total = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
   _mm512_store_ps(tile.sums[r], _mm512_add_ps(_mm512_load_ps(tile.sums[r]), total));
 }
@@ -607,7 +681,7 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
   if (troika_has_tiles) _tile_loadconfig(&config);
 #endif
   const auto score = [&](PairSpan& span, float (*scores)[kSpanSlots]) {
-    if (has_codes) with_codes(layer, [&](auto code) { widen_keys<decltype(code)>(tile, span); });
+    if (has_codes) with_codes(layer, [&](auto code) { widen_span_keys<decltype(code)>(tile, span); });
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
       if (has_halves) return score_halves_with_tiles(tile, half, span, scores);
@@ -615,12 +689,15 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
     }
 #endif
     for_parts(rows, waits_for_memory, [&](auto count, int first, auto fetches) {
-      score_with_vectors<count.value, fetches.value>(tile, first, span, scores);
+      const auto score_rows = troika_uses_floats
+                                  ? score_with_floats<count.value, fetches.value>
+                                  : score_with_vectors<count.value, fetches.value>;
+      score_rows(tile, first, span, scores);
     });
   };
   const auto prepare_values = [&](PairSpan& span) {
     if (has_codes)
-      return with_codes(layer, [&](auto code) { widen_values<decltype(code)>(tile, span); });
+      return with_codes(layer, [&](auto code) { widen_span_values<decltype(code)>(tile, span); });
 #ifdef __AMX_BF16__
     if (troika_has_tiles) return join_values(tile, span);
 #endif
@@ -809,6 +886,7 @@ class PairHead {
       const Bf16* q = static_cast<const Bf16*>(query_.data) + row * query_.row_stride +
                       head * query_.head_stride;
       std::memcpy(tile_.query(r), q, tile_.dim * sizeof(Bf16));
+      if (troika_uses_floats) widen_values(q, tile_.dim, tile_.wide_query(r));
       tile_.position[r] = step_.start[queries.segment] + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
       if (tile_.has_biases) {

@@ -44,6 +44,10 @@ class NoSubnormals {
 inline VecBits upper_floats(VecBits units) { return units & 0xffff0000u; }
 inline VecBits lower_floats(VecBits units) { return units << 16; }
 
+[[gnu::always_inline]] inline Vec half_floats(VecBits units, int half) {
+  return (Vec)(half ? upper_floats(units) : lower_floats(units));
+}
+
 // Rows as float32, for as long as a thread multiplies the same ones.
 class FloatRows {
  public:
