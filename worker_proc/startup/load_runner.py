@@ -15,6 +15,7 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache, state_pool_of
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
@@ -113,13 +114,9 @@ def build_runner(
     facts = with_layout(
         facts, config, pool.all_tensors, kernels, division=division, states=state_tensors
     )
-    memory: BlockMemory | None = None
-    state_memory: BlockMemory | None = None
-    if facts.kv_layout and pool.all_tensors:
-        number = num_slots(config, facts, block_bytes_of(loaded, layout))
-        memory = PoolMemory(pool, number)
-    elif facts.kv_layout:
-        memory = NoMemory(num_slots(config, facts, 0))
+    memory = state_memory = None
+    if facts.kv_layout:
+        memory = _block_memory(config, facts, pool, block_bytes_of(loaded, layout))
     if facts.kv_layout and state_tensors:
         number = num_state_slots(state_bytes(loaded.recurrent, loaded.dtype))
         state_memory = PoolMemory(pool, number, state_tensors)
@@ -167,6 +164,15 @@ def build_runner(
         state_memory=state_memory,
         draft_blocks=draft_blocks,
     )
+
+
+def _block_memory(
+    config: EngineConfig, facts: ModelFacts, pool: KVPool, block_bytes: int
+) -> BlockMemory:
+    """Return the pool's blocks as stores see them; a model without attention has none."""
+    if not pool.all_tensors:
+        return NoMemory(num_slots(config, facts, 0))
+    return PoolMemory(pool, num_slots(config, facts, block_bytes))
 
 
 def _join_ranks(
