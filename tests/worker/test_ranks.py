@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import LlamaConfig, Olmo2Config, Phi3Config
+from transformers import CohereConfig, LlamaConfig, Phi3Config
 
 from protocol.config import (
     CacheConfig,
@@ -44,8 +44,6 @@ TIMEOUT_S = 60.0
 REFUSED = {
     "gemma3n_shared": "keys of another layer",
     "gemma4_shared": "keys of another layer",
-    "olmo2": "q_norm.weight belongs to all heads at once",
-    "olmoe": "q_norm.weight belongs to all heads at once",
     "granite4_dense": "mlp is missing",
     "llama4": "mlp is missing",
 }
@@ -144,10 +142,13 @@ def test_every_architecture_is_divided_or_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ["deepseek_v3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "gpt_oss"))],
+    [
+        *("deepseek_v3", "olmo2"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "gpt_oss", "olmoe")),
+    ],
 )
 def test_other_families_have_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
-    """Latent rows, and experts beside others; fused matrices with biases; experts with biases."""
+    """Latent rows, norms of all heads, fused matrices with biases, and experts with biases."""
     [architecture] = [one for one in ARCHITECTURES if one.name == name]
     ranks = compare_with_generate(tmp_path / "model", architecture.config(), 2)
     facts = ranks.runners[0].facts
@@ -190,7 +191,7 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) 
     [
         (LlamaConfig(**SHAPE), 3, "tensor_parallel_size 3: model.layers.0.self_attn has 4 heads"),
         (LlamaConfig(**SHAPE | {"intermediate_size": 97}), 2, "mlp has 97 inner columns"),
-        (Olmo2Config(**SHAPE), 2, "q_norm.weight belongs to all heads at once"),
+        (CohereConfig(**SHAPE, use_qk_norm=True), 2, "q_norm.weight belongs to all heads at once"),
     ],
     ids=["heads", "columns", "norm"],
 )

@@ -14,6 +14,7 @@ from worker_proc.loading.layer_executor import Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.parallel.exchange import RankExchange
+from worker_proc.parallel.rank_norm import RankNorm
 from worker_proc.parallel.sharding import is_divided, summed_modules
 
 
@@ -42,6 +43,9 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
         return rows.view(output.shape)
 
     for layer in loaded.layers:
+        for part in loaded.model.get_submodule(layer.module_name).children():
+            if isinstance(part, RankNorm):
+                part.add_up = exchange.add
         for name in summed_modules(loaded.model, layer):
             loaded.model.get_submodule(name).register_forward_hook(add)
 

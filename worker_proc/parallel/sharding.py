@@ -12,7 +12,7 @@ a layer of every shape, before any is divided.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.experts import is_transposed
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
+from worker_proc.parallel.rank_norm import RankNorm, divide_norm, is_norm
 
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
 """The last matrix of an attention."""
@@ -93,6 +94,8 @@ class Division:
     """Parameters with a value for each head."""
     spec: LayerSpec | None = None
     """Of an attention module."""
+    norms: dict[str, Section] = field(default_factory=dict)
+    """Norms of all queries or keys together."""
 
     def apply(self, module: nn.Module, share: Share) -> None:
         """Leave a rank's part in the module."""
@@ -105,6 +108,10 @@ class Division:
             kept = share.of(self.spec.num_heads)
             values = getattr(module, name)[kept.start : kept.stop]
             setattr(module, name, _parameter(values.clone()))
+        for name, section in self.norms.items():
+            own = share.of(section.num_units)
+            places = slice(own.start * section.unit, own.stop * section.unit)
+            setattr(module, name, divide_norm(getattr(module, name), places, share.num_ranks))
         if self.spec is not None:
             _set_counts(module, divide_spec(self.spec, share))
 
@@ -236,8 +243,14 @@ def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterato
     columns, out = found[0], outs[0]
     sinks = () if layer.sinks is None else (layer.sinks.rpartition(".")[2],)
     common = _LATENT if "kv_b_proj" in columns else set()
-    _check_others(share, name, attention, {*columns, out, *sinks, *common}, spec)
-    yield Division(name, columns, {out: inputs}, by_head=sinks, spec=spec)
+    norms = {
+        key: section
+        for key, section in (("q_norm", queries), ("k_norm", keys))
+        if section.num_units > 1
+        and is_norm(getattr(attention, key, None), section.num_units * section.unit)
+    }
+    _check_others(share, name, attention, {*columns, out, *sinks, *common, *norms}, spec)
+    yield Division(name, columns, {out: inputs}, by_head=sinks, spec=spec, norms=norms)
     yield _divide_mlp(model, layer_name(layer), share)
 
 
@@ -453,21 +466,39 @@ def _prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) -
             call = calls[part.module_name]
             expected = _output(model.get_submodule(part.module_name), call, part.summed).float()
             found = torch.zeros(expected.shape, dtype=torch.float32)
+            modules = []
             for rank in range(num_ranks):
-                share = Share(rank, num_ranks)
-                module = copy.deepcopy(model.get_submodule(part.module_name))
-                part.apply(module, share)
+                modules.append(copy.deepcopy(model.get_submodule(part.module_name)))
+                part.apply(modules[-1], Share(rank, num_ranks))
+            for name in part.norms:
+                _add_up_squares([getattr(module, name) for module in modules], modules, call)
+            for module in modules:
                 try:
                     found += _output(module, call, part.summed).float()
                 except RuntimeError as error:
                     reason = f"a part of {part.module_name} cannot be computed ({error})"
-                    raise _refuse(share, reason) from error
+                    raise _refuse(Share(0, num_ranks), reason) from error
             difference = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
             if not difference <= max_error(loaded.dtype):
                 raise UnsupportedModel(
                     f"tensor_parallel_size {num_ranks}: the parts of {part.module_name} do not add"
                     f" up to it (relative error {difference:.3g})"
                 )
+
+
+def _add_up_squares(norms: Sequence[RankNorm], modules: Sequence[nn.Module], call: _Call) -> None:
+    """Let the norms of all ranks' modules have the sums that they would exchange in a call."""
+    sums: list[torch.Tensor] = []
+    for norm, module in zip(norms, modules, strict=True):
+        norm.add_up = lambda rows: sums.append(rows.clone())
+        module(*call.args, **call.kwargs)
+    total = torch.stack(sums).sum(0)
+
+    def give_total(rows: torch.Tensor) -> None:
+        rows.copy_(total)
+
+    for norm in norms:
+        norm.add_up = give_total
 
 
 def _output(module: nn.Module, call: _Call, child: str) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""A norm of all heads together, of which each rank has some: the ranks add up their squares.
+
+It is proven to compute what the model's own norm does when one rank has all heads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.deferred_module import make_generator
+
+_NUM_ROWS = 5
+_SCALES = (0.01, 1.0, 30.0)
+"""Of random rows; the small ones show the epsilon."""
+_MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+class RankNorm(nn.Module):
+    """Root-mean-square normalization of a rank's values by the mean of those of all ranks."""
+
+    def __init__(
+        self, factors: torch.Tensor, epsilon: float, num_ranks: int, *, round_first: bool
+    ) -> None:
+        """`round_first`: the values are rounded before they are multiplied by the factors."""
+        super().__init__()
+        self.factors = nn.Parameter(factors.clone(), requires_grad=False)
+        self.add_up: Callable[[torch.Tensor], None] | None = None
+        """Replaces sums, `[T, 1]`, by those of all ranks; None: the rank is alone."""
+        self._epsilon = epsilon
+        self._num_ranks = num_ranks
+        self._round_first = round_first
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values, num_values = hidden.float(), hidden.shape[-1]
+        squares = values.pow(2).sum(-1, keepdim=True)
+        if self.add_up is not None:
+            rows = squares.view(-1, 1)
+            self.add_up(rows)
+            num_values *= self._num_ranks
+        normed = values * torch.rsqrt(squares / num_values + self._epsilon)
+        if self._round_first:
+            return self.factors * normed.to(hidden.dtype)
+        return (self.factors * normed).to(hidden.dtype)
+
+
+def is_norm(module: nn.Module | None, num_values: int) -> bool:
+    """Return whether a module may be a norm of this many values; its values need not be there."""
+    if module is None or _epsilon(module) is None or next(module.children(), None) is not None:
+        return False
+    parameters = dict(module.named_parameters())
+    return set(parameters) == {"weight"} and parameters["weight"].shape == (num_values,)
+
+
+@torch.inference_mode()
+def divide_norm(norm: Any, kept: slice, num_ranks: int) -> RankNorm:
+    """Return a rank's part of a norm; UnsupportedModel: it is not a root-mean-square norm."""
+    weight, epsilon = norm.weight.detach(), _epsilon(norm)
+    assert epsilon is not None
+    errors = {}
+    for round_first in (False, True):
+        whole = RankNorm(weight, epsilon, 1, round_first=round_first)
+        errors[round_first] = max(_error(norm, whole, scale) for scale in _SCALES)
+    round_first = min(errors, key=errors.__getitem__)
+    if not errors[round_first] <= _MAX_ERROR[weight.dtype]:
+        raise UnsupportedModel(
+            f"tensor_parallel_size {num_ranks}: {type(norm).__name__} of all heads is not a"
+            f" root-mean-square norm (relative error {errors[round_first]:.3g})"
+        )
+    return RankNorm(weight[kept], epsilon, num_ranks, round_first=round_first)
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return epsilon if isinstance(epsilon, float) else None
+
+
+def _error(norm: Any, other: RankNorm, scale: float) -> float:
+    rows = torch.randn(_NUM_ROWS, len(other.factors), generator=make_generator(4)) * scale
+    rows = rows.to(other.factors.dtype)
+    expected = norm(rows).float()
+    difference = (other(rows).float() - expected).norm(dim=-1)
+    return float((difference / expected.norm(dim=-1).clamp_min(1e-6)).max())
