@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,33 @@ def test_every_target_is_compiled_once_with_its_own_flags(
     num_compiled = len(compilations.read_text().splitlines())
     assert build_all_targets(tmp_path / "prebuilt") == paths
     assert len(compilations.read_text().splitlines()) == num_compiled
+
+
+@needs_compiler
+def test_of_processes_that_begin_together_one_compiles(compilations: Path) -> None:
+    begin = threading.Barrier(3)
+
+    def start() -> Path:
+        begin.wait()
+        return build()
+
+    with ThreadPoolExecutor(3) as threads:
+        paths = {each.result() for each in [threads.submit(start) for _ in range(3)]}
+    assert paths == {library_path()}
+    assert len(compilations.read_text().splitlines()) == len(SOURCES) + 1
+
+
+def test_a_compilation_that_does_not_end_is_not_waited_for_any_longer(
+    compilations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.1)
+    library_path().parent.mkdir(parents=True)
+    with (
+        module._locked(library_path().parent),
+        pytest.raises(RuntimeError, match="another process"),
+    ):
+        build()
+    assert not compilations.exists()
 
 
 @needs_compiler

@@ -277,8 +277,12 @@ def test_a_model_and_its_draft_model_must_fit_together(
     assert "load_weights" not in phases
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("enable_lora", True), ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)],
+)
 def test_a_machine_without_kernels_is_refused_before_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: bool | int
 ) -> None:
     def no_compiler() -> Path:
         raise RuntimeError("no C++ compiler")
@@ -286,9 +290,10 @@ def test_a_machine_without_kernels_is_refused_before_the_weights(
     monkeypatch.setattr(quantization, "build", no_compiler)
     monkeypatch.setattr(quantization, "load_library", lambda: None)
     write_hollow(tmp_path, llama())
-    config = configure(model=str(tmp_path), device="cpu", enable_lora=True)
+    config = configure(model=str(tmp_path), device="cpu", **{setting: value})
     phases = []
-    with pytest.raises(ValueError, match=r"enable_lora needs the native kernels: no C\+\+ comp"):
+    reason = rf"{setting}( \d)? needs the native kernels: no C\+\+ comp"
+    with pytest.raises(ValueError, match=reason):
         load_model_runner(config, lambda phase, done, total: phases.append(phase))
     assert "load_weights" not in phases
 

@@ -9,6 +9,8 @@ wheel that needs no compiler (scripts/wheel). What a wheel brought comes before 
 """
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +44,7 @@ NATIVE = ("-march=native",)
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
 COMPILE_TIMEOUT_S = 600.0
 """Of a whole library."""
+_LOCK_PAUSE_S = 0.05
 _SCRATCH = "compiling-"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where a wheel has the libraries of all targets."""
@@ -140,15 +144,40 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Compile the library for this CPU unless one exists; a RuntimeError has the reason."""
+    """Compile the library for this CPU unless one exists; a RuntimeError has the reason.
+
+    Where several processes begin at the same time, as ranks do, one of them compiles.
+    """
     prebuilt = prebuilt_path()
     if prebuilt is not None:
         return prebuilt
     target = library_path()
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _compile(NATIVE, target)
+        with _locked(target.parent):
+            if not target.exists():
+                _compile(NATIVE, target)
     return target
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory; a RuntimeError: another process has it for too long."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"another process compiles for more than {COMPILE_TIMEOUT_S:g} s"
+                    raise RuntimeError(text) from None
+                time.sleep(_LOCK_PAUSE_S)
+        yield
+    finally:
+        os.close(fd)
 
 
 def build_all_targets(directory: Path) -> list[Path]:

@@ -144,7 +144,7 @@ def _check(
     Returns the model, or a stage of it, its draft model and, where a setting needs them, the
     kernels. The parts are those that stages divide, if there are several.
     """
-    setting, quantization = _setting_of_codes(config), config.model.quantization
+    setting, quantization = _setting_with_kernels(config), config.model.quantization
     if setting is not None:
         check_coding_device(setting, device)
     elif device.type == "cpu" and not is_quantized(config.model.model):
@@ -250,7 +250,7 @@ def _pack_head(loaded: LoadedModel, library: NativeLibrary | None) -> None:
             pack_linears(module, library, lambda done, total: None)
 
 
-def _setting_of_codes(config: EngineConfig) -> str | None:
+def _setting_with_kernels(config: EngineConfig) -> str | None:
     """Return a setting that needs the native kernels, with its value, if there is one."""
     if config.lora.enable_lora:
         return "enable_lora"
@@ -258,6 +258,9 @@ def _setting_of_codes(config: EngineConfig) -> str | None:
         return f"quantization {config.model.quantization}"
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
         return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (number := getattr(config.parallel, name)) > 1:
+            return f"{name} {number}"
     return None
 
 
