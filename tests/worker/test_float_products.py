@@ -1,10 +1,12 @@
 """Products of many rows in bfloat16 by float32 (float_products.h): the bits stay the same."""
 
 import shutil
+import time
 
 import pytest
 import torch
 
+from tests.timing import within
 from worker_proc.native.build import build, compiler
 from worker_proc.native.instructions import projection
 from worker_proc.native.kernels import NativeLibrary
@@ -66,6 +68,29 @@ def test_a_row_alone_has_the_bits_of_the_row_among_others(
     for row in (0, 5, 11, 12, 127, 128, 149):
         alone = product(libraries[0], weight, rows[row : row + 1], format)
         assert torch.equal(together[row : row + 1], alone)
+
+
+def test_the_way_that_is_faster_here_is_taken(
+    libraries: Libraries, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    copied = tmp_path_factory.mktemp("native") / "copied.so"
+    shutil.copy(build(), copied)
+    by_default = NativeLibrary(copied, uses_tiles=False)
+    weight, rows = values((1024, 576), "usual"), values((256, 576), "usual")
+    packed = by_default.pack(weight, None, Format.UNITS)
+
+    def least_s(library: NativeLibrary) -> float:
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            library.project(projection(packed), rows, packed.num_outputs)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    def measure() -> dict[str, float]:
+        return {"ratio": least_s(by_default) / min(map(least_s, libraries))}
+
+    within(5, measure, ratio=1.25)
 
 
 def test_a_thread_keeps_its_own_small_numbers(libraries: Libraries) -> None:

@@ -212,17 +212,18 @@ inline bool floats_are_equal() {
 // The least time of several turns of one kind of product.
 template <class F>
 inline int64_t least_ticks(const F& add) {
-  constexpr int kTurns = 16, kSteps = 256, kSums = 12;
+  constexpr int kTurns = 16, kSteps = 256;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int turn = 0; turn < kTurns; turn++) {
-    __m512 sums[kSums] = {};
+    // Ten chains, as products take some cycles. In an array, the compiler would keep them in memory.
+    __m512 a{}, b{}, c{}, d{}, e{}, f{}, g{}, h{}, i{}, j{};
     const auto begin = static_cast<int64_t>(__builtin_ia32_rdtsc());
-    for (int step = 0; step < kSteps; step++)
-#pragma GCC unroll 12
-      for (int i = 0; i < kSums; i++) {
-        sums[i] = add(sums[i]);
-        asm volatile("" : "+v"(sums[i]));
-      }
+    for (int step = 0; step < kSteps; step++) {
+      a = add(a), b = add(b), c = add(c), d = add(d), e = add(e);
+      f = add(f), g = add(g), h = add(h), i = add(i), j = add(j);
+      asm volatile("" : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e));
+      asm volatile("" : "+v"(f), "+v"(g), "+v"(h), "+v"(i), "+v"(j));
+    }
     least = std::min(least, static_cast<int64_t>(__builtin_ia32_rdtsc()) - begin);
   }
   return least;
