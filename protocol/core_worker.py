@@ -119,7 +119,7 @@ class ModelFacts(Record):
     """Blocks in host memory, numbered from 0, for the states of swapped requests."""
     state_swap_blocks: Annotated[float, Meta(ge=0.0)] = 0.0
     """Cost of copying a state to the host and back, in copies of KV blocks; without KV blocks, 1:
-    `swap_cost_tokens` is that of a state."""
+    `swap_cost_tokens` is that of a state. Of a stage that has only one of the two, 0."""
     checkpoint: Text = ""
     """Names the contents of the model's files, wherever they lie; empty: there are none."""
     kv_layout: Text = ""

@@ -231,6 +231,10 @@ class Mirror:
             if request.edits is not None:
                 request.edits.add((token_id,))
 
+    def limit_draft_states(self, number: int) -> None:
+        """Let requests take no more blocks for the states before drafts, which all ranks have."""
+        self._draft_states.most_used = number
+
     def take_drafts(self, request: MirroredRequest, drafts: list[int]) -> int:
         """Give a request the drafts for its next step; returns how many of them it has taken.
 

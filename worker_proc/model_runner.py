@@ -427,6 +427,8 @@ class ModelRunner:
             self._draft_model.propose(scheduled)
         else:
             propose_repetitions(scheduled)
+        if self._stage is not None:
+            self._mirror.limit_draft_states(self._stage.pipe.least_draft_states)
         counts = []
         for part in scheduled:
             if part.samples:

@@ -24,7 +24,7 @@ _SIZES = (
     "max_model_len",
 )
 """Fields of `ModelFacts` that depend on the memory that a rank has found."""
-_OF_STAGE = ("decoder", "kv_layout")
+_OF_STAGE = ("decoder", "kv_layout", "state_swap_blocks")
 """Fields that depend on the layers of a rank's stage, if there are several."""
 
 
@@ -67,7 +67,8 @@ class WorkerGroup:
         """The facts of a group that agrees; it resumes exactly only if all ranks do.
 
         The group has as many blocks, and contexts as long, as the rank with the least memory. Its
-        decoders are those of all stages, and its layout of blocks that of the first one.
+        decoders are those of all stages, and its layout of blocks that of the first one. A state
+        costs as many copies of blocks as in the stage where it costs most.
         """
         all_facts = [self._workers[rank].hello.facts for rank in range(self.size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
@@ -77,6 +78,7 @@ class WorkerGroup:
             facts,
             decoder=decoders[0] if len(set(decoders)) == 1 else ", ".join(decoders),
             kv_layout=all_facts[0].kv_layout,
+            state_swap_blocks=max(facts.state_swap_blocks for facts in all_facts),
             **least,
         )
 

@@ -92,6 +92,7 @@ def check_kill(engine: Engine, client: EngineClient, role: Role, expected: Token
         *(pytest.param(kind, (), marks=SLOW) for kind in KINDS[1:]),
         pytest.param(KINDS[0], ("--num-speculative-tokens", "3"), marks=SLOW),
         pytest.param(KINDS[0], ("--swap-space-bytes", str(2**24)), marks=SLOW),
+        pytest.param(KINDS[0], ("--pipeline-parallel-size", "2"), marks=SLOW),
     ],
     ids=lambda value: getattr(value, "name", None) or "-".join(value) or "plain",
 )

@@ -5,6 +5,7 @@ All tokens are those of an engine with one worker.
 
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,8 @@ from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
 from tests.system.test_ranks import DRAFTS
+from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.recurrent_models import KINDS
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -67,6 +70,53 @@ def test_streams_go_on_after_kill_9(
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         for role, rank in victims:
+            streams = [client.submit(*request) for request in requests]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            os.kill(engine.pid(role, rank), signal.SIGKILL)
+            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("architecture", "options", "ranks"),
+    [
+        (KINDS[0], DRAFTS, (0,)),
+        *(pytest.param(kind, (), (0, 1), marks=SLOW) for kind in KINDS),
+        *(pytest.param(kind, DRAFTS, (1, 0), marks=SLOW) for kind in KINDS),
+    ],
+    ids=lambda value: getattr(value, "name", None) or "-".join(map(str, value)) or "plain",
+)
+def test_streams_of_recurrent_layers_go_on_after_kill_9(
+    architecture: Architecture,
+    options: tuple[str, ...],
+    ranks: tuple[int, ...],
+    start_engine: EngineFactory,
+    tmp_path: Path,
+) -> None:
+    """Of each stage and of the core: all stages begin again from the beginning or a snapshot."""
+    build()
+    config = architecture.config()
+    config.max_position_embeddings = 2048
+    build_checkpoint(tmp_path / "model", config)
+    model = str(tmp_path / "model")
+    flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--mamba-block-size", "64")
+    whole = start_engine(*flags, "--standby-workers", "0", model=model, timeout_s=LOAD_TIMEOUT_S)
+    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
+    requests = list(zip(PROMPTS[:3], params, strict=True))
+    with EngineClient(whole.address) as client:
+        client.wait_ready(LOAD_TIMEOUT_S)
+        expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
+    assert all(len(tokens) == NUM_TOKENS for tokens in expected)
+    whole.close()
+    stages = ("--pipeline-parallel-size", "2")
+    engine = start_engine(*flags, *stages, *options, model=model, timeout_s=LOAD_TIMEOUT_S)
+    with EngineClient(engine.address) as client:
+        facts = client.wait_ready(LOAD_TIMEOUT_S)
+        assert facts.exact_resume
+        assert facts.kv_groups[-1].is_state
+        for role, rank in [*((Role.WORKER, rank) for rank in ranks), (Role.CORE, 0)]:
             streams = [client.submit(*request) for request in requests]
             for stream in streams:
                 assert next(stream).finish_reason is None

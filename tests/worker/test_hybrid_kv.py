@@ -23,6 +23,7 @@ from tests.worker.test_parity import (
     make_runner,
 )
 from worker_proc.errors import InsufficientMemory
+from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.mirror import MirrorError
 from worker_proc.startup.parts import SwapSpace, share_swap_space
@@ -126,7 +127,12 @@ def test_states_have_their_share_of_the_swap_space() -> None:
     size = CacheSize(100, 64, num_state_blocks=10)
     assert share_swap_space(10_000, 100, 0, size) == SwapSpace(100)
     assert share_swap_space(10_000, 100, 500, size) == SwapSpace(70, 6, 5.0)
-    assert share_swap_space(10_000, 0, 500, size) == SwapSpace(0, 20, 1.0)
+    found = share_swap_space(10_000, 0, 500, size, has_attention=False)
+    assert found == SwapSpace(0, 20, 1.0)
+    # Stages that have only one of the two: the others decide about the other one.
+    assert share_swap_space(10_000, 0, 500, size) == SwapSpace(UNLIMITED_BLOCKS, 20)
+    found = share_swap_space(10_000, 100, 0, size, has_states=True)
+    assert found == SwapSpace(100, UNLIMITED_BLOCKS)
     assert share_swap_space(0, 100, 500, size) == SwapSpace()
 
 

@@ -7,7 +7,7 @@ rejected before weights are read. Code cannot branch on values of the meta devic
 that one forward uses are those of every forward over text.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,12 @@ class ProbedModel:
     depend on values there, are observed when its weights are loaded."""
     read_linears: tuple[str, ...] = ()
     """Linear layers that are not called: the code of other modules computes with their weights."""
+    has_attention: bool = True
+    """Whether there are attention layers; a stage may have none of them."""
+    has_states: bool = False
+    """Whether there are modules with a state; a stage may have none of them."""
+    num_outputs: dict[str, int] = field(default_factory=dict)
+    """How many outputs the modules in lists have, of those that return several."""
     indexed_length: int | None = None
     """Of texts whose tokens are all chosen by indexers, if there are some (indexers.py)."""
 
@@ -113,11 +119,26 @@ def probe_model(
     elsewhere = [inner[indexer] for _, indexer in indexers_of(model)]
     elsewhere += [*(spec.module_name for spec in recurrent), *recorder.experts_names]
     read = _read_linears(model, used, recorder.called, elsewhere)
-    is_own = is_own and bool(layers)
     return ProbedModel(
-        *(layers, used, unused_modules, num_weights, recurrent, offset, is_own, read),
-        indexed_length,
+        *(layers, used, unused_modules, num_weights, recurrent, offset),
+        has_own_attention=is_own and bool(layers),
+        read_linears=read,
+        has_attention=bool(layers),
+        has_states=bool(recurrent),
+        num_outputs=_num_outputs(model, recorder.num_outputs),
+        indexed_length=indexed_length,
     )
+
+
+def _num_outputs(model: nn.Module, counts: Mapping[nn.Module, int]) -> dict[str, int]:
+    """Return the counts of modules in lists, by their names."""
+    return {
+        f"{prefix}.{index}": counts[module]
+        for prefix, modules in model.named_modules()
+        if isinstance(modules, nn.ModuleList)
+        for index, module in enumerate(modules)
+        if module in counts
+    }
 
 
 def position_offset(model: PreTrainedModel) -> int:

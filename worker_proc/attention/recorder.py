@@ -102,6 +102,8 @@ class Recorder:
         """The modules whose forward runs, the inner last."""
         self.called: set[nn.Module] = set()
         """The modules whose forward ran."""
+        self.num_outputs: dict[nn.Module, int] = {}
+        """Of those that return tuples."""
         self.experts_names: list[str] = []
         """Of the mixtures of experts whose place has been taken."""
 

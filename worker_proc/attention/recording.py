@@ -116,6 +116,8 @@ def _running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
     def end(module: nn.Module, args: object, result: object) -> None:
         recorder.running.pop()
+        if isinstance(result, tuple):
+            recorder.num_outputs[module] = len(result)
 
     handles = [
         handle

@@ -25,6 +25,8 @@ class DraftStates:
         """Take the ids from `first_block` on."""
         self._ids = range(first_block, first_block + num_blocks)
         self._free = list(self._ids)
+        self.most_used = num_blocks
+        """Blocks that requests may have together; fewer where another rank has fewer."""
 
     def clear(self) -> None:
         """Take all blocks back: there are no requests any more."""
@@ -43,7 +45,7 @@ class DraftStates:
         num_held = max(num_drafts, int(block_id != NULL_BLOCK))
         while len(held) > num_held:
             self._free.append(held.pop())
-        while len(held) < num_held and self._free:
+        while len(held) < num_held and self.num_free > len(self._ids) - self.most_used:
             held.append(self._free.pop())
         return min(num_drafts, len(held))
 

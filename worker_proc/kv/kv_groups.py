@@ -47,7 +47,8 @@ class LayerGroup:
 
     window: int | None
     layers: tuple[int, ...]
-    """Layer indices in the order of the forward; the i-th layer has tensor pair i."""
+    """Layer indices in the order of the forward; the i-th layer has tensor pair i. Of a stage there
+    may be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +102,21 @@ def lay_out(
     hybrid: bool,
     *,
     format: KVFormat = KVFormat.PLAIN,
+    has_attention: bool = False,
     has_states: bool = False,
 ) -> KVLayout:
     """Divide the layers of a model that have KV into groups, first those without a window.
 
     A window of `max_model_len` counts as none. Unless `hybrid`, and where several kinds of layers
-    cannot share tensors, all layers form one group that frees no blocks.
+    cannot share tensors, all layers form one group that frees no blocks. A stage without attention
+    has this group, too, if other stages have it (`has_attention`).
     """
     kinds: dict[int | None, list[int]] = {}
     own = {index: spec for index, spec in enumerate(specs) if spec.kv_source is None}
     for index, spec in own.items():
         passes = hybrid and spec.window is not None and spec.window < max_model_len
         kinds.setdefault(spec.window if passes else None, []).append(index)
-    groups = _cut(kinds) if kinds else []
+    groups = _cut(kinds) if kinds else [LayerGroup(None, ())] * has_attention
     shapes = {(s.num_kv_heads, s.head_dim, s.value_head_dim, s.is_latent) for s in own.values()}
     if len(groups) > MAX_GROUPS or (len(kinds) > 1 and len(shapes) > 1):
         groups = [LayerGroup(None, tuple(own))]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from worker_proc.errors import InsufficientMemory
+from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 
@@ -147,12 +148,15 @@ def size_cache(
     """Decide the number of blocks and the served context length.
 
     Without a `max_model_len` it is the longest that fits, up to the model's own. An override is
-    the exact number of blocks, the null block included.
+    the exact number of blocks, the null block included. Blocks of a stage without attention take
+    no bytes.
     """
     wanted_len = max_model_len or model_len
     if not layout.groups:
         return CacheSize(MIN_BLOCKS, wanted_len)
-    num_blocks = num_blocks_override or available_bytes // block_bytes
+    num_blocks = num_blocks_override or UNLIMITED_BLOCKS
+    if block_bytes and not num_blocks_override:
+        num_blocks = available_bytes // block_bytes
     # The last sampled token never needs a slot: n slots serve a context of n + 1 tokens.
     fitting_len = layout.num_tokens_in(max(num_blocks - 1, 0), wanted_len - 1) + 1
     if max_model_len is not None and fitting_len < max_model_len:

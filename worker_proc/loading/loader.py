@@ -114,6 +114,10 @@ class LoadedModel:
     """Whether attention is in the model's own code, and is to be taken from there."""
     has_token_types: bool = False
     """Whether the two texts of a pair have tokens of different types."""
+    has_attention: bool = True
+    """Whether the model has attention layers, of which a stage may have none."""
+    has_states: bool = False
+    """Whether the model has modules with a state, of which a stage may have none."""
 
     @property
     def is_causal(self) -> bool:
@@ -242,6 +246,8 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         has_own_attention=probed.has_own_attention,
         has_token_types=_has_token_types(inspected),
         recurrent=probed.recurrent,
+        has_attention=probed.has_attention,
+        has_states=probed.has_states,
     )
     return _with_head(loaded, model, checked)
 

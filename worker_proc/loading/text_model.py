@@ -95,8 +95,10 @@ class LeftOut(nn.Module):
         self._is_hf_initialized = True  # transformers gives values to modules without this mark
         for name, _ in replaced.named_parameters(recurse=False):
             self.register_parameter(name, None)
-        for name, _ in replaced.named_buffers(recurse=False):
-            self.register_buffer(name, None)
+        computed = replaced._non_persistent_buffers_set  # models may compute those of all layers
+        for name, buffer in replaced.named_buffers(recurse=False):
+            kept = buffer if name in computed else None
+            self.register_buffer(name, kept, persistent=name not in computed)
         for name, child in replaced.named_children():
             self.add_module(name, LeftOut(child))
 

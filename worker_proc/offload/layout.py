@@ -36,7 +36,7 @@ def with_layout(
     """
     if not config.cache.keeps_blocks:
         return facts
-    if facts.computes_whole_prompts or not (tensors or states):
+    if facts.computes_whole_prompts or not (tensors or states or division):
         log.warning("KV blocks are kept in no store: prompts that are computed whole need none")
         return facts
     shapes = _shapes("", tensors) + _shapes("state ", states)
@@ -63,7 +63,9 @@ def _shapes(prefix: str, tensors: Sequence[torch.Tensor]) -> list[str]:
 
 def num_state_slots(block_bytes: int) -> int:
     """Return the states on their way at a time, of which those to be written wait in memory."""
-    return MAX_READERS + min(max(_LEAST_STATES, _MOST_STAGED_BYTES // block_bytes), _MOST_STATES)
+    return MAX_READERS + min(
+        max(_LEAST_STATES, _MOST_STAGED_BYTES // max(block_bytes, 1)), _MOST_STATES
+    )
 
 
 def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:

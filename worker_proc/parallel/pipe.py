@@ -114,6 +114,7 @@ class _Memory(NamedTuple):
     before: _Rows | None
     behind: _Rows | None
     tokens: list[_Channel]
+    least_draft_states: int
 
 
 class StagePipe:
@@ -126,8 +127,13 @@ class StagePipe:
         stage: Stage,
         share: Share,
         size: PipeSize,
+        *,
+        num_draft_states: int = 0,
     ) -> None:
-        """Take the adoption of the whole group, and the place of this rank in it."""
+        """Take the adoption of the whole group, and the place of this rank in it.
+
+        `num_draft_states`: blocks that this rank has for the states before drafts.
+        """
         self.stage = stage
         self._share = share
         self._library = library
@@ -135,6 +141,12 @@ class StagePipe:
         self._adoption = adoption
         self._memory: _Memory | None = None
         self._num_published = 0
+        self._num_draft_states = num_draft_states
+
+    @property
+    def least_draft_states(self) -> int:
+        """Blocks for the states before drafts that every rank has; waits as `receive` does."""
+        return self._joined().least_draft_states
 
     @property
     def max_steps_behind(self) -> int:
@@ -209,10 +221,13 @@ class StagePipe:
         return self._memory
 
     def _join(self) -> _Memory:
-        """Map the file of this adoption, and wait until all ranks have it."""
+        """Map the file of this adoption, and wait until all ranks have it.
+
+        Each publishes there how many blocks it has for the states before drafts.
+        """
         adoption, size = self._adoption, self._size
         deadline, num_hops = adoption.deadline, self.stage.num_stages - 1
-        meeting_bytes = exchange_bytes(adoption.num_ranks, 0)
+        meeting_bytes = exchange_bytes(adoption.num_ranks, _LINE)
         slots = [size.row_slot_bytes] * num_hops + [0] * num_hops
         slots += [size.token_slot_bytes] * size.num_token_channels
         own_bytes = sum(exchange_bytes(1, slot) for slot in slots)
@@ -221,10 +236,13 @@ class StagePipe:
         try:
             file = adoption.map_file(_LABEL, num_bytes, makes=is_first, deadline=deadline)
             address = ctypes.addressof(ctypes.c_char.from_buffer(file))
-            meeting = self._library.exchange(address, adoption.rank, adoption.num_ranks, 0)
-            meeting.publish(_NOTHING, 1)
+            meeting = self._library.exchange(address, adoption.rank, adoption.num_ranks, _LINE)
+            own = torch.tensor([[self._num_draft_states]])
+            meeting.publish(own, 1)
             while (found := meeting.wait(1, SLICE_NS)) != ALL_PUBLISHED:
                 adoption.check(deadline, f"rank {found} has not joined the others")
+            counts = torch.empty(1, adoption.num_ranks, dtype=own.dtype)
+            meeting.gather(own, 1, counts)
         finally:
             if is_first:
                 adoption.remove_file(_LABEL)
@@ -237,7 +255,7 @@ class StagePipe:
         index = self.stage.place
         before = None if self.stage.is_first else _Rows(*hops[index - 1])
         behind = None if self.stage.is_last else _Rows(*hops[index])
-        return _Memory(file, before, behind, channels[2 * num_hops :])
+        return _Memory(file, before, behind, channels[2 * num_hops :], int(counts.min()))
 
 
 def _rounded(num_bytes: int) -> int:

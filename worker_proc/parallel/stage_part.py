@@ -15,11 +15,13 @@ from worker_proc.parallel.stages import hidden_size
 class StagePart:
     """Passes rows from the stage before into the model, and from there on."""
 
-    def __init__(self, loaded: LoadedModel, model: StageModel, pipe: StagePipe) -> None:
+    def __init__(
+        self, loaded: LoadedModel, model: StageModel, pipe: StagePipe, row_dtype: torch.dtype
+    ) -> None:
         self.model = model
         self.pipe = pipe
         self._width = hidden_size(loaded.model)
-        self._dtype = loaded.dtype
+        self._dtype = row_dtype
 
     def compute_logits(
         self, model: nn.Module, backend: AttentionBackend, inputs: StepInputs, vocab_size: int

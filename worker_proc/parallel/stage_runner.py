@@ -5,7 +5,8 @@ last one samples. The first stage puts these in their places when it needs them 
 
 With speculation, how many tokens a request has after a step that verifies drafts is known to the
 last stage only. The core schedules the request again when it knows, too; each stage takes the
-results of the step before it applies that one.
+results of the step before it applies that one. Each stage keeps the states before the drafts of its
+own recurrent layers, in blocks of its own.
 """
 
 import time
@@ -19,11 +20,12 @@ from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.process.failpoints import failpoint
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.forward import state_pool_of
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.mirror import Mirror, MirrorError, ScheduledRequest
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
@@ -44,7 +46,6 @@ class _Sampling(NamedTuple):
 class StageRunner:
     """Executes steps as far as the layers of a stage go, and passes them on."""
 
-    state_memory = None
     draft_blocks = None
 
     def __init__(
@@ -59,13 +60,16 @@ class StageRunner:
         num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
+        num_draft_states: int = 0,
         exchange: RankExchange | None = None,
         block_memory: BlockMemory | None = None,
+        state_memory: BlockMemory | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
-        `exchange`: with the other ranks of the stage. `block_memory`: of blocks that are kept in
-        stores.
+        `num_draft_states`: blocks of states in the pool, beyond those that are announced.
+        `exchange`: with the other ranks of the stage. `block_memory` and `state_memory`: of blocks
+        that are kept in stores.
         """
         self._model = loaded.model
         self._device = loaded.device
@@ -73,16 +77,18 @@ class StageRunner:
         self.attention = backend.name
         self._backend = backend
         self._pool = pool
+        self._states = state_pool_of(loaded.model)
         self._part = part
         self._pipe = part.pipe
         self._exchange = exchange
         self._adapters = adapters
         self.adapters = None if adapters is None else adapters.kept
-        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters)
+        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters, num_draft_states)
         self._is_drafting = num_speculative_tokens > 0
         self.swap_cost_tokens = swap_cost_tokens
         self.grammars = grammars
         self.block_memory = block_memory
+        self.state_memory = state_memory
         self._num_computed = 0
         self._pending: deque[_Sampling] = deque()
         """Steps whose tokens are stand-ins in the mirror, of the stages that take tokens."""
@@ -122,6 +128,8 @@ class StageRunner:
             # What changes scores would count stand-ins.
             self._mirror.requests[new.req_id].edits = None
         self._pool.swap(step.swap_out, step.swap_in)
+        if self._states is not None:
+            self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
         if scheduled:
             self._pool.wake()
             self._compute(scheduled)
@@ -176,15 +184,21 @@ class StageRunner:
     def _builds_on_results(self, step: SchedulerOutput) -> bool:
         """Whether a step has a request with drafts that are not here, or of unknown length.
 
+        So has one that preempts a request and copies its state: which of its states that is depends
+        on how many of its drafts are right.
+
         Of several ranks in the last stage, only the first one has published its results for certain
         when the core has an answer.
         """
         requests, counts = self._mirror.requests, step.num_scheduled_tokens
+        preempted = step.preempted_req_ids if step.state_swap_out.device_block_ids else ()
         for _, parts, verifies in self._pending:
             for part in parts:
                 request = part.request
                 if requests.get(request.req_id) is not request:
                     continue  # it has left since
+                if verifies and request.req_id in preempted:
+                    return True
                 count = counts.get(request.req_id, 1) if counts else 1
                 if count and verifies and part.num_drafts:
                     return True
@@ -201,11 +215,19 @@ class StageRunner:
                 part.request.token_ids[part.end] = token_id
             return
         for part, result in zip(parts, unpack_results(words), strict=True):
+            request = part.request
+            if self._mirror.requests.get(request.req_id) is not request:
+                continue  # it has left since
             if part.num_drafts:
                 self._mirror.advance([part], result.token_ids, [len(result.token_ids)])
             else:
-                (part.request.token_ids[part.end],) = result.token_ids
-            part.request.draft_token_ids = result.drafts
+                (request.token_ids[part.end],) = result.token_ids
+            num_taken = self._mirror.take_drafts(request, result.drafts)
+            if num_taken < len(result.drafts):
+                raise MirrorError(
+                    f"request {request.req_id} got {len(result.drafts)} drafts, and there are"
+                    f" blocks for the states before {num_taken}"
+                )
 
 
 def _has_stand_in(part: ScheduledRequest) -> bool:

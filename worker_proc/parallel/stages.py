@@ -3,15 +3,16 @@
 A stage is a model whose other layers were not built. The module in the place of the layer before
 its own passes on the rows of the stage before, and the one behind its own keeps the rows that the
 next stage gets: they are all that passes from a layer to the next one. The first stage has the
-embedding, and the last one the output layer.
+embedding, and the last one the output layer. A stage holds the states of its own recurrent layers;
+it may have none of them, or no attention, though the model has both.
 
 While a stage is checked at its load, a table of random rows takes the place of the embedding that
 it does not have. So everything that is proven about a model is proven about a stage. A model whose
 layers take more than the rows, as inputs that are made from tokens for each layer, is refused.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,22 +21,23 @@ from torch import nn
 from protocol.config import ParallelConfig
 from worker_proc.adapters.sites import OtherStages
 from worker_proc.attention.interface import transformers_attention
-from worker_proc.attention.probe import is_within
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probe import ProbedModel, is_within
 from worker_proc.calibration.self_check import have_same_bits
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
-from worker_proc.loading.passages import Passage, StageModel
+from worker_proc.loading.passages import LayerForm, Passage, StageModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.parallel.sharding import Share, layer_name
+from worker_proc.parallel.sharding import Share
 from worker_proc.recurrent.layers import own_forwards
 
 _NUM_ROWS = 251
 """Of the table that takes the place of an embedding."""
 _NUM_CHECKED_ROWS = 5
+_RESCALING = "_rescale_layers"
+"""A method of transformers' models that divide weights in their first forward (RWKV)."""
 
 
 class Stage(NamedTuple):
@@ -95,6 +97,11 @@ class _AnyRows(nn.Module):
 class _NoOutput(nn.Module):
     """Takes the place of the output layer: hidden states stand for logits."""
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, dtype=dtype)
+        """What models read the dtype from."""
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
 
@@ -112,6 +119,8 @@ class StageParts(NamedTuple):
     prompt but the last one."""
     widths: list[int]
     """For each layer, the inputs and outputs of all linear layers in it."""
+    forms: list[LayerForm]
+    """For each layer, what the code around it finds there."""
 
     def own(self, stage: Stage) -> range:
         """Return the layers that a stage has."""
@@ -148,8 +157,6 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
     probed, device = checked.inspected.probed, checked.device.type
     if device != "cpu":
         raise _refuse(num_stages, f"it works on the CPU only, and the device is {device}")
-    if probed.recurrent:
-        raise _refuse(num_stages, f"{probed.recurrent[0].module_name} has a recurrent state")
     if checked.inspected.dtype not in NATIVE_DTYPES:
         dtype = str(checked.inspected.dtype).removeprefix("torch.")
         raise _refuse(num_stages, f"stages compute in float32 and bfloat16, and not in {dtype}")
@@ -161,8 +168,9 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
         if layer.spec.kv_source is not None or layer.biases is not None:
             raise _refuse(num_stages, f"{layer.module_name} has keys of another layer, or biases")
     model = rehearse(checked)
-    layers = _layer_names(model, probed.layers, num_stages)
-    return _parts_of(model, layers, num_stages)
+    layers = _layer_names(model, probed, num_stages)
+    forms = [_form_of(model, name, probed) for name in layers]
+    return _parts_of(model, layers, forms, num_stages)
 
 
 def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> CheckedModel:
@@ -175,6 +183,7 @@ def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> Checke
     own = replace(
         probed,
         layers=[one for one in probed.layers if not is_within(one.module_name, absent)],
+        recurrent=[one for one in probed.recurrent if not is_within(one.module_name, absent)],
         parameters=frozenset(name for name in probed.parameters if not is_within(name, absent)),
         unused_modules=(*probed.unused_modules, *absent),
         read_linears=tuple(name for name in probed.read_linears if not is_within(name, absent)),
@@ -185,29 +194,46 @@ def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> Checke
 def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> StageModel:
     """Put what passes rows in the places of the modules that a stage does not have."""
     model, own = loaded.model, parts.own(stage)
-    passages = {index: Passage() for index in range(len(parts.layers)) if index not in own}
+    others = (index for index in range(len(parts.layers)) if index not in own)
+    passages = {index: Passage(parts.forms[index]) for index in others}
     for index, passage in passages.items():
         model.set_submodule(parts.layers[index], passage)
     if not stage.is_first:
         model.set_submodule(parts.embedding, _AnyRows(hidden_size(model), loaded.dtype))
     outlet = passages.get(own.stop)
     if outlet is not None:
-        model.set_submodule(parts.head, _NoOutput())
+        model.set_submodule(parts.head, _NoOutput(loaded.dtype))
         outlet.keeps = True
-    division = parts.division(stage.num_stages)
-    return StageModel(passages.get(own.start - 1), outlet, division)
+    return StageModel(
+        passages.get(own.start - 1),
+        outlet,
+        parts.division(stage.num_stages),
+        first_layer=parts.layers[own.start],
+        last_layer=parts.layers[own.stop - 1],
+    )
 
 
 @torch.inference_mode()
-def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> None:
-    """Refuse a model whose layers take more than the rows of the stage before.
+def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
+    """Return the type of the rows that a layer passes on; it may be wider than the model's.
 
-    Only the rows pass between stages. So other tokens must not change what is computed from them.
+    Refuses a model whose layers take more than the rows of the stage before: only the rows pass
+    between stages. So other tokens must not change what is computed from them, and the first layer
+    must get them as they are.
     """
     model, width = loaded.model, hidden_size(loaded.model)
     shape = (1, _NUM_CHECKED_ROWS, width)
     rows = torch.randn(shape, generator=make_generator(3)).to(loaded.dtype)
     outputs: list[torch.Tensor] = []
+    begun, ended = _Seen(), _Seen()
+    handles = [
+        model.get_submodule(stage.first_layer).register_forward_pre_hook(
+            lambda _, args, kwargs: begun.take(args or (kwargs["hidden_states"],)), with_kwargs=True
+        ),
+        model.get_submodule(stage.last_layer).register_forward_hook(
+            lambda _, args, output: ended.take(output)
+        ),
+    ]
     try:
         for first in range(2):
             if stage.inlet is not None:
@@ -219,12 +245,38 @@ def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> None:
         reason = f"the forward of its layers fails: {type(error).__name__}: {error}"
         raise _refuse(num_stages, reason) from error
     finally:
+        for handle in handles:
+            handle.remove()
         if stage.inlet is not None:
             stage.inlet.given = None
+    if stage.inlet is not None and not _are_equal(begun.rows, rows):
+        raise _refuse(num_stages, "its model changes the rows between two layers")
     if stage.outlet is not None and stage.rows().shape != shape:
         raise _refuse(num_stages, "its layers pass on more than a row for each token")
     if stage.inlet is not None and not have_same_bits(*outputs):
         raise _refuse(num_stages, "its layers take more than the rows of the layer before")
+    assert ended.rows is not None
+    return str(ended.rows.dtype).removeprefix("torch.")
+
+
+def _are_equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    return (
+        found is not None
+        and found.shape == expected.shape
+        and found.dtype == expected.dtype
+        and have_same_bits(found, expected)
+    )
+
+
+class _Seen:
+    """The rows that a layer takes or returns."""
+
+    def __init__(self) -> None:
+        self.rows: torch.Tensor | None = None
+
+    def take(self, values: Any) -> None:
+        """Keep the first value."""
+        self.rows = values[0] if isinstance(values, tuple) else values
 
 
 def hidden_size(model: nn.Module) -> int:
@@ -238,21 +290,46 @@ def _refuse(num_stages: int, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"pipeline_parallel_size {num_stages}: {reason}")
 
 
-def _layer_names(model: nn.Module, layers: Sequence[ProbedLayer], num_stages: int) -> list[str]:
-    """Return the names of all layers, which are modules of one list with an attention each."""
-    names = [layer_name(layer) for layer in layers]
-    prefix = names[0].rpartition(".")[0]
-    if names != [f"{prefix}.{index}" for index in range(len(names))]:
-        raise _refuse(num_stages, f"{names[0]} is not in a list of layers with an attention each")
+def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list[str]:
+    """Return the names of all layers, which are modules of one list that text passes through.
+
+    What mixes tokens is a part of one of them; other layers compute each row alone.
+    """
+    kinds = [
+        [_parent(one.module_name) for one in kind] for kind in (probed.layers, probed.recurrent)
+    ]
+    mixing = [*kinds[0], *kinds[1]]
+    prefix = _parent(mixing[0])
     parent: Any = model.get_submodule(prefix)
-    if not isinstance(parent, nn.ModuleList) or len(parent) != len(names):
-        raise _refuse(num_stages, f"{prefix} is not a list of {len(names)} layers")
-    if len(names) < num_stages:
-        raise _refuse(num_stages, f"the model has {len(names)} layers")
+    length = len(parent) if isinstance(parent, nn.ModuleList) else 0
+    names = [f"{prefix}.{index}" for index in range(length)]
+    places = {name: index for index, name in enumerate(names)}
+    for name in mixing:
+        if name not in places:
+            raise _refuse(num_stages, f"{name} is not in a list of layers with the others")
+    if any(places[one] > places[other] for kind in kinds for one, other in pairwise(kind)):
+        raise _refuse(num_stages, f"the layers of {prefix} are not computed in their order")
+    if skipped := [name for name in names if name in probed.unused_modules]:
+        raise _refuse(num_stages, f"text does not pass through {skipped[0]}")
+    if rescaled := [name for name, one in model.named_modules() if hasattr(one, _RESCALING)]:
+        raise _refuse(num_stages, f"{rescaled[0]} divides the weights of all of its layers")
+    if length < num_stages:
+        raise _refuse(num_stages, f"the model has {length} layers")
     return names
 
 
-def _parts_of(model: Any, layers: list[str], num_stages: int) -> StageParts:
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _form_of(model: nn.Module, name: str, probed: ProbedModel) -> LayerForm:
+    """Return what a passage needs in the place of a layer."""
+    found = vars(model.get_submodule(name)).items()
+    labels = {key: value for key, value in found if isinstance(value, str)}
+    return LayerForm(probed.num_outputs.get(name, 0), labels)
+
+
+def _parts_of(model: Any, layers: list[str], forms: list[LayerForm], num_stages: int) -> StageParts:
     embedding, head = model.get_input_embeddings(), output_layer(model)
     names = {module: name for name, module in model.named_modules()}
     if head is None or embedding not in names or head not in names:
@@ -261,7 +338,7 @@ def _parts_of(model: Any, layers: list[str], num_stages: int) -> StageParts:
     per_layer = sum(map(_num_weights, map(model.get_submodule, layers))) / len(layers)
     head_layers = int(_num_weights(head) / (2 * per_layer))
     widths = [_widths(model.get_submodule(layer)) for layer in layers]
-    return StageParts(layers, names[embedding], names[head], is_tied, head_layers, widths)
+    return StageParts(layers, names[embedding], names[head], is_tied, head_layers, widths, forms)
 
 
 def _widths(layer: nn.Module) -> int:

@@ -32,11 +32,14 @@ def choose_num_state_blocks(
     That is one for each of `max_num_seqs` requests, as many to keep for the prefix cache, and one
     for each draft, but at most half of the memory if attention shares it. With less memory there
     are fewer of both, in the same ratio. An override is the number of those that are announced.
+    Blocks of a stage without recurrent layers take no bytes.
     """
     share = available_bytes // 2 if has_attention else available_bytes
     there = available_bytes if override else share
     most, most_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
-    fitting = min(most, there // block_bytes * most // (most + most_for_drafts))
+    fitting = most
+    if block_bytes:
+        fitting = min(most, there // block_bytes * most // (most + most_for_drafts))
     number = override or max(fitting, MIN_BLOCKS)
     number_for_drafts = min(most_for_drafts, number * most_for_drafts // most)
     needed_bytes = (number + number_for_drafts) * block_bytes

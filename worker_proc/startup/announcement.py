@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from protocol.core_worker import ModelFacts
+from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.native.build import compiler
 from worker_proc.runner import PORTABLE_ATTENTION
 
@@ -16,7 +17,9 @@ DECODERS = {
 def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
     """Yield context length, KV capacity, the attention path, and what an optional part costs."""
     longest = facts.max_model_len
-    if num_needed := facts.num_blocks_for(longest - 1):
+    if facts.num_gpu_blocks == UNLIMITED_BLOCKS:
+        yield f"context {longest:,} tokens; no KV cache in this stage"
+    elif num_needed := facts.num_blocks_for(longest - 1):
         concurrency = (facts.num_gpu_blocks - 1) / num_needed
         yield (
             f"context {longest:,} tokens; KV cache {int(concurrency * longest):,} tokens"

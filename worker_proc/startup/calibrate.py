@@ -45,6 +45,8 @@ class Calibration(NamedTuple):
     """The layers of the draft model."""
     draft_is_whole: bool = False
     adapters: AdapterProof = AdapterProof()
+    row_dtype: str = ""
+    """Of the rows that a stage passes on; empty: there is one stage."""
 
 
 def calibrate(
@@ -70,8 +72,9 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         plain = make_backend(loaded, plain_layout, prepared.kernels)
     attach_cache(loaded, plain, plain_layout, num_blocks_needed(layout))
     uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
+    row_dtype = ""
     if prepared.stage is not None:
-        check_rows(loaded, prepared.stage, config.parallel.pipeline_parallel_size)
+        row_dtype = check_rows(loaded, prepared.stage, config.parallel.pipeline_parallel_size)
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, plain, plain_layout)
     settings: list[LayerSettings] = []
@@ -87,7 +90,7 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         if config.worker.batch_invariant and not exactness.holds:
             raise UnsupportedModel(f"batch_invariant: {exactness.reason}")
         least_bytes = block_bytes_of(loaded, layout) or state_bytes(loaded.recurrent, loaded.dtype)
-        can_swap = config.cache.swap_space_bytes >= least_bytes
+        can_swap = config.cache.swap_space_bytes >= least_bytes > 0
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
     adapters = AdapterProof()
     if prepared.adapters is not None:
@@ -106,13 +109,14 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         tuple(draft_settings),
         draft_is_whole,
         adapters,
+        row_dtype,
     )
 
 
 def _can_decode(prepared: PreparedModel, config: EngineConfig) -> bool:
     """Return whether the layers can be computed apart from their modules."""
     executor, loaded = prepared.executor, prepared.loaded
-    if loaded.recurrent or executor is None:
+    if loaded.has_states or executor is None:
         return False
     if config.parallel.tensor_parallel_size == 1:
         return True

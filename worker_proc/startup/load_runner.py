@@ -1,6 +1,7 @@
 """Makes a runner of a configured checkpoint."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -117,11 +118,11 @@ def build_runner(
     memory = state_memory = None
     if facts.kv_layout:
         memory = _block_memory(config, facts, pool, block_bytes_of(loaded, layout))
-    if facts.kv_layout and state_tensors:
-        number = num_state_slots(state_bytes(loaded.recurrent, loaded.dtype))
-        state_memory = PoolMemory(pool, number, state_tensors)
+    if facts.kv_layout and states is not None:
+        state_memory = _state_memory(loaded, pool, state_tensors)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
-    exchange, part = _join_ranks(prepared, config, rank)
+    row_dtype = getattr(torch, calibration.row_dtype or facts.dtype)
+    exchange, part = _join_ranks(prepared, config, rank, row_dtype, size.num_draft_states)
     if exchange is not None:
         connect(loaded, stack, exchange)
     if part is not None and not part.pipe.stage.is_last:
@@ -137,8 +138,10 @@ def build_runner(
             num_speculative_tokens=config.scheduler.num_speculative_tokens,
             grammars=prepared.grammars,
             adapters=prepared.adapters,
+            num_draft_states=size.num_draft_states,
             exchange=exchange,
             block_memory=memory,
+            state_memory=state_memory,
         )
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
@@ -175,10 +178,25 @@ def _block_memory(
     return PoolMemory(pool, num_slots(config, facts, block_bytes))
 
 
+def _state_memory(
+    loaded: LoadedModel, pool: KVPool, tensors: Sequence[torch.Tensor]
+) -> BlockMemory:
+    """Return the states as stores see them; a stage without recurrent layers has none."""
+    number = num_state_slots(state_bytes(loaded.recurrent, loaded.dtype))
+    return PoolMemory(pool, number, tensors) if tensors else NoMemory(number)
+
+
 def _join_ranks(
-    prepared: PreparedModel, config: EngineConfig, rank: int
+    prepared: PreparedModel,
+    config: EngineConfig,
+    rank: int,
+    row_dtype: torch.dtype,
+    num_draft_states: int,
 ) -> tuple[RankExchange | None, StagePart | None]:
-    """Return what exchanges sums with the ranks of a stage, and what joins it to other stages."""
+    """Return what exchanges sums with the ranks of a stage, and what joins it to other stages.
+
+    `row_dtype`: of the rows that stages pass on. `num_draft_states`: of this rank.
+    """
     parallel, library = config.parallel, prepared.kernels
     if parallel.num_ranks == 1:
         return None, None
@@ -195,12 +213,12 @@ def _join_ranks(
     scheduler, loaded = config.scheduler, prepared.loaded
     size = PipeSize(
         num_rows=scheduler.max_num_batched_tokens,
-        row_bytes=hidden_size(loaded.model) * loaded.dtype.itemsize,
+        row_bytes=hidden_size(loaded.model) * row_dtype.itemsize,
         num_words=max_words(scheduler.max_num_seqs + 1, scheduler.num_speculative_tokens),
         num_steps=max(scheduler.max_steps_in_flight, stage.num_stages),
     )
-    pipe = StagePipe(library, adoption, stage, share, size)
-    return exchange, StagePart(loaded, prepared.stage, pipe)
+    pipe = StagePipe(library, adoption, stage, share, size, num_draft_states=num_draft_states)
+    return exchange, StagePart(loaded, prepared.stage, pipe, row_dtype)
 
 
 def _size_cache(
@@ -222,7 +240,7 @@ def _size_cache(
         return kv_tensors.CacheSize(num_blocks or most, longest)
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
     states = StateBlockCounts(0)
-    if loaded.recurrent:
+    if loaded.has_states:
         states, num_bytes = _size_states(loaded, available_bytes, config, logs_sizes=logs_sizes)
         available_bytes -= num_bytes
     block_bytes = block_bytes_of(loaded, layout)
@@ -271,10 +289,10 @@ def _size_states(
         override=config.cache.num_state_blocks_override,
     )
     number = sum(counts)
-    if logs_sizes:
+    if logs_sizes and block_bytes:
         one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
         _log.info("recurrent states: %s for each request, %s for %d", one, all_of_them, number - 1)
-    if logs_sizes and counts.num_for_drafts:
+    if logs_sizes and block_bytes and counts.num_for_drafts:
         _log.info("%d of these states are for drafts", counts.num_for_drafts)
     return counts, number * block_bytes
 
@@ -294,6 +312,8 @@ def _facts_of(
         block_bytes_of(loaded, layout),
         state_bytes(loaded.recurrent, loaded.dtype),
         size,
+        has_attention=loaded.has_attention,
+        has_states=loaded.has_states,
     )
     return ModelFacts(
         model=config.model.model,

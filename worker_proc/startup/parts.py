@@ -13,6 +13,7 @@ from worker_proc.cuda.coverage import choose_attention
 from worker_proc.cuda.device import uses_triton
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.kv import kv_tensors
+from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.kv.kv_format import FORMATS, KVFormat
 from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.loading.host_limits import available_memory
@@ -52,7 +53,8 @@ def _lay_out(
         config.model.max_model_len or loaded.model_len,
         hybrid,
         format=format,
-        has_states=bool(loaded.recurrent),
+        has_attention=loaded.has_attention,
+        has_states=loaded.has_states,
     )
 
 
@@ -77,21 +79,33 @@ class SwapSpace(NamedTuple):
     num_blocks: int = 0
     num_states: int = 0
     state_cost_blocks: float = 0.0
-    """Cost of copying a state, in copies of KV blocks; without KV blocks, 1."""
+    """Cost of copying a state, in copies of KV blocks; without KV blocks, 1; 0 in a stage that has
+    only one of the two."""
 
 
 def share_swap_space(
-    swap_space_bytes: int, block_bytes: int, state_bytes: int, size: kv_tensors.CacheSize
+    swap_space_bytes: int,
+    block_bytes: int,
+    state_bytes: int,
+    size: kv_tensors.CacheSize,
+    *,
+    has_attention: bool = True,
+    has_states: bool = False,
 ) -> SwapSpace:
     """Divide the swap space among KV blocks and states as the cache is; it must fit in free memory.
 
-    So a state has room beside the KV of a request. No states: `state_bytes` is 0.
+    So a state has room beside the KV of a request. What takes no bytes is not there, or of other
+    stages, which decide how many fit. `has_attention`: some stage has KV blocks; `has_states`: some
+    stage has states.
     """
     if not swap_space_bytes:
         return SwapSpace()
     check_swap_space(swap_space_bytes)
     if not state_bytes:
-        return SwapSpace(swap_space_bytes // block_bytes)
+        num_blocks = swap_space_bytes // block_bytes if block_bytes else UNLIMITED_BLOCKS
+        return SwapSpace(num_blocks, UNLIMITED_BLOCKS if has_states else 0)
+    if not block_bytes and has_attention:
+        return SwapSpace(UNLIMITED_BLOCKS, swap_space_bytes // state_bytes)
     if not block_bytes:
         return SwapSpace(0, swap_space_bytes // state_bytes, 1.0)
     all_states, all_blocks = size.num_state_blocks * state_bytes, size.num_blocks * block_bytes

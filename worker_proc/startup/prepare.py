@@ -168,7 +168,8 @@ def _check(
     if stage.num_stages > 1:
         parts = check_stages(checked, stage.num_stages)
         checked = only_stage(checked, parts, stage)
-        rehearsal = rehearsal.of(parts.own(stage))
+        layers, own = whole.inspected.probed.layers, checked.inspected.probed.layers
+        rehearsal = rehearsal.of(layers, own)
     check_cache(checked, rehearsal, config)
     if draft is not None:
         check_own_attention(draft, config.model.max_model_len)

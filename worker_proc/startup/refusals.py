@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from protocol.config import EngineConfig, KVCacheDtype, ModelConfig, Quantization, WorkerConfig
 from worker_proc.attention.native import can_attend
+from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.calibration.memory import most_cache_bytes
 from worker_proc.cuda.coverage import choose_attention
 from worker_proc.errors import CheckpointError, UnsupportedModel, unsupported_failures
@@ -45,9 +46,11 @@ class Rehearsal(NamedTuple):
     specs: list[LayerSpec]
     """Of the attention layers, with latent rows where its modules have their parts."""
 
-    def of(self, layers: range) -> "Rehearsal":
-        """Return what concerns some layers."""
-        return Rehearsal(self.specs[layers.start : layers.stop])
+    def of(self, layers: Sequence[ProbedLayer], own: Sequence[ProbedLayer]) -> "Rehearsal":
+        """Return what concerns some of all attention layers."""
+        names = {layer.module_name for layer in own}
+        pairs = zip(layers, self.specs, strict=True)
+        return Rehearsal([spec for layer, spec in pairs if layer.module_name in names])
 
 
 def rehearse_model(
@@ -204,10 +207,10 @@ def check_cache(checked: CheckedModel, rehearsal: Rehearsal, config: EngineConfi
     if config.model.speculative_model is not None:
         group_without_window(layout.kv_groups())
     available_bytes = most_cache_bytes(checked.device, config)
-    if states := inspected.probed.recurrent:
+    if inspected.probed.has_states:
         choose_num_state_blocks(
             available_bytes,
-            state_bytes(states, inspected.dtype),
+            state_bytes(inspected.probed.recurrent, inspected.dtype),
             max_num_seqs=config.scheduler.max_num_seqs,
             has_attention=bool(specs),
             num_speculative_tokens=config.scheduler.num_speculative_tokens,
@@ -232,7 +235,8 @@ def _layout(checked: CheckedModel, specs: Sequence[LayerSpec], config: EngineCon
         config.model.max_model_len or checked.inspected.model_len,
         config.cache.enable_hybrid_kv_cache and config.parallel.pipeline_parallel_size == 1,
         format=FORMATS[config.cache.kv_cache_dtype],
-        has_states=bool(checked.inspected.probed.recurrent),
+        has_attention=checked.inspected.probed.has_attention,
+        has_states=checked.inspected.probed.has_states,
     )
 
 

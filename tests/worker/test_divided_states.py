@@ -1,0 +1,220 @@
+"""Stages of models with recurrent layers: each holds the states of its own layers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.driving import Run
+from tests.worker.recurrent_models import RECURRENT
+from tests.worker.test_parity import GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.test_recurrent_drafts import FEW_STATES, NUM_DRAFTS, PARAMS, PREEMPTING, PROMPTS
+from tests.worker.test_speculation import Oracle
+from tests.worker.test_stages import SAMPLED, Stages
+from worker_proc.drafting import repetitions
+from worker_proc.errors import UnsupportedModel
+from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
+from worker_proc.parallel.pipe import StagePipe
+from worker_proc.runner import Runner
+
+BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
+_REFUSED = {
+    "rwkv": "divides the weights of all of its layers",
+    "zamba": "is not in a list of layers with the others",
+    "zamba2": "is not in a list of layers with the others",
+}
+"""Architectures that cannot be divided, and why."""
+_BY_DEFAULT = ("qwen3_next", "bamba", "lfm2", "rwkv")
+DRAFTING = {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
+
+
+def deep(name: str) -> Callable[[], PretrainedConfig]:
+    """Return what makes a configuration with twice the layers, so that each stage has all kinds."""
+
+    def config() -> PretrainedConfig:
+        one = BY_NAME[name].config()
+        values = one.to_dict()
+        for key in ("num_hidden_layers", "layer_types"):
+            if key in values:
+                values[key] *= 2
+        return type(one).from_dict(values)
+
+    return config
+
+
+def states_of(runner: Runner) -> Any:
+    return runner._model.__dict__["state_pool"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(one, marks=[] if one.name in _BY_DEFAULT else pytest.mark.slow)
+        for one in RECURRENT
+    ],
+    ids=lambda one: one.name,
+)
+def test_stages_have_the_logprobs_of_one_worker_or_are_refused(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    """Also a stage that has no recurrent layer, or no attention, though the model has both."""
+    directory = tmp_path / "model"
+    build_checkpoint(directory, architecture.config())
+    if (reason := _REFUSED.get(architecture.name)) is not None:
+        with pytest.raises(UnsupportedModel, match=f"pipeline_parallel_size 2: .*{reason}"):
+            Stages(directory, 2)
+        return
+    one = Stages(directory, 1)
+    prompts = make_prompts()
+    alone = one.drive(prompts, SAMPLED)
+    stages = Stages(directory, 2)
+    for settings in ({}, {"max_num_batched_tokens": 7}, {"max_num_seqs": 1}):
+        run = stages.drive(prompts, SAMPLED, **settings)
+        assert run.output_token_ids == alone.output_token_ids
+        assert run.logprobs == alone.logprobs
+    assert stages.facts.exact_resume == one.facts.exact_resume
+    kinds = [[group.is_state for group in each.facts.kv_groups] for each in (one, stages)]
+    assert kinds[0] == kinds[1]
+    assert stages.facts.decoder == one.facts.decoder == "modules"
+    assert 0 < stages.facts.num_state_blocks < UNLIMITED_BLOCKS
+    assert 0 < stages.facts.num_gpu_blocks < UNLIMITED_BLOCKS
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_stages_compute_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    """A delta rule, Mamba-2 and short convolutions, in stages with and without attention."""
+    model = build_checkpoint(tmp_path / "model", deep(name)())
+    prompts = make_prompts()
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    for num_stages in (2, 3):
+        stages = Stages(tmp_path / "model", num_stages)
+        assert stages.drive(prompts).output_token_ids == expected
+        assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
+
+
+def test_a_stage_holds_the_states_of_its_own_layers(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", BY_NAME["qwen3_5_text"].config())
+    first, second = Stages(tmp_path / "model", 2).runners
+    assert list(states_of(first).tensors) == ["model.layers.0.linear_attn"]
+    assert states_of(second).all_tensors == []
+    assert first._pool.tensors == []  # type: ignore[attr-defined]
+    for runner in (first, second):
+        runner.reset()
+        runner.sleep()
+    assert not any(bool(tensor.any()) for tensor in states_of(first).all_tensors)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_path: Path) -> None:
+    """In bfloat16; the rows that the layers of Mamba-2 pass on are in float32."""
+    build_checkpoint(tmp_path / "model", BY_NAME[name].config())
+    prompts = make_prompts()
+    alone = Stages(tmp_path / "model", 1, dtype="bfloat16").drive(prompts, SAMPLED)
+    stages = Stages(tmp_path / "model", 2, dtype="bfloat16")
+    dtype = torch.float32 if name == "mamba2" else torch.bfloat16
+    assert {runner._part._dtype for runner in stages.runners[:1]} == {dtype}  # type: ignore[attr-defined]
+    expected = alone.output_token_ids
+    assert stages.drive(prompts, SAMPLED).logprobs == alone.logprobs
+    assert stages.drive(prompts, SAMPLED, max_num_seqs=1).output_token_ids == expected
+    assert stages.drive(prompts, SAMPLED, max_num_batched_tokens=7).output_token_ids == expected
+    began = [tokens[:3] for tokens in expected]
+    assert stages.drive(prompts, SAMPLED, outputs=began).output_token_ids == expected
+
+
+def check_preempted(stages: Stages, expected: Run, **settings: Any) -> list[Run]:
+    """Compare runs over few states, and few blocks with and without copies of states."""
+    ways: list[dict[str, Any]] = [
+        FEW_STATES | {"num_state_blocks": 7, "max_steps_in_flight": 2},
+        PREEMPTING | {"num_blocks": 40, "swap_cost_tokens": 0.0},
+        PREEMPTING | {"num_blocks": 40, "num_host_state_blocks": 0},
+    ]
+    runs = []
+    for options in ways:
+        run = stages.drive(PROMPTS, PARAMS, **settings | options)
+        assert run.output_token_ids == expected.output_token_ids, options
+        assert run.logprobs == expected.logprobs, options
+        runs.append(run)
+    assert sum(run.num_cached_tokens for run in runs) > 0
+    assert runs[1].num_swaps > 0 == runs[2].num_swaps
+    assert runs[2].num_preemptions > 0
+    return runs
+
+
+def test_states_are_kept_copied_and_computed_again(tmp_path: Path) -> None:
+    """Snapshots for the prefix cache, and states of preempted requests, reach every stage."""
+    build_checkpoint(tmp_path / "model", deep("qwen3_5_text")())
+    expected = Stages(tmp_path / "model", 1).drive(PROMPTS, PARAMS)
+    check_preempted(Stages(tmp_path / "model", 2, swap_space_bytes=8 << 20), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [
+        ("qwen3_5_text", 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("lfm2", 3), ("nemotron_h", 2))),
+    ],
+)
+def test_states_roll_back_in_every_stage(
+    name: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With right and wrong drafts, preempted, swapped and computed again."""
+    build_checkpoint(tmp_path / "model", deep(name)())
+    expected = Stages(tmp_path / "model", 1).drive(PROMPTS, PARAMS)
+    texts = [a + b for a, b in zip(PROMPTS, expected.output_token_ids, strict=True)]
+    monkeypatch.setattr(Oracle, "texts", texts)
+    monkeypatch.setattr(repetitions, "NgramIndex", Oracle)
+    stages = Stages(
+        tmp_path / "model",
+        num_stages,
+        num_speculative_tokens=NUM_DRAFTS,
+        swap_space_bytes=8 << 20,
+    )
+    for run in check_preempted(stages, expected, **DRAFTING):
+        assert 0 < run.num_accepted_drafts < run.num_drafts
+    # As if results came after the step that builds on them, which they may in all ranks but one.
+    monkeypatch.setattr(StagePipe, "has_tokens", lambda pipe, step: False)
+    check_preempted(stages, expected, **DRAFTING)
+    for runner in stages.runners:
+        states = runner._mirror._draft_states  # type: ignore[attr-defined]
+        stages.reset()
+        assert states.num_free == len(states._ids) >= NUM_DRAFTS
+
+
+def test_drafts_need_blocks_for_their_states_in_every_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage with the fewest blocks decides how many drafts the last one makes."""
+    build_checkpoint(tmp_path / "model", deep("lfm2")())
+    expected = Stages(tmp_path / "model", 1).drive(PROMPTS, PARAMS)
+    texts = [a + b for a, b in zip(PROMPTS, expected.output_token_ids, strict=True)]
+    monkeypatch.setattr(Oracle, "texts", texts)
+    monkeypatch.setattr(repetitions, "NgramIndex", Oracle)
+    stages = Stages(tmp_path / "model", 2, num_speculative_tokens=NUM_DRAFTS)
+    few = 5
+    first, last = stages.runners
+    for runner in (first, last):
+        states = runner._mirror._draft_states  # type: ignore[attr-defined]
+        assert states.num_free > few
+        if runner is first:
+            states._ids = states._ids[:few]
+            states.most_used = runner._pipe._num_draft_states = few  # type: ignore[attr-defined]
+    run = stages.drive(PROMPTS, PARAMS, **DRAFTING)
+    assert run.output_token_ids == expected.output_token_ids
+    assert last._mirror._draft_states.most_used == few  # type: ignore[attr-defined]
+    assert 0 < run.num_accepted_drafts < run.num_drafts
+
+
+def test_a_sampled_step_of_states_without_attention(tmp_path: Path) -> None:
+    """No stage of a model without attention has KV blocks."""
+    build_checkpoint(tmp_path / "model", BY_NAME["mamba2"].config())
+    stages = Stages(tmp_path / "model", 2)
+    assert [group.is_state for group in stages.facts.kv_groups] == [True]
+    params = SamplingParams(max_tokens=8, temperature=0.7, seed=1, ignore_eos=True)
+    expected = Stages(tmp_path / "model", 1).drive(make_prompts(), params)
+    assert stages.drive(make_prompts(), params).output_token_ids == expected.output_token_ids
+    assert stages.drive(make_prompts(), GREEDY).output_token_ids
