@@ -7,6 +7,7 @@ another depth or on another attention backend; a few depend on the machine more 
 
 import gc
 import os
+from collections.abc import Generator
 from itertools import chain
 from pathlib import Path
 
@@ -206,6 +207,9 @@ NAMES = {
 }
 
 
+MANY_OBJECTS = 200_000
+"""Fewer than those of the libraries; tests leave less than this behind."""
+
 LONGEST = [
     *("remote_blocks", "offload", "lora", "resumption"),
     *("hangs", "recurrent", "chaos", "stages"),
@@ -241,9 +245,24 @@ def _mixed(files: list[Path]) -> list[Path]:
     return sorted(files, key=places.__getitem__)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt libraries and collected tests from garbage collections: many tests call for one.
+
+    While they are imported, there is a million of new objects and no garbage.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _cheap_collections() -> None:
-    """Exempt libraries and collected tests from garbage collections: many tests call for one."""
-    if not gc.get_freeze_count():  # the first file, or one before has ended the exemption
+    """Exempt them again if a test of the file before has ended the exemption."""
+    # The count of frozen objects would take as long as a collection of them.
+    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()

@@ -65,7 +65,7 @@ def _prompts(count: int, num_chars: int) -> bytes:
     return json.dumps({"prompt": ["x" * num_chars] * count, "max_tokens": 1}).encode()
 
 
-_LARGE_IDS = b"".join(b"%d," % (256 + i % 3800) for i in range(SIZE // 5))
+_LARGE_IDS = b"".join(b"%d," % (256 + i) for i in range(3800)) * (SIZE // 5 // 3800)
 
 BODIES: Mapping[str, tuple[str, bytes]] = {
     "objects": (CHAT, _with_kwargs(_filled(b"{}"))),
