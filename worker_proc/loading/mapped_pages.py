@@ -15,17 +15,19 @@ _CHANGED = "Anonymous:"
 """Begins the line with the kilobytes that were written to, in a mapping that keeps them apart."""
 _DONTNEED = 4
 _PATTERNS = ("*.safetensors", "*.gguf")
+_LEAST_BYTES = 8 << 20
+"""Of files with fewer, the pages are not worth the time in which the kernel lists all mappings."""
 
 
 def release_mapped_pages(directory: str) -> None:
-    """Let go of the pages of a checkpoint's files; the mappings and what they show stay."""
+    """Let go of the pages of a large checkpoint's files; the mappings and what they show stay."""
     files = {
         os.path.realpath(file) for pattern in _PATTERNS for file in Path(directory).glob(pattern)
     }
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or not files:
-        return
     try:
+        if madvise is None or sum(map(os.path.getsize, files)) < _LEAST_BYTES:
+            return
         mappings = list(_unchanged_mappings(files))
     except OSError:
         return
