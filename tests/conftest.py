@@ -100,6 +100,9 @@ VARIANTS = {
     "system/test_quarantine.py": {
         "test_only_the_poison_request_is_refused_and_all_others_are_exact": "exc@*-1",
     },
+    "system/test_remote_blocks.py": {
+        "test_blocks_that_are_damaged_or_missing_there_are_computed": "remove",
+    },
     "system/test_responses.py": {
         "test_official_client": "",
     },
@@ -145,6 +148,11 @@ VARIANTS = {
     "system/test_tool_calls.py": {
         "test_official_client": "",
     },
+    "worker/test_adapters.py": {
+        "test_every_row_is_that_of_its_adapter_alone_with_the_same_bits_in_every_schedule": (
+            "llama-bfloat16-modules phi3-float32-native olmo2-float32-native glm4-float32-native"
+        ),
+    },
     "worker/test_bitwise.py": {
         "test_logits_are_the_same_bits_in_every_schedule": (
             "llama_wide_vocab_tied-auto-float32 llama_mlp_bias-auto-float32 "
@@ -156,6 +164,14 @@ VARIANTS = {
             "falcon_h1-auto-float32 gemma3n_shared-auto-bfloat16 "
             "granite_swa-auto-bfloat16 mixtral-auto-bfloat16 qwen2_moe-auto-bfloat16 "
             "olmo2-auto-bfloat16 qwen3_moe-auto-float32 llama-auto-bfloat16"
+        ),
+    },
+    "worker/test_divided_adapters.py": {
+        "test_ranks_use_their_parts_of_adapters": "phi3-targets1-2-auto",
+    },
+    "worker/test_hooks.py": {
+        "test_hooks_that_change_nothing_change_no_bit": (
+            "llama-bfloat16 olmo2-bfloat16 granite-float32 llama_mlp_bias-float32"
         ),
     },
     "worker/test_hybrid_kv.py": {
@@ -186,9 +202,47 @@ VARIANTS = {
             "native-qwen3 sdpa-qwen3_next"
         ),
     },
+    "worker/test_proofs.py": {
+        "test_a_quantization_is_proven_by_itself": "w4a16 w8a16",
+        "test_a_second_start_proves_nothing_and_computes_the_same": "llama-w8a16 llama-w4a16",
+    },
+    "worker/test_quantization.py": {
+        "test_logits_are_the_same_bits_in_every_schedule": "qwen3-w8a16 llama-w8a16",
+        "test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights": (
+            "dots1-w4a16 lfm2-w8a16 bamba-w4a16"
+        ),
+    },
+    "worker/test_quantized_checkpoints.py": {
+        "test_logits_are_the_same_bits_in_every_schedule": "int_quantized_w8a8-0 fp8_blocks-",
+        "test_tokens_in_float32_are_those_of_the_dequantized_checkpoint": (
+            "float_quantized_channel-0 float_quantized_channel-2 bitsandbytes_nf4_nested-1 "
+            "gptq4_128_sym_v1- int_quantized_w8a16- pack_quantized8_-1_sym- bitsandbytes_fp4-"
+        ),
+    },
+    "worker/test_ranks.py": {
+        "test_other_families_have_the_same_bits_in_every_batch": "olmo2",
+    },
     "worker/test_speculation.py": {
         "test_tokens_and_logprobs_are_those_without_drafts": (
             "gemma3-sdpa-float32 llama-native-float32 llama-sdpa-float32 gemma3-native-float32"
+        ),
+    },
+    "worker/test_stages.py": {
+        "test_every_architecture_has_its_logprobs_or_is_refused": "llama mixtral",
+        "test_stages_read_the_codes_of_a_checkpoint": (
+            "fp8_blocks-float32 pack_quantized4_32_asym-float32 int_quantized_w8a8-bfloat16"
+        ),
+    },
+    "worker/test_steady_decode.py": {
+        "test_random_steps_have_the_bits_of_steps_that_are_packed_anew": (
+            "True-llama-float32 False-llama-bfloat16 False-gemma3-float32 True-gemma3-bfloat16"
+        ),
+    },
+    "worker/test_whole.py": {
+        "test_one_call_has_the_bits_of_the_modules": (
+            "llama_tied-float32 qwen2-float32 qwen3-float32 mistral_window-float32 "
+            "gemma2-float32 phi3-float32 smollm3-float32 glm4-float32 olmo2-float32 "
+            "mixtral-float32 olmoe-bfloat16 qwen3_moe-float32"
         ),
     },
     "worker/test_zygote.py": {
