@@ -220,7 +220,7 @@ def test_each_logger_is_one_that_processes_show() -> None:
 def test_every_file_has_a_docstring() -> None:
     for package in [*PRODUCT, "tests"]:
         for path in (ROOT / package).rglob("*.py"):
-            assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+            assert path.read_text().startswith('"""'), f"{path} has no docstring"
 
 
 def test_the_wheel_has_every_package() -> None:
