@@ -162,7 +162,8 @@ def test_a_request_that_is_moved_brings_its_blocks() -> None:
         async with ReplicatedClient(engine.addresses, policy=RoutingPolicy.ROUND_ROBIN) as client:
             await until_serving(client, LOAD_TIMEOUT_S)
             requests = list(zip(PROMPTS, PARAMS, strict=True))
-            alone = [await tokens_left(client.submit(*one)) for one in requests]
+            streams = [client.submit(*one) for one in requests]
+            before = [await tokens_left(stream) for stream in streams]
             streams = [client.submit(*one) for one in requests]
             first = [(await anext(stream)).token_ids for stream in streams]
             others = client.clients[1]
@@ -171,7 +172,7 @@ def test_a_request_that_is_moved_brings_its_blocks() -> None:
             # The other replica has not computed these prompts: it has another half.
             kill_all(engine, 1)
             pairs = zip(first, streams, strict=True)
-            assert [begun + await tokens_left(stream) for begun, stream in pairs] == alone
+            assert [begun + await tokens_left(stream) for begun, stream in pairs] == before
             assert client.num_moved == num_there
             async with asyncio.timeout(TIMEOUT_S):
                 while num_loaded_at(client.clients[0]) < num_there * PROMPT_LEN:

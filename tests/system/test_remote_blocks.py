@@ -99,7 +99,7 @@ class Streams:
 
     def __init__(self, client: ReplicatedClient) -> None:
         self.client = client
-        self.alone: Tokens = []
+        self.before: Tokens = []
         self.first: Tokens = []
         self._streams: list[RequestStream] = []
 
@@ -110,7 +110,8 @@ class Streams:
     async def begin(self, lost: Machine) -> None:
         await until_serving(self.client, LOAD_TIMEOUT_S)
         requests = list(zip(PROMPTS, PARAMS, strict=True))
-        self.alone = [await tokens_left(self.client.submit(*one)) for one in requests]
+        streams = [self.client.submit(*one) for one in requests]
+        self.before = [await tokens_left(stream) for stream in streams]
         await asyncio.to_thread(wait_for_files, lost.files, NUM_THERE * (PROMPT_LEN // 16))
         self._streams = [self.client.submit(*one) for one in requests]
         self.first = [(await anext(stream)).token_ids for stream in self._streams]
@@ -120,7 +121,7 @@ class Streams:
         """Read to the ends, and compare all tokens."""
         pairs = zip(self.first, self._streams, strict=True)
         found = [begun + await tokens_left(stream) for begun, stream in pairs]
-        assert found == self.alone
+        assert found == self.before
         assert self.client.num_moved == NUM_THERE
 
     def num_read(self) -> int:
