@@ -11,26 +11,29 @@ from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine
 from tests.system.test_standby import pid_of, wait_for
 
 MAX_TOKENS = 500
-"""Half a second of steps at least, so that both deaths come before the end."""
+"""Half a second of steps at least, so that a death comes before the end."""
 PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
 
-def params_of(num_prompts: int) -> list[SamplingParams]:
+def params_of(num_prompts: int, max_tokens: int = MAX_TOKENS) -> list[SamplingParams]:
     """Return the parameters of as many prompts, which are sampled."""
     return [
-        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=1 + number, ignore_eos=True)
+        SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=1 + number, ignore_eos=True)
         for number in range(num_prompts)
     ]
 
 
-def check_tokens_after_kills(engine: Engine, num_prompts: int = len(PROMPTS)) -> ModelFacts:
+def check_tokens_after_kills(
+    engine: Engine, num_prompts: int = len(PROMPTS), max_tokens: int = MAX_TOKENS
+) -> ModelFacts:
     """Kill the worker and then the core of an engine with a standby, each under some streams.
 
+    A model with long steps needs fewer tokens. A victim dies after the first token of each stream.
     Returns the facts of the model, whose `exact_resume` must be true.
     """
     prompts = PROMPTS[:num_prompts]
     wait_for(engine, Role.STANDBY, timeout_s=LOAD_TIMEOUT_S)
-    params = params_of(num_prompts)
+    params = params_of(num_prompts, max_tokens)
     with EngineClient(engine.address) as client:
         facts = client.wait_ready(LOAD_TIMEOUT_S)
         assert facts.exact_resume

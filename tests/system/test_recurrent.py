@@ -37,7 +37,7 @@ def test_streams_go_on_after_kill_9(
     build_checkpoint(tmp_path, config)
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16", "--mamba-block-size", "64")
     engine = start_engine(*settings, *more, model=str(tmp_path))
-    facts = check_tokens_after_kills(engine, num_prompts=2)
+    facts = check_tokens_after_kills(engine, num_prompts=2, max_tokens=200)
     # Forks, of which several have run, do not log what was chosen before.
     assert engine.log.count(" INFO recurrent states: ") == 1
     assert facts.kv_groups[-1].is_state
