@@ -103,6 +103,9 @@ VARIANTS = {
     "system/test_remote_blocks.py": {
         "test_blocks_that_are_damaged_or_missing_there_are_computed": "remove",
     },
+    "system/test_replicas.py": {
+        "test_requests_are_spread_evenly": "least_tokens round_robin",  # test_routing covers all
+    },
     "system/test_responses.py": {
         "test_official_client": "",
     },

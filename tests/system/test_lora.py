@@ -286,7 +286,11 @@ def test_a_load_does_not_stall_other_streams(start_engine: EngineFactory, tmp_pa
             "use_dora is true: DoRA is not supported",
             marks=pytest.mark.slow,
         ),
-        (["--lora-modules", "x=OTHER"], "lora_A.weight has shape [4, 64]"),
+        pytest.param(
+            ["--lora-modules", "x=OTHER"],
+            "lora_A.weight has shape [4, 64]",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: str(value)[-20:],
 )
