@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 LENGTHS = (3, 40, 1, 97)
 """Of the texts; the longest ends past a chunk of angles."""
 CHUNK = 32
+KEPT_OF = 20
+"""Tokens of a text of which some rows get logits."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,6 +81,15 @@ class Model:
             assert ("forward" in self.model.__dict__) is is_whole
             return list(self._steps(requests))
 
+    def logits_of(self, rows: list[int]) -> torch.Tensor:
+        """Return the logits of some rows of a text of KEPT_OF tokens, computed in one step."""
+        layout = make_layout(self.prepared.loaded, self.config)
+        (request,) = trial_requests(layout, [list(range(1, KEPT_OF + 1))])
+        inputs = pack_step([ScheduledRequest(request, 0, KEPT_OF, True)], torch.device("cpu"))
+        inputs = replace(inputs, logits_indices=torch.tensor(rows, dtype=torch.long))
+        vocab_size = self.prepared.loaded.vocab_size
+        return compute_logits(self.model, self.backend, inputs, vocab_size).clone()
+
     def _steps(self, requests: list[MirroredRequest]) -> Iterator[torch.Tensor]:
         done = dict.fromkeys((request.req_id for request in requests), 0)
         for size in (30, 1, 1, 2, 60, 1, 1, 1):
@@ -106,6 +118,16 @@ def test_one_call_has_the_bits_of_the_modules(
     model = Model(tmp_path, dtype)
     assert model.calibration.is_whole
     assert same(model.logits(is_whole=True), model.logits(is_whole=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "qwen3_moe"])
+def test_rows_have_their_logits_in_any_order(name: str, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, BY_NAME[name].config())
+    model = Model(tmp_path, "bfloat16")
+    with decoding(model.prepared, model.settings, is_whole=True):
+        every = model.logits_of(list(range(KEPT_OF)))
+        for kept in ([], [KEPT_OF - 1], [5, 0, KEPT_OF - 1, 3], [0, 1, 2]):
+            assert torch.equal(model.logits_of(kept), every[kept])
 
 
 @pytest.mark.parametrize("quantization", [Quantization.W8A16, Quantization.W8A8])

@@ -147,6 +147,8 @@ class ProgramWriter:
         self.cuts: list[Cut] = []
         self._points = points
         self._sites = sites or {}
+        self._first_of_kept: int | None = None
+        """The first instruction that computes the rows that get logits, no others."""
         self._coded = HIDDEN
         """The buffer that CODES is made of."""
         self._permuted: tuple[int, torch.Tensor] | None = None
@@ -158,8 +160,13 @@ class ProgramWriter:
         settings: LayerSettings,
         angles: int,
         cosines: torch.Tensor,
+        *,
+        keeps: bool = False,
     ) -> None:
-        """Write the instructions of one layer; `angles` is the number of its kind of angles."""
+        """Write the instructions of one layer; `angles` is the number of its kind of angles.
+
+        With `keeps`, what comes after its attention computes the rows that get logits, no others.
+        """
         self.boundaries.append(len(self.instructions))
         norms, spec = layer.norms, layer.paged.spec
         self._queries_and_keys(layer, self._normed(norms.before_attention))
@@ -167,6 +174,8 @@ class ProgramWriter:
             _rotation(layer, settings, angles, cosines),
             _attention(layer.paged, settings),
         ]
+        if keeps:
+            self._keep(ATTENDED)
         inputs = Columns(ATTENDED, 0, spec.num_heads * spec.value_head_dim)
         self._residual(layer, Projection.OUT, layer.out, inputs, norms.after_attention)
         source = self._normed(norms.before_mlp)
@@ -198,10 +207,16 @@ class ProgramWriter:
 
     def add_logits(self, norm: FusedRMSNorm, weight: PackedWeight) -> None:
         """Write the last norm and the output layer, for the rows that are kept."""
-        normalize = _norm(norm, HIDDEN, NORMED)
-        normalize.kind = Kind.NORMALIZE_KEPT
-        self.instructions.append(normalize)
-        self.instructions.append(projection(weight, source=NORMED, target=OUTPUT, of_kept=True))
+        if self._first_of_kept is None:
+            self._keep(HIDDEN)
+        self.instructions.append(projection(weight, source=self._normed(norm), target=OUTPUT))
+        for instruction in self.instructions[self._first_of_kept :]:
+            instruction.of_kept = True
+
+    def _keep(self, buffer: int) -> None:
+        """Drop the rows that get no logits, of the residual and of another buffer."""
+        self.instructions.append(Instruction(kind=Kind.KEEP, source=HIDDEN, target=buffer))
+        self._first_of_kept = len(self.instructions)
 
     def _normed(self, norm: FusedRMSNorm | None) -> int:
         """Write a norm of the residual, if there is one; returns the buffer of the result."""

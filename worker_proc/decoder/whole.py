@@ -151,7 +151,9 @@ class WholeModel:
             writer = ProgramWriter((), stack.sites if is_adapted else None)
             writer.add_embedding(ends.table, ends.num_tokens, ends.factor)
             for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
-                writer.add_layer(layer, settings, kind, ends.angles[kind].cosines)
+                # Adapters have their rows by number, as they are before others are dropped.
+                keeps = layer is stack.layers[-1] and not is_adapted
+                writer.add_layer(layer, settings, kind, ends.angles[kind].cosines, keeps=keeps)
             writer.add_logits(ends.norm, ends.head.packed)
             is_bf16 = stack.dtype == torch.bfloat16
             program = self._programs[is_adapted] = Program(key, paged, [], writer, is_bf16)

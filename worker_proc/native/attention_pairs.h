@@ -195,7 +195,9 @@ template <int R, bool kFetches>
 void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
                         float (*scores)[kSpanSlots]) {
   Vec sums[R][kSpanGroups];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int g = 0; g < kSpanGroups; g++) sums[r][g] = Vec{};
   for (int d = 0; d < tile.dim / 2; d++) {
     VecBits keys[kSpanGroups];
@@ -209,16 +211,21 @@ void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
       for (int g = 0; g < kSpanGroups; g++)
         sums[r][g] = add_product<Bf16>(sums[r][g], tile.query(first + r)[d], keys[g]);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int g = 0; g < kSpanGroups; g++)
-      std::memcpy(scores[first + r] + g * kLanes, &sums[r][g], sizeof(Vec));
+      _mm512_store_ps(scores[first + r] + g * kLanes, (__m512)sums[r][g]);
 }
 
 template <int R, int C, bool kFetches>
 void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& span) {
   Vec sums[R][C];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sums[r][c] = load(tile.out(first + r) + column + c * kLanes);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++)
+      sums[r][c] = (Vec)_mm512_load_ps(tile.out(first + r) + column + c * kLanes);
   for (int g = span.first_group; g < span.num_groups; g++)
 #pragma GCC unroll 1  // else there are too few registers for the addresses
     for (int pair = 0; pair < kGroupPairs; pair++) {
@@ -235,9 +242,11 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
         for (int c = 0; c < C; c++) sums[r][c] = add_product<Bf16>(sums[r][c], weights, v[c]);
       }
     }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int c = 0; c < C; c++)
-      std::memcpy(tile.out(first + r) + column + c * kLanes, &sums[r][c], sizeof(Vec));
+      _mm512_store_ps(tile.out(first + r) + column + c * kLanes, (__m512)sums[r][c]);
 }
 
 // The same as score_with_vectors, by float32 (float_products.h).
@@ -246,7 +255,9 @@ template <int R, bool kFetches>
                                          float (*scores)[kSpanSlots]) {
   const NoSubnormals mode;
   Vec sums[R][kSpanGroups];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int g = 0; g < kSpanGroups; g++) sums[r][g] = Vec{};
   const float* const queries = tile.wide_query(first);
   for (int d = 0; d < tile.dim / 2; d++) {
@@ -265,9 +276,11 @@ template <int R, bool kFetches>
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int g = 0; g < kSpanGroups; g++)
-      std::memcpy(scores[first + r] + g * kLanes, &sums[r][g], sizeof(Vec));
+      _mm512_store_ps(scores[first + r] + g * kLanes, (__m512)sums[r][g]);
 }
 
 // The same as add_with_vectors, by float32.
@@ -276,8 +289,11 @@ template <int R, int C, bool kFetches>
                                        const PairSpan& span) {
   const NoSubnormals mode;
   Vec sums[R][C];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sums[r][c] = load(tile.out(first + r) + column + c * kLanes);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++)
+      sums[r][c] = (Vec)_mm512_load_ps(tile.out(first + r) + column + c * kLanes);
   for (int g = span.first_group; g < span.num_groups; g++)
 #pragma GCC unroll 1
     for (int pair = 0; pair < kGroupPairs; pair++) {
@@ -298,9 +314,11 @@ template <int R, int C, bool kFetches>
         }
       }
     }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int c = 0; c < C; c++)
-      std::memcpy(tile.out(first + r) + column + c * kLanes, &sums[r][c], sizeof(Vec));
+      _mm512_store_ps(tile.out(first + r) + column + c * kLanes, (__m512)sums[r][c]);
 }
 
 template <int R, bool kFetches>

@@ -29,7 +29,7 @@ enum Kind : int32_t {
   kGate,
   kCode,
   kEmbed,
-  kNormalizeKept,
+  kKeep,
   kProjectHeads,
   kPermute,
   kShrink,
@@ -68,7 +68,7 @@ struct Instruction {
   int32_t num_experts, num_chosen;  // experts, and those of one row
   int32_t choices;                  // index of the buffer with the choices of each row
   int32_t normalizes, rounds_weights;
-  int32_t of_kept;                  // a projection is one of the rows that are kept
+  int32_t of_kept;                  // it follows kKeep: its rows are those that are kept
   int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
   int32_t joins_next;  // the next one reads of its results what the same thread has written, or none
   float factor, epsilon, scale, softcap;
@@ -108,6 +108,12 @@ struct Run {
 
 namespace {
 
+struct MovedRows;
+
+int32_t num_rows_of(const Instruction& i, const Run& run) {
+  return i.of_kept ? run.num_kept : run.num_rows;
+}
+
 template <typename T>
 class Executor {
  public:
@@ -127,7 +133,7 @@ class Executor {
       case kGate: return gate(i);
       case kCode: return code(i);
       case kEmbed: return embed(i);
-      case kNormalizeKept: return normalize_kept(i);
+      case kKeep: return keep(i);
       case kProjectHeads: return project_heads(i);
       case kPermute: return permute(i);
       case kShrink: return shrink(i);
@@ -153,25 +159,42 @@ class Executor {
 
   static Vec round(Vec v) { return rounded(v, T{}); }
 
+  int32_t num_rows(const Instruction& i) const { return num_rows_of(i, run_); }
+
   // target = norm(source) * weight, from a column on
   void normalize(const Instruction& i) {
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       normalize_row(row(i.source, r) + i.column, static_cast<const float*>(i.weight),
                     row(i.target, r) + i.column, i.size, i.epsilon, i.rounds_first);
   }
 
-  // target = norm(source) * weight, for the rows that are kept, which lie one after another then
-  void normalize_kept(const Instruction& i) {
-    for (int64_t r = team_.first(run_.num_kept); r < team_.last(run_.num_kept); r++)
-      normalize_row(row(i.source, run_.kept[r]), static_cast<const float*>(i.weight),
-                    row(i.target, r), i.size, i.epsilon, i.rounds_first);
+  // The rows that get logits become the first ones of source and target. A thread moves a part of the
+  // columns of all rows, so none is overwritten by another thread before it has moved.
+  void keep(const Instruction& i) {
+    int64_t num_in_place = 0;
+    while (num_in_place < run_.num_kept && run_.kept[num_in_place] == num_in_place) num_in_place++;
+    if (num_in_place == run_.num_kept) return;
+    move_kept(run_.buffers[i.source]);
+    if (i.target != i.source) move_kept(run_.buffers[i.target]);
+  }
+
+  void move_kept(const Buffer& buffer) {
+    const int64_t num_lines = buffer.stride / kLine;
+    const int64_t first = team_.first(num_lines) * kLine, width = team_.last(num_lines) * kLine - first;
+    char* const data = static_cast<char*>(buffer.data) + first;
+    char* const moved =
+        reinterpret_cast<char*>(space_for<MovedRows>(run_.num_kept * width / sizeof(Unit)));
+    for (int64_t r = 0; r < run_.num_kept; r++)
+      std::memcpy(moved + r * width, data + run_.kept[r] * buffer.stride, width);
+    for (int64_t r = 0; r < run_.num_kept; r++)
+      std::memcpy(data + r * buffer.stride, moved + r * width, width);
   }
 
   // target = factor * the row of the token in the table `weight`, which has num_outputs rows, of values
   // or of grouped codes. What is no token gets a row that is not a number.
   void embed(const Instruction& i) {
     const int64_t width = run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T));
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++) {
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++) {
       const int64_t token = run_.tokens[r];
       const bool is_token = token >= 0 && token < i.num_outputs;
       const float factor = is_token ? i.factor : std::numeric_limits<float>::quiet_NaN();
@@ -203,8 +226,6 @@ class Executor {
       });
     }
   }
-
-  int32_t num_rows(const Instruction& i) const { return i.of_kept ? run_.num_kept : run_.num_rows; }
 
   // Calls f(a value of the type of the rows, weight, rows) with a weight in its format, and the rows
   // that it is multiplied with.
@@ -290,7 +311,7 @@ class Executor {
   void project_heads(const Instruction& i) {
     const Panels w{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     const int64_t head_units = i.head_dim * sizeof(T) / sizeof(Unit);
-    multiply_heads<T>(team_, w, i.num_heads, unit_rows(i.source), head_units, run_.num_rows,
+    multiply_heads<T>(team_, w, i.num_heads, unit_rows(i.source), head_units, num_rows(i),
                       [&](int64_t head, int64_t r, int64_t pair, Vec low, Vec high) {
                         T* out = row(i.target, r) + head * i.target_dim;
                         const Vec sums[] = {low, high};
@@ -393,7 +414,7 @@ class Executor {
   // Products are rounded to the type of the angles, A, as transformers does.
   template <typename A>
   void rotate_by(const Instruction& i) {
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++) {
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++) {
       const int64_t at = (run_.positions ? run_.positions[r] : r) * i.num_rotated;
       const A* cosines = static_cast<const A*>(run_.cosines[i.angles]) + at;
       const A* sines = static_cast<const A*>(run_.sines[i.angles]) + at;
@@ -451,14 +472,14 @@ class Executor {
 
   // target += factor * source
   void add(const Instruction& i) {
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int d = 0; d < i.size; d += kLanes)
         accumulate(row(i.target, r) + d, load(row(i.source, r) + d), i.factor);
   }
 
   // target = f(gate) * up, as kActivate computes it, of what kSplit has stored in source
   void gate(const Instruction& i) {
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int d = 0; d < i.size; d += kLanes) {
         const Vec opened = activation_of(load(row(i.source, r) + d), i.activation);
         save(round(opened) * load(row(i.source, r) + i.column + d), row(i.target, r) + d, kLanes);
@@ -467,7 +488,7 @@ class Executor {
 
   // target = codes of source; with num_chosen, of the rows of each token's experts
   void code(const Instruction& i) {
-    const int64_t count = int64_t{run_.num_rows} * std::max(i.num_chosen, 1);
+    const int64_t count = int64_t{num_rows(i)} * std::max(i.num_chosen, 1);
     if constexpr (std::is_same<T, Bf16>::value)
       for (int64_t r = team_.first(count); r < team_.last(count); r++)
         code_row(row(i.source, r), i.size, coded_row(i.target, r));
@@ -488,7 +509,7 @@ class Executor {
   // choices = the experts of each row, by the logits in source
   void choose(const Instruction& i) {
     std::vector<float> scratch;
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       choose_experts(row(i.source, r), i.num_experts, i.num_chosen,
                      {i.normalizes != 0, i.rounds_weights != 0}, choices(i, r), scratch);
   }
@@ -497,7 +518,7 @@ class Executor {
   void gather(const Instruction& i) {
     const SortedChoices sorted = sort(i);
     const int64_t size = std::min(run_.buffers[i.source].stride, run_.buffers[i.target].stride);
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int c = 0; c < i.num_chosen; c++)
         std::memcpy(row(i.target, sorted.place(r * i.num_chosen + c)), row(i.source, r), size);
   }
@@ -521,7 +542,7 @@ class Executor {
   // target = the sum of what the experts of a row have computed in source, each times its weight
   void combine(const Instruction& i) {
     const SortedChoices sorted = sort(i);
-    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int d = 0; d < i.size; d += kLanes) {
         Vec sum = splat(0.0f);
         for (int c = 0; c < i.num_chosen; c++) {
@@ -538,7 +559,7 @@ class Executor {
   }
 
   SortedChoices sort(const Instruction& i) const {
-    return SortedChoices(run_.num_rows, i.num_chosen, i.num_experts,
+    return SortedChoices(num_rows(i), i.num_chosen, i.num_experts,
                          [&](int64_t r) { return choices(i, r); });
   }
 
@@ -549,12 +570,12 @@ class Executor {
 // Products of vectors of an instruction, by its size. Few rows wait for the weights that they read.
 int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
   constexpr int64_t kLeastRows = 8;
-  const auto products = [&](int64_t num_rows, int64_t num_weights) {
-    return std::max(num_rows, kLeastRows * num_weights) * i.num_units * i.num_pairs * 2;
+  const auto products = [&](int64_t num_taken, int64_t num_weights) {
+    return std::max(num_taken, kLeastRows * num_weights) * i.num_units * i.num_pairs * 2;
   };
-  const int64_t num_sorted = int64_t{run.num_rows} * i.num_chosen;
+  const int64_t num_rows = num_rows_of(i, run), num_sorted = num_rows * i.num_chosen;
   switch (i.kind) {
-    case kProject: return products(i.of_kept ? run.num_kept : run.num_rows, 1);
+    case kProject: return products(num_rows, 1);
     case kExperts: return products(num_sorted, std::min<int64_t>(num_sorted, i.num_experts));
     case kAttend:
       return num_visible * i.layer->num_heads * (i.layer->head_dim + i.layer->value_head_dim) / 32;

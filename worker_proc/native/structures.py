@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     GATE = 9
     CODE = 10
     EMBED = 11
-    NORMALIZE_KEPT = 12
+    KEEP = 12
     PROJECT_HEADS = 13
     PERMUTE = 14
     SHRINK = 15

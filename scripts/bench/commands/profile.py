@@ -151,8 +151,7 @@ def _by_kind(
         for index in range(program.num_instructions):
             address = program.instructions + index * ctypes.sizeof(Instruction)
             kind = Kind(Instruction.from_address(address).kind)
-            name = "normalize" if kind is Kind.NORMALIZE_KEPT else kind.name.lower()
-            yield name, ProgramArgs(address, 1, program.is_bf16)
+            yield kind.name.lower(), ProgramArgs(address, 1, program.is_bf16)
 
     def run(library: "NativeLibrary", program: ProgramArgs, run: "RunArgs") -> None:
         single = programs.get(program.instructions)
