@@ -32,6 +32,7 @@ from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
+from worker_proc.parallel.shared_drafts import SharedDrafts
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.step_results import RequestResult, pack_results
 from worker_proc.runner import ComputedStep, LaunchedStep
@@ -147,13 +148,15 @@ class ModelRunner:
         block_memory: BlockMemory | None = None,
         state_memory: BlockMemory | None = None,
         draft_blocks: DraftBlocks | None = None,
+        shared_drafts: SharedDrafts | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
         `num_draft_states`: blocks of states in the pool, beyond those that are announced.
         `exchange`: with the other ranks, which compute the same steps. `stage`: the last one of
         several, if the model has some of the layers only. `block_memory`, `state_memory` and
-        `draft_blocks`: of blocks that are kept in stores.
+        `draft_blocks`: of blocks that are kept in stores. `shared_drafts`: with the other ranks, of
+        which one has the draft model.
         """
         self._model = loaded.model
         self._head = loaded.head
@@ -171,6 +174,7 @@ class ModelRunner:
         self.swap_cost_tokens = swap_cost_tokens
         self._is_drafting = num_speculative_tokens > 0
         self._draft_model = draft_model
+        self._shared_drafts = shared_drafts
         self._times = _StepTimes()
         self.grammars = grammars
         self._mask_computer: MaskComputer | None = None
@@ -425,8 +429,10 @@ class ModelRunner:
         """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
         if self._draft_model is not None:
             self._draft_model.propose(scheduled)
-        else:
+        elif self._shared_drafts is None:
             propose_repetitions(scheduled)
+        if self._shared_drafts is not None:
+            self._shared_drafts.share(scheduled)
         if self._stage is not None:
             self._mirror.limit_draft_states(self._stage.pipe.least_draft_states)
         counts = []

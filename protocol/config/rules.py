@@ -293,10 +293,6 @@ def _process_rules(config: EngineConfig) -> Iterator[Rule]:
         "tensor_parallel_size above 1 needs device cpu",
     )
     yield (
-        is_parallel and config.model.speculative_model is not None,
-        "speculative_model needs tensor_parallel_size 1",
-    )
-    yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
         "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
     )
@@ -309,10 +305,6 @@ def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
     model, scheduler = config.model, config.scheduler
     above = "pipeline_parallel_size above 1"
     yield model.device is Device.CUDA, f"{above} needs device cpu"
-    yield (
-        model.speculative_model is not None,
-        f"speculative_model works without {above} only: drafts from repetitions work with it",
-    )
     yield (
         scheduler.target_itl_ms > 0,
         f"{above} needs target_itl_ms 0: a step's time is measured at the last stage only",

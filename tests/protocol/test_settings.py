@@ -97,14 +97,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             {"tensor_parallel_size": 2, "device": "cuda"},
             "tensor_parallel_size above 1 needs device cpu",
         ),
-        (
-            {
-                "tensor_parallel_size": 2,
-                "speculative_model": "small",
-                "num_speculative_tokens": 2,
-            },
-            "speculative_model needs tensor_parallel_size 1",
-        ),
         *[
             (
                 {"model": "m", "pipeline_parallel_size": 2} | one,
@@ -113,7 +105,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             )
             for one in (
                 {"device": "cuda"},
-                {"num_speculative_tokens": 2, "speculative_model": "small"},
                 {"target_itl_ms": 9},
             )
         ],

@@ -20,6 +20,8 @@ SLOW = pytest.mark.slow
 NUM_TOKENS = 200
 """Of each stream: a second of steps at least."""
 DRAFTS = ("--num-speculative-tokens", "3", "--no-adaptive-speculation")
+BY_MODEL = (*DRAFTS, "--speculative-model", "demo")
+"""Drafts by the demo model for itself: most of them are right."""
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -30,6 +32,9 @@ DRAFTS = ("--num-speculative-tokens", "3", "--no-adaptive-speculation")
         (2, DRAFTS, [(Role.WORKER, 1), (Role.CORE, 0)]),
         pytest.param(2, (), [(Role.WORKER, 0), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
         pytest.param(4, (), [(Role.WORKER, rank) for rank in range(4)], marks=SLOW),
+        pytest.param(
+            2, BY_MODEL, [*((Role.WORKER, rank) for rank in range(2)), (Role.CORE, 0)], marks=SLOW
+        ),
     ],
 )
 def test_streams_go_on_after_kill_9(

@@ -15,7 +15,7 @@ from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
-from tests.system.test_ranks import DRAFTS
+from tests.system.test_ranks import BY_MODEL, DRAFTS
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.recurrent_models import KINDS
 from worker_proc.native.build import build, compiler
@@ -38,6 +38,12 @@ NUM_TOKENS = 200
         pytest.param(
             2, 2, (), [*((Role.WORKER, rank) for rank in range(4)), (Role.CORE, 0)], marks=SLOW
         ),
+        pytest.param(
+            *(2, 1, BY_MODEL),
+            [*((Role.WORKER, rank) for rank in range(2)), (Role.CORE, 0)],
+            marks=SLOW,
+        ),
+        pytest.param(*(2, 2, BY_MODEL), [(Role.WORKER, 3), (Role.CORE, 0)], marks=SLOW),
     ],
 )
 def test_streams_go_on_after_kill_9(

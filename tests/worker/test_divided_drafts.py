@@ -1,17 +1,20 @@
-"""Drafts from repetitions change no token and no logprob of a model in ranks or in stages."""
+"""Drafts change no token and no logprob of a model in ranks or in stages."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from tests.worker.checkpoints import build_checkpoint
+from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import Run
+from tests.worker.recurrent_models import RECURRENT
 from tests.worker.test_ranks import Ranks
 from tests.worker.test_speculation import NUM_DRAFTS, PARAMS, PROMPTS, Oracle
 from tests.worker.test_stages import DEEP, Stages
 from worker_proc.drafting import repetitions
 from worker_proc.parallel.pipe import StagePipe
+from worker_proc.runner import Runner
 
 PLAIN = {"max_num_batched_tokens": 300}
 GUESSING = PLAIN | {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
@@ -76,3 +79,71 @@ def test_ranks_verify_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Oracle, "texts", texts)
     monkeypatch.setattr(repetitions, "NgramIndex", Oracle)
     check(guessing.drive(PROMPTS, PARAMS, **GUESSING | {"max_num_batched_tokens": 17}), expected)
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> str:
+    """Return a smaller model, which agrees with the other one now and then."""
+    build_checkpoint(tmp_path / "draft", LlamaConfig(**SHAPE))
+    return str(tmp_path / "draft")
+
+
+BY_MODEL = GUESSING | {"has_draft_model": True}
+
+
+def check_draft_model(
+    runners: Sequence[Runner], answering_rank: int, run: Run, expected: Run
+) -> None:
+    assert run.output_token_ids == expected.output_token_ids
+    assert run.logprobs == expected.logprobs
+    assert 20 < run.num_accepted_drafts < run.num_drafts
+    having = [getattr(runner, "_draft_model", None) is not None for runner in runners]
+    assert having == [rank == answering_rank for rank in range(len(runners))]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_shares"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
+def test_a_draft_model_drafts_at_the_first_rank_of_the_last_stage(
+    num_stages: int, num_shares: int, checkpoint: Path, draft: str
+) -> None:
+    """Also for prompts in chunks, preempted and resumed requests."""
+    expected = Stages(checkpoint, num_stages, num_shares).drive(PROMPTS, PARAMS, **PLAIN)
+    stages = Stages(
+        checkpoint,
+        num_stages,
+        num_shares,
+        speculative_model=draft,
+        num_speculative_tokens=NUM_DRAFTS,
+        swap_space_bytes=2 << 20,
+    )
+    rank = num_stages * num_shares - num_shares
+    few_blocks = {"num_blocks": 45, "num_host_blocks": stages.facts.num_host_blocks}
+    for settings in ({}, {"max_num_batched_tokens": 17}, {"max_num_seqs": 1}, few_blocks):
+        run = stages.drive(PROMPTS, PARAMS, **BY_MODEL | settings)
+        check_draft_model(stages.runners, rank, run, expected)
+    assert run.num_preemptions > 0
+    began = [tokens[:4] for tokens in expected.output_token_ids]
+    resumed = stages.drive(PROMPTS, PARAMS, outputs=began, **BY_MODEL)
+    assert resumed.output_token_ids == expected.output_token_ids
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_ranks_verify_the_drafts_of_one(num_ranks: int, checkpoint: Path, draft: str) -> None:
+    expected = Ranks(checkpoint, num_ranks).drive(PROMPTS, PARAMS, **PLAIN)
+    ranks = Ranks(checkpoint, num_ranks, speculative_model=draft, num_speculative_tokens=NUM_DRAFTS)
+    for settings in ({}, {"max_num_batched_tokens": 17}, {"max_num_seqs": 1}):
+        run = ranks.drive(PROMPTS, PARAMS, **BY_MODEL | settings)
+        check_draft_model(ranks.runners, 0, run, expected)
+
+
+@pytest.mark.slow
+def test_a_draft_model_drafts_for_recurrent_layers_in_stages(tmp_path: Path, draft: str) -> None:
+    [architecture] = [one for one in RECURRENT if one.name == "qwen3_5_text"]
+    build_checkpoint(tmp_path / "model", architecture.config())
+    expected = Stages(tmp_path / "model", 1).drive(PROMPTS, PARAMS, **PLAIN)
+    stages = Stages(
+        tmp_path / "model", 2, speculative_model=draft, num_speculative_tokens=NUM_DRAFTS
+    )
+    run = stages.drive(PROMPTS, PARAMS, **BY_MODEL)
+    check_draft_model(stages.runners, 1, run, expected)

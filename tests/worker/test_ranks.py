@@ -59,7 +59,11 @@ class Ranks:
         run_dir = directory.with_name(f"{directory.name}-run")
         run_dir.mkdir(mode=0o700, exist_ok=True)
         config = EngineConfig(
-            model=ModelConfig(model=str(directory), dtype=dtype),
+            model=ModelConfig(
+                model=str(directory),
+                dtype=dtype,
+                speculative_model=settings.pop("speculative_model", None),
+            ),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=400),
             scheduler=SchedulerConfig(
                 max_num_seqs=16,

@@ -106,7 +106,10 @@ class Stages:
         self.num_stages = num_stages
         self._config = EngineConfig(
             model=ModelConfig(
-                model=str(directory), dtype=dtype, quantization=settings.pop("quantization", None)
+                model=str(directory),
+                dtype=dtype,
+                quantization=settings.pop("quantization", None),
+                speculative_model=settings.pop("speculative_model", None),
             ),
             cache=CacheConfig(
                 block_size=BLOCK_SIZE,

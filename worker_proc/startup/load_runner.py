@@ -32,6 +32,7 @@ from worker_proc.parallel.adoption import TIMEOUT_S, Adoption
 from worker_proc.parallel.connect import connect
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.pipe import PipeSize, StagePipe
+from worker_proc.parallel.shared_drafts import SharedDrafts
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.stage_runner import StageRunner
 from worker_proc.parallel.stages import hidden_size, places
@@ -166,6 +167,7 @@ def build_runner(
         block_memory=memory,
         state_memory=state_memory,
         draft_blocks=draft_blocks,
+        shared_drafts=_share_drafts(config, exchange),
     )
 
 
@@ -379,6 +381,13 @@ def _build_draft_model(
     path = str(config.model.speculative_model)
     name = describe_draft(checkpoint_identity(path) or path, backend.name, pool.all_tensors)
     return draft_model, DraftBlocks(memory, draft_model, group, name)
+
+
+def _share_drafts(config: EngineConfig, exchange: RankExchange | None) -> SharedDrafts | None:
+    """Return what gives the drafts of the draft model to all ranks, if several sample."""
+    if exchange is None or config.model.speculative_model is None:
+        return None
+    return SharedDrafts(exchange, config.scheduler.num_speculative_tokens)
 
 
 def _num_all_spare_blocks(config: EngineConfig) -> int:

@@ -75,7 +75,8 @@ def prepare_model(
 ) -> PreparedModel:
     """Load the configured checkpoints, and round, fuse and pack their modules as configured.
 
-    Of several ranks, each keeps its part of the matrices, and of several stages, its layers.
+    Of several ranks, each keeps its part of the matrices, and of several stages, its layers. The
+    rank that answers has the whole draft model.
     """
     device = resolve_device(config.model.device)
     quantization = config.model.quantization
@@ -83,7 +84,10 @@ def prepare_model(
     prepare_device(device)
     checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
     stage, share = places(rank, config.parallel)
-    checked, checked_draft, library, parts = _check(config, device, kept, progress, stage)
+    has_draft = rank == config.parallel.answering_rank
+    checked, checked_draft, library, parts = _check(
+        config, device, kept, progress, stage, has_draft=has_draft
+    )
     loaded = load_checked(checked, progress)
     passages = None if parts is None else connect_stage(loaded, parts, stage)
     shared: dict[str, MatrixPart] = {}
@@ -138,11 +142,14 @@ def _check(
     kept: Proofs | None,
     progress: ReportProgress,
     stage: Stage,
+    *,
+    has_draft: bool,
 ) -> tuple[CheckedModel, CheckedModel | None, NativeLibrary | None, StageParts | None]:
     """Check the configured models and settings before weights are read.
 
     Returns the model, or a stage of it, its draft model and, where a setting needs them, the
-    kernels. The parts are those that stages divide, if there are several.
+    kernels. The parts are those that stages divide, if there are several. `has_draft`: the rank has
+    the draft model, if one is configured.
     """
     setting, quantization = _setting_with_kernels(config), config.model.quantization
     if setting is not None:
@@ -162,7 +169,7 @@ def _check(
     check_settings(checked, config)
     if (num_ranks := config.parallel.tensor_parallel_size) > 1:
         check_division(checked, Share(0, num_ranks))
-    draft = check_draft(config.model, checked, progress)
+    draft = check_draft(config.model, checked, progress) if has_draft else None
     rehearsal = rehearse_model(checked, quantization, proofs)
     parts, whole = None, checked
     if stage.num_stages > 1:
