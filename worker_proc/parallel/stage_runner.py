@@ -184,21 +184,18 @@ class StageRunner:
     def _builds_on_results(self, step: SchedulerOutput) -> bool:
         """Whether a step has a request with drafts that are not here, or of unknown length.
 
-        So has one that preempts a request and copies its state: which of its states that is depends
-        on how many of its drafts are right.
+        A request that a step preempts counts as one of its requests, too: which of its states is
+        copied depends on how many of its drafts are right.
 
         Of several ranks in the last stage, only the first one has published its results for certain
         when the core has an answer.
         """
         requests, counts = self._mirror.requests, step.num_scheduled_tokens
-        preempted = step.preempted_req_ids if step.state_swap_out.device_block_ids else ()
         for _, parts, verifies in self._pending:
             for part in parts:
                 request = part.request
                 if requests.get(request.req_id) is not request:
                     continue  # it has left since
-                if verifies and request.req_id in preempted:
-                    return True
                 count = counts.get(request.req_id, 1) if counts else 1
                 if count and verifies and part.num_drafts:
                     return True
