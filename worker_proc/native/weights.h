@@ -186,7 +186,6 @@ struct CodedTile {
     });
   }
 
- private:
   // The products of the scales and of codes at bits 7 to 22 of words. Every step is exact.
   class Products {
    public:
@@ -215,6 +214,7 @@ struct CodedTile {
     Part scales_, offsets_[kCount];
   };
 
+ private:
   // Calls f(place of a part in the tile of units, its lower and its upper values).
   template <class F>
   [[gnu::always_inline]] static void for_pairs(const uint8_t* tile, Vec scales, const F& f) {
@@ -286,7 +286,7 @@ struct CodedPanels {
     CodedTile<Code>::widen(at, load(scales + scales_at(pair, half, unit)), inputs);
   }
 
- private:
+  // The codes of a tile, while those that come next are fetched.
   const uint8_t* fetched_tile(int64_t pair, int half, int64_t unit) const {
     const uint8_t* at = codes + tile_at(pair, half, unit);
     for (int64_t i = 0; i < CodedTile<Code>::kBytes; i += kLine)
@@ -294,6 +294,58 @@ struct CodedPanels {
     return at;
   }
 };
+
+#ifdef __AVX512F__
+
+// The same weights, whose vectors are made one by one, in registers: for one row.
+template <class Code>
+struct CodedVectors {
+  static constexpr bool kAreCodes = true, kMakesVectors = true;
+  static constexpr int64_t kStepLines = 0;
+
+  const CodedPanels<Code>& panels;
+  const int64_t num_units = panels.num_units;
+
+  bool has_exceptions(int64_t, int64_t) const { return false; }
+
+  class Step {
+   public:
+    [[gnu::always_inline]] Step(const CodedVectors& w, int64_t pair, int64_t unit)
+        : tiles_{w.panels.fetched_tile(pair, 0, unit), w.panels.fetched_tile(pair, 1, unit)},
+          products_{of_half(w, pair, 0, unit), of_half(w, pair, 1, unit)} {}
+
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      constexpr int kUnits = CodedTile<Code>::kPerWord / 2, kTurned = Products::kCount / 2;
+      VecBits words = reinterpret_cast<const VecBits*>(tiles_[half])[number / kUnits];
+      if (number % kUnits >= kTurned) words = words >> 16 | words << 16;
+      const int k = number % kTurned * 2;
+      const Products& products = products_[half];
+      return (VecBits)high_halves(Code::rounded(products((PartBits)words, k)),
+                                  Code::rounded(products((PartBits)words, k + 1)));
+    }
+
+   private:
+    using Products = typename CodedTile<Code>::Products;
+
+    static Products of_half(const CodedVectors& w, int64_t pair, int half, int64_t unit) {
+      return Products((Part)load(w.panels.scales + w.panels.scales_at(pair, half, unit)));
+    }
+
+    const uint8_t* const tiles_[2];
+    const Products products_[2];
+  };
+
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    return panels.tile(pair, half, unit, space);
+  }
+};
+
+template <class Code, class F>
+void with_vectors(const CodedPanels<Code>& w, const F& f) {
+  f(CodedVectors<Code>{w});
+}
+
+#endif
 
 // Weights as units of four codes of 8 bits, plus 128 each, in the places of Panels.
 struct CodedUnits {
