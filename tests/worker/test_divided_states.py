@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from protocol.config import KVCacheDtype, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.driving import Run
@@ -218,3 +219,23 @@ def test_a_sampled_step_of_states_without_attention(tmp_path: Path) -> None:
     expected = Stages(tmp_path / "model", 1).drive(make_prompts(), params)
     assert stages.drive(make_prompts(), params).output_token_ids == expected.output_token_ids
     assert stages.drive(make_prompts(), GREEDY).output_token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": Quantization.W8A16}, {"kv_cache_dtype": KVCacheDtype.INT8}],
+    ids=["weights", "keys and values"],
+)
+def test_stages_round_as_one_worker_does(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path / "model", deep(name)())
+    prompts = make_prompts()
+    expected = Stages(tmp_path / "model", 1, dtype="bfloat16", **settings).drive(prompts, SAMPLED)
+    stages = Stages(tmp_path / "model", 2, dtype="bfloat16", **settings)
+    for cut in ({}, {"max_num_batched_tokens": 7}):
+        run = stages.drive(prompts, SAMPLED, **cut)
+        assert run.output_token_ids == expected.output_token_ids
+        assert run.logprobs == expected.logprobs
