@@ -172,6 +172,9 @@ class ModelRunner:
         self.adapters = None if adapters is None else adapters.kept
         self._mirror = Mirror(facts, num_speculative_tokens, self.adapters, num_draft_states)
         self.swap_cost_tokens = swap_cost_tokens
+        self._num_draft_states = num_draft_states
+        self._has_limited_states = False
+        """Whether the ranks of this adoption have compared their numbers of these."""
         self._is_drafting = num_speculative_tokens > 0
         self._draft_model = draft_model
         self._shared_drafts = shared_drafts
@@ -202,6 +205,7 @@ class ModelRunner:
         if self._stage is not None:
             self._stage.pipe.begin(epoch)
         self._mirror.reset()
+        self._has_limited_states = False
         self._launched = None
         self._steady = None
 
@@ -433,8 +437,7 @@ class ModelRunner:
             propose_repetitions(scheduled)
         if self._shared_drafts is not None:
             self._shared_drafts.share(scheduled)
-        if self._stage is not None:
-            self._mirror.limit_draft_states(self._stage.pipe.least_draft_states)
+        self._limit_draft_states()
         counts = []
         for part in scheduled:
             if part.samples:
@@ -444,6 +447,16 @@ class ModelRunner:
                     drafts = request.grammar_state.drafts(request.draft_limit, drafts)
                 counts.append(self._mirror.take_drafts(request, drafts))
         return counts if any(counts) else []
+
+    def _limit_draft_states(self) -> None:
+        """Take no more blocks for the states before drafts than every rank has."""
+        if self._states is None or self._has_limited_states:
+            return
+        if self._stage is not None:
+            self._mirror.limit_draft_states(self._stage.pipe.least_draft_states)
+        elif self._exchange is not None:
+            self._mirror.limit_draft_states(self._exchange.least(self._num_draft_states))
+        self._has_limited_states = True
 
     def _prompt_logprobs(self, inputs: StepInputs, logits: torch.Tensor) -> list[PromptLogprobs]:
         found = []

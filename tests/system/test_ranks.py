@@ -13,6 +13,7 @@ from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.recurrent_models import RECURRENT
 from tests.worker.test_parity import generate
 from worker_proc.native.build import build, compiler
 
@@ -70,13 +71,15 @@ def test_streams_go_on_after_kill_9(
 
 @SLOW
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "deepseek_v3", "olmo2"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "deepseek_v3", "olmo2", "qwen3_5_text"])
 def test_streams_of_other_families_go_on_after_kill_9(
     name: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
     """Their layers are divided in other ways; the tokens are those of transformers."""
-    [architecture] = [one for one in ARCHITECTURES if one.name == name]
-    model = build_checkpoint(tmp_path / "model", architecture.config())
+    [architecture] = [one for one in (*ARCHITECTURES, *RECURRENT) if one.name == name]
+    config = architecture.config()
+    config.max_position_embeddings = max(config.max_position_embeddings, 512)
+    model = build_checkpoint(tmp_path / "model", config)
     model.set_attn_implementation("eager")
     prompt = list(range(7, 40))
     expected = generate(model, prompt, NUM_TOKENS)
@@ -91,4 +94,5 @@ def test_streams_of_other_families_go_on_after_kill_9(
                 assert next(stream).finish_reason is None
             os.kill(engine.pid(role, rank), signal.SIGKILL)
             for stream in streams:
-                assert stream.result(LOAD_TIMEOUT_S).token_ids == expected
+                tokens = stream.result(LOAD_TIMEOUT_S).token_ids
+                assert tokens[: len(expected)] == expected  # transformers stops at an end

@@ -15,6 +15,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run
 from tests.worker.peft_adapters import write_adapter
+from tests.worker.recurrent_models import RECURRENT
 from tests.worker.test_parity import make_prompts
 from tests.worker.test_ranks import Ranks
 from tests.worker.test_stages import DEEP, Stages
@@ -25,6 +26,8 @@ CONFIGS = {one.name: one.config() for one in ARCHITECTURES if one.name in ("gpt2
 CONV = ("c_attn", "c_proj", "c_fc")
 LATENT = ("q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+DELTA = next(one.config() for one in RECURRENT if one.name == "qwen3_5_text")
+DELTA_TARGETS = (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")
 LORA = LoraConfig(enable_lora=True, max_loras=4, max_lora_rank=16)
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
 MAX_DIFFERENCE = 2e-4
@@ -81,6 +84,7 @@ def assert_effect(run: Run, group: Ranks | Stages) -> None:
         pytest.param(Phi3Config(**DEEP), FUSED, 4, NativeDecoder.OFF, marks=SLOW),
         pytest.param(Qwen3Config(**DEEP), ALL, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(CONFIGS["gpt2"], CONV, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(DELTA, DELTA_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(CONFIGS["deepseek_v3"], LATENT, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(
             MixtralConfig(**DEEP | {"num_local_experts": 4}),

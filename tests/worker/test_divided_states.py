@@ -14,6 +14,7 @@ from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.driving import Run
 from tests.worker.recurrent_models import RECURRENT
 from tests.worker.test_parity import GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.test_ranks import Ranks
 from tests.worker.test_recurrent_drafts import FEW_STATES, NUM_DRAFTS, PARAMS, PREEMPTING, PROMPTS
 from tests.worker.test_speculation import Oracle
 from tests.worker.test_stages import SAMPLED, Stages
@@ -239,3 +240,75 @@ def test_stages_round_as_one_worker_does(
         run = stages.drive(prompts, SAMPLED, **cut)
         assert run.output_token_ids == expected.output_token_ids
         assert run.logprobs == expected.logprobs
+
+
+_DELTA = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_stages"),
+    [
+        ("qwen3_5_text", 2, 1),
+        ("qwen3_next", 2, 2),
+        *(pytest.param(name, 2, 1, marks=pytest.mark.slow) for name in _DELTA[1:]),
+        pytest.param("qwen3_5_text", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_divide_the_heads_of_gated_delta_nets(
+    name: str, num_ranks: int, num_stages: int, tmp_path: Path
+) -> None:
+    """Tokens are those of transformers; each rank holds the states of its own heads."""
+    model = build_checkpoint(tmp_path / "model", deep(name)())
+    prompts = make_prompts()
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    one = Stages(tmp_path / "model", 1).runners[0]
+    ranks = Stages(tmp_path / "model", num_stages, num_ranks)
+    for cut in ({}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1}):
+        assert ranks.drive(prompts, **cut).output_token_ids == expected
+    assert ranks.facts.exact_resume, ranks.facts.exact_resume_reason
+    whole = sum(tensor[0].numel() for tensor in states_of(one).all_tensors)
+    parts = [states_of(runner).all_tensors for runner in ranks.runners]
+    assert sum(tensor[0].numel() for tensors in parts for tensor in tensors) == whole
+
+
+def test_states_of_ranks_are_kept_copied_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16: snapshots, copies, and states before drafts, of which one rank has few."""
+    build_checkpoint(tmp_path / "model", deep("qwen3_5_text")())
+    options = {"dtype": "bfloat16", "swap_space_bytes": 8 << 20}
+    plain = Stages(tmp_path / "model", 1, 2, **options)
+    expected = plain.drive(PROMPTS, PARAMS)
+    check_preempted(plain, expected)
+    began = [tokens[:5] for tokens in expected.output_token_ids]
+    resumed = plain.drive(PROMPTS, PARAMS, outputs=began)
+    assert resumed.output_token_ids == expected.output_token_ids
+    texts = [a + b for a, b in zip(PROMPTS, expected.output_token_ids, strict=True)]
+    monkeypatch.setattr(Oracle, "texts", texts)
+    monkeypatch.setattr(repetitions, "NgramIndex", Oracle)
+    ranks = Stages(tmp_path / "model", 1, 2, num_speculative_tokens=NUM_DRAFTS, **options)
+    few, second = 9, ranks.runners[1]
+    states = second._mirror._draft_states  # type: ignore[attr-defined]
+    states._ids = states._ids[:few]
+    states.most_used = second._num_draft_states = few  # type: ignore[attr-defined]
+    for run in check_preempted(ranks, expected, **DRAFTING):
+        assert 0 < run.num_accepted_drafts < run.num_drafts
+    first = ranks.runners[0]._mirror._draft_states  # type: ignore[attr-defined]
+    assert first.most_used == few
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "reason"),
+    [
+        ("qwen3_5_text", 4, "has 2 heads of keys and 4 of values"),
+        ("lfm2", 2, "mlp is missing"),
+        ("mamba2", 2, "of a kind that is not divided"),
+        ("olmo_hybrid", 2, "of a kind that is not divided"),
+    ],
+)
+def test_other_recurrent_layers_are_not_divided_among_ranks(
+    name: str, num_ranks: int, reason: str, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path / "model", BY_NAME[name].config())
+    with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size {num_ranks}: .*{reason}"):
+        Ranks(tmp_path / "model", num_ranks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
         for part in loaded.model.get_submodule(layer.module_name).children():
             if isinstance(part, RankNorm):
                 part.add_up = exchange.add
-        for name in summed_modules(loaded.model, layer):
-            loaded.model.get_submodule(name).register_forward_hook(add)
+    names = [summed_modules(loaded.model, layer) for layer in loaded.layers]
+    names += [summed_modules(loaded.model, layer) for layer in loaded.recurrent]
+    for name in chain.from_iterable(names):
+        loaded.model.get_submodule(name).register_forward_hook(add)
 
 
 def _gather(

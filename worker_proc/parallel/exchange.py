@@ -83,6 +83,10 @@ class RankExchange:
             first += len(part)
         return out
 
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers; raises as `add` does."""
+        return int(self.gather(torch.tensor([[number]])).min())
+
     def agree(self, token_ids: Sequence[int]) -> None:
         """Raise RanksDiffer if another rank has sampled other tokens in this step."""
         checksum = zlib.crc32(array("q", token_ids).tobytes())

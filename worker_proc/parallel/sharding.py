@@ -30,7 +30,10 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.experts import is_transposed
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
+from worker_proc.parallel import delta_division
 from worker_proc.parallel.rank_norm import RankNorm, divide_norm, is_norm
+from worker_proc.recurrent.layers import own_forwards
+from worker_proc.recurrent.state_spec import RecurrentSpec
 
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
 """The last matrix of an attention."""
@@ -90,12 +93,14 @@ class Division:
     """Those that are divided by inputs."""
     summed: str = ""
     """The part of the module whose outputs the ranks add up; "": those of the module itself."""
-    by_head: tuple[str, ...] = ()
-    """Parameters with a value for each head."""
+    by_head: dict[str, int] = field(default_factory=dict)
+    """Parameters with a value for each head, and the number of heads."""
     spec: LayerSpec | None = None
     """Of an attention module."""
     norms: dict[str, Section] = field(default_factory=dict)
     """Norms of all queries or keys together."""
+    channels: dict[str, list[Section]] = field(default_factory=dict)
+    """Convolutions of each channel by itself."""
 
     def apply(self, module: nn.Module, share: Share) -> None:
         """Leave a rank's part in the module."""
@@ -103,9 +108,10 @@ class Division:
             _keep_outputs(module, name, sections, share)
         for name, section in self.outs.items():
             _keep_inputs(module, name, section, share)
-        for name in self.by_head:
-            assert self.spec is not None
-            kept = share.of(self.spec.num_heads)
+        for name, sections in self.channels.items():
+            _keep_channels(module.get_submodule(name), sections, share)
+        for name, num_heads in self.by_head.items():
+            kept = share.of(num_heads)
             values = getattr(module, name)[kept.start : kept.stop]
             setattr(module, name, _parameter(values.clone()))
         for name, section in self.norms.items():
@@ -114,6 +120,8 @@ class Division:
             setattr(module, name, divide_norm(getattr(module, name), places, share.num_ranks))
         if self.spec is not None:
             _set_counts(module, divide_spec(self.spec, share))
+        if self.channels:
+            delta_division.set_counts(module, share.num_ranks)
 
     def parts(self, share: Share) -> Iterator[tuple[str, MatrixPart]]:
         """Yield the names of the divided matrices, and what a rank has of them."""
@@ -132,8 +140,6 @@ def check_division(checked: CheckedModel, share: Share) -> None:
     probed, device = checked.inspected.probed, checked.device.type
     if device != "cpu":
         raise _refuse(share, f"it works on the CPU only, and the device is {device}")
-    if probed.recurrent:
-        raise _refuse(share, f"{probed.recurrent[0].module_name} has a recurrent state")
     if checked.files is not None:
         raise _refuse(share, "the checkpoint is quantized")
     if checked.inspected.dtype not in NATIVE_DTYPES:
@@ -141,7 +147,7 @@ def check_division(checked: CheckedModel, share: Share) -> None:
         raise _refuse(share, f"ranks exchange float32 and bfloat16, and the dtype is {dtype}")
     if checked.inspected.kind is not ModelKind.GENERATES or not checked.is_causal:
         raise _refuse(share, "the model does not generate text by attention")
-    _divide(rehearse(checked), probed.layers, share)
+    _divide(rehearse(checked), probed.layers, probed.recurrent, share)
 
 
 def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, MatrixPart]]:
@@ -150,14 +156,15 @@ def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, Mat
     Also returns the parts, by the names of the matrices. `check_division` has allowed it.
     UnsupportedModel: the parts of a module do not add up to it.
     """
-    divisions = _divide(loaded.model, loaded.layers, share)
+    divisions = _divide(loaded.model, loaded.layers, loaded.recurrent, share)
     _prove(loaded, divisions, share.num_ranks)
     for part in divisions:
         part.apply(loaded.model.get_submodule(part.module_name), share)
     _divide_head(loaded, share)
     layers = [replace(layer, spec=divide_spec(layer.spec, share)) for layer in loaded.layers]
     parts = dict(pair for division in divisions for pair in division.parts(share))
-    return replace(loaded, layers=layers), parts
+    states = [delta_division.divide_states(one, share.num_ranks) for one in loaded.recurrent]
+    return replace(loaded, layers=layers, recurrent=states), parts
 
 
 def _span(section: Section, share: Share, first: int = 0) -> Span:
@@ -191,13 +198,16 @@ def divide_spec(spec: LayerSpec, share: Share) -> LayerSpec:
     )
 
 
-def layer_name(layer: ProbedLayer) -> str:
-    """Return the name of the decoder layer of an attention module."""
+def layer_name(layer: ProbedLayer | RecurrentSpec) -> str:
+    """Return the name of the decoder layer of an attention or recurrent module."""
     return layer.module_name.rpartition(".")[0]
 
 
-def summed_modules(model: nn.Module, layer: ProbedLayer) -> tuple[str, str]:
-    """Return the modules whose outputs the ranks add up, of a layer's attention and of its MLP."""
+def summed_modules(model: nn.Module, layer: ProbedLayer | RecurrentSpec) -> tuple[str, str]:
+    """Return the modules whose outputs the ranks add up, of a layer's attention and of its MLP.
+
+    A recurrent module is in the place of the attention.
+    """
     attention, name = model.get_submodule(layer.module_name), layer_name(layer)
     out = next(one for one in _OUTS if hasattr(attention, one))
     mlp = f"{name}.mlp" if hasattr(model.get_submodule(name), "mlp") else f"{name}.fc2"
@@ -208,9 +218,56 @@ def _refuse(share: Share, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"tensor_parallel_size {share.num_ranks}: {reason}")
 
 
-def _divide(model: nn.Module, layers: Sequence[ProbedLayer], share: Share) -> list[Division]:
+def _divide(
+    model: nn.Module,
+    layers: Sequence[ProbedLayer],
+    recurrent: Sequence[RecurrentSpec],
+    share: Share,
+) -> list[Division]:
     """Return how the layers are divided; the model may be without values."""
-    return [part for layer in layers for part in _divide_layer(model, layer, share)]
+    found = [part for layer in layers for part in _divide_layer(model, layer, share)]
+    return found + [part for layer in recurrent for part in _divide_recurrent(model, layer, share)]
+
+
+def _divide_recurrent(model: nn.Module, layer: RecurrentSpec, share: Share) -> Iterator[Division]:
+    name = layer.module_name
+    module = model.get_submodule(name)
+    try:
+        heads = delta_division.heads_of(module)
+    except UnsupportedModel as error:
+        raise _refuse(share, f"{name} {error}") from error
+    if not share.divides(heads.num_keys) or heads.num_values % heads.num_keys:
+        problem = f"{heads.num_keys} heads of keys and {heads.num_values} of values"
+        raise _refuse(share, f"{name} has {problem}")
+    keys = Section(heads.num_keys, heads.key_size)
+    values = Section(heads.num_values, heads.value_size)
+    gates = Section(heads.num_values, 1)
+    of_keys = heads.num_values // heads.num_keys
+    together = 2 * (heads.key_size + of_keys * heads.value_size)
+    choices: tuple[dict[str, list[Section]], ...] = (
+        {
+            "in_proj_qkv": [keys, keys, values],
+            "in_proj_z": [values],
+            "in_proj_b": [gates],
+            "in_proj_a": [gates],
+        },
+        {
+            "in_proj_qkvz": [Section(heads.num_keys, together)],
+            "in_proj_ba": [Section(heads.num_keys, 2 * of_keys)],
+        },
+    )
+    found = [one for one in choices if _fits(module, one)]
+    outs = {delta_division.OUT: values}
+    if not found or not _has_shape(module, delta_division.OUT, inputs=[values]):
+        raise _refuse(share, f"{name} has projections of other sizes than its heads")
+    yield Division(
+        name,
+        found[0],
+        outs,
+        by_head=dict.fromkeys(delta_division.BY_HEAD, heads.num_values),
+        channels={delta_division.CONVOLUTION: [keys, keys, values]},
+    )
+    yield _divide_mlp(model, layer_name(layer), share)
 
 
 def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterator[Division]:
@@ -224,12 +281,14 @@ def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterato
     if layer.biases is not None or spec.kv_source is not None:
         raise _refuse(share, f"{name} has biases or keys of another layer")
     queries = Section(num_heads, spec.head_dim)
+    gated = Section(num_heads, 2 * spec.head_dim)
     keys = Section(num_kv_heads, spec.head_dim)
     values = Section(num_kv_heads, spec.value_head_dim)
     expansion = _matrix(attention, "kv_b_proj")
     expanded = Section(num_heads, 0 if expansion is None else expansion.shape[-2] // num_heads)
     choices = (
         {"q_proj": [queries], "k_proj": [keys], "v_proj": [values]},
+        {"q_proj": [gated], "k_proj": [keys], "v_proj": [values]},
         {"qkv_proj": [queries, keys, values]},
         {"c_attn": [queries, keys, values]},
         {"q_proj": [queries], "kv_b_proj": [expanded]},
@@ -241,7 +300,7 @@ def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterato
     if not outs or not found:
         raise _refuse(share, f"{name} is not made of queries, keys, values and {_OUTS[0]}")
     columns, out = found[0], outs[0]
-    sinks = () if layer.sinks is None else (layer.sinks.rpartition(".")[2],)
+    sinks = {} if layer.sinks is None else {layer.sinks.rpartition(".")[2]: num_heads}
     common = _LATENT if "kv_b_proj" in columns else set()
     norms = {
         key: section
@@ -351,13 +410,19 @@ def _check_others(
             raise _refuse(share, f"{name}.{key} belongs to all heads at once")
 
 
-def _keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:
+def _kept_units(sections: Sequence[Section], share: Share) -> list[int]:
+    """Return the places of a rank's units."""
     kept: list[int] = []
     first = 0
     for part in sections:
         units = share.of(part.num_units)
         kept += range(first + units.start * part.unit, first + units.stop * part.unit)
         first += part.num_units * part.unit
+    return kept
+
+
+def _keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:
+    kept = _kept_units(sections, share)
     outputs = torch.tensor(kept)
     matrix = _matrix(module, name)
     assert matrix is not None
@@ -369,6 +434,14 @@ def _keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], sha
         linear.nf = len(kept)
     if bias is not None:
         _set_bias(module, name, bias.index_select(-1, outputs))
+
+
+def _keep_channels(convolution: Any, sections: Sequence[Section], share: Share) -> None:
+    kept = torch.tensor(_kept_units(sections, share))
+    convolution.weight = _parameter(convolution.weight.detach().index_select(0, kept))
+    if convolution.bias is not None:
+        convolution.bias = _parameter(convolution.bias.detach().index_select(0, kept))
+    convolution.in_channels = convolution.out_channels = convolution.groups = len(kept)
 
 
 def _keep_inputs(module: nn.Module, name: str, section: Section, share: Share) -> None:
@@ -458,7 +531,7 @@ def _prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) -
     """Show for a module of every shape that the ranks' outputs add up to its own."""
     shapes = {_shape(part): part for part in reversed(divisions)}
     model = loaded.model
-    with transformers_attention(model):
+    with transformers_attention(model), own_forwards(model):
         with _recorded(model, [part.module_name for part in shapes.values()]) as calls:
             text = check_texts(loaded.vocab_size)[0]
             model(input_ids=torch.tensor([text]), use_cache=False)
