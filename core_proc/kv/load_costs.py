@@ -27,16 +27,21 @@ class LoadCosts:
         self._computed_ns = 0.0
         self._loaded_ns: dict[str, float] = {}
         """By machine; empty: this one."""
-        self._num_refused = 0
+        self._num_refused: dict[str, int] = {}
+        """Loads that did not seem to pay, likewise."""
         self._steps: deque[tuple[int, int]] = deque()
         """All tokens, and prompt tokens, of each step in flight."""
 
+    def pays(self, source: str = "") -> bool:
+        """Return whether reading takes less time than computing, as far as is known."""
+        return self._computed_ns == 0.0 or self._loaded_ns.get(source, 0.0) < self._computed_ns
+
     def try_load(self, source: str = "") -> bool:
         """Return whether to read what is stored; of loads that do not pay, a few are tried."""
-        if self._computed_ns == 0.0 or self._loaded_ns.get(source, 0.0) < self._computed_ns:
+        if self.pays(source):
             return True
-        self._num_refused += 1
-        return self._num_refused % _TRIAL_EVERY == 0
+        num_refused = self._num_refused[source] = self._num_refused.get(source, 0) + 1
+        return num_refused % _TRIAL_EVERY == 0
 
     def limit_ms(self, num_tokens: int) -> int:
         """Return for how long tokens are read from another machine, at most; 0: no limit is known.
@@ -56,7 +61,9 @@ class LoadCosts:
         if source and self._computed_ns:
             token_ns = min(token_ns, _SLOWEST * self._computed_ns)
         if source not in self._loaded_ns and len(self._loaded_ns) >= _MOST_SOURCES:
-            del self._loaded_ns[next(key for key in self._loaded_ns if key)]
+            oldest = next(key for key in self._loaded_ns if key)
+            del self._loaded_ns[oldest]
+            self._num_refused.pop(oldest, None)
         self._loaded_ns[source] = _mean(self._loaded_ns.get(source, 0.0), token_ns)
 
     def sent(self, num_tokens: int, num_prompt_tokens: int) -> None:

@@ -22,6 +22,8 @@ class RemoteBlocks:
         """Keys of which the answer is missing."""
         self._found: dict[int, frozenset[bytes]] = {}
         """Of requests that do not ask again; empty where nothing is to be read."""
+        self._trials: set[int] = set()
+        """Requests for which blocks are read although that has not paid before."""
         self._unsent: list[FindBlocks] = []
 
     def may_ask(self, request: Request) -> bool:
@@ -29,8 +31,15 @@ class RemoteBlocks:
         is_new = request.req_id not in self._found and request.req_id not in self._asked
         return self._is_on and bool(request.blocks_at) and is_new
 
-    def ask(self, request: Request, num_here: int, num_groups: int) -> None:
-        """Ask for the blocks behind the first `num_here`."""
+    def ask(
+        self, request: Request, num_here: int, num_groups: int, *, is_trial: bool = False
+    ) -> None:
+        """Ask for the blocks behind the first `num_here`.
+
+        `is_trial`: what is found is read although that has not paid before.
+        """
+        if is_trial:
+            self._trials.add(request.req_id)
         hashes = request.block_hashes[num_here : num_here + MAX_KEYS // num_groups]
         keys = [group_key(each, group) for each in hashes for group in range(num_groups)]
         self._asked[request.req_id] = keys
@@ -48,6 +57,10 @@ class RemoteBlocks:
     def give_up(self, request: Request) -> None:
         """Read nothing more from there: it does not pay, or a block did not come."""
         self._found[request.req_id] = frozenset()
+        self._trials.discard(request.req_id)
+
+    def is_trial(self, request: Request) -> bool:
+        return request.req_id in self._trials
 
     def has_any(self, request: Request) -> bool:
         return bool(self._found.get(request.req_id))
@@ -59,6 +72,7 @@ class RemoteBlocks:
         """The request has ended."""
         self._asked.pop(request.req_id, None)
         self._found.pop(request.req_id, None)
+        self._trials.discard(request.req_id)
 
     def clear(self) -> None:
         """Read nothing that was stored so far."""

@@ -161,10 +161,12 @@ class Loads:
         hits = self._kv.find_cached_prefix(request)
         _, num_here = self._kv.find_loadable(request, hits, offload.has)
         num_tokens = (len(request.block_hashes) - num_here) * self._kv.block_size
-        if num_tokens < offload.least_tokens or not offload.costs.try_load(request.blocks_at):
+        costs, source = offload.costs, request.blocks_at
+        is_trial = not costs.pays(source)
+        if num_tokens < offload.least_tokens or not costs.try_load(source):
             offload.remote.give_up(request)
             return False
-        offload.remote.ask(request, num_here, len(self._kv.groups))
+        offload.remote.ask(request, num_here, len(self._kv.groups), is_trial=is_trial)
         self._num_looked_up += request.num_tokens
         self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
         self._asking[request.req_id] = request
@@ -191,7 +193,9 @@ class Loads:
             reaches = partial(offload.reaches, request)
             all_hits, num_all = self._kv.find_loadable(request, cached, reaches)
             is_enough = (num_all - num_blocks) * self._kv.block_size >= offload.least_tokens
-            if is_enough and offload.costs.try_load(request.blocks_at):
+            # Loads that have ended since the question may have shown that it does not pay.
+            pays = offload.costs.pays(request.blocks_at) or offload.remote.is_trial(request)
+            if is_enough and pays:
                 return _Stored(all_hits, num_all, len(cached[0]))
             offload.remote.give_up(request)
         num_tokens = (num_blocks - len(cached[0])) * self._kv.block_size

@@ -286,6 +286,32 @@ def test_a_machine_that_becomes_quicker_is_found_by_a_few_trials() -> None:
     assert costs.try_load(THERE)
 
 
+def test_what_a_trial_has_found_is_read(filled: FakeStore) -> None:
+    costs = costs_of(1000)
+    costs.loaded(1, 10**9, THERE)
+    num_loads = 0
+    for _ in range(40):
+        bench = Bench(filled)
+        bench.offload.costs = costs
+        bench.come("a")
+        bench.step()
+        bench.transfer()
+        if bench.questions:
+            bench.answer()
+            bench.step()
+            bench.transfer()
+            num_loads += len(bench.loads)
+    assert num_loads == 2
+
+
+def test_refused_loads_of_one_machine_make_no_trial_of_another() -> None:
+    costs = costs_of(1000)
+    for source in ("", THERE):
+        costs.loaded(1, 10**9, source)
+    tried = [source for _ in range(32) for source in ("", THERE) if costs.try_load(source)]
+    assert sorted(tried) == ["", "", THERE, THERE]
+
+
 def test_a_load_may_take_as_long_as_computing() -> None:
     assert LoadCosts().limit_ms(1000) == 0
     assert costs_of(1_000_000).limit_ms(2000) == 2000
