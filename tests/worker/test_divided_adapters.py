@@ -120,17 +120,27 @@ def test_ranks_use_their_parts_of_adapters(
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_shares"),
-    [(2, 1), *(pytest.param(*one, marks=SLOW) for one in ((3, 1), (2, 2)))],
+    ("config", "targets", "num_stages", "num_shares"),
+    [
+        (LlamaConfig(**DEEP), ALL, 2, 1),
+        (CONFIGS["gpt2"], CONV, 2, 1),
+        *(pytest.param(LlamaConfig(**DEEP), ALL, *one, marks=SLOW) for one in ((3, 1), (2, 2))),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
 )
 def test_stages_use_the_matrices_of_their_layers(
-    num_stages: int, num_shares: int, tmp_path: Path
+    config: PretrainedConfig,
+    targets: Sequence[str],
+    num_stages: int,
+    num_shares: int,
+    tmp_path: Path,
 ) -> None:
     """Also of an adapter that changes layers of one stage only."""
-    model = build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
-    adapters = write_adapters(tmp_path, model, ALL)
+    model = build_checkpoint(tmp_path / "model", config)
+    adapters = write_adapters(tmp_path, model, targets)
     tensors = load_file(adapters[0] / WEIGHTS_FILE)
-    first = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    first = {n: tensor for n, tensor in tensors.items() if ".layers.0." in n or ".h.0." in n}
+    assert first
     save_file(first, adapters[0] / WEIGHTS_FILE)
     expected = drive(Stages(tmp_path / "model", 1, lora=LORA), adapters)
     stages = Stages(tmp_path / "model", num_stages, num_shares, lora=LORA)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from protocol.config import ParallelConfig
 from worker_proc.adapters.sites import OtherStages
@@ -342,8 +343,9 @@ def _parts_of(model: Any, layers: list[str], forms: list[LayerForm], num_stages:
 
 
 def _widths(layer: nn.Module) -> int:
-    linears = [module for module in layer.modules() if type(module) is nn.Linear]
-    return sum(linear.in_features + linear.out_features for linear in linears)
+    """Return the inputs and outputs of all linear layers in a layer."""
+    linears = [module for module in layer.modules() if type(module) in (nn.Linear, Conv1D)]
+    return sum(sum(linear.weight.shape) for linear in linears)
 
 
 def _num_weights(module: nn.Module) -> int:
