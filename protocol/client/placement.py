@@ -60,8 +60,9 @@ class Placement:
         if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
             return []
         if not self._piece_tokens:
-            clients = (replica.client for replica in self._replicas)
-            facts = next((client.facts for client in clients if client.facts is not None), None)
+            clients = [each.client for each in self._replicas if each.client.facts is not None]
+            clients.sort(key=lambda client: not client.is_open)  # those that serve come first
+            facts = clients[0].facts if clients else None
             if facts is None:
                 return []
             self._piece_tokens = piece_tokens(facts.block_size)

@@ -57,16 +57,14 @@ from protocol.client.replica import TICK_S, Replica
 from protocol.client.replica_set import NO_CORE, ReplicaSet
 from protocol.client.request_stream import RequestStream, vector_of
 from protocol.config import RoutingPolicy
-from protocol.config.addresses import check_tcp_address, is_remote
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
 from protocol.sampling import Pooling, SamplingParams, pooling_params
+from protocol.transport.channel import check_address
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
 FAILOVER_S = 0.75
-_SLICE_S = 0.002
-"""Longest time for which moving requests holds the host's event loop."""
 
 T = TypeVar("T")
 
@@ -125,6 +123,7 @@ class ReplicatedClient:
             **({} if keys is None else {"keys": keys}),
         }
         self._may_change = may_change
+        self._keys = keys
         self._set = ReplicaSet(addresses, lambda address: make_client(address, **options))
         self._replicas = self._set.replicas
         self._only = self._replicas[0].client if is_only else None
@@ -237,8 +236,8 @@ class ReplicatedClient:
         an address is not one.
         """
         assert self._may_change
-        for address in filter(is_remote, addresses):
-            check_tcp_address(address)
+        for address in addresses:
+            check_address(address, self._keys)
         new = self._set.keep_only(addresses)
         # Another client may have ended the pause.
         pause = self._pause if any(each.client.pauses for each in self._replicas) else None

@@ -24,3 +24,4 @@ from protocol.config.engine_config import RunConfig as RunConfig
 from protocol.config.engine_config import SchedulerConfig as SchedulerConfig
 from protocol.config.engine_config import WorkerConfig as WorkerConfig
 from protocol.config.rules import validate as validate
+from protocol.config.rules import validate_api_port as validate_api_port

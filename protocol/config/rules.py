@@ -31,6 +31,15 @@ def validate(config: EngineConfig) -> EngineConfig:
     return config
 
 
+def validate_api_port(config: EngineConfig) -> None:
+    """Raise ConfigError if the API would listen where another process of its engine does."""
+    if config.api.uds:
+        return
+    for is_broken, message in _differ([_Ports("port", config.api.host, config.api.port)], config):
+        if is_broken:
+            raise ConfigError(message)
+
+
 def _step_rules(config: EngineConfig) -> Iterator[Rule]:
     """What a step computes, and how it is limited."""
     scheduler = config.scheduler
@@ -201,14 +210,18 @@ class _Ports(NamedTuple):
 
 
 def _port_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Addresses at which processes of one machine listen."""
-    parallel, api = config.parallel, config.api
+    """Addresses at which processes of one machine listen, that of the API apart."""
+    return _differ([], config)
+
+
+def _differ(taken: list[_Ports], config: EngineConfig) -> Iterator[Rule]:
+    """Addresses for links, which must differ from each other and from what is taken."""
+    parallel = config.parallel
     listens = {
         "core_listen": parallel.core_listen,
         "agents_listen": parallel.agents_listen,
         "kv_listen": parallel.kv_listen,
     }
-    taken = [] if api.uds else [_Ports("port", api.host, api.port)]
     for setting, address in listens.items():
         if address is not None:
             host, _, port = address.rpartition(":")

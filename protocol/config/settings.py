@@ -204,7 +204,7 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
 
     Variables with secrets are erased, so that /proc/PID/environ does not show them.
     """
-    parsed, unknown = parser.parse_known_args(argv)
+    parsed, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         name = unknown[0].split("=")[0]
         options = [
@@ -266,7 +266,8 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
             return None
         if setting.is_list:
             return ()
-        hint_of_yaml = "; the word null needs quotes" if value is None else ""
+        is_of_text = str in (_base_type(setting.type), *_union_members(setting.type))
+        hint_of_yaml = "; the word null needs quotes" if value is None and is_of_text else ""
         raise ConfigError(f"{origin} must have a value{hint_of_yaml}")
     is_text = isinstance(value, str)
     if is_text and setting.is_bool:
@@ -302,13 +303,17 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
 
 
 def _parse_size(text: str) -> int | str:
-    """Read `8k` (8,000), `8K` (8,192) or `1.5G`, as vLLM does; other texts are returned."""
+    """Read `8k` (8,000), `8K` (8,192) or `1.5G`, as vLLM does; other texts are returned.
+
+    So are texts of other than whole numbers.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return text
     whole, part, unit = match.groups(default="")
     base = 1024 if unit.isupper() else 1000
-    return int(Fraction(whole + part) * base ** ("kmgt".index(unit.lower()) + 1))
+    size = Fraction(whole + part) * base ** ("kmgt".index(unit.lower()) + 1)
+    return int(size) if size.denominator == 1 else text
 
 
 def _parse_list(value: Any, setting: Setting) -> Any:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import zmq
 
-from protocol.config.addresses import is_remote
+from protocol.config.addresses import check_tcp_address, is_remote
 from protocol.message import (
     NO_EPOCH,
     DamagedFrame,
@@ -309,6 +309,16 @@ class RouterChannel(_Channel):
             self._send(peer, NO_EPOCH, b"", flag)
 
 
+def check_address(address: str, keys: ClientKeys | None) -> None:
+    """Raise a ValueError, for people, if a link cannot connect to an address."""
+    if not address.startswith(_TRANSPORTS):
+        raise ValueError(f"the address {address[:64]!r} must begin with ipc:// or tcp://")
+    if is_remote(address):
+        check_tcp_address(address)
+        if keys is None:
+            raise ValueError(f"{address} needs CURVE keys: a tcp address is never used without")
+
+
 class DealerChannel(_Channel):
     """The connecting side of a link; it reconnects by itself and reports when."""
 
@@ -325,10 +335,7 @@ class DealerChannel(_Channel):
 
         ValueError: a tcp address has no keys, or it is not an address.
         """
-        if is_remote(address) and keys is None:
-            raise ValueError(f"{address} needs CURVE keys: a tcp address is never used without")
-        if not address.startswith(_TRANSPORTS):
-            raise ValueError(f"the address {address[:64]!r} must begin with ipc:// or tcp://")
+        check_address(address, keys)
         socket = context.socket(zmq.DEALER)
         with _closed_on_error(socket):
             _configure(socket, hwm)

@@ -63,7 +63,7 @@ def main(
         parser.add_argument(flag, type=type(default), default=default, metavar="N", help=about)
     settings.add_flags(parser)
     config = settings.parse_args(parser, sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     _take_files(parser, arguments)
     flags = [item.flag for item in settings.settings() if hasattr(arguments, item.name)]
     if not min(arguments.concurrency, arguments.request_timeout_s, arguments.retry_timeout_s) > 0:

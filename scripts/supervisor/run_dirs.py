@@ -148,7 +148,8 @@ def wait_for_epoch_by_clock() -> int:
     one machine return the same epoch, however short the life of an engine.
     """
     epoch = int((time.time() - _EPOCHS_BEGIN_AT) * _EPOCHS_PER_S) + 1
-    time.sleep(max(0.0, _EPOCHS_BEGIN_AT + epoch / _EPOCHS_PER_S - time.time()))
+    left_s = _EPOCHS_BEGIN_AT + epoch / _EPOCHS_PER_S - time.time()
+    time.sleep(min(max(0.0, left_s), 1 / _EPOCHS_PER_S))  # the clock may be set back meanwhile
     return max(0, epoch)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from api_proc.http.listener import close_listener
 from api_proc.peers.directory import remove_all
-from protocol.config import ConfigError, EngineConfig, ModelConfig
+from protocol.config import ConfigError, EngineConfig, ModelConfig, validate_api_port
 from protocol.process.machines import check_links, with_kv_listen
 from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
@@ -64,6 +64,8 @@ def serve(
         ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
     """
     asked, config = config, complete(config)
+    if has_api:
+        validate_api_port(config)
     divide(config, os.environ)
     check_links(config)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest

@@ -660,6 +660,21 @@ def test_a_replica_that_joins_after_a_pause_computes(cores: Cores, ends: str) ->
     joining(cores, act, one)
 
 
+@pytest.mark.parametrize("wrong", ["10.0.0.2:5000", "tcp://10.0.0.2:5000", "tcp://a:0"])
+def test_a_wrong_address_changes_nothing(wrong: str, cores: Cores) -> None:
+    one, other = cores
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        with pytest.raises(ValueError, match=r"address|tcp://HOST:PORT"):
+            client.set_addresses([one.address, wrong, other.address])
+        assert len(client.clients) == 1
+        client.set_addresses([one.address, other.address])
+        await until(lambda: client.clients[1].serves)
+
+    joining(cores, act, one)
+
+
 def test_a_replica_serves_until_its_successor_does(cores: Cores) -> None:
     one, other = cores
     other.answers = False

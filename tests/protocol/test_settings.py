@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import ConfigError, Dtype, EngineConfig
+from protocol.config import ConfigError, Dtype, EngineConfig, validate_api_port
 from protocol.config.settings import (
     add_flags,
     configure,
@@ -152,10 +152,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             },
             "core_listen and kv_listen must differ: both would listen at port 7301",
         ),
-        (
-            {"agents_listen": "127.0.0.1:8000", "curve_keys": "keys"},
-            "port and agents_listen must differ",
-        ),
         ({"kv_listen": "10.0.0.1:7300", "curve_keys": "keys"}, "kv_listen needs kv_offload_bytes"),
         ({"ray": "auto"}, "ray needs agents_listen"),
         ({"replicas": 2}, "replicas and max_replicas need ray"),
@@ -189,10 +185,20 @@ def test_bad_file_is_refused(tmp_path: Path, content: str) -> None:
         resolve({}, {}, str(file))
 
 
+def test_only_an_engine_with_an_api_needs_its_port() -> None:
+    config = configure(agents_listen="127.0.0.1:8000", curve_keys="keys")
+    with pytest.raises(ConfigError, match="port and agents_listen must differ"):
+        validate_api_port(config)
+    validate_api_port(configure(agents_listen="127.0.0.1:8001", curve_keys="keys"))
+
+
 def test_the_null_model_needs_quotes_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "engine.yaml"
     file.write_text("model: null\n")
     with pytest.raises(ConfigError, match="must have a value; the word null needs quotes"):
+        resolve({}, {}, str(file))
+    file.write_text("port: null\n")
+    with pytest.raises(ConfigError, match=r"must have a value$"):
         resolve({}, {}, str(file))
     file.write_text('model: "null"\n')
     assert resolve({}, {}, str(file)).model.model == "null"
@@ -215,7 +221,7 @@ def test_numbers_may_have_a_unit(text: str, number: int) -> None:
     assert configure(max_model_len=text).model.max_model_len == number
 
 
-@pytest.mark.parametrize("text", ["k", "8kk", "8 kB", "-1k", "1e3k", "8x"])
+@pytest.mark.parametrize("text", ["k", "1.0001k", "8kk", "8 kB", "-1k", "1e3k", "8x"])
 def test_a_wrong_unit_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"'{text}' is not a whole number"):
         configure(max_model_len=text)

@@ -264,6 +264,13 @@ def test_files_may_be_named_by_options(
         assert capsys.readouterr().err == text
 
 
+def test_flags_may_stand_between_the_files(tmp_path: Path, handler: Any) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    handler.script += [(200, "{}")]
+    assert main([f"{tmp_path}/in.jsonl", "--base-url", handler.url, f"{tmp_path}/out.jsonl"]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "a"
+
+
 def test_a_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path) == 1
     text = f": {tmp_path}/in.jsonl cannot be used: No such file or directory\n"

@@ -203,7 +203,8 @@ inline bool floats_are_equal() {
     const Vec expected = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
     Vec found = multiply_add((Vec)upper_floats(x), (Vec)upper_floats(y), sum);
     found = multiply_add((Vec)lower_floats(x), (Vec)lower_floats(y), found);
-    const VecInt differs = (expected == expected) & ((VecInt)expected != (VecInt)found);
+    const VecInt are_nan = (expected != expected) & (found != found);  // whose bits may differ
+    const VecInt differs = ~are_nan & ((VecInt)expected != (VecInt)found);
     are_equal &= _mm512_test_epi32_mask((__m512i)differs, (__m512i)differs) == 0;
   }
   return are_equal;

@@ -63,9 +63,9 @@ bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns,
 
 }  // namespace
 
-// Copies a matrix, [num_rows, num_columns] with `stride` values from row to row, to blocks of lines, which are zeros: `down`, whose lines
-// are the rows, or, if `transposes`, `up`, whose lines are the columns. Sets `is_finite` to whether
-// all values are, in the type of the lines.
+// Copies a matrix, [num_rows, num_columns] with `stride` values from row to row, to blocks of lines,
+// which are zeros: `down`, whose lines are the rows, or, if `transposes`, `up`, whose lines are the
+// columns. Sets `is_finite` to whether all values are, in the type of the lines.
 extern "C" void troika_copy_low_rank(const void* from, int32_t type, int64_t num_rows,
                                      int64_t num_columns, int64_t stride, int32_t transposes,
                                      void* to, int32_t is_bf16, int32_t* is_finite) {

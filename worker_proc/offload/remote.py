@@ -171,18 +171,32 @@ class Peers:
         self._layout = layout
         self._rank = rank
         self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self._num_lent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._idle: deque[BlockReader] = deque()
         self._paused_until: dict[str, float] = {}
 
     @contextlib.contextmanager
     def reader(self, address: str) -> Iterator[BlockReader]:
-        """Lend a connection to a thread; an OSError: the server does not answer, as was logged.
+        """Lend a connection to a thread; OSError (it was logged): the server does not answer.
 
         The first thread decides on the priority of those that encrypt.
         """
         if time.monotonic() < self._paused_until.get(address, 0.0):
             raise PeerPaused(f"{address} has not answered before")
+        with self._lock:
+            self._num_lent += 1
+        try:
+            with self._lent(address) as reader:
+                yield reader
+        finally:
+            with self._returned:
+                self._num_lent -= 1
+                self._returned.notify_all()
+
+    @contextlib.contextmanager
+    def _lent(self, address: str) -> Iterator[BlockReader]:
         kept = self._take_idle(address)
         try:
             reader = kept or self._connect(address)
@@ -196,8 +210,11 @@ class Peers:
         except BaseException as error:
             # A kept connection may break because the server was started anew.
             is_gone = isinstance(error, TimeoutError) or kept is None
-            if isinstance(error, OSError) and is_gone:
-                self._pause(address, error)
+            if isinstance(error, OSError):
+                if is_gone:
+                    self._pause(address, error)
+                else:
+                    log.info("%s: %s; connecting anew", address, error)
             reader.close()
             raise
         if not reader.is_at_rest:  # it has asked for more than was needed
@@ -237,8 +254,9 @@ class Peers:
             log.warning("KV blocks of another machine are computed: %s", cause)
 
     def close(self) -> None:
-        """Disconnect; no thread has a connection any more."""
-        with self._lock:
+        """Disconnect, once no thread has a connection; none takes another one."""
+        with self._returned:
+            self._returned.wait_for(lambda: self._num_lent == 0, 2 * ANSWER_TIMEOUT_S)
             while self._idle:
                 self._idle.popleft().close()
             if self._context is not None:

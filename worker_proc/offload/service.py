@@ -19,7 +19,7 @@ from worker_proc.offload.remote import Peers
 from worker_proc.offload.writers import BlockWriters
 
 MAX_READERS = 8
-"""Loads at a time; each has a slot of every memory, one of the first."""
+"""Loads at a time. Each uses one slot of every memory, with a number below this one."""
 
 
 class OffloadService:

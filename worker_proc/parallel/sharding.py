@@ -583,9 +583,9 @@ def _output(module: nn.Module, call: _Call, child: str) -> torch.Tensor:
     return calls[child].output
 
 
-def _shape(part: Division) -> tuple[object, ...]:
-    sections = tuple((name, *sections) for name, sections in part.columns.items())
-    return (tuple(part.outs.items()), part.spec, sections)
+def _shape(part: Division) -> str:
+    """Return what parts have in common of which one is proven for all."""
+    return repr(replace(part, module_name=""))
 
 
 @contextmanager

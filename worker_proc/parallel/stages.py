@@ -344,7 +344,7 @@ def _parts_of(model: Any, layers: list[str], forms: list[LayerForm], num_stages:
 
 def _widths(layer: nn.Module) -> int:
     """Return the inputs and outputs of all linear layers in a layer."""
-    linears = [module for module in layer.modules() if type(module) in (nn.Linear, Conv1D)]
+    linears = (each for each in layer.modules() if isinstance(each, nn.Linear | Conv1D))
     return sum(sum(linear.weight.shape) for linear in linears)
 
 
