@@ -36,7 +36,7 @@ from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
 from worker_proc.parallel.adoption import SHARED_MEMORY, Adoption, RankMissing
 from worker_proc.parallel.exchange import RankExchange, RanksDiffer
-from worker_proc.parallel.sharding import Share
+from worker_proc.parallel.share import Share
 from worker_proc.runner import StepAbandoned
 from worker_proc.startup.load_runner import load_model_runner
 

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from worker_proc.errors import UnsupportedModel
+from worker_proc.parallel.divided_matrices import fits, has_shape
+from worker_proc.parallel.division import Division
+from worker_proc.parallel.share import Section, Share, refuse
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
-OUT = "out_proj"
-BY_HEAD = ("dt_bias", "A_log")
-CONVOLUTION = "conv1d"
-PROJECTIONS = (
+_OUT = "out_proj"
+_BY_HEAD = ("dt_bias", "A_log")
+_CONVOLUTION = "conv1d"
+_PROJECTIONS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
@@ -28,7 +30,7 @@ _OF_ALL = ("norm",)
 """Children that are the same for every head."""
 
 
-class DeltaHeads(NamedTuple):
+class _Heads(NamedTuple):
     """The heads of a gated delta net."""
 
     num_keys: int
@@ -37,25 +39,56 @@ class DeltaHeads(NamedTuple):
     value_size: int
 
 
-def heads_of(module: nn.Module) -> DeltaHeads:
+def divide_net(name: str, module: nn.Module, share: Share) -> Division:
+    """Return how a gated delta net is divided; UnsupportedModel: it cannot be."""
+    heads = _heads_of(name, module, share)
+    if not share.divides(heads.num_keys) or heads.num_values % heads.num_keys:
+        problem = f"{heads.num_keys} heads of keys and {heads.num_values} of values"
+        raise refuse(share, f"{name} has {problem}")
+    keys = Section(heads.num_keys, heads.key_size)
+    values = Section(heads.num_values, heads.value_size)
+    gates = Section(heads.num_values, 1)
+    of_keys = heads.num_values // heads.num_keys
+    together = 2 * (heads.key_size + of_keys * heads.value_size)
+    choices: tuple[dict[str, list[Section]], ...] = (
+        {
+            "in_proj_qkv": [keys, keys, values],
+            "in_proj_z": [values],
+            "in_proj_b": [gates],
+            "in_proj_a": [gates],
+        },
+        {
+            "in_proj_qkvz": [Section(heads.num_keys, together)],
+            "in_proj_ba": [Section(heads.num_keys, 2 * of_keys)],
+        },
+    )
+    found = [one for one in choices if fits(module, one)]
+    outs = {_OUT: values}
+    if not found or not has_shape(module, _OUT, inputs=[values]):
+        raise refuse(share, f"{name} has projections of other sizes than its heads")
+    return Division(
+        name,
+        found[0],
+        outs,
+        by_head=dict.fromkeys(_BY_HEAD, heads.num_values),
+        channels={_CONVOLUTION: [keys, keys, values]},
+        counts=_COUNTS,
+    )
+
+
+def _heads_of(name: str, module: nn.Module, share: Share) -> _Heads:
     """Return the heads of a module; UnsupportedModel: it is not made as a gated delta net is."""
     names = {name for name, _ in module.named_children()}
     own = {name for name, _ in module.named_parameters(recurse=False)}
-    kinds = [{*projections, OUT, CONVOLUTION, *_OF_ALL} for projections in PROJECTIONS]
+    kinds = [{*projections, _OUT, _CONVOLUTION, *_OF_ALL} for projections in _PROJECTIONS]
     if (
         names not in kinds
-        or own != set(BY_HEAD)
+        or own != set(_BY_HEAD)
         or not all(hasattr(module, one) for one in _COUNTS)
     ):
-        raise UnsupportedModel("has a recurrent state of a kind that is not divided")
+        raise refuse(share, f"{name} has a recurrent state of a kind that is not divided")
     sizes: Any = module
-    return DeltaHeads(sizes.num_k_heads, sizes.head_k_dim, sizes.num_v_heads, sizes.head_v_dim)
-
-
-def set_counts(module: nn.Module, num_ranks: int) -> None:
-    """Divide the sizes that a module keeps."""
-    for name in _COUNTS:
-        setattr(module, name, getattr(module, name) // num_ranks)
+    return _Heads(sizes.num_k_heads, sizes.head_k_dim, sizes.num_v_heads, sizes.head_v_dim)
 
 
 def divide_states(spec: RecurrentSpec, num_ranks: int) -> RecurrentSpec:

@@ -15,7 +15,7 @@ import torch
 from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.parallel.adoption import SLICE_NS, Adoption
-from worker_proc.parallel.sharding import Share
+from worker_proc.parallel.share import Share
 
 SLOT_BYTES = 1 << 20
 """Of the rows that are exchanged at once; more are divided."""

@@ -23,7 +23,7 @@ import torch
 from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.parallel.adoption import SLICE_NS, Adoption
-from worker_proc.parallel.sharding import Share
+from worker_proc.parallel.share import Share
 from worker_proc.parallel.stages import Stage
 
 MAX_SLOT_BYTES = 32 << 20

@@ -31,7 +31,7 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.passages import LayerForm, Passage, StageModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.parallel.sharding import Share
+from worker_proc.parallel.share import Share
 from worker_proc.recurrent.layers import own_forwards
 
 _NUM_ROWS = 251

@@ -1,0 +1,143 @@
+"""Takes some outputs or inputs of matrices: of linear layers, and of the experts of a mixture."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from worker_proc.modules.experts import is_transposed
+from worker_proc.parallel.share import Section, Share
+
+
+def matrix_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return a matrix, or those of all experts, `[..., outputs, inputs]`; None: it is not there."""
+    parent, _, last = name.rpartition(".")
+    owner: Any = getattr(module, parent, None) if parent else module
+    found: Any = getattr(owner, last, None)
+    if isinstance(found, nn.Parameter):
+        return _as_stored(owner, found.detach())
+    if type(found) not in (nn.Linear, Conv1D):
+        return None
+    weight: torch.Tensor = found.weight.detach()
+    return weight.mT if type(found) is Conv1D else weight
+
+
+def _as_stored(owner: Any, matrix: torch.Tensor) -> torch.Tensor:
+    """Return `[..., outputs, inputs]` as the experts of a module store it, and the reverse."""
+    return matrix.mT if is_transposed(owner) else matrix
+
+
+def fits(module: nn.Module, columns: dict[str, list[Section]]) -> bool:
+    return all(has_shape(module, name, outputs=parts) for name, parts in columns.items())
+
+
+def has_shape(
+    module: nn.Module,
+    name: str,
+    *,
+    outputs: Sequence[Section] | None = None,
+    inputs: Sequence[Section] | None = None,
+) -> bool:
+    """Return whether a matrix is there and has this number of outputs or of inputs."""
+    matrix = matrix_of(module, name)
+    if matrix is None:
+        return False
+    for parts, size in ((outputs, matrix.shape[-2]), (inputs, matrix.shape[-1])):
+        if parts is not None and sum(part.num_units * part.unit for part in parts) != size:
+            return False
+    return True
+
+
+def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:
+    kept = _kept_units(sections, share)
+    outputs = torch.tensor(kept)
+    matrix = matrix_of(module, name)
+    assert matrix is not None
+    _replace(module, name, matrix.index_select(-2, outputs))
+    linear, bias = _bias_of(module, name)
+    if isinstance(linear, nn.Linear):
+        linear.out_features = len(kept)
+    elif isinstance(linear, Conv1D):
+        linear.nf = len(kept)
+    if bias is not None:
+        _set_bias(module, name, bias.index_select(-1, outputs))
+
+
+def keep_channels(convolution: Any, sections: Sequence[Section], share: Share) -> None:
+    kept = torch.tensor(_kept_units(sections, share))
+    convolution.weight = parameter_of(convolution.weight.detach().index_select(0, kept))
+    if convolution.bias is not None:
+        convolution.bias = parameter_of(convolution.bias.detach().index_select(0, kept))
+    convolution.in_channels = convolution.out_channels = convolution.groups = len(kept)
+
+
+def keep_inputs(module: nn.Module, name: str, section: Section, share: Share) -> None:
+    """Keep some inputs; rank 0 adds the bias, which the sum of all ranks contains once."""
+    units = share.of(section.num_units)
+    matrix = matrix_of(module, name)
+    assert matrix is not None
+    _replace(module, name, matrix[..., units.start * section.unit : units.stop * section.unit])
+    linear, bias = _bias_of(module, name)
+    if isinstance(linear, nn.Linear):
+        linear.in_features = len(units) * section.unit
+    elif isinstance(linear, Conv1D):
+        linear.nx = len(units) * section.unit
+    if bias is None or share.rank == 0:
+        return
+    if isinstance(linear, nn.Linear):
+        linear.register_parameter("bias", None)
+    else:
+        _set_bias(module, name, torch.zeros_like(bias))
+
+
+def _kept_units(sections: Sequence[Section], share: Share) -> list[int]:
+    """Return the places of a rank's units."""
+    kept: list[int] = []
+    first = 0
+    for part in sections:
+        units = share.of(part.num_units)
+        kept += range(first + units.start * part.unit, first + units.stop * part.unit)
+        first += part.num_units * part.unit
+    return kept
+
+
+def _replace(module: nn.Module, name: str, matrix: torch.Tensor) -> None:
+    """Replace a matrix, `[..., outputs, inputs]`."""
+    parent, _, last = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    found = getattr(owner, last)
+    if isinstance(found, nn.Linear | Conv1D):
+        stored = matrix.mT if isinstance(found, Conv1D) else matrix
+        found.weight = parameter_of(stored)
+    else:
+        setattr(owner, last, parameter_of(_as_stored(owner, matrix)))
+
+
+def _bias_of(module: nn.Module, name: str) -> tuple[nn.Module | None, torch.Tensor | None]:
+    """Return the linear layer with a matrix, if one has it, and the bias: of experts, theirs."""
+    parent, _, last = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    found = getattr(owner, last)
+    if isinstance(found, nn.Linear | Conv1D):
+        return found, None if found.bias is None else found.bias.detach()
+    bias = getattr(owner, f"{last}_bias", None)
+    return None, None if bias is None else bias.detach()
+
+
+def _set_bias(module: nn.Module, name: str, values: torch.Tensor) -> None:
+    parent, _, last = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    found = getattr(owner, last)
+    if isinstance(found, nn.Linear | Conv1D):
+        found.bias = parameter_of(values)
+    else:
+        setattr(owner, f"{last}_bias", parameter_of(values))
+
+
+def parameter_of(values: torch.Tensor) -> nn.Parameter:
+    has_more = values.untyped_storage().nbytes() > values.numel() * values.element_size()
+    if has_more or not values.is_contiguous():
+        values = values.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(values, requires_grad=False)

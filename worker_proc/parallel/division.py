@@ -1,0 +1,108 @@
+"""How a module is divided among ranks, and what each of them keeps."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from worker_proc.adapters.sites import MatrixPart, Span
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.parallel.divided_matrices import (
+    keep_channels,
+    keep_inputs,
+    keep_outputs,
+    parameter_of,
+)
+from worker_proc.parallel.rank_norm import divide_norm
+from worker_proc.parallel.share import Section, Share
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a module is divided: by outputs of some matrices, and by inputs of others.
+
+    A matrix is a linear layer, or the parameter with those of all experts.
+    """
+
+    module_name: str
+    columns: dict[str, list[Section]]
+    """The matrices that are divided by outputs, by their names in the module."""
+    outs: dict[str, Section]
+    """Those that are divided by inputs."""
+    summed: str = ""
+    """The part of the module whose outputs the ranks add up; "": those of the module itself."""
+    by_head: dict[str, int] = field(default_factory=dict)
+    """Parameters with a value for each head, and the number of heads."""
+    spec: LayerSpec | None = None
+    """Of an attention module."""
+    norms: dict[str, Section] = field(default_factory=dict)
+    """Norms of all queries or keys together."""
+    channels: dict[str, list[Section]] = field(default_factory=dict)
+    """Convolutions of each channel by itself."""
+    counts: tuple[str, ...] = ()
+    """Sizes that the module keeps, of which each rank has its part."""
+
+    def apply(self, module: nn.Module, share: Share) -> None:
+        """Leave a rank's part in the module."""
+        for name, sections in self.columns.items():
+            keep_outputs(module, name, sections, share)
+        for name, section in self.outs.items():
+            keep_inputs(module, name, section, share)
+        for name, sections in self.channels.items():
+            keep_channels(module.get_submodule(name), sections, share)
+        for name, num_heads in self.by_head.items():
+            kept = share.of(num_heads)
+            values = getattr(module, name)[kept.start : kept.stop]
+            setattr(module, name, parameter_of(values.clone()))
+        for name, section in self.norms.items():
+            own = share.of(section.num_units)
+            places = slice(own.start * section.unit, own.stop * section.unit)
+            setattr(module, name, divide_norm(getattr(module, name), places, share.num_ranks))
+        if self.spec is not None:
+            _set_counts(module, divide_spec(self.spec, share))
+        for name in self.counts:
+            setattr(module, name, getattr(module, name) // share.num_ranks)
+
+    def parts(self, share: Share) -> Iterator[tuple[str, MatrixPart]]:
+        """Yield the names of the divided matrices, and what a rank has of them."""
+        for name, sections in self.columns.items():
+            first, spans = 0, []
+            for section in sections:
+                spans.append(_span(section, share, first))
+                first += section.num_units * section.unit
+            yield f"{self.module_name}.{name}", MatrixPart(spans)
+        for name, section in self.outs.items():
+            yield f"{self.module_name}.{name}", MatrixPart(inputs=_span(section, share))
+
+
+def divide_spec(spec: LayerSpec, share: Share) -> LayerSpec:
+    """Return the attention of a rank's heads."""
+    return replace(
+        spec,
+        num_heads=len(share.of(spec.num_heads)),
+        num_kv_heads=len(share.of(spec.num_kv_heads)),
+    )
+
+
+def _span(section: Section, share: Share, first: int = 0) -> Span:
+    own, unit = share.of(section.num_units), section.unit
+    return Span(first + own.start * unit, section.num_units * unit, len(own) * unit)
+
+
+def _set_counts(attention: nn.Module, spec: LayerSpec) -> None:
+    """Change the counts that attention modules keep, or read from their configuration."""
+    counts = {
+        "num_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "num_key_value_groups": spec.num_heads // spec.num_kv_heads,
+        "split_size": spec.num_heads * spec.head_dim,
+    }
+    for name, value in counts.items():
+        if hasattr(attention, name):
+            setattr(attention, name, value)
+    config: Any = copy.copy(attention.config)
+    config.num_attention_heads = spec.num_heads
+    config.num_key_value_heads = spec.num_kv_heads
+    attention.config = config

@@ -1,0 +1,114 @@
+"""Shows that the outputs of ranks add up to those of the whole module, before any is divided."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from worker_proc.attention.interface import transformers_attention
+from worker_proc.calibration.self_check import check_texts, max_error
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.parallel.division import Division
+from worker_proc.parallel.rank_norm import RankNorm
+from worker_proc.parallel.share import Share, refuse
+from worker_proc.recurrent.layers import own_forwards
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: torch.Tensor
+
+
+@torch.inference_mode()
+def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) -> None:
+    """Show for a module of every shape that the ranks' outputs add up to its own.
+
+    UnsupportedModel: they do not.
+    """
+    shapes = {_shape(part): part for part in reversed(divisions)}
+    model = loaded.model
+    with transformers_attention(model), own_forwards(model):
+        with _recorded(model, [part.module_name for part in shapes.values()]) as calls:
+            text = check_texts(loaded.vocab_size)[0]
+            model(input_ids=torch.tensor([text]), use_cache=False)
+        for part in shapes.values():
+            call = calls[part.module_name]
+            expected = _output(model.get_submodule(part.module_name), call, part.summed).float()
+            found = torch.zeros(expected.shape, dtype=torch.float32)
+            modules = []
+            for rank in range(num_ranks):
+                modules.append(copy.deepcopy(model.get_submodule(part.module_name)))
+                part.apply(modules[-1], Share(rank, num_ranks))
+            for name in part.norms:
+                _add_up_squares([getattr(module, name) for module in modules], modules, call)
+            for module in modules:
+                try:
+                    found += _output(module, call, part.summed).float()
+                except RuntimeError as error:
+                    reason = f"a part of {part.module_name} cannot be computed ({error})"
+                    raise refuse(Share(0, num_ranks), reason) from error
+            difference = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+            if not difference <= max_error(loaded.dtype):
+                reason = f"the parts of {part.module_name} do not add up to it"
+                raise refuse(Share(0, num_ranks), f"{reason} (relative error {difference:.3g})")
+
+
+def _add_up_squares(norms: Sequence[RankNorm], modules: Sequence[nn.Module], call: _Call) -> None:
+    """Let the norms of all ranks' modules have the sums that they would exchange in a call."""
+    sums: list[torch.Tensor] = []
+    for norm, module in zip(norms, modules, strict=True):
+        norm.add_up = lambda rows: sums.append(rows.clone())
+        module(*call.args, **call.kwargs)
+    total = torch.stack(sums).sum(0)
+
+    def give_total(rows: torch.Tensor) -> None:
+        rows.copy_(total)
+
+    for norm in norms:
+        norm.add_up = give_total
+
+
+def _output(module: nn.Module, call: _Call, child: str) -> torch.Tensor:
+    """Return what a module or a part of it computes in a call of the module."""
+    if not child:
+        return _first(module(*call.args, **call.kwargs))
+    with _recorded(module, [child]) as calls:
+        module(*call.args, **call.kwargs)
+    return calls[child].output
+
+
+def _shape(part: Division) -> str:
+    """Return what parts have in common of which one is proven for all."""
+    return repr(replace(part, module_name=""))
+
+
+@contextmanager
+def _recorded(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, _Call]]:
+    """Record the calls of some modules."""
+    calls: dict[str, _Call] = {}
+
+    def record(name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls[name] = _Call(args, kwargs, _first(output))
+
+        return hook
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(record(name), with_kwargs=True)
+        for name in names
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
