@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = re.compile(r"`([\w/]+\.py):([\w.]+?)(?:\(\))?`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"\.venv/bin/python -m ((?:scripts|tests|worker_proc)[\w.]*)")
 
 
 def pages() -> list[Path]:
@@ -72,6 +73,19 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_resolves(page: Path) -> None:
     assert broken_links(page) == []
+
+
+def runs_something(module: str) -> bool:
+    """Whether `python -m MODULE` calls a function, and does not only define some."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.is_file() and (path.is_dir() or 'if __name__ == "__main__":' in file.read_text())
+
+
+def test_every_command_of_the_documentation_runs_something() -> None:
+    commands = {name for page in pages() for name in COMMAND.findall(page.read_text())}
+    assert "scripts.batch.command" in commands
+    assert {name for name in commands if not runs_something(name)} == set()
 
 
 ARCHITECTURE = REFERENCE.findall((ROOT / "docs" / "architecture.md").read_text())

@@ -190,3 +190,7 @@ class Batch:
     def _next(self) -> Request | None:
         with self._lock:
             return next(self._lines, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
