@@ -88,6 +88,13 @@ def test_every_command_of_the_documentation_runs_something() -> None:
     assert {name for name in commands if not runs_something(name)} == set()
 
 
+def test_every_url_of_a_curl_command_has_a_host() -> None:
+    """curl takes `:8000/livez` for a URL without a host, and refuses it."""
+    texts = {page.name: page.read_text() for page in pages()}
+    found = {name: re.findall(r"curl [^\n`|]*['\" ]:\d.*", text) for name, text in texts.items()}
+    assert {name: commands for name, commands in found.items() if commands} == {}
+
+
 ARCHITECTURE = REFERENCE.findall((ROOT / "docs" / "architecture.md").read_text())
 
 
