@@ -107,7 +107,8 @@ class AccessLogger:
                 f" prompt {record.num_prompt_tokens} output {record.num_output_tokens}"
                 f" first {first}"
             )
-            tokens += "" if record.is_sent else " unfinished"
+            is_error = status >= 400 and status != _DISCONNECTED
+            tokens += "" if record.is_sent or is_error else " unfinished"
         return (
             f"{self._clock} [{self._label}] {scope['method']} {_path(scope)} {status}{tokens}"
             f" total {duration_s * 1000:.0f} ms {scope[REQUEST_ID_KEY]}\n"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from api_proc.http.access_log import (
@@ -18,7 +19,14 @@ from api_proc.http.access_log import (
 )
 from protocol.config import AccessLog, LogFormat
 from protocol.config.settings import configure
-from tests.api.fake_engine import FakeClient, LiveServer, wait_until
+from tests.api.fake_engine import (
+    FACTS,
+    FakeClient,
+    LiveServer,
+    emitting,
+    ids_of,
+    wait_until,
+)
 
 SECRET = "attack-at-dawn"
 BODY = {"prompt": SECRET, "max_tokens": 6}
@@ -79,17 +87,30 @@ def test_lines_have_status_tokens_times_and_id_but_no_text(log: Log) -> None:
 
 
 def test_a_client_that_leaves_is_logged_with_what_it_has_got(log: Log) -> None:
-    live_client = FakeClient()
+    facts = msgspec.structs.replace(FACTS, max_model_len=2**20, num_gpu_blocks=2**17)
+    live_client = FakeClient(facts, emitting(ids_of("x") * 100_000))
     with LiveServer(configure(model="null"), live_client, access_logger=log.logger) as live:
         body = {**BODY, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
-        body["prompt"] = [1, 2, 3]
         with (
             httpx.Client(base_url=live.url) as client,
-            client.stream("POST", "/v1/completions", json={**body, "max_tokens": 5000}) as response,
+            client.stream("POST", "/v1/completions", json=body) as response,
         ):
             next(response.iter_lines())
         (line,) = log.wait_for(1)
+    assert re.search(r'"status":200|completions 200 ', line)
     assert ('"finished":false' if line.startswith("{") else " unfinished ") in line
+
+
+def test_a_request_that_is_refused_is_not_called_unfinished(log: Log) -> None:
+    """Its client has the whole answer, an error."""
+    with (
+        LiveServer(configure(model="null"), FakeClient(), access_logger=log.logger) as live,
+        httpx.Client(base_url=live.url) as client,
+    ):
+        client.post("/v1/completions", json={**BODY, "max_tokens": 5000})
+        (line,) = log.wait_for(1)
+    assert re.search(r'"status":400|completions 400 ', line)
+    assert " unfinished " not in line
 
 
 def test_above_a_rate_requests_are_sampled_and_the_rest_is_counted(tmp_path: Path) -> None:
