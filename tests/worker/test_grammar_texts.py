@@ -8,8 +8,8 @@ import pytest
 
 from api_proc.bodies import CompletionBody
 from api_proc.openai.structured import grammar_of
-from protocol.sampling import Grammar
-from worker_proc.grammar.compiler import FIRST_BYTE_ID, GrammarCompiler, Vocabulary
+from protocol.sampling import Grammar, GrammarKind
+from worker_proc.grammar.compiler import FIRST_BYTE_ID, GrammarCompiler, GrammarError, Vocabulary
 from worker_proc.grammar.state import GrammarState
 
 EOS = 2
@@ -87,3 +87,23 @@ def may_be(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
         state.advance(token_ids)
         assert not state.error
     return True
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: %json {"type": "strnig"}', "Invalid type: strnig"),
+        ('start: "a" other\nother: /(/', 'invalid regex "(" (in regex): regex parse error:'),
+    ],
+)
+def test_errors_show_no_line_of_the_grammar_around_a_schema(grammar: str, text: str) -> None:
+    """The grammar may be the server's, as that of an answer after reasoning."""
+    with pytest.raises(GrammarError) as caught:
+        COMPILER.compile(Grammar(GrammarKind.LARK, grammar))
+    assert str(caught.value).startswith(text)
+    assert "start" not in str(caught.value)
+
+
+def test_errors_of_a_grammar_show_its_line() -> None:
+    with pytest.raises(GrammarError, match=r'at 1\(8\): unknown name: "foo"\n +1 \| start: foo'):
+        COMPILER.compile(Grammar(GrammarKind.LARK, "start: foo"))

@@ -1,6 +1,7 @@
 """Compiles grammars for the tokens of one model, and keeps the compiled ones."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -27,6 +28,10 @@ _STEP_LEXER_FUEL = 200_000
 _STEP_MAX_ITEMS = 50_000
 _BYTES_PER_CHARACTER = 32
 _LEAST_BYTES = 64 * 1024
+_SCHEMA_ERROR = "failed to compile JSON schema: "
+_REGEX_ERROR = 'invalid regex "'
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+_SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
 
 class GrammarError(ValueError):
@@ -70,10 +75,16 @@ def define(grammar: Grammar) -> str:
 
 
 def _in_words(error: str) -> str:
-    """Explain what llguidance only names."""
+    """Explain what llguidance only names, and leave out lines that the request does not have.
+
+    A schema or a regular expression may stand in a grammar of the server, as after reasoning.
+    """
     if error.startswith("NoExtensionBias"):
         return "nothing matches the grammar: it is empty, or refers to itself without an end"
-    return error
+    cause = error.partition(_SCHEMA_ERROR)[2] or error
+    if cause is not error or _REGEX_ERROR in error:
+        cause = _SOURCE_LINES.sub("", _PLACE.sub("", cause))
+    return cause.rstrip()
 
 
 class _ByteTokens:
