@@ -32,7 +32,7 @@ from scripts.supervisor.startup import watch_signals
 _NAME = re.compile("[A-Za-z0-9._:-]{1,128}")
 
 
-def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.agent") -> int:
     """Run the engine until it is stopped, or has to leave. Returns the exit status."""
     started_at = time.monotonic()
     arguments = _parse(argv, program)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     return status
 
 
-def _parse(argv: Sequence[str] | None, program: str | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
     parser = OneLineParser(program, description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--join", required=True, metavar="HOST:PORT", help="address of --agents-listen"

@@ -38,7 +38,7 @@ def main() -> int:
         return 0
     close = difflib.get_close_matches(command, _MODULES, n=1)
     what = f"unknown command {command}" if command else "a command is missing"
-    question = f"; did you mean {close[0]}?" if close else f": {', '.join(_MODULES)}"
+    question = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(_MODULES)}"
     print(f"troika: {what}{question}", file=sys.stderr)
     return 2
 

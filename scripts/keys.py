@@ -11,13 +11,18 @@ from pathlib import Path
 from protocol.config.settings import OneLineParser
 from protocol.transport.curve import make_keys
 
+_ABOUT = (
+    "Make the keys of links between machines. DIR gets the pair of the engines, server.key and "
+    "server.secret, and DIR/clients a pair for each client. Keys that are there stay as they are."
+)
 
-def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+
+def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.keys") -> int:
     """Make the keys that are missing, and print their files.
 
     Wrong arguments end the program with status 2, and a directory that cannot be used with 1.
     """
-    parser = OneLineParser(program, description=(__doc__ or "").partition("\n\n")[2])
+    parser = OneLineParser(program, description=_ABOUT)
     text = "directory of the keys; it is made if it is not there"
     parser.add_argument("directory", metavar="DIR", type=Path, help=text)
     text = "a client: an API, an embedding program or a host agent"

@@ -17,7 +17,7 @@ from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
 from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
-from scripts.status import only_run_dir
+from scripts.status import chosen_run_dir
 from scripts.supervisor.planned_restarts import ALREADY_REPLACED, RESTARTABLE
 
 T = TypeVar("T")
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
     if replica is not None and role is Role.API:
         parser.error("--replica needs the role core or worker")
     try:
-        for run_dir in _run_dirs(arguments.run_dir or only_run_dir(), role, replica):
+        for run_dir in _run_dirs(chosen_run_dir(arguments.run_dir), role, replica):
             with contextlib.closing(StatusLink(run_dir)) as link:
                 print(restart(link, role, arguments.timeout, index))
     except (LookupError, ProtocolError, ValueError, RestartFailed) as error:
-        print(error.args[0], file=sys.stderr)
+        print(f"troika: {error.args[0]}", file=sys.stderr)
         return 1
     return 0
 

@@ -14,9 +14,11 @@ from protocol.lifecycle import ProcessStatus, Role, StatusReply
 from protocol.message import ProtocolError
 from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
-from scripts.supervisor.run_dirs import live_run_dirs
+from scripts.supervisor.run_dirs import is_live, live_run_dirs
 
 TIMEOUT_S = 2.0
+_CHOICE_TIMEOUT_S = 0.5
+"""For each of several engines, which are only listed."""
 _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")
 Replicas = Mapping[int, StatusReply | None]
 """What the supervisors of the replicas answer; None: nothing in time."""
@@ -31,14 +33,14 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     try:
-        run_dir = arguments.run_dir or only_run_dir()
+        run_dir = chosen_run_dir(arguments.run_dir)
         reply = _query(run_dir)
         if reply is None:
             raise LookupError(f"no supervisor answers in run dir {run_dir}")
         replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
         inner = {number: _query(replica_dir(run_dir, number)) for number in replicas}
     except (LookupError, ProtocolError, ValueError) as error:
-        print(error.args[0], file=sys.stderr)
+        print(f"troika: {error.args[0]}", file=sys.stderr)
         return 1
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(as_dict(reply, inner)), indent=2).decode())
@@ -47,9 +49,9 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     return 0
 
 
-def _query(run_dir: str) -> StatusReply | None:
+def _query(run_dir: str, timeout_s: float = TIMEOUT_S) -> StatusReply | None:
     with contextlib.closing(StatusLink(run_dir)) as link:
-        return link.query(TIMEOUT_S)
+        return link.query(timeout_s)
 
 
 def as_dict(reply: StatusReply, replicas: Replicas = MappingProxyType({})) -> dict[str, Any]:
@@ -88,15 +90,27 @@ def _cells(row: ProcessStatus, name: str) -> tuple[str, str, str, str, str, str]
     return name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)
 
 
-def only_run_dir() -> str:
-    """The run directory of this user's only running engine; LookupError: none, or several."""
+def chosen_run_dir(given: str | None) -> str:
+    """The run directory that is given, or that of this user's only running engine.
+
+    LookupError: no engine runs there, or there is none, or several.
+    """
+    if given is not None:
+        if not is_live(given):
+            raise LookupError(f"no engine runs in run dir {given}")
+        return given
     found = live_run_dirs()
     if not found:
         raise LookupError("no engine of this user is running")
     if len(found) > 1:
-        choices = "\n".join(f"  --run-dir {run_dir}" for run_dir in found)
+        choices = "\n".join(f"  --run-dir {run_dir}{_where(run_dir)}" for run_dir in found)
         raise LookupError(f"several engines are running; choose one:\n{choices}")
     return found[0]
+
+
+def _where(run_dir: str) -> str:
+    reply = _query(run_dir, _CHOICE_TIMEOUT_S)
+    return f"   ({api_root(reply.url)})" if reply is not None and reply.url else ""
 
 
 if __name__ == "__main__":

@@ -213,8 +213,10 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
             if action.help is not argparse.SUPPRESS
             for option in action.option_strings
         ]
-        kind = "flag" if name.startswith("-") else "argument"
-        parser.error(f"unknown {kind} {name}{hint(name, options)}; see --help")
+        if not name.startswith("-"):
+            meant = f"; did you mean --{name}?" if f"--{name}" in options else ""
+            parser.error(f"unknown argument {name}{meant}; see --help")
+        parser.error(f"unknown flag {name}{hint(name, options)}; see --help")
     arguments = vars(parsed)
     names = {setting.name for setting in settings()}
     flags = {name: value for name, value in arguments.items() if name in names}

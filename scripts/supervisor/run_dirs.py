@@ -97,7 +97,7 @@ class RunDir:
             # A link to this directory is of a killed predecessor: this process has the lock.
             if target == self.path:
                 link.unlink(missing_ok=True)
-            elif not _is_live(target):
+            elif not is_live(target):
                 link.unlink(missing_ok=True)
                 remove_memory(target)
                 if link.name.startswith(_TEMPORARY):
@@ -155,7 +155,7 @@ def wait_for_epoch_by_clock() -> int:
 
 def live_run_dirs() -> list[str]:
     """The run directories that supervisors of this user hold."""
-    return sorted(target for _, target in _entries(_register_dir()) if _is_live(target))
+    return sorted(target for _, target in _entries(_register_dir()) if is_live(target))
 
 
 def holder_of(run_dir: str) -> int | None:
@@ -195,7 +195,7 @@ def _entries(register: Path) -> Iterator[tuple[Path, str]]:
         yield link, target
 
 
-def _is_live(run_dir: str) -> bool:
+def is_live(run_dir: str) -> bool:
     """Whether a supervisor holds the directory; also True where that cannot be found out.
 
     Only the lock decides: a busy supervisor may not answer, or even refuse a connection.

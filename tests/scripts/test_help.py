@@ -1,14 +1,16 @@
 """The help of `troika serve`, and errors in its arguments: one line that states what to do."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from protocol.config import EngineConfig
 from protocol.config.settings import settings
+from protocol.process.status import StatusLink
 from protocol.version import version
-from scripts import cli, keys
+from scripts import cli, keys, restart, status
 from scripts.supervisor import startup
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +71,8 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
         ),
         (["--max-num-sequs=3"], "unknown flag --max-num-sequs; did you mean --max-num-seqs?"),
         (["demo", "x"], "unknown argument x; see --help"),
+        (["demo", "b"], "unknown argument b; see --help"),
+        (["demo", "port", "8001"], "unknown argument port; did you mean --port?; see --help"),
         (["--frobnicate"], "unknown flag --frobnicate; see --help"),
         (["--prot", "8001"], "unknown flag --prot; did you mean --port?"),
         (["--max-logprobs", "5"], "unknown flag --max-logprobs: a request may ask for 20; see"),
@@ -133,9 +137,9 @@ def test_errors_of_keys_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "troika: a command is missing: serve, "),
+        ([], "troika: a command is missing; there are serve, "),
         (["serv"], "troika: unknown command serv; did you mean serve?\n"),
-        (["--port"], "troika: unknown command --port: serve, "),
+        (["--port"], "troika: unknown command --port; there are serve, "),
     ],
 )
 def test_wrong_commands(
@@ -168,3 +172,16 @@ def test_documented_page_is_what_the_command_prints(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert output(capsys, flag) == shown
+
+
+@pytest.mark.parametrize(("main", "argv"), [(status.main, []), (restart.main, ["worker"])])
+def test_a_directory_without_an_engine_is_named_at_once(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    main: Callable[[list[str]], int],
+    argv: list[str],
+) -> None:
+    monkeypatch.setattr(StatusLink, "query", lambda *_: pytest.fail("it was asked"))
+    assert main([*argv, "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"troika: no engine runs in run dir {tmp_path}\n"

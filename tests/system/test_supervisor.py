@@ -223,7 +223,7 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
     engine.process.terminate()
     engine.process.wait(TIMEOUT_S)
     done = run_command(start_engine, "scripts.status")
-    assert (done.returncode, done.stderr) == (1, "no engine of this user is running\n")
+    assert (done.returncode, done.stderr) == (1, "troika: no engine of this user is running\n")
 
 
 def test_a_status_query_leaves_no_state_behind(engine: Engine) -> None:
