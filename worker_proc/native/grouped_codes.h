@@ -195,6 +195,16 @@ inline PartBits rounded_halves(Part first, Part second) {
   return high_halves(rounded(first), rounded(second));
 }
 
+// The units of two neighbouring codes, of which words have several.
+template <class Codes>
+struct RoundedUnits : Codes {
+  using Codes::Codes;
+
+  PartBits units(PartBits words, int number) const {
+    return rounded_halves((*this)(words, 2 * number), (*this)(words, 2 * number + 1));
+  }
+};
+
 // What a weight in codes is, whatever the rows are.
 struct GroupedCodes {
   const uint8_t* codes;  // words of 32 bits, [outputs / 32][tiles][2 panels][words][16 outputs]
@@ -347,10 +357,24 @@ struct GroupedPanels {
     f(ClassOf<Int4Codes<Moved::kNot>>{});
   }
 
-  // The codes of a tile of 32 inputs.
-  const uint8_t* codes(int64_t pair, int half, int64_t tile) const {
-    return weight.codes + codes_at(pair, half, tile);
+  // The codes of a tile of units of two inputs.
+  const uint8_t* tile_codes(int64_t pair, int half, int64_t unit) const {
+    static_assert(kStepInputs == kTileInputs);
+    return codes(pair, half, unit / kUnitStep);
   }
+
+  // What makes floats or units of a tile's codes.
+  template <class Codes>
+  Codes codes_of(int64_t pair, int half, int64_t unit) const {
+    const Factors own = factors(pair, half, kUnitInputs * unit);
+    return {(Part)own.scales, (Part)own.moved, table};
+  }
+
+  // Whether groups are shorter than a step.
+  bool has_short_groups() const { return weight.group_inputs < kStepInputs; }
+
+ private:
+  static void put(Part v, Unit* to) { *reinterpret_cast<PartBits*>(to) = (PartBits)v; }
 
   // What the group of an input has.
   Factors factors(int64_t pair, int half, int64_t input) const {
@@ -364,8 +388,10 @@ struct GroupedPanels {
     return {scales, moves_after() ? zeros * -scales : zeros};
   }
 
- private:
-  static void put(Part v, Unit* to) { *reinterpret_cast<PartBits*>(to) = (PartBits)v; }
+  // The codes of a tile of 32 inputs.
+  const uint8_t* codes(int64_t pair, int half, int64_t tile) const {
+    return weight.codes + codes_at(pair, half, tile);
+  }
 
   int64_t codes_at(int64_t pair, int half, int64_t tile) const {
     const int64_t num_tiles = num_units * kUnitInputs / kTileInputs;
@@ -403,55 +429,11 @@ struct GroupedPanels {
 
 #ifdef __AVX512BF16__
 
-// The same weights, whose vectors are made one by one, in registers: for one row.
-template <class Codes>
-struct GroupedVectors {
-  static constexpr bool kAreCodes = true, kMakesVectors = true;
-  static constexpr int64_t kStepLines = 0;
-
-  const GroupedPanels<Bf16>& panels;
-  const int64_t num_units = panels.num_units;
-
-  // Whether groups are shorter than a step.
-  bool has_exceptions(int64_t, int64_t) const {
-    return panels.weight.group_inputs < GroupedPanels<Bf16>::kStepInputs;
-  }
-
-  struct Step {
-    [[gnu::always_inline]] Step(const GroupedVectors& w, int64_t pair, int64_t unit)
-        : at(w.panels.codes(pair, 0, unit / kUnitStep)),
-          halves{of_half(w, pair, 0, unit), of_half(w, pair, 1, unit)} {
-      for (int64_t i = 0; i < 2 * kBytes; i += kLine) __builtin_prefetch(at + kCodesAhead + i);
-    }
-
-    [[gnu::always_inline]] VecBits vector(int number, int half) const {
-      constexpr int kPairs = Codes::kPerWord / 2;
-      const auto* words = reinterpret_cast<const PartBits*>(at + half * kBytes);
-      const PartBits word = words[number / kPairs];
-      const int k = number % kPairs * 2;
-      return (VecBits)rounded_halves(halves[half](word, k), halves[half](word, k + 1));
-    }
-
-   private:
-    static constexpr int64_t kBytes = kLanes * kTileInputs * sizeof(Unit) / Codes::kPerWord;
-
-    static Codes of_half(const GroupedVectors& w, int64_t pair, int half, int64_t unit) {
-      const Factors own = w.panels.factors(pair, half, 2 * unit);
-      return {(Part)own.scales, (Part)own.moved, w.panels.table};
-    }
-
-    const uint8_t* const at;
-    const Codes halves[2];
-  };
-
-  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
-    return panels.tile(pair, half, unit, space);
-  }
-};
-
 template <class F>
 void with_vectors(const GroupedPanels<Bf16>& w, const F& f) {
-  w.with_codes([&](auto type) { f(GroupedVectors<typename decltype(type)::Type>{w}); });
+  w.with_codes([&](auto type) {
+    f(VectorsInRegisters<GroupedPanels<Bf16>, RoundedUnits<typename decltype(type)::Type>>{w});
+  });
 }
 
 #endif

@@ -189,7 +189,7 @@ struct CodedTile {
   // The products of the scales and of codes at bits 7 to 22 of words. Every step is exact.
   class Products {
    public:
-    static constexpr int kCount = 16 / kBits;
+    static constexpr int kCount = 16 / kBits, kPerWord = CodedTile::kPerWord;
 
     explicit Products(Part scales) : scales_(scales) {
       for (int k = 0; k < kCount; k++) offsets_[k] = scales * -(size_of(k) + kZero);
@@ -205,6 +205,14 @@ struct CodedTile {
 #else
       return (code - (size_of(k) + kZero)) * scales_;
 #endif
+    }
+
+    // The units of two neighbouring codes, of which words have several.
+    PartBits units(PartBits words, int number) const {
+      constexpr int kTurned = kCount / 2;  // from this one on, the words' halves are exchanged
+      if (number >= kTurned) words = words >> 16 | words << 16;
+      const int k = number % kTurned * 2;
+      return high_halves(Code::rounded((*this)(words, k)), Code::rounded((*this)(words, k + 1)));
     }
 
    private:
@@ -286,6 +294,19 @@ struct CodedPanels {
     CodedTile<Code>::widen(at, load(scales + scales_at(pair, half, unit)), inputs);
   }
 
+  const uint8_t* tile_codes(int64_t pair, int half, int64_t unit) const {
+    return codes + tile_at(pair, half, unit);
+  }
+
+  // What makes units of a tile's codes.
+  template <class Products>
+  Products codes_of(int64_t pair, int half, int64_t unit) const {
+    return Products((Part)load(scales + scales_at(pair, half, unit)));
+  }
+
+  bool has_short_groups() const { return false; }
+
+ private:
   // The codes of a tile, while those that come next are fetched.
   const uint8_t* fetched_tile(int64_t pair, int half, int64_t unit) const {
     const uint8_t* at = codes + tile_at(pair, half, unit);
@@ -297,42 +318,38 @@ struct CodedPanels {
 
 #ifdef __AVX512F__
 
-// The same weights, whose vectors are made one by one, in registers: for one row.
-template <class Code>
-struct CodedVectors {
+// Weights of panels W, whose vectors are made one by one, in registers: for one row. `Codes` makes
+// units of the words of a tile.
+template <class W, class Codes>
+struct VectorsInRegisters {
   static constexpr bool kAreCodes = true, kMakesVectors = true;
   static constexpr int64_t kStepLines = 0;
 
-  const CodedPanels<Code>& panels;
+  const W& panels;
   const int64_t num_units = panels.num_units;
 
-  bool has_exceptions(int64_t, int64_t) const { return false; }
+  bool has_exceptions(int64_t, int64_t) const { return panels.has_short_groups(); }
 
   class Step {
    public:
-    [[gnu::always_inline]] Step(const CodedVectors& w, int64_t pair, int64_t unit)
-        : tiles_{w.panels.fetched_tile(pair, 0, unit), w.panels.fetched_tile(pair, 1, unit)},
-          products_{of_half(w, pair, 0, unit), of_half(w, pair, 1, unit)} {}
+    [[gnu::always_inline]] Step(const VectorsInRegisters& w, int64_t pair, int64_t unit)
+        : tiles_(w.panels.tile_codes(pair, 0, unit)),
+          codes_{w.panels.template codes_of<Codes>(pair, 0, unit),
+                 w.panels.template codes_of<Codes>(pair, 1, unit)} {
+      for (int64_t i = 0; i < 2 * kBytes; i += kLine) __builtin_prefetch(tiles_ + kCodesAhead + i);
+    }
 
     [[gnu::always_inline]] VecBits vector(int number, int half) const {
-      constexpr int kUnits = CodedTile<Code>::kPerWord / 2, kTurned = Products::kCount / 2;
-      VecBits words = reinterpret_cast<const VecBits*>(tiles_[half])[number / kUnits];
-      if (number % kUnits >= kTurned) words = words >> 16 | words << 16;
-      const int k = number % kTurned * 2;
-      const Products& products = products_[half];
-      return (VecBits)high_halves(Code::rounded(products((PartBits)words, k)),
-                                  Code::rounded(products((PartBits)words, k + 1)));
+      constexpr int kUnits = Codes::kPerWord / 2;
+      const auto* words = reinterpret_cast<const PartBits*>(tiles_ + half * kBytes);
+      return (VecBits)codes_[half].units(words[number / kUnits], number % kUnits);
     }
 
    private:
-    using Products = typename CodedTile<Code>::Products;
+    static constexpr int64_t kBytes = kLanes * kTileInputs * sizeof(Unit) / Codes::kPerWord;
 
-    static Products of_half(const CodedVectors& w, int64_t pair, int half, int64_t unit) {
-      return Products((Part)load(w.panels.scales + w.panels.scales_at(pair, half, unit)));
-    }
-
-    const uint8_t* const tiles_[2];
-    const Products products_[2];
+    const uint8_t* const tiles_;  // that of the low panel, and that of the high one behind it
+    const Codes codes_[2];
   };
 
   const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
@@ -342,7 +359,7 @@ struct CodedVectors {
 
 template <class Code, class F>
 void with_vectors(const CodedPanels<Code>& w, const F& f) {
-  f(CodedVectors<Code>{w});
+  f(VectorsInRegisters<CodedPanels<Code>, typename CodedTile<Code>::Products>{w});
 }
 
 #endif
