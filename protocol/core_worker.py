@@ -56,6 +56,9 @@ MAX_DRAFTS = 16
 """Most drafts of a request in one step."""
 NULL_BLOCK = 0
 """Never allocated; stands in block tables at positions whose KV is not needed any more."""
+UNLIMITED_BLOCKS = 2**30
+"""What a stage announces that has none of the layers that use such blocks: they take no memory
+there, and the other stages decide how many there are."""
 
 
 class KVGroup(Record):

@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from protocol.config import KVCacheDtype, Quantization
+from protocol.core_worker import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.driving import Run
@@ -20,7 +21,6 @@ from tests.worker.test_speculation import Oracle
 from tests.worker.test_stages import SAMPLED, Stages
 from worker_proc.drafting import repetitions
 from worker_proc.errors import UnsupportedModel
-from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.parallel.pipe import StagePipe
 from worker_proc.runner import Runner
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.core_worker import BlockCopies, KVGroup
+from protocol.core_worker import UNLIMITED_BLOCKS, BlockCopies, KVGroup
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, WINDOW, Architecture
 from tests.worker.driving import drive
@@ -23,7 +23,6 @@ from tests.worker.test_parity import (
     make_runner,
 )
 from worker_proc.errors import InsufficientMemory
-from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.mirror import MirrorError
 from worker_proc.startup.parts import SwapSpace, share_swap_space

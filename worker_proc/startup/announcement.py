@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from protocol.core_worker import ModelFacts
-from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
+from protocol.core_worker import UNLIMITED_BLOCKS, ModelFacts
 from worker_proc.native.build import compiler
 from worker_proc.runner import PORTABLE_ATTENTION
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.config import AttentionName, EngineConfig, WorkerConfig
-from protocol.core_worker import ModelFacts
+from protocol.core_worker import UNLIMITED_BLOCKS, ModelFacts
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.no_attention import NoAttention
@@ -13,7 +13,6 @@ from worker_proc.cuda.coverage import choose_attention
 from worker_proc.cuda.device import uses_triton
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.kv import kv_tensors
-from worker_proc.kv.block_counts import UNLIMITED_BLOCKS
 from worker_proc.kv.kv_format import FORMATS, KVFormat
 from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.loading.host_limits import available_memory
