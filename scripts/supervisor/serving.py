@@ -63,11 +63,7 @@ def serve(
     Raises:
         ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
     """
-    asked, config = config, complete(config)
-    if has_api:
-        validate_api_port(config)
-    divide(config, os.environ)
-    check_links(config)
+    asked, config = config, _checked(config, has_api=has_api)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
@@ -114,6 +110,16 @@ def serve(
         status = supervisor.run(signal_fd)
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
+
+
+def _checked(config: EngineConfig, *, has_api: bool) -> EngineConfig:
+    """Return the complete configuration; ConfigError or ValueError: it cannot be served here."""
+    config = complete(config)
+    if has_api:
+        validate_api_port(config)
+    divide(config, os.environ)
+    check_links(config)
+    return config
 
 
 def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -100,13 +101,87 @@ def build_runner(
         calibration.adapters.apply(prepared.adapters.sites)
     size = _size_cache(prepared, layout, backend, sampler, config, logs_sizes=logs_sizes)
     facts = _facts_of(prepared, config, calibration, layout, size)
+    cache = _allocate_cache(
+        prepared, config, layout, backend, facts, num_draft_states=size.num_draft_states
+    )
+    stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
+    row_dtype = getattr(torch, calibration.row_dtype or cache.facts.dtype)
+    exchange, part = _join_ranks(prepared, config, rank, row_dtype, cache.num_draft_states)
+    if exchange is not None:
+        connect(loaded, stack, exchange)
+    if part is not None and not part.pipe.stage.is_last:
+        progress("allocate_cache", 1, 1)
+        return StageRunner(
+            loaded,
+            cache.facts,
+            backend,
+            cache.pool,
+            part,
+            swap_cost_tokens=calibration.swap_cost_tokens,
+            num_speculative_tokens=config.scheduler.num_speculative_tokens,
+            grammars=prepared.grammars,
+            adapters=prepared.adapters,
+            num_draft_states=cache.num_draft_states,
+            exchange=exchange,
+            block_memory=cache.block_memory,
+            state_memory=cache.state_memory,
+        )
+    device_sampler = make_device_sampler(loaded, backend, config)
+    graphs = make_graphs(loaded, backend, device_sampler, cache.facts, config)
+    draft_model, draft_blocks = _build_draft_model(prepared, config, calibration, cache.facts)
+    progress("allocate_cache", 1, 1)
+    return ModelRunner(
+        loaded,
+        cache.facts,
+        backend,
+        cache.pool,
+        sampler,
+        swap_cost_tokens=calibration.swap_cost_tokens,
+        num_speculative_tokens=config.scheduler.num_speculative_tokens,
+        draft_model=draft_model,
+        grammars=prepared.grammars,
+        device_sampler=device_sampler,
+        graphs=graphs,
+        adapters=prepared.adapters,
+        num_draft_states=cache.num_draft_states,
+        exchange=exchange,
+        stage=part,
+        block_memory=cache.block_memory,
+        state_memory=cache.state_memory,
+        draft_blocks=draft_blocks,
+        shared_drafts=_share_drafts(config, exchange),
+    )
+
+
+class _Cache(NamedTuple):
+    """The allocated KV cache and recurrent states, and the facts that describe them."""
+
+    facts: ModelFacts
+    pool: KVPool
+    num_draft_states: int
+    block_memory: BlockMemory | None
+    state_memory: BlockMemory | None
+    """Both as stores see them, if blocks are kept there."""
+
+
+def _allocate_cache(
+    prepared: PreparedModel,
+    config: EngineConfig,
+    layout: KVLayout,
+    backend: AttentionBackend,
+    facts: ModelFacts,
+    *,
+    num_draft_states: int,
+) -> _Cache:
+    """Allocate the blocks and states that the facts announce, and add their layout to the facts."""
+    loaded = prepared.loaded
     pool = attach_cache(
         loaded,
         backend,
         layout,
         facts.num_gpu_blocks,
         facts.num_host_blocks,
-        num_state_blocks=facts.num_state_blocks + size.num_draft_states,
+        num_state_blocks=facts.num_state_blocks + num_draft_states,
         num_swap_states=facts.num_host_state_blocks,
     )
     kernels = f"{backend.name} {kernels_of(prepared)}"
@@ -116,59 +191,12 @@ def build_runner(
     facts = with_layout(
         facts, config, pool.all_tensors, kernels, division=division, states=state_tensors
     )
-    memory = state_memory = None
+    block_memory = state_memory = None
     if facts.kv_layout:
-        memory = _block_memory(config, facts, pool, block_bytes_of(loaded, layout))
+        block_memory = _block_memory(config, facts, pool, block_bytes_of(loaded, layout))
     if facts.kv_layout and states is not None:
         state_memory = _state_memory(loaded, pool, state_tensors)
-    stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
-    row_dtype = getattr(torch, calibration.row_dtype or facts.dtype)
-    exchange, part = _join_ranks(prepared, config, rank, row_dtype, size.num_draft_states)
-    if exchange is not None:
-        connect(loaded, stack, exchange)
-    if part is not None and not part.pipe.stage.is_last:
-        cost = calibration.swap_cost_tokens
-        progress("allocate_cache", 1, 1)
-        return StageRunner(
-            loaded,
-            facts,
-            backend,
-            pool,
-            part,
-            swap_cost_tokens=cost,
-            num_speculative_tokens=config.scheduler.num_speculative_tokens,
-            grammars=prepared.grammars,
-            adapters=prepared.adapters,
-            num_draft_states=size.num_draft_states,
-            exchange=exchange,
-            block_memory=memory,
-            state_memory=state_memory,
-        )
-    device_sampler = make_device_sampler(loaded, backend, config)
-    graphs = make_graphs(loaded, backend, device_sampler, facts, config)
-    draft_model, draft_blocks = _build_draft_model(prepared, config, calibration, facts)
-    progress("allocate_cache", 1, 1)
-    return ModelRunner(
-        loaded,
-        facts,
-        backend,
-        pool,
-        sampler,
-        swap_cost_tokens=calibration.swap_cost_tokens,
-        num_speculative_tokens=config.scheduler.num_speculative_tokens,
-        draft_model=draft_model,
-        grammars=prepared.grammars,
-        device_sampler=device_sampler,
-        graphs=graphs,
-        adapters=prepared.adapters,
-        num_draft_states=size.num_draft_states,
-        exchange=exchange,
-        stage=part,
-        block_memory=memory,
-        state_memory=state_memory,
-        draft_blocks=draft_blocks,
-        shared_drafts=_share_drafts(config, exchange),
-    )
+    return _Cache(facts, pool, num_draft_states, block_memory, state_memory)
 
 
 def _block_memory(
