@@ -39,8 +39,8 @@ def main(
         usage="%(prog)s IN.jsonl OUT.jsonl [flags]",
         description="Answer the requests of a file in OpenAI's batch format. A second run with the "
         "same files continues the first. Without --base-url, an engine is started for the run.",
-        epilog="The flags of `troika serve` hold for that engine, but those of its address and keys: "
-        "see `troika serve --help`.",
+        epilog="The flags of `troika serve` hold for that engine, but those of its address and "
+        "keys: see `troika serve --help`.",
         allow_abbrev=False,
     )
     for name, option, metavar, text in (
