@@ -71,7 +71,13 @@ def test_streams_go_on_after_kill_9(
 
 @SLOW
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "deepseek_v3", "olmo2", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "gpt_oss", "deepseek_v3", "olmo2"),
+        *("qwen3_5_text", "bamba", "granitemoehybrid", "falcon_h1", "lfm2"),
+    ],
+)
 def test_streams_of_other_families_go_on_after_kill_9(
     name: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:

@@ -26,8 +26,10 @@ CONFIGS = {one.name: one.config() for one in ARCHITECTURES if one.name in ("gpt2
 CONV = ("c_attn", "c_proj", "c_fc")
 LATENT = ("q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-DELTA = next(one.config() for one in RECURRENT if one.name == "qwen3_5_text")
+STATES = {one.name: one.config() for one in RECURRENT}
 DELTA_TARGETS = (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")
+MAMBA2_TARGETS = (*ALL, "in_proj", "out_proj")
+SHORT_TARGETS = ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3")
 LORA = LoraConfig(enable_lora=True, max_loras=4, max_lora_rank=16)
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
 MAX_DIFFERENCE = 2e-4
@@ -84,7 +86,9 @@ def assert_effect(run: Run, group: Ranks | Stages) -> None:
         pytest.param(Phi3Config(**DEEP), FUSED, 4, NativeDecoder.OFF, marks=SLOW),
         pytest.param(Qwen3Config(**DEEP), ALL, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(CONFIGS["gpt2"], CONV, 2, NativeDecoder.AUTO, marks=SLOW),
-        pytest.param(DELTA, DELTA_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(STATES["qwen3_5_text"], DELTA_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(STATES["bamba"], MAMBA2_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(STATES["lfm2"], SHORT_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(CONFIGS["deepseek_v3"], LATENT, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(
             MixtralConfig(**DEEP | {"num_local_experts": 4}),

@@ -1,6 +1,6 @@
 """Stages of models with recurrent layers: each holds the states of its own layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ _BY_DEFAULT = ("qwen3_next", "bamba", "lfm2", "rwkv")
 DRAFTING = {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
 
 
-def deep(name: str) -> Callable[[], PretrainedConfig]:
+def deep(name: str, **changes: Any) -> Callable[[], PretrainedConfig]:
     """Return what makes a configuration with twice the layers, so that each stage has all kinds."""
 
     def config() -> PretrainedConfig:
         one = BY_NAME[name].config()
-        values = one.to_dict()
+        values = one.to_dict() | changes
         for key in ("num_hidden_layers", "layer_types"):
             if key in values:
                 values[key] *= 2
@@ -51,6 +51,12 @@ def deep(name: str) -> Callable[[], PretrainedConfig]:
 
 def states_of(runner: Runner) -> Any:
     return runner._model.__dict__["state_pool"]  # type: ignore[attr-defined]
+
+
+def count_values(runners: Sequence[Runner], *, windows: bool = False) -> int:
+    """Return how many values of states a text has at all ranks, of windows or of others."""
+    tensors = [tensor for runner in runners for tensor in states_of(runner).all_tensors]
+    return sum(tensor[0].numel() for tensor in tensors if (tensor.dim() == 3) is windows)
 
 
 @pytest.mark.parametrize(
@@ -242,23 +248,47 @@ def test_stages_round_as_one_worker_does(
         assert run.logprobs == expected.logprobs
 
 
-_DELTA = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+_ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
+"""Its norm is of the heads of all ranks."""
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "num_stages"),
+    ("name", "num_ranks", "num_stages", "changes"),
     [
-        ("qwen3_5_text", 2, 1),
-        ("qwen3_next", 2, 2),
-        *(pytest.param(name, 2, 1, marks=pytest.mark.slow) for name in _DELTA[1:]),
-        pytest.param("qwen3_5_text", 2, 2, marks=pytest.mark.slow),
+        ("qwen3_next", 2, 2, {}),
+        ("granitemoehybrid", 2, 1, _ONE_GROUP),
+        ("lfm2", 2, 1, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_5_text", 2, 1, {}),
+                ("qwen3_next", 2, 1, {}),
+                ("qwen3_5_moe_text", 2, 1, {}),
+                ("qwen3_5_text", 2, 2, {}),
+                ("bamba", 2, 1, {}),
+                ("bamba", 2, 1, _ONE_GROUP),
+                ("bamba", 4, 1, {"num_key_value_heads": 2}),
+                ("granitemoehybrid", 2, 2, {}),
+                ("granitemoehybrid", 2, 1, {"num_local_experts": 0}),
+                ("mamba2", 2, 1, {}),
+                ("mamba2", 4, 1, {}),
+                ("falcon_h1", 2, 1, {}),
+                ("falcon_h1", 2, 1, {"mamba_rms_norm": True}),
+                ("falcon_h1", 2, 1, _ONE_GROUP | {"mamba_rms_norm": True}),
+                ("nemotron_h", 2, 1, {}),
+                ("nemotron_h", 2, 2, {}),
+                ("lfm2", 4, 2, {}),
+                ("lfm2_moe", 2, 1, {}),
+            )
+        ),
     ],
 )
-def test_ranks_divide_the_heads_of_gated_delta_nets(
-    name: str, num_ranks: int, num_stages: int, tmp_path: Path
+def test_ranks_divide_layers_with_a_state(
+    name: str, num_ranks: int, num_stages: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Tokens are those of transformers; each rank holds the states of its own heads."""
-    model = build_checkpoint(tmp_path / "model", deep(name)())
+    config: Any = deep(name, **changes)()
+    model = build_checkpoint(tmp_path / "model", config)
     prompts = make_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     one = Stages(tmp_path / "model", 1).runners[0]
@@ -266,20 +296,42 @@ def test_ranks_divide_the_heads_of_gated_delta_nets(
     for cut in ({}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1}):
         assert ranks.drive(prompts, **cut).output_token_ids == expected
     assert ranks.facts.exact_resume, ranks.facts.exact_resume_reason
-    whole = sum(tensor[0].numel() for tensor in states_of(one).all_tensors)
-    parts = [states_of(runner).all_tensors for runner in ranks.runners]
-    assert sum(tensor[0].numel() for tensors in parts for tensor in tensors) == whole
+    assert count_values(ranks.runners) == count_values([one])
+    all_windows = count_values(ranks.runners, windows=True)
+    num_groups = getattr(config, "mamba_n_groups", getattr(config, "n_groups", num_ranks))
+    if num_groups < num_ranks:  # ranks have the keys of one group
+        assert all_windows > count_values([one], windows=True)
+    else:
+        assert all_windows == count_values([one], windows=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3_5_text", {}),
+        *(
+            pytest.param(name, changes, marks=pytest.mark.slow)
+            for name, changes in (
+                ("bamba", {}),
+                ("granitemoehybrid", _ONE_GROUP),
+                ("falcon_h1", {}),
+                ("nemotron_h", {}),
+                ("lfm2", {}),
+            )
+        ),
+    ],
+)
 def test_states_of_ranks_are_kept_copied_and_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16: snapshots, copies, and states before drafts, of which one rank has few."""
-    build_checkpoint(tmp_path / "model", deep("qwen3_5_text")())
+    build_checkpoint(tmp_path / "model", deep(name, **changes)())
     options = {"dtype": "bfloat16", "swap_space_bytes": 8 << 20}
     plain = Stages(tmp_path / "model", 1, 2, **options)
     expected = plain.drive(PROMPTS, PARAMS)
     check_preempted(plain, expected)
+    for cut in ({"max_num_batched_tokens": 7}, {"max_num_seqs": 1}):
+        assert plain.drive(PROMPTS, PARAMS, **cut).logprobs == expected.logprobs
     began = [tokens[:5] for tokens in expected.output_token_ids]
     resumed = plain.drive(PROMPTS, PARAMS, outputs=began)
     assert resumed.output_token_ids == expected.output_token_ids
@@ -298,17 +350,24 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "reason"),
+    ("name", "num_ranks", "changes", "reason"),
     [
-        ("qwen3_5_text", 4, "has 2 heads of keys and 4 of values"),
-        ("lfm2", 2, "mlp is missing"),
-        ("mamba2", 2, "of a kind that is not divided"),
-        ("olmo_hybrid", 2, "of a kind that is not divided"),
+        ("qwen3_5_text", 4, {}, "has 2 heads of keys and 4 of values"),
+        ("mamba2", 3, {}, "has 8 heads"),
+        (
+            "mamba2",
+            2,
+            {"hidden_size": 96, "num_heads": 12, "n_groups": 3},
+            "has 3 groups of heads",
+        ),
+        ("lfm3", 2, {}, "g_proj.weight belongs to all heads at once"),
+        ("mamba", 2, {}, "of a kind that is not divided"),
+        ("olmo_hybrid", 2, {}, "of a kind that is not divided"),
     ],
 )
-def test_other_recurrent_layers_are_not_divided_among_ranks(
-    name: str, num_ranks: int, reason: str, tmp_path: Path
+def test_other_layers_with_a_state_are_not_divided_among_ranks(
+    name: str, num_ranks: int, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    build_checkpoint(tmp_path / "model", BY_NAME[name].config())
+    build_checkpoint(tmp_path / "model", deep(name, **changes)())
     with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size {num_ranks}: .*{reason}"):
         Ranks(tmp_path / "model", num_ranks)

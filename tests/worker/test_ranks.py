@@ -44,8 +44,6 @@ TIMEOUT_S = 60.0
 REFUSED = {
     "gemma3n_shared": "keys of another layer",
     "gemma4_shared": "keys of another layer",
-    "granite4_dense": "mlp is missing",
-    "llama4": "mlp is missing",
 }
 """Architectures that cannot be divided yet, and a part of the reason."""
 

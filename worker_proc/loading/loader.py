@@ -118,6 +118,8 @@ class LoadedModel:
     """Whether the model has attention layers, of which a stage may have none."""
     has_states: bool = False
     """Whether the model has modules with a state, of which a stage may have none."""
+    summed: Sequence[str] = ()
+    """Modules whose outputs the ranks add up, if several divide the model."""
 
     @property
     def is_causal(self) -> bool:

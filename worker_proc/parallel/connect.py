@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.rank_norm import RankNorm
-from worker_proc.parallel.sharding import is_divided, summed_modules
+from worker_proc.parallel.sharding import is_divided
 
 
 def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) -> None:
@@ -43,13 +42,10 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
         exchange.add(rows)
         return rows.view(output.shape)
 
-    for layer in loaded.layers:
-        for part in loaded.model.get_submodule(layer.module_name).children():
-            if isinstance(part, RankNorm):
-                part.add_up = exchange.add
-    names = [summed_modules(loaded.model, layer) for layer in loaded.layers]
-    names += [summed_modules(loaded.model, layer) for layer in loaded.recurrent]
-    for name in chain.from_iterable(names):
+    for module in loaded.model.modules():
+        if isinstance(module, RankNorm) and module.is_shared:
+            module.add_up = exchange.add
+    for name in loaded.summed:
         loaded.model.get_submodule(name).register_forward_hook(add)
 
 

@@ -5,7 +5,6 @@ convolution that make both. It holds the states of its own heads. Norms of a hea
 all ranks. The projection behind the heads is divided by its inputs, and its results are added up.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,7 +12,6 @@ from torch import nn
 from worker_proc.parallel.divided_matrices import fits, has_shape
 from worker_proc.parallel.division import Division
 from worker_proc.parallel.share import Section, Share, refuse
-from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 _OUT = "out_proj"
 _BY_HEAD = ("dt_bias", "A_log")
@@ -24,7 +22,7 @@ _PROJECTIONS = (
 )
 """Before the heads, as Qwen3.5 and Qwen3-Next have them; the latter have all of a head of keys
 together."""
-_COUNTS = ("num_v_heads", "num_k_heads", "key_dim", "value_dim", "conv_dim")
+_COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 """What a module keeps of its sizes."""
 _OF_ALL = ("norm",)
 """Children that are the same for every head."""
@@ -39,20 +37,26 @@ class _Heads(NamedTuple):
     value_size: int
 
 
-def divide_net(name: str, module: nn.Module, share: Share) -> Division:
-    """Return how a gated delta net is divided; UnsupportedModel: it cannot be."""
-    heads = _heads_of(name, module, share)
+def divide_net(name: str, module: nn.Module, share: Share) -> Division | None:
+    """Return how a gated delta net is divided, None of another module.
+
+    UnsupportedModel: it cannot be divided.
+    """
+    heads = _heads_of(module)
+    if heads is None:
+        return None
     if not share.divides(heads.num_keys) or heads.num_values % heads.num_keys:
         problem = f"{heads.num_keys} heads of keys and {heads.num_values} of values"
         raise refuse(share, f"{name} has {problem}")
     keys = Section(heads.num_keys, heads.key_size)
     values = Section(heads.num_values, heads.value_size)
     gates = Section(heads.num_values, 1)
+    mixed = [keys, keys, values]
     of_keys = heads.num_values // heads.num_keys
     together = 2 * (heads.key_size + of_keys * heads.value_size)
     choices: tuple[dict[str, list[Section]], ...] = (
         {
-            "in_proj_qkv": [keys, keys, values],
+            "in_proj_qkv": mixed,
             "in_proj_z": [values],
             "in_proj_b": [gates],
             "in_proj_a": [gates],
@@ -62,6 +66,13 @@ def divide_net(name: str, module: nn.Module, share: Share) -> Division:
             "in_proj_ba": [Section(heads.num_keys, 2 * of_keys)],
         },
     )
+    counts = {
+        "num_k_heads": [Section(heads.num_keys, 1)],
+        "num_v_heads": [gates],
+        "key_dim": [keys],
+        "value_dim": [values],
+        "conv_dim": mixed,
+    }
     found = [one for one in choices if fits(module, one)]
     outs = {_OUT: values}
     if not found or not has_shape(module, _OUT, inputs=[values]):
@@ -70,14 +81,15 @@ def divide_net(name: str, module: nn.Module, share: Share) -> Division:
         name,
         found[0],
         outs,
+        summed=_OUT,
         by_head=dict.fromkeys(_BY_HEAD, heads.num_values),
-        channels={_CONVOLUTION: [keys, keys, values]},
-        counts=_COUNTS,
+        channels={_CONVOLUTION: mixed},
+        counts=counts,
     )
 
 
-def _heads_of(name: str, module: nn.Module, share: Share) -> _Heads:
-    """Return the heads of a module; UnsupportedModel: it is not made as a gated delta net is."""
+def _heads_of(module: nn.Module) -> _Heads | None:
+    """Return the heads of a module; None: it is not made as a gated delta net is."""
     names = {name for name, _ in module.named_children()}
     own = {name for name, _ in module.named_parameters(recurse=False)}
     kinds = [{*projections, _OUT, _CONVOLUTION, *_OF_ALL} for projections in _PROJECTIONS]
@@ -86,18 +98,6 @@ def _heads_of(name: str, module: nn.Module, share: Share) -> _Heads:
         or own != set(_BY_HEAD)
         or not all(hasattr(module, one) for one in _COUNTS)
     ):
-        raise refuse(share, f"{name} has a recurrent state of a kind that is not divided")
+        return None
     sizes: Any = module
     return _Heads(sizes.num_k_heads, sizes.head_k_dim, sizes.num_v_heads, sizes.head_v_dim)
-
-
-def divide_states(spec: RecurrentSpec, num_ranks: int) -> RecurrentSpec:
-    """Return the states of a rank: some channels of a window, and some heads of another state."""
-    return replace(spec, states=tuple(_divide(state, num_ranks) for state in spec.states))
-
-
-def _divide(state: StateSpec, num_ranks: int) -> StateSpec:
-    first, *middle, last = state.shape
-    if state.is_window:
-        return replace(state, shape=(first, *middle, last // num_ranks))
-    return replace(state, shape=(first // num_ranks, *middle, last))

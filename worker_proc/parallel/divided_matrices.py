@@ -51,7 +51,7 @@ def has_shape(
 
 
 def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:
-    kept = _kept_units(sections, share)
+    kept = kept_units(sections, share)
     outputs = torch.tensor(kept)
     matrix = matrix_of(module, name)
     assert matrix is not None
@@ -66,7 +66,7 @@ def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], shar
 
 
 def keep_channels(convolution: Any, sections: Sequence[Section], share: Share) -> None:
-    kept = torch.tensor(_kept_units(sections, share))
+    kept = torch.tensor(kept_units(sections, share))
     convolution.weight = parameter_of(convolution.weight.detach().index_select(0, kept))
     if convolution.bias is not None:
         convolution.bias = parameter_of(convolution.bias.detach().index_select(0, kept))
@@ -92,7 +92,7 @@ def keep_inputs(module: nn.Module, name: str, section: Section, share: Share) ->
         _set_bias(module, name, torch.zeros_like(bias))
 
 
-def _kept_units(sections: Sequence[Section], share: Share) -> list[int]:
+def kept_units(sections: Sequence[Section], share: Share) -> list[int]:
     """Return the places of a rank's units."""
     kept: list[int] = []
     first = 0
@@ -106,13 +106,16 @@ def _kept_units(sections: Sequence[Section], share: Share) -> list[int]:
 def _replace(module: nn.Module, name: str, matrix: torch.Tensor) -> None:
     """Replace a matrix, `[..., outputs, inputs]`."""
     parent, _, last = name.rpartition(".")
-    owner = module.get_submodule(parent)
+    owner: Any = module.get_submodule(parent)
     found = getattr(owner, last)
     if isinstance(found, nn.Linear | Conv1D):
         stored = matrix.mT if isinstance(found, Conv1D) else matrix
         found.weight = parameter_of(stored)
     else:
-        setattr(owner, last, parameter_of(_as_stored(owner, matrix)))
+        stored = _as_stored(owner, matrix)
+        if is_transposed(owner):
+            owner.is_transposed = True  # parameters of which some are divided do not show it
+        setattr(owner, last, parameter_of(stored))
 
 
 def _bias_of(module: nn.Module, name: str) -> tuple[nn.Module | None, torch.Tensor | None]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from worker_proc.adapters.sites import MatrixPart, Span
@@ -13,10 +14,13 @@ from worker_proc.parallel.divided_matrices import (
     keep_channels,
     keep_inputs,
     keep_outputs,
+    kept_units,
     parameter_of,
 )
+from worker_proc.parallel.gated_rank_norm import divide_gated_norm
 from worker_proc.parallel.rank_norm import divide_norm
 from worker_proc.parallel.share import Section, Share
+from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,19 @@ class Division:
     """Of an attention module."""
     norms: dict[str, Section] = field(default_factory=dict)
     """Norms of all queries or keys together."""
+    gated_norms: dict[str, Section] = field(default_factory=dict)
+    """Norms of groups of heads, with gates."""
     channels: dict[str, list[Section]] = field(default_factory=dict)
     """Convolutions of each channel by itself."""
-    counts: tuple[str, ...] = ()
-    """Sizes that the module keeps, of which each rank has its part."""
+    factors: dict[str, list[Section]] = field(default_factory=dict)
+    """Buffers with a value for each output of a matrix, in their last dimension."""
+    counts: dict[str, list[Section]] = field(default_factory=dict)
+    """Sizes that the module keeps, and of what: each rank has its part."""
+
+    @property
+    def summed_name(self) -> str:
+        """Of the module whose outputs the ranks add up, in the model."""
+        return f"{self.module_name}.{self.summed}" if self.summed else self.module_name
 
     def apply(self, module: nn.Module, share: Share) -> None:
         """Leave a rank's part in the module."""
@@ -53,17 +66,33 @@ class Division:
         for name, sections in self.channels.items():
             keep_channels(module.get_submodule(name), sections, share)
         for name, num_heads in self.by_head.items():
-            kept = share.of(num_heads)
-            values = getattr(module, name)[kept.start : kept.stop]
+            own = share.of(num_heads)
+            values = getattr(module, name)[own.start : own.stop]
             setattr(module, name, parameter_of(values.clone()))
         for name, section in self.norms.items():
             own = share.of(section.num_units)
             places = slice(own.start * section.unit, own.stop * section.unit)
             setattr(module, name, divide_norm(getattr(module, name), places, share.num_ranks))
+        for name, section in self.gated_norms.items():
+            setattr(module, name, divide_gated_norm(getattr(module, name), section, share))
+        for name, sections in self.factors.items():
+            kept = torch.tensor(kept_units(sections, share))
+            setattr(module, name, getattr(module, name).index_select(-1, kept))
         if self.spec is not None:
             _set_counts(module, divide_spec(self.spec, share))
-        for name in self.counts:
-            setattr(module, name, getattr(module, name) // share.num_ranks)
+        for name, sections in self.counts.items():
+            setattr(module, name, len(kept_units(sections, share)))
+
+    def divide_states(self, spec: RecurrentSpec, share: Share) -> RecurrentSpec:
+        """Return the states of a rank: its channels of a window, and its heads of another state."""
+        return replace(spec, states=tuple(self._divide_state(one, share) for one in spec.states))
+
+    def _divide_state(self, state: StateSpec, share: Share) -> StateSpec:
+        first, *others = state.shape
+        if not state.is_window:
+            return replace(state, shape=(first // share.num_ranks, *others))
+        [sections] = self.channels.values()
+        return replace(state, shape=(first, len(kept_units(sections, share))))
 
     def parts(self, share: Share) -> Iterator[tuple[str, MatrixPart]]:
         """Yield the names of the divided matrices, and what a rank has of them."""

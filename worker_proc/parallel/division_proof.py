@@ -44,14 +44,16 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
             for rank in range(num_ranks):
                 modules.append(copy.deepcopy(model.get_submodule(part.module_name)))
                 part.apply(modules[-1], Share(rank, num_ranks))
-            for name in part.norms:
-                _add_up_squares([getattr(module, name) for module in modules], modules, call)
-            for module in modules:
-                try:
+            try:
+                for name in (*part.norms, *part.gated_norms):
+                    norms = [getattr(module, name) for module in modules]
+                    if norms[0].is_shared:
+                        _add_up_squares(norms, modules, call)
+                for module in modules:
                     found += _output(module, call, part.summed).float()
-                except RuntimeError as error:
-                    reason = f"a part of {part.module_name} cannot be computed ({error})"
-                    raise refuse(Share(0, num_ranks), reason) from error
+            except RuntimeError as error:
+                reason = f"a part of {part.module_name} cannot be computed ({error})"
+                raise refuse(Share(0, num_ranks), reason) from error
             difference = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
             if not difference <= max_error(loaded.dtype):
                 reason = f"the parts of {part.module_name} do not add up to it"

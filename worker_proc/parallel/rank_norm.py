@@ -15,7 +15,7 @@ from worker_proc.loading.deferred_module import make_generator
 _NUM_ROWS = 5
 _SCALES = (0.01, 1.0, 30.0)
 """Of random rows; the small ones show the epsilon."""
-_MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 class RankNorm(nn.Module):
@@ -33,22 +33,36 @@ class RankNorm(nn.Module):
         self._num_ranks = num_ranks
         self._round_first = round_first
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the sums are those of several ranks."""
+        return self._num_ranks > 1
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        values, num_values = hidden.float(), hidden.shape[-1]
-        squares = values.pow(2).sum(-1, keepdim=True)
-        if self.add_up is not None:
-            rows = squares.view(-1, 1)
-            self.add_up(rows)
-            num_values *= self._num_ranks
-        normed = values * torch.rsqrt(squares / num_values + self._epsilon)
+        normed = self.normed(hidden.float())
         if self._round_first:
             return self.factors * normed.to(hidden.dtype)
         return (self.factors * normed).to(hidden.dtype)
 
+    def normed(self, values: torch.Tensor) -> torch.Tensor:
+        """Divide values, `[..., num_values]`, by the root of the mean of their squares."""
+        squares, num_values = values.pow(2).sum(-1, keepdim=True), values.shape[-1]
+        if self.is_shared and self.add_up is not None:
+            squares = self.exchange(squares)
+            num_values *= self._num_ranks
+        return values * torch.rsqrt(squares / num_values + self._epsilon)
+
+    def exchange(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the sums of all ranks."""
+        assert self.add_up is not None
+        rows = squares.view(-1, 1)
+        self.add_up(rows)
+        return squares
+
 
 def is_norm(module: nn.Module | None, num_values: int) -> bool:
     """Return whether a module may be a norm of this many values; its values need not be there."""
-    if module is None or _epsilon(module) is None or next(module.children(), None) is not None:
+    if module is None or epsilon_of(module) is None or next(module.children(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
     return set(parameters) == {"weight"} and parameters["weight"].shape == (num_values,)
@@ -57,14 +71,14 @@ def is_norm(module: nn.Module | None, num_values: int) -> bool:
 @torch.inference_mode()
 def divide_norm(norm: Any, kept: slice, num_ranks: int) -> RankNorm:
     """Return a rank's part of a norm; UnsupportedModel: it is not a root-mean-square norm."""
-    weight, epsilon = norm.weight.detach(), _epsilon(norm)
+    weight, epsilon = norm.weight.detach(), epsilon_of(norm)
     assert epsilon is not None
     errors = {}
     for round_first in (False, True):
         whole = RankNorm(weight, epsilon, 1, round_first=round_first)
         errors[round_first] = max(_error(norm, whole, scale) for scale in _SCALES)
     round_first = min(errors, key=errors.__getitem__)
-    if not errors[round_first] <= _MAX_ERROR[weight.dtype]:
+    if not errors[round_first] <= MAX_ERROR[weight.dtype]:
         raise UnsupportedModel(
             f"tensor_parallel_size {num_ranks}: {type(norm).__name__} of all heads is not a"
             f" root-mean-square norm (relative error {errors[round_first]:.3g})"
@@ -72,7 +86,7 @@ def divide_norm(norm: Any, kept: slice, num_ranks: int) -> RankNorm:
     return RankNorm(weight[kept], epsilon, num_ranks, round_first=round_first)
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def epsilon_of(module: nn.Module) -> float | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return epsilon if isinstance(epsilon, float) else None
 

@@ -9,7 +9,7 @@ Names decide what is tried. That the ranks' outputs add up to those of the whole
 a layer of every shape, before any is divided.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -21,30 +21,27 @@ from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.parallel import delta_division
+from worker_proc.parallel.delta_division import divide_net
 from worker_proc.parallel.divided_matrices import fits, has_shape, matrix_of, parameter_of
 from worker_proc.parallel.division import Division, divide_spec
 from worker_proc.parallel.division_proof import prove
+from worker_proc.parallel.mamba2_division import divide_mamba2
+from worker_proc.parallel.mlp_division import divide_mlps
 from worker_proc.parallel.rank_norm import is_norm
 from worker_proc.parallel.share import Section, Share, refuse
+from worker_proc.parallel.short_conv_division import divide_short_conv
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
 """The last matrix of an attention."""
-_MLPS = (
-    ("down_proj", "gate_proj", "up_proj"),
-    ("down_proj", "gate_up_proj"),
-    ("c_proj", "c_fc"),
-    ("fc2", "fc1"),
-)
-"""The last matrix of an MLP, and those before it: gates and factors, apart or in one, or others."""
-_EXPERTS = ("down_proj", "gate_up_proj")
-_SHARED = ("shared_experts", "shared_expert")
-"""What is computed beside the chosen experts."""
-_ROUTERS = ("gate.", "router.", "shared_expert_gate.")
-"""Of experts; all ranks choose alike."""
 _LATENT = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 """What makes latent rows, which are the same for all heads."""
+_DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = (
+    divide_net,
+    divide_mamba2,
+    divide_short_conv,
+)
+"""For each kind of module with a state, what returns how it is divided."""
 
 
 def check_division(checked: CheckedModel, share: Share) -> None:
@@ -75,8 +72,10 @@ def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, Mat
     _divide_head(loaded, share)
     layers = [replace(layer, spec=divide_spec(layer.spec, share)) for layer in loaded.layers]
     parts = dict(pair for division in divisions for pair in division.parts(share))
-    states = [delta_division.divide_states(one, share.num_ranks) for one in loaded.recurrent]
-    return replace(loaded, layers=layers, recurrent=states), parts
+    by_name = {division.module_name: division for division in divisions}
+    states = [by_name[one.module_name].divide_states(one, share) for one in loaded.recurrent]
+    summed = [division.summed_name for division in divisions]
+    return replace(loaded, layers=layers, recurrent=states, summed=summed), parts
 
 
 def is_divided(linear: nn.Module, vocab_size: int) -> bool:
@@ -96,22 +95,6 @@ def _divide_head(loaded: LoadedModel, share: Share) -> None:
         head.out_features = len(tokens)
 
 
-def layer_name(layer: ProbedLayer | RecurrentSpec) -> str:
-    """Return the name of the decoder layer of an attention or recurrent module."""
-    return layer.module_name.rpartition(".")[0]
-
-
-def summed_modules(model: nn.Module, layer: ProbedLayer | RecurrentSpec) -> tuple[str, str]:
-    """Return the modules whose outputs the ranks add up, of a layer's attention and of its MLP.
-
-    A recurrent module is in the place of the attention.
-    """
-    attention, name = model.get_submodule(layer.module_name), layer_name(layer)
-    out = next(one for one in _OUTS if hasattr(attention, one))
-    mlp = f"{name}.mlp" if hasattr(model.get_submodule(name), "mlp") else f"{name}.fc2"
-    return f"{layer.module_name}.{out}", mlp
-
-
 def _divide(
     model: nn.Module,
     layers: Sequence[ProbedLayer],
@@ -119,17 +102,37 @@ def _divide(
     share: Share,
 ) -> list[Division]:
     """Return how the layers are divided; the model may be without values."""
-    found = [part for layer in layers for part in _divide_layer(model, layer, share)]
-    return found + [part for layer in recurrent for part in _divide_recurrent(model, layer, share)]
+    found = [_divide_attention(model, layer, share) for layer in layers]
+    found += [_divide_recurrent(model, layer.module_name, share) for layer in recurrent]
+    mixers = [part.module_name for part in found]
+    for name in _layers_with(model, mixers):
+        found += divide_mlps(model, name, mixers, share)
+    return found
 
 
-def _divide_recurrent(model: nn.Module, layer: RecurrentSpec, share: Share) -> Iterator[Division]:
-    name = layer.module_name
-    yield delta_division.divide_net(name, model.get_submodule(name), share)
-    yield _divide_mlp(model, layer_name(layer), share)
+def _layers_with(model: nn.Module, mixers: Sequence[str]) -> list[str]:
+    """Return the names of the decoder layers: those with mixers, and others in their list."""
+    found: dict[str, None] = {}
+    for mixer in mixers:
+        layer = mixer.rpartition(".")[0]
+        parent = layer.rpartition(".")[0]
+        layers = model.get_submodule(parent)
+        if isinstance(layers, nn.ModuleList):
+            found |= {f"{parent}.{key}": None for key, _ in layers.named_children()}
+        found[layer] = None
+    return list(found)
 
 
-def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterator[Division]:
+def _divide_recurrent(model: nn.Module, name: str, share: Share) -> Division:
+    module = model.get_submodule(name)
+    for divide in _DIVIDED_STATES:
+        division = divide(name, module, share)
+        if division is not None:
+            return division
+    raise refuse(share, f"{name} has a recurrent state of a kind that is not divided")
+
+
+def _divide_attention(model: nn.Module, layer: ProbedLayer, share: Share) -> Division:
     spec, name = layer.spec, layer.module_name
     attention = model.get_submodule(name)
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
@@ -154,11 +157,11 @@ def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterato
         {"q_b_proj": [queries], "kv_b_proj": [expanded]},
     )
     inputs = Section(num_heads, spec.value_head_dim)
-    outs = [out for out in _OUTS if has_shape(attention, out, inputs=[inputs])]
+    ends = [out for out in _OUTS if has_shape(attention, out, inputs=[inputs])]
     found = [one for one in choices if fits(attention, one)]
-    if not outs or not found:
+    if not ends or not found:
         raise refuse(share, f"{name} is not made of queries, keys, values and {_OUTS[0]}")
-    columns, out = found[0], outs[0]
+    columns, out = found[0], ends[0]
     sinks = {} if layer.sinks is None else {layer.sinks.rpartition(".")[2]: num_heads}
     common = _LATENT if "kv_b_proj" in columns else set()
     norms = {
@@ -168,56 +171,8 @@ def _divide_layer(model: nn.Module, layer: ProbedLayer, share: Share) -> Iterato
         and is_norm(getattr(attention, key, None), section.num_units * section.unit)
     }
     _check_others(share, name, attention, {*columns, out, *sinks, *common, *norms}, spec)
-    yield Division(name, columns, {out: inputs}, by_head=sinks, spec=spec, norms=norms)
-    yield _divide_mlp(model, layer_name(layer), share)
-
-
-def _divide_mlp(model: nn.Module, layer: str, share: Share) -> Division:
-    name = f"{layer}.mlp"
-    mlp = getattr(model.get_submodule(layer), "mlp", None)
-    if mlp is None:  # the layer itself has the matrices
-        name, mlp = layer, model.get_submodule(layer)
-        found = _mlp_matrices(mlp, "", [("fc2", "fc1")])
-        if found is None:
-            raise refuse(share, f"{layer}.mlp is missing")
-        division = Division(name, *found, summed="fc2")
-    else:
-        found = _mlp_matrices(mlp, "", _MLPS) or _mlp_matrices(mlp, "experts.", [_EXPERTS])
-        if found is None:
-            raise refuse(share, f"{name} is not made of gates, factors and {_MLPS[0][0]}")
-        for prefix in _SHARED:
-            columns, outs = _mlp_matrices(mlp, f"{prefix}.", _MLPS) or ({}, {})
-            found = found[0] | columns, found[1] | outs
-        division = Division(name, *found)
-        known = [*found[0], *found[1]]
-        names = {f"{key}{suffix}" for key in known for suffix in ("", ".weight", ".bias", "_bias")}
-        others = [key for key, _ in mlp.named_parameters() if not key.startswith(_ROUTERS)]
-        if unknown := set(others) - names:
-            raise refuse(share, f"{name}.{min(unknown)} is not known to be divided")
-    for inner in division.outs.values():
-        if not share.divides(inner.num_units):
-            raise refuse(share, f"{name} has {inner.num_units} inner columns")
-    return division
-
-
-def _mlp_matrices(
-    mlp: nn.Module, prefix: str, kinds: Sequence[tuple[str, ...]]
-) -> tuple[dict[str, list[Section]], dict[str, Section]] | None:
-    """Return what is divided by outputs and by inputs, of the first kind of MLP that fits."""
-    for out, *columns in kinds:
-        matrix = matrix_of(mlp, f"{prefix}{out}")
-        if matrix is None:
-            continue
-        inner = Section(matrix.shape[-1], 1)
-        sections = [inner]
-        if columns == ["gate_up_proj"]:
-            owner = mlp.get_submodule(prefix.rstrip("."))
-            is_interleaved = getattr(owner, "is_concatenated", True) is False
-            sections = [Section(matrix.shape[-1], 2)] if is_interleaved else [inner, inner]
-        found = {f"{prefix}{column}": sections for column in columns}
-        if fits(mlp, found):
-            return found, {f"{prefix}{out}": inner}
-    return None
+    outs = {out: inputs}
+    return Division(name, columns, outs, summed=out, by_head=sinks, spec=spec, norms=norms)
 
 
 def _check_others(

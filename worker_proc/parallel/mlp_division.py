@@ -1,0 +1,106 @@
+"""How the MLPs of a decoder layer are divided among ranks: by their inner columns.
+
+An MLP may be a mixture: of each expert a rank has some inner columns, and the router whole. A layer
+may have several MLPs, as Granite-4's experts and the one beside them, or none.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import nn
+
+from worker_proc.parallel.divided_matrices import fits, matrix_of
+from worker_proc.parallel.division import Division
+from worker_proc.parallel.share import Section, Share, refuse
+
+_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "mixer")
+"""Of MLPs in a layer."""
+_MLPS = (
+    ("down_proj", "gate_proj", "up_proj"),
+    ("down_proj", "gate_up_proj"),
+    ("down_proj", "up_proj"),
+    ("output_linear", "input_linear"),
+    ("w2", "w1", "w3"),
+    ("c_proj", "c_fc"),
+    ("fc2", "fc1"),
+)
+"""The last matrix of an MLP, and those before it: gates and factors, apart or in one, or others."""
+_EXPERTS = (("down_proj", "gate_up_proj"), ("down_proj", "up_proj"))
+_GATES_AND_FACTORS = ("gate_up_proj", "input_linear")
+"""Matrices that have both."""
+_SHARED = ("shared_experts", "shared_expert")
+"""What is computed beside the chosen experts."""
+_ROUTERS = ("gate.", "router.", "shared_expert_gate.")
+"""Of experts; all ranks choose alike."""
+
+
+def divide_mlps(
+    model: nn.Module, layer: str, mixers: Collection[str], share: Share
+) -> Iterator[Division]:
+    """Yield how the MLPs of a decoder layer are divided; UnsupportedModel: they cannot be.
+
+    The mixers are the modules that are divided already: attention, and those with a state.
+    """
+    module = model.get_submodule(layer)
+    names = [
+        f"{layer}.{key}"
+        for key in _NAMES
+        if getattr(module, key, None) is not None and f"{layer}.{key}" not in mixers
+    ]
+    for name in names:
+        yield _divide_mlp(name, model.get_submodule(name), share)
+    if names:
+        return
+    found = _matrices(module, "", [("fc2", "fc1")])  # the layer itself has them
+    if found is not None:
+        yield _checked(Division(layer, *found, summed="fc2"), share)
+    elif _has_other_matrices(module, layer, mixers):
+        raise refuse(share, f"{layer}.mlp is missing")
+
+
+def _divide_mlp(name: str, mlp: nn.Module, share: Share) -> Division:
+    found = _matrices(mlp, "", _MLPS) or _matrices(mlp, "experts.", _EXPERTS)
+    if found is None:
+        raise refuse(share, f"{name} is not made of gates, factors and {_MLPS[0][0]}")
+    for prefix in _SHARED:
+        columns, outs = _matrices(mlp, f"{prefix}.", _MLPS) or ({}, {})
+        found = found[0] | columns, found[1] | outs
+    known = [*found[0], *found[1]]
+    names = {f"{key}{suffix}" for key in known for suffix in ("", ".weight", ".bias", "_bias")}
+    others = [key for key, _ in mlp.named_parameters() if not key.startswith(_ROUTERS)]
+    if unknown := set(others) - names:
+        raise refuse(share, f"{name}.{min(unknown)} is not known to be divided")
+    return _checked(Division(name, *found), share)
+
+
+def _checked(division: Division, share: Share) -> Division:
+    for inner in division.outs.values():
+        if not share.divides(inner.num_units):
+            raise refuse(share, f"{division.module_name} has {inner.num_units} inner columns")
+    return division
+
+
+def _matrices(
+    mlp: nn.Module, prefix: str, kinds: Sequence[tuple[str, ...]]
+) -> tuple[dict[str, list[Section]], dict[str, Section]] | None:
+    """Return what is divided by outputs and by inputs, of the first kind of MLP that fits."""
+    for out, *columns in kinds:
+        matrix = matrix_of(mlp, f"{prefix}{out}")
+        if matrix is None:
+            continue
+        inner = Section(matrix.shape[-1], 1)
+        sections = [inner]
+        if columns[0] in _GATES_AND_FACTORS:
+            owner = mlp.get_submodule(prefix.rstrip("."))
+            is_interleaved = getattr(owner, "is_concatenated", True) is False
+            sections = [Section(matrix.shape[-1], 2)] if is_interleaved else [inner, inner]
+        found = {f"{prefix}{column}": sections for column in columns}
+        if fits(mlp, found):
+            return found, {f"{prefix}{out}": inner}
+    return None
+
+
+def _has_other_matrices(module: nn.Module, layer: str, mixers: Collection[str]) -> bool:
+    """Return whether a layer has matrices outside of its mixers."""
+    within = tuple(f"{mixer}." for mixer in mixers)
+    names = [key for key, values in module.named_parameters() if values.dim() > 1]
+    return any(not f"{layer}.{name}".startswith(within) for name in names)
