@@ -1,6 +1,7 @@
 """Every reference in the documentation leads somewhere."""
 
 import ast
+import builtins
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = re.compile(r"`([\w/]+\.py):([\w.]+?)(?:\(\))?`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\.venv/bin/python -m ((?:scripts|tests|worker_proc)[\w.]*)")
 
 
@@ -93,6 +95,35 @@ def test_every_url_of_a_curl_command_has_a_host() -> None:
     texts = {page.name: page.read_text() for page in pages()}
     found = {name: re.findall(r"curl [^\n`|]*['\" ]:\d.*", text) for name, text in texts.items()}
     assert {name: commands for name, commands in found.items() if commands} == {}
+
+
+def unknown_classes(page: str) -> set[str]:
+    """Names in capitals that Python blocks use, and that no block so far imports or defines."""
+    known, unknown = set(dir(builtins)), set()
+    for block in PYTHON.findall(page):
+        flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        nodes = list(ast.walk(compile(block, "block", "exec", flags)))
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                known |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.ClassDef):
+                known.add(node.name)
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        unknown |= {name for name in names - known if name[0].isupper()}
+    return unknown
+
+
+EXAMPLES = [page for page in pages() if page.parent.name == "docs" or page.parent == ROOT]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_class_of_an_example_is_imported_on_its_page(page: Path) -> None:
+    assert unknown_classes(page.read_text()) == set()
+
+
+def test_classes_that_are_not_imported_are_found() -> None:
+    page = "```python\nfrom a import B\nawait B(C)\n```\nD\n```python\nB() or Other('E')\n```"
+    assert unknown_classes(page) == {"C", "Other"}
 
 
 ARCHITECTURE = REFERENCE.findall((ROOT / "docs" / "architecture.md").read_text())

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from protocol.config import ApiConfig
 
 MAX_KEYS = 1024
 _MAX_FILE_BYTES = 1024 * 1024
+_COMMENT = re.compile(rb"(^|\s)#.*")
 
 log = logging.getLogger("troika.api")
 
@@ -47,8 +49,8 @@ def read_keys(file: Path) -> list[bytes]:
             content = opened.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"api_key_file {file} cannot be read: {error.strerror}") from error
-    lines = [line.strip() for line in content.splitlines()]
-    keys = [line for line in lines if line and not line.startswith(b"#")]
+    lines = [_COMMENT.sub(b"", line).strip() for line in content.splitlines()]
+    keys = [line for line in lines if line]
     if not keys:
         raise ValueError(f"api_key_file {file} holds no key; it needs one per line")
     if len(keys) > MAX_KEYS or len(content) > _MAX_FILE_BYTES:

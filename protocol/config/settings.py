@@ -32,6 +32,7 @@ _LIKENESS = 0.75
 """Of a wrong name and the one that was probably meant, 0 to 1."""
 _SIZE = re.compile(r"(\d+)([.]\d+)?([kKmMgGtT])")
 _CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
+_TAKES_NO_VALUE = re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument .*")
 _NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
 _DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
@@ -162,6 +163,9 @@ class OneLineParser(argparse.ArgumentParser):
         match = _NEEDS_VALUE.fullmatch(message)
         if match is not None:
             message = f"{match.group(1)} needs a value"
+        match = _TAKES_NO_VALUE.fullmatch(message)
+        if match is not None:
+            message = f"{match.group(1)} takes no value"
         print(f"troika: {message}", file=sys.stderr)
         sys.exit(2)
 

@@ -39,6 +39,8 @@ def main(
         usage="%(prog)s IN.jsonl OUT.jsonl [flags]",
         description="Answer the requests of a file in OpenAI's batch format. A second run with the "
         "same files continues the first. Without --base-url, an engine is started for the run.",
+        epilog="The flags of `troika serve` hold for that engine, but those of its address and "
+        "keys: see `troika serve --help`.",
         allow_abbrev=False,
     )
     for name, option, metavar, text in (
@@ -61,8 +63,12 @@ def main(
     ):
         about = f"{text} (default: {default:g})"
         parser.add_argument(flag, type=type(default), default=default, metavar="N", help=about)
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"}.intersection(argv):  # without the many flags of an engine
+        parser.print_help()
+        return 0
     settings.add_flags(parser)
-    config = settings.parse_args(parser, sys.argv[1:] if argv is None else argv)
+    config = settings.parse_args(parser, argv)
     arguments = parser.parse_intermixed_args(argv)
     _take_files(parser, arguments)
     flags = [item.flag for item in settings.settings() if hasattr(arguments, item.name)]

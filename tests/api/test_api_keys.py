@@ -145,3 +145,9 @@ def test_the_number_of_keys_is_bounded(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "one-more\n")
     with pytest.raises(ValueError, match=f"holds more than {MAX_KEYS} keys"):
         read_keys(file)
+
+
+def test_a_comment_may_stand_behind_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team a\nfirst # of team a\n\t# second\nwith#sign\t#\n")
+    assert read_keys(file) == [b"first", b"with#sign"]

@@ -303,3 +303,13 @@ def test_bad_flag_is_named(
     assert text in capsys.readouterr().err
     out = tmp_path / "out.jsonl"
     assert not out.exists() or out.read_bytes() == b""
+
+
+def test_help_fits_on_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["in.jsonl", "--help"], "troika run-batch") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45
+    assert any("--concurrency" in line for line in lines)

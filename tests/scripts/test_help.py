@@ -79,6 +79,7 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
         (["--trust-remote-code"], "--trust-remote-code: code from a checkpoint is never executed"),
         (["--response-role", "x"], "unknown flag --response-role; see --help"),
         (["--port"], "--port needs a value"),
+        (["--enforce-eager=yes"], "--enforce-eager takes no value\n"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
         (["--port", "70000"], "--port: Expected `int` <= 65535 (got '70000')"),
         (["--watermark", "x"], "--watermark: 'x' is not a number"),
