@@ -62,27 +62,26 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
     if replica is not None and role is Role.API:
         parser.error("--replica needs the role core or worker")
     try:
-        for run_dir in _run_dirs(chosen_run_dir(arguments.run_dir), role, replica):
+        for run_dir, owner in _run_dirs(chosen_run_dir(arguments.run_dir), role, replica):
             with contextlib.closing(StatusLink(run_dir)) as link:
-                print(restart(link, role, arguments.timeout, index))
+                print(f"{owner}{restart(link, role, arguments.timeout, index)}", flush=True)
     except (LookupError, ProtocolError, ValueError, RestartFailed) as error:
         print(f"troika: {error.args[0]}", file=sys.stderr)
         return 1
     return 0
 
 
-def _run_dirs(run_dir: str, role: Role, replica: int | None) -> list[str]:
-    """Return the run directories of the supervisors that are asked, one after the other."""
+def _run_dirs(run_dir: str, role: Role, replica: int | None) -> list[tuple[str, str]]:
+    """The run directories of the supervisors to ask in turn, each with the beginning of a line."""
     if role is Role.API:
-        return [run_dir]
+        return [(run_dir, "")]
     with contextlib.closing(StatusLink(run_dir)) as link:
         reply, _ = _query(link.query)
     replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
-    if replica is None:
-        return [replica_dir(run_dir, number) for number in replicas] or [run_dir]
-    if replica not in replicas:
+    if replica is not None and replica not in replicas:
         raise RestartFailed(f"this engine has no replica {replica}")
-    return [replica_dir(run_dir, replica)]
+    chosen = replicas if replica is None else [replica]
+    return [(replica_dir(run_dir, n), f"replica {n}: ") for n in chosen] or [(run_dir, "")]
 
 
 def restart(link: StatusLink, role: Role, timeout_s: float, index: int | None = None) -> str:

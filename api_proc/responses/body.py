@@ -132,7 +132,8 @@ class ResponsesBody(CommonBody, kw_only=True):
         """Reject contradictory and unsupported fields with a 400 that names the field."""
         reject_unsupported(self, "")
         if not self.input and self.previous_response_id is None:
-            raise invalid("input", "the field is missing", "missing_required_parameter")
+            why = "the field is missing" if self.input is None else "is empty"
+            raise invalid("input", why, "missing_required_parameter")
         if self.background:
             raise unsupported("background", "is not supported; use stream, or wait for the answer")
         if self.stream_options is not None and not self.stream:

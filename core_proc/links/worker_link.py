@@ -41,6 +41,11 @@ FAULTS = frozenset({DeathCause.SIGNAL, DeathCause.EXCEPTION, DeathCause.OOM, Dea
 log = logging.getLogger("troika.core")
 
 
+def _level(cause: DeathCause) -> int:
+    """A process that ended in order was replaced by a request of an operator."""
+    return logging.INFO if cause is DeathCause.ENDED else logging.WARNING
+
+
 class WorkerLink:
     """The connections of all ranks, and the epoch under which the group was adopted."""
 
@@ -194,16 +199,19 @@ class WorkerLink:
         """Take back the steps of dead workers, after the results that they still sent."""
         self.drain()
         for peer in peers:
-            self._lose(peer, "its process has died")
+            self._lose(peer, "its process has ended", level=logging.INFO)
 
-    def _lose(self, peer: bytes, why: str, *, kill: bool = False) -> bool:
+    def _lose(
+        self, peer: bytes, why: str, *, kill: bool = False, level: int = logging.WARNING
+    ) -> bool:
         """Give up a worker, which must send `WorkerHello` to be used again.
 
-        False if the connection is none of the group's.
+        False if the connection is none of the group's. Of a process that has ended the supervisor
+        reports the cause, and a planned restart needs no warning.
         """
         if not self._group.leave(peer):
             return False
-        log.warning("worker lost, running requests wait for its successor: %s", why)
+        log.log(level, "worker lost, running requests wait for its successor: %s", why)
         if kill:
             self._monitor.kill(peer)
         self._forget(peer)
@@ -238,7 +246,8 @@ class WorkerLink:
             return
         self._last_death = death.epoch
         step = "at rest" if death.step_id is None else f"in step {death.step_id}"
-        log.warning("worker %d of epoch %d died %s: %s", death.rank, death.epoch, step, death.cause)
+        text = "worker %d of epoch %d died %s: %s"
+        log.log(_level(death.cause), text, death.rank, death.epoch, step, death.cause)
         peer = self._group.peer_of(death.epoch)
         if peer is not None:
             self.reap([peer])
@@ -253,7 +262,7 @@ class WorkerLink:
 
     def on_core_death(self, death: Death, marks: CoreMarks | None) -> None:
         """Take over the marks of the last core; those of a core before it do not count."""
-        log.warning("core of epoch %d died: %s", death.epoch, death.cause)
+        log.log(_level(death.cause), "core of epoch %d died: %s", death.epoch, death.cause)
         if death.cause in FAULTS and marks is not None and marks.epoch == death.epoch:
             self._engine.inherit_marks(marks.marks)
 

@@ -745,6 +745,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"), [([], "is empty"), ("", "is empty"), (None, "the field is missing")]
+)
+def test_an_empty_input_is_not_called_missing(
+    live: LiveServer, value: list[str] | str | None, reason: str
+) -> None:
+    response = HTTP.post(live.url + PATH, json=BODY | {"input": value})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"input: {reason}"
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_fields_are_named(live: LiveServer, case: str) -> None:
     fields, param = BAD[case]

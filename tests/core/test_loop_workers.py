@@ -475,6 +475,17 @@ def test_death_of_a_worker_is_logged_with_its_cause(
     assert caplog.text.count("worker 0 of epoch 5 died in step 17: signal") == 1
 
 
+@pytest.mark.parametrize(("cause", "warns"), [(DeathCause.ENDED, False), (DeathCause.OOM, True)])
+def test_a_worker_that_ends_in_order_causes_no_warning(
+    bench: Bench, caplog: pytest.LogCaptureFixture, cause: DeathCause, warns: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench.child.inbox.append(WorkerDied(0, 5, cause, None))
+    bench.turn()
+    [level] = [one.levelno for one in caplog.records if "worker 0 of epoch 5" in one.getMessage()]
+    assert level == (logging.WARNING if warns else logging.INFO)
+
+
 class RecordingEngine:
     def __init__(self) -> None:
         self.inherited: list[list[int]] = []
