@@ -100,10 +100,12 @@ class RunningEngine:
         self.quarantine = Quarantine(self.scheduler, CANARY_ID, self.adapters.waits_for_others)
 
     def replace_workers(self, facts: ModelFacts) -> None:
+        """Take the facts of the workers that follow the lost ones."""
         self.facts = facts
         self._num_worker_restarts += 1
 
     def lose_workers(self) -> None:
+        """Take back everything that the workers have, for their successors."""
         self.quarantine.workers_lost()
         self.scheduler.recompute_all()
         self.grammars.workers_lost()
@@ -128,6 +130,7 @@ class RunningEngine:
                 self._refuse(request, text, ErrorCode.QUARANTINED)
 
     def add(self, client: Client, add: AddRequest, now: float) -> Refused | None:
+        """Queue a request in place of one with its id; returns the refusal, if it is refused."""
         was_accepted = add.resent or self._owners.has(client, add.request_id)
         error = self._why_not(add, now, was_accepted=was_accepted)
         self.abort(client, [add.request_id])
@@ -288,6 +291,7 @@ class RunningEngine:
         return step
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
+        """Take the results of the oldest step in flight; returns what each client gets of them."""
         in_flight = self.scheduler.in_flight
         oldest = in_flight[0] if in_flight else None
         num_drafts = self._limits.num_speculative_tokens

@@ -181,7 +181,7 @@ class Engine(RunningEngine):
     ) -> None:
         """Start it with the arguments of `scripts/serve`, or of another module's command.
 
-        It is not ready yet. `prefix`: words in front of the command, as of `ip netns exec`.
+        It is not ready yet. `prefix`: words in front of the command, such as `ip netns exec`.
         """
         default_s = TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S
         super().__init__(run_dir, default_s if timeout_s is None else timeout_s)

@@ -304,9 +304,9 @@ def _mixed(files: list[Path]) -> list[Path]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exempt libraries and collected tests from garbage collections: many tests call for one.
+    """Exempt libraries and collected tests from garbage collections, as many tests start one.
 
-    While they are imported, there is a million of new objects and no garbage.
+    No collection runs meanwhile: the imports make a million objects, and no garbage.
     """
     gc.disable()
     try:
@@ -318,8 +318,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _cheap_collections() -> None:
-    """Exempt them again if a test of the file before has ended the exemption."""
-    # The count of frozen objects would take as long as a collection of them.
+    """Exempt all objects again if a test of the previous file has called `gc.unfreeze`."""
+    # `gc.get_freeze_count` would take as long as a collection of the frozen objects.
     if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()

@@ -53,7 +53,7 @@ class MirroredRequest:
     draft_states: list[int] = field(default_factory=list)
     """State blocks for the states before each of its drafts."""
     state_block: int = NULL_BLOCK
-    """The one of these with the state of its computed tokens; NULL_BLOCK: its table has it."""
+    """The draft state that has the state of its computed tokens; NULL_BLOCK: its table has it."""
     grammar_state: GrammarState | None = None
     """Of a request with a grammar; the runner sets it before the request's first step."""
     edits_scores: bool = field(init=False)
@@ -89,11 +89,11 @@ class MirroredRequest:
         return len(self.token_ids)
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the ids behind the first ones."""
+        """Return the ids behind the first `num_tokens`."""
         return self.token_ids[num_tokens:]
 
     def append(self, outputs: Sequence[int]) -> None:
-        """Take sampled tokens, or what stands for one that is only on the device."""
+        """Add sampled tokens, or a placeholder for one that only the device knows."""
         self.token_ids += outputs
         if self.edits is not None:
             self.edits.add(outputs)
@@ -163,7 +163,7 @@ class Mirror:
         self._next_step_id = None
 
     def forget_blocks(self) -> None:
-        """Forget which blocks were used: their memory was released."""
+        """Forget which blocks were used, since their memory was released."""
         self.highest_block = NULL_BLOCK
 
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
@@ -232,13 +232,13 @@ class Mirror:
                 request.edits.add((token_id,))
 
     def limit_draft_states(self, number: int) -> None:
-        """Let requests take no more blocks for the states before drafts, which all ranks have."""
+        """Bound the blocks that requests take for the states before drafts, as all ranks do."""
         self._draft_states.most_used = number
 
     def take_drafts(self, request: MirroredRequest, drafts: list[int]) -> int:
         """Give a request the drafts for its next step; returns how many of them it has taken.
 
-        With a state group it takes no more than there are blocks for the states before them.
+        With a state group, each draft that it takes needs a block for the state before it.
         """
         if self._has_states:
             drafts = drafts[: self._draft_states.reserve(request, len(drafts))]

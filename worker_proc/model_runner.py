@@ -58,11 +58,11 @@ class _Sampled(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """When a step arrived; nanoseconds."""
+    """When a step arrived, and whether requests were running then."""
 
     at_ns: int
     finds_requests: bool
-    """A worker without requests has waited for none of them."""
+    """Else the time before the step does not count as a wait: there was nothing to compute."""
 
 
 class _StepTimes:
@@ -88,7 +88,7 @@ class _SampledStep:
         tokens: "TokenCopy",
         end: Callable[[], tuple[int, int]],
     ) -> None:
-        """Take the parts that sample, whose requests end in stand-ins of their tokens."""
+        """Take the parts that sample, whose requests end in placeholders for their tokens."""
         self._step_id = step_id
         self._parts = parts
         self._tokens = tokens
@@ -152,11 +152,11 @@ class ModelRunner:
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
-        `num_draft_states`: blocks of states in the pool, beyond those that are announced.
-        `exchange`: with the other ranks, which compute the same steps. `stage`: the last one of
-        several, if the model has some of the layers only. `block_memory`, `state_memory` and
-        `draft_blocks`: of blocks that are kept in stores. `shared_drafts`: with the other ranks, of
-        which one has the draft model.
+        `num_draft_states` is the number of state blocks in the pool beyond those that are
+        announced. `exchange` connects the ranks that compute the same steps. `stage` is this part
+        of a model in several stages, of which it is the last. `block_memory`, `state_memory` and
+        `draft_blocks` are what stores keep. `shared_drafts` gives all ranks the drafts of the one
+        that has the draft model.
         """
         self._model = loaded.model
         self._head = loaded.head
@@ -174,7 +174,7 @@ class ModelRunner:
         self.swap_cost_tokens = swap_cost_tokens
         self._num_draft_states = num_draft_states
         self._has_limited_states = False
-        """Whether the ranks of this adoption have compared their numbers of these."""
+        """Whether the ranks of this adoption have agreed on the number of draft states."""
         self._is_drafting = num_speculative_tokens > 0
         self._draft_model = draft_model
         self._shared_drafts = shared_drafts
@@ -191,7 +191,7 @@ class ModelRunner:
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""
         self._steady: SteadyDecode | None = None
-        """What the step before may be followed by."""
+        """The decode step that may follow the step before; None: the next one is built anew."""
 
     def on_wait(self, report: Callable[[], None]) -> None:
         if self._exchange is not None:
@@ -328,7 +328,7 @@ class ModelRunner:
         )
 
     def _can_go_on(self, inputs: StepInputs) -> bool:
-        """Return whether the next step may be made from this one."""
+        """Return whether the inputs of the next step may be made from those of this one."""
         if self._device.type != "cpu" or self._is_drafting:
             return False
         if self._mirror.num_constrained or self._mirror.pooling or not self.facts.generates:
@@ -338,7 +338,7 @@ class ModelRunner:
     def _compute_steady(
         self, step_id: int, steady: SteadyDecode, arrival: _Arrival
     ) -> ModelRunnerOutput:
-        """Compute a step that only goes on with the one before."""
+        """Compute a step of the same requests as the one before, one token further."""
         inputs = steady.move_on()
         logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
@@ -449,7 +449,7 @@ class ModelRunner:
         return counts if any(counts) else []
 
     def _limit_draft_states(self) -> None:
-        """Take no more blocks for the states before drafts than every rank has."""
+        """Use no more draft states than the rank with the fewest has."""
         if self._states is None or self._has_limited_states:
             return
         if self._stage is not None:
@@ -476,7 +476,7 @@ class ModelRunner:
 def _packed_results(
     parts: Sequence[ScheduledRequest], token_ids: Sequence[int], num_tokens: Sequence[int]
 ) -> list[int]:
-    """Return what other stages get of a step: tokens, and the drafts for those after them."""
+    """Return the results of a step for the other stages: its tokens, and the drafts after them."""
     results: list[RequestResult] = []
     first = 0
     for part, count in zip(parts, num_tokens or [1] * len(parts), strict=True):

@@ -132,7 +132,7 @@ class NullRunner:
         block_memory: NoMemory | None = None,
         clock: Clock = time,
     ) -> None:
-        """`num_draft_states`: blocks for the states before drafts; None: as many as are needed."""
+        """`num_draft_states` of None stands for as many as drafts may need."""
         self.facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
@@ -146,7 +146,7 @@ class NullRunner:
             num_draft_states = num_speculative_tokens * facts.num_state_blocks
         self._mirror = Mirror(facts, num_speculative_tokens, adapters, num_draft_states)
         self._writers: dict[int, BlockOwner] = {}
-        """By block of the pool: the entry that was last written through."""
+        """By block of the pool: the table entry through which it was last written."""
         self._host_blocks: set[int] = set()
         has_states = facts.kv_groups[-1].is_state
         self._states = NullStates(facts.block_size) if has_states else None

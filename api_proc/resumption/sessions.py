@@ -83,6 +83,8 @@ class Kept(Protocol):
 
 
 class Session:
+    """A request whose client may come back: its histories, and how long they are kept."""
+
     def __init__(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> None:
         self.accepted = accepted
         self.body = decoded.body
@@ -118,6 +120,8 @@ class Session:
 
 
 class Sessions:
+    """All sessions, and the journal from which a successor restores them."""
+
     def __init__(
         self,
         client: ReplicatedClient,

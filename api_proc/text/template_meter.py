@@ -4,7 +4,7 @@ Only a template of simple parts is rendered there: loops over values, macros, an
 filters and methods listed below, which take a time in proportion to their operands. The work is
 counted in steps: each pass of a loop or macro counts the nodes in its body, each operand its size,
 and each output its length. A value that is given a name has a greatest size, so that values cannot
-grow by repetition. Any other template, and any rendering past the limit, belongs into a process
+grow by repetition. Any other template, and any rendering past the limit, is left to a process
 that can be killed.
 """
 

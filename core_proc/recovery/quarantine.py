@@ -52,9 +52,9 @@ MAX_REJECTED_IN_A_ROW = 4
 SYSTEMIC_FOR_S = 30.0
 """Time without attribution of crashes after it was found that the fault is not in requests."""
 INHERITED_FOR_S = 120.0
-"""Time in which clients send the suspects of a dead core again; they wait no longer themselves."""
+"""Time in which clients send the suspects of a dead core again: they themselves wait no longer."""
 _CANARY_TRIALS = 4
-"""Length of the canary in trials, for workers that crash only some steps after their start."""
+"""Length of the canary in trials, as some workers crash only some steps after their start."""
 
 log = logging.getLogger("troika.core")
 

@@ -30,7 +30,7 @@ TRIAL_SHARE = 1 / 64
 """Of the worker's time, for trials."""
 TRIAL_DRAFTS = 2
 TRIAL_POSITIONS = 4
-"""Drafts that are enough to judge a trial. One without a right one ends after two steps."""
+"""Drafts that are enough to judge a trial. A trial without a right draft ends after two steps."""
 TRIAL_STEPS = 64
 """A trial ends after these, if the request gets too few drafts to judge."""
 _FIRST_TRIAL_STEPS = 4

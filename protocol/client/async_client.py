@@ -529,7 +529,7 @@ class AsyncEngineClient:
 
 
 def _shows_progress(status: Status, before: Status | None, num_open: int) -> bool:
-    """Whether the core has sent steps to its workers meanwhile, or has none to send."""
+    """Whether the core has sent steps since the status before, or has none to send."""
     stats = status.stats
     is_idle = num_open + stats.num_running_reqs + stats.num_waiting_reqs == 0
     is_paused = status.pause_mode is not PauseMode.RUNNING

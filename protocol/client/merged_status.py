@@ -24,7 +24,7 @@ def merged_status(statuses: Sequence[Status]) -> Status | None:
 
 
 _SHARES = ("kv_cache_usage", "state_cache_usage")
-"""Of a replica's memory: the replicas' mean is theirs together."""
+"""Shares of a replica's memory: the share of all replicas is their mean."""
 
 
 def _sum(stats: Sequence[EngineStats]) -> EngineStats:

@@ -188,7 +188,7 @@ class ReplicatedClient:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """Facts of the model, as a replica has them that serves, or else has served."""
+        """Facts of the model: those of a replica that serves, else of one that has served."""
         known = [client for client in self.clients if client.facts is not None]
         return next((c.facts for c in known if c.serves), known[0].facts if known else None)
 
@@ -208,7 +208,7 @@ class ReplicatedClient:
 
     @property
     def last_progress_time(self) -> float:
-        """When the replica that has requests and has made no progress for longest made some."""
+        """When the replica with requests that has made no progress for longest last made some."""
         busy = [c.last_progress_time for c in self.clients if c.num_open_requests]
         return min(busy, default=max(client.last_progress_time for client in self.clients))
 
@@ -232,8 +232,8 @@ class ReplicatedClient:
         """Name the replicas anew: new ones join, and those that are not named any more retire.
 
         A retired replica gets no new requests once another one serves; those that it has are moved,
-        exactly. A pause by this client holds at new ones, too. ValueError, and nothing has changed:
-        an address is not one.
+        exactly. A pause by this client holds at new ones, too. ValueError: one is not valid, and
+        nothing has changed.
         """
         assert self._may_change
         for address in addresses:
@@ -375,7 +375,7 @@ class ReplicatedClient:
     async def pause(
         self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        """Pause all replicas; see `AsyncEngineClient.pause`, also for the others."""
+        """Pause all replicas; for this and the other controls see `AsyncEngineClient`."""
         self._pause = ControlAction.PAUSE, mode
         return await self._all(lambda c: c.pause(mode, timeout_s=timeout_s))
 

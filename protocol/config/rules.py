@@ -1,7 +1,7 @@
 """The rules between several settings: those that contradict each other, or have no effect."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from protocol.adapters import parse_lora_module
@@ -35,7 +35,8 @@ def validate_api_port(config: EngineConfig) -> None:
     """Raise ConfigError if the API would listen where another process of its engine does."""
     if config.api.uds:
         return
-    for is_broken, message in _differ([_Ports("port", config.api.host, config.api.port)], config):
+    api = _Ports("port", config.api.host, config.api.port)
+    for is_broken, message in _overlaps(config, [api]):
         if is_broken:
             raise ConfigError(message)
 
@@ -211,12 +212,12 @@ class _Ports(NamedTuple):
 
 def _port_rules(config: EngineConfig) -> Iterator[Rule]:
     """Addresses at which processes of one machine listen, that of the API apart."""
-    return _differ([], config)
+    return _overlaps(config)
 
 
-def _differ(taken: list[_Ports], config: EngineConfig) -> Iterator[Rule]:
-    """Addresses for links, which must differ from each other and from what is taken."""
-    parallel = config.parallel
+def _overlaps(config: EngineConfig, taken: Sequence[_Ports] = ()) -> Iterator[Rule]:
+    """Ports of links that overlap each other, or those that are taken."""
+    parallel, ports = config.parallel, list(taken)
     listens = {
         "core_listen": parallel.core_listen,
         "agents_listen": parallel.agents_listen,
@@ -226,8 +227,8 @@ def _differ(taken: list[_Ports], config: EngineConfig) -> Iterator[Rule]:
         if address is not None:
             host, _, port = address.rpartition(":")
             count = max(parallel.data_parallel_size, 1) if setting == "core_listen" else 1
-            taken.append(_Ports(setting, host, int(port), count))
-    for one, other in itertools.combinations(taken, 2):
+            ports.append(_Ports(setting, host, int(port), count))
+    for one, other in itertools.combinations(ports, 2):
         yield (
             one.overlap(other),
             f"{one.setting} and {other.setting} must differ: both would listen at port "

@@ -309,9 +309,9 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
 
 
 def _parse_size(text: str) -> int | str:
-    """Read `8k` (8,000), `8K` (8,192) or `1.5G`, as vLLM does; other texts are returned.
+    """Read `8k` (8,000), `8K` (8,192) or `1.5G`, as vLLM does.
 
-    So are texts of other than whole numbers.
+    A text that has no unit, or does not stand for a whole number, is returned as it is.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -53,10 +53,10 @@ _RECONNECT_MS = 10
 """Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
 _REMOTE_RECONNECT_MS = 200
-"""Between machines, one of which may be away for long, or refuse the key."""
+"""The same between machines, one of which may be away for long, or refuse the key."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 2000
-"""After which a connection between machines ends."""
+"""Silence after which a connection between machines ends."""
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)
 _EMPTY = int(Flag.BEAT | Flag.LOST)

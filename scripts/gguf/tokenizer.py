@@ -30,7 +30,7 @@ _ENDS = frozenset(
 )
 """Control tokens that end an answer, which files need not state."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
-"""Of the added tokens of Phi-3 with sentencepiece; the others take the spaces behind them."""
+"""Added tokens of Phi-3 with sentencepiece that leave the spaces behind them; others take these."""
 _MAX_TOKEN_CHARACTERS = 512
 """Of sentencepiece's tokens, each of which is split at every place to find its merges."""
 

@@ -50,9 +50,9 @@ class Cluster:
 
         Args:
             address: of the cluster, as `ray.init` takes it.
-            name: of the actors, with their number behind it; unique in the cluster.
+            name: of the actors, followed by their number; unique in the cluster.
             arguments: of the host agents.
-            bundle: resources of one engine, as CPU and GPU.
+            bundle: resources of one engine, such as CPU and GPU.
             num_first: engines that are spread over machines, and have a place as long as they last.
             leave_s: from the request to end to the end of an actor whose agent has not ended.
         """

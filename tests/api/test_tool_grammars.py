@@ -270,7 +270,6 @@ def test_schemas_are_enforced_strictly_only_where_that_was_asked(vocabulary: Voc
         assert matcher.is_error() == is_strict
 
 
-MISTRAL_CALL = '[TOOL_CALLS][{"name": "now", "arguments": {}}]'
 CONTENTS = {
     "json": Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["a/b"]}'),
     "regex": Grammar(GrammarKind.REGEX, r'"a/b"'),

@@ -138,7 +138,6 @@ _FACTS = ModelFacts(
 )
 _ADAPTER = Adapter("sql", "/adapters/sql", b"digest of 32..." * 2 + b"..")
 _LOGPROBS = TokenLogprobs(5, -0.25, 1, [5, 6], [-0.25, -1.75])
-_NEW = NewRequestData(1, pack_token_ids(range(300)), 200, _PARAMS, [[1, 2], [3, 4]], 0, 0)
 _PROMPT = PromptLogprobs(1, 1, [_LOGPROBS, _LOGPROBS])
 
 

@@ -162,10 +162,6 @@ class ClientProcess(Process):
         self.on_death.append(self._abandon)
         self.wake(self._starts_at)
 
-    @property
-    def num_to_submit(self) -> int:
-        return len(self._plans)
-
     def turn(self) -> int | None:
         asyncio._set_running_loop(self._as_asyncio)
         try:

@@ -35,7 +35,6 @@ class Run:
     num_ahead: int = 0
     """Steps that were launched while the tokens of the step before were not known."""
     longest_step: int = 0
-    step_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Of each request that asks for them, at each of its outputs."""
 

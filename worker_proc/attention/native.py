@@ -88,7 +88,7 @@ class NativeBackend:
         widest = max(spec.value_head_dim for spec in specs)
         self._token_sums = self._num_heads * (-(-widest // VECTOR) * VECTOR + VECTOR)
         self._sums = torch.empty(0, dtype=torch.float32)
-        """What sections of contexts have come to, until a layer has merged them."""
+        """Partial sums of the sections of contexts, until a layer has merged them."""
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
         self._reads_pairs = library.has_pairs and self._is_bf16 and block_size % PAIR_SLOTS == 0

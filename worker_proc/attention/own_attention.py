@@ -51,7 +51,7 @@ class OwnCall:
     """One computation of attention."""
 
     layer: int
-    """The number by which the module stores keys and values in a cache."""
+    """The index under which the module stores keys and values in a cache."""
     query: torch.Tensor  # [T, num_heads, head_dim]
     key: torch.Tensor  # [T, num_kv_heads, head_dim]
     value: torch.Tensor  # [T, num_kv_heads, value_head_dim]
@@ -84,7 +84,7 @@ class OwnMask:
 
 
 class Role(enum.StrEnum):
-    """What a stand-in takes the place of."""
+    """Which tensor a stand-in takes the place of."""
 
     KEYS = "keys"
     VALUES = "values"

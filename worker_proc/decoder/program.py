@@ -41,7 +41,7 @@ _MAKE_ROWS = (Kind.EMBED, Kind.ADD)
 """In these, as in a norm, each thread computes an equal share of the rows, and nothing else."""
 _ADAPTING = (Kind.SHRINK, Kind.EXPAND)
 _NOWHERE = Columns(HIDDEN, 0, 0)
-"""Of outputs that are fused with what follows, and no hook asks for."""
+"""Where outputs are stored that are fused with what follows and that no hook asks for: nowhere."""
 
 
 class Segment(NamedTuple):
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 
 class Program:
-    """The instructions for one pool, with all that they point to."""
+    """The instructions for one pool, which keeps alive all that they point to."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Program:
     ) -> None:
         self.key = key
         self.first_layers = first_layers
-        """For each kind of angles, the first layer that has it."""
+        """For each kind of angles, the first layer that uses it."""
         self._paged = paged  # alive, so that the key stays unique
         self._adapted = writer.adapted
         self._array = (Instruction * len(writer.instructions))(*writer.instructions)
@@ -75,7 +75,7 @@ class Program:
 
     @cached_property
     def all_instructions(self) -> ProgramArgs:
-        """The call of a program without hooks."""
+        """The one call of a program without hooks."""
         return self._args(0, len(self._array))
 
     def segments(self, layers: range) -> list[Segment]:

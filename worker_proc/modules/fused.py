@@ -49,7 +49,7 @@ MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 """Relative to the largest value: another order of a sum, and one rounding."""
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)  # of the random rows
 TRIAL_RANGE = 9.0
-"""Where activations bend; past it they should be 0 or their argument, which is tried too."""
+"""Inputs in which activations bend. Past them they are 0 or their argument, which is tried, too."""
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
@@ -149,9 +149,9 @@ class FusedMLP(nn.Module):
         return both[:, : self.size], both[:, self._width : self._width + self.size]
 
     def join(self, gates: torch.Tensor, factors: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return what `forward` does of these gates and factors, `[*shape, hidden_size]`.
+        """Return what `forward` makes of these gates and factors, `[*shape, hidden_size]`.
 
-        Both ways round at the same places, to the same bits.
+        Both round at the same places, to the same bits.
         """
         product = self._library.activate(gates, self.activation) * factors
         out: torch.Tensor = self.down_proj(product.view(*shape, self.size))
@@ -177,7 +177,7 @@ def fuse_modules(
     fused: dict[str, int] = {}
     gone: set[nn.Module] = set()
     made: dict[tuple[int, ...], nn.Module] = {}
-    """What computes with parameters, by the number of the kernel and theirs: they may be tied."""
+    """The module by its kernel's number and its parameters, which may be tied to another's."""
     parents = list(model.named_modules())
     for done, (path, parent) in enumerate(parents):
         on_tried(done, len(parents))
@@ -215,7 +215,7 @@ def _with_scaled_experts(
     format: Format,
     gone: set[nn.Module],
 ) -> dict[str, int]:
-    """Replace experts that take rows times scores, whose own interface is another one."""
+    """Replace experts whose interface differs: they take rows that were multiplied by scores."""
     key = f"{path}{SCALED_KEY}"
     own = dict(parent.named_children()).get("experts")
     if own is None or dtype not in NATIVE_DTYPES or (proven is not None and key not in proven):
@@ -238,7 +238,7 @@ def _with_router(
     dtype: torch.dtype,
     proven: Mapping[str, int] | None,
 ) -> dict[str, int]:
-    """Let the router beside experts give a row the same bits beside any others; see router.py."""
+    """Let a router give a row the same bits whatever rows are beside it; see router.py."""
     key = f"{path}{ROUTER_KEY}"
     if proven is not None and key not in proven:
         return {}
@@ -376,7 +376,7 @@ def _fused_experts(
 def _fused_grouped(
     module: nn.Module, library: NativeLibrary, number: int | None, format: Format
 ) -> _Fused | None:
-    """Return experts whose router stays; the number is that of their activation."""
+    """Return a module for experts whose router stays; the number is that of their activation."""
     function = getattr(module, "act_fn", None)
     activation = activation_of(function, library, number=number)
     found = fused_grouped_experts(module, library, activation, format, is_proven=number is not None)

@@ -45,10 +45,9 @@ MAX_PROOF_LEN = 2048
 """Positions of a proof's keys, at most."""
 TRIAL_SCALES = (0.1, 1.0, 30.0)
 MAX_BIASED_LEN = 2**20
-"""Tokens of a context at most: the tables of biases, and tensors of modules, have as many columns.
-"""
+"""Most tokens of a context: the tables of biases, and tensors of modules, have as many columns."""
 MAX_ERROR = 1e-4
-"""Of a row, relative to its length: larger rows make scores of some hundreds."""
+"""Greatest error of a row, relative to its length: larger rows make scores of some hundreds."""
 BIASES = "paged_biases"
 """The buffer that an attention module gets for biases."""
 _ROOM = 128
@@ -235,7 +234,7 @@ def _observe(
 
 
 def _biases(call: OwnCall, length: int) -> _Biases | None:
-    """Return what is added to scores, as the last row has it."""
+    """Return what is added to the scores of the last row."""
     num_heads = call.query.shape[1]
     table = torch.zeros(num_heads, length, device=call.query.device)
     for tensor, factor in call.terms.biases:
@@ -248,10 +247,10 @@ def _biases(call: OwnCall, length: int) -> _Biases | None:
 
 
 def _by_distance(table: torch.Tensor) -> _Biases | None:
-    """Return biases by distance if `table` has products of slopes and positions (ALiBi).
+    """Return biases by distance if `table` has products of slopes and positions (ALiBi), else None.
 
     Those of MPT are zero at the last key, and those of Bloom at the first one: their differences
-    would be less precise, the longer the text. None: it has something else.
+    would be less precise, the longer the text.
     """
     last = table.shape[1] - 1
     if last > 0 and not table[:, 0].any():
@@ -415,7 +414,7 @@ def _random_rows(module: nn.Module, inputs: _Inputs) -> torch.Tensor:
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return random values of a parameter's shape, such that rows keep their scale about."""
+    """Return random values of a parameter's shape, with which rows keep about their scale."""
     values = torch.randn(parameter.shape, generator=make_generator(2))
     return values.to(parameter.device) / math.sqrt(max(parameter.shape[-1], 1))
 

@@ -30,6 +30,7 @@ def _as_stored(owner: Any, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def fits(module: nn.Module, columns: dict[str, list[Section]]) -> bool:
+    """Return whether each named matrix is there, with outputs as many as those of its sections."""
     return all(has_shape(module, name, outputs=parts) for name, parts in columns.items())
 
 
@@ -51,6 +52,7 @@ def has_shape(
 
 
 def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:
+    """Keep a rank's share of the outputs of each section, with their biases."""
     kept = kept_units(sections, share)
     outputs = torch.tensor(kept)
     matrix = matrix_of(module, name)
@@ -66,6 +68,7 @@ def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], shar
 
 
 def keep_channels(convolution: Any, sections: Sequence[Section], share: Share) -> None:
+    """Keep a rank's share of the channels of each section of a depthwise convolution."""
     kept = torch.tensor(kept_units(sections, share))
     convolution.weight = parameter_of(convolution.weight.detach().index_select(0, kept))
     if convolution.bias is not None:
@@ -140,6 +143,7 @@ def _set_bias(module: nn.Module, name: str, values: torch.Tensor) -> None:
 
 
 def parameter_of(values: torch.Tensor) -> nn.Parameter:
+    """Return a parameter whose memory holds these values alone: a view is copied."""
     has_more = values.untyped_storage().nbytes() > values.numel() * values.element_size()
     if has_more or not values.is_contiguous():
         values = values.clone(memory_format=torch.contiguous_format)

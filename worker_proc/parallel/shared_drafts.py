@@ -22,7 +22,7 @@ class SharedDrafts:
         self._width = 1 + num_speculative_tokens
 
     def share(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Give the requests that sampled the drafts that the first rank has made for them.
+        """Set the drafts of each request that sampled to those that the first rank has made for it.
 
         Raises as the exchange's `gather` does.
         """

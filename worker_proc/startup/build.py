@@ -18,7 +18,7 @@ def kernels_of(prepared: PreparedModel) -> str:
 
 
 def describe_build(prepared: PreparedModel, config: EngineConfig) -> str:
-    """Return a line that is equal where equal requests get equal bits of equal kernels."""
+    """Return a line: where it and the kernels are equal, equal requests get equal bits."""
     parts = [
         f"troika {version()}",
         f"torch {torch.__version__}",

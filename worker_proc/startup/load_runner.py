@@ -90,7 +90,7 @@ def build_runner(
 ) -> Runner:
     """Size and allocate the KV cache of a loaded and checked model, and connect the two.
 
-    The sizes of forks were logged where they were chosen.
+    A fork passes `logs_sizes=False`: its sizes were logged by the process that chose them.
     """
     loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
@@ -225,7 +225,8 @@ def _join_ranks(
 ) -> tuple[RankExchange | None, StagePart | None]:
     """Return what exchanges sums with the ranks of a stage, and what joins it to other stages.
 
-    `row_dtype`: of the rows that stages pass on. `num_draft_states`: of this rank.
+    `row_dtype` is the type of the rows that stages pass on, and `num_draft_states` the number of
+    this rank.
     """
     parallel, library = config.parallel, prepared.kernels
     if parallel.num_ranks == 1:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
-    """Group the layers that share block tables; of stages, which have other layers, all at once."""
+    """Group the layers that share block tables; all layers of a model in stages are one group."""
     format = FORMATS[config.cache.kv_cache_dtype]
     has_one_stage = config.parallel.pipeline_parallel_size == 1
     hybrid = config.cache.enable_hybrid_kv_cache and loaded.is_causal and has_one_stage
@@ -93,9 +93,9 @@ def share_swap_space(
 ) -> SwapSpace:
     """Divide the swap space among KV blocks and states as the cache is; it must fit in free memory.
 
-    So a state has room beside the KV of a request. What takes no bytes is not there, or of other
-    stages, which decide how many fit. `has_attention`: some stage has KV blocks; `has_states`: some
-    stage has states.
+    So a state has room beside the KV of a request. What takes no bytes does not exist, or belongs
+    to other stages, which decide how many fit. `has_attention`: some stage has KV blocks;
+    `has_states`: some stage has states.
     """
     if not swap_space_bytes:
         return SwapSpace()

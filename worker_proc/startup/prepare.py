@@ -76,7 +76,7 @@ def prepare_model(
 ) -> PreparedModel:
     """Load the configured checkpoints, and round, fuse and pack their modules as configured.
 
-    Of several ranks, each keeps its part of the matrices, and of several stages, its layers. The
+    Each of several ranks keeps its part of the matrices, and each of several stages its layers. The
     rank that answers has the whole draft model.
     """
     device = resolve_device(config.model.device)

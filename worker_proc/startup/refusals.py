@@ -47,7 +47,7 @@ class Rehearsal(NamedTuple):
     """Of the attention layers, with latent rows where its modules have their parts."""
 
     def of(self, layers: Sequence[ProbedLayer], own: Sequence[ProbedLayer]) -> "Rehearsal":
-        """Return what concerns some of all attention layers."""
+        """Return what concerns the `own` ones of all attention layers."""
         names = {layer.module_name for layer in own}
         pairs = zip(layers, self.specs, strict=True)
         return Rehearsal([spec for layer, spec in pairs if layer.module_name in names])
@@ -162,7 +162,7 @@ def check_own_attention(checked: CheckedModel, max_model_len: int | None) -> Non
 
 
 def _check_pooling(checked: CheckedModel, config: EngineConfig) -> None:
-    """Refuse settings that a model without output layer or cache has not."""
+    """Refuse settings that need an output layer or a cache, for a model that only pools."""
     name, kv_cache_dtype = config.model.shown_model, config.cache.kv_cache_dtype
     if number := config.scheduler.num_speculative_tokens:
         raise UnsupportedModel(

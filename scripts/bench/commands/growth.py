@@ -16,8 +16,6 @@ from scripts.bench.report import Record, RunRecord
 from scripts.bench.rounds import add
 from scripts.bench.workloads import Request, token_ids
 
-SECTIONS = {"running": "requests running", "context": "tokens of context", "waiting": "waiting"}
-"""Axes by the first word of a workload's name; the second one is the place on the axis."""
 PROMPT_TOKENS = 32
 _PARTS = ("schedule", "worker", "output", "client")
 _BLOCK_TOKENS = 16

@@ -1,7 +1,7 @@
 """`sampler`: the choice of tokens alone, over random logits of a step.
 
-Half of the rows are flat: top_p keeps a large part of the vocabulary, as of a model that knows
-little. The others are peaked: a few hundred tokens stand out.
+Half of the rows are flat: top_p keeps a large part of the vocabulary, as from a model that
+knows little. The others are peaked: a few hundred tokens stand out.
 """
 
 import argparse
