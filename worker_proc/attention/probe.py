@@ -91,24 +91,8 @@ def probe_model(
             ) from error
     layers = recorder.layers
     _check_directions(layers, config.model_type, has_output_layer=has_output_layer)
-    is_causal = all(layer.spec.is_causal for layer in layers)
-    # Without a cache several layers may have one module.
-    if is_causal and len({layer.module_name for layer in layers}) != len(layers):
-        raise UnsupportedModel(
-            f"{config.model_type}: one attention module is used by several layers"
-        )
-    if len({spec.module_name for spec in recurrent}) != len(recurrent):
-        raise UnsupportedModel(
-            f"{config.model_type}: one recurrent module is used by several layers"
-        )
-    num_layers -= _num_passed_over(model, num_layers, recorder.called)
-    num_mixing = len(layers) + len(recurrent)
-    if num_mixing < num_layers or (num_mixing > num_layers and not recurrent):
-        raise UnsupportedModel(
-            f"{config.model_type}: {num_mixing} of {num_layers} layers call the attention"
-            " interface, or the functions of recurrent layers; the others mix tokens in another"
-            " way (linear, convolutional or their own attention)"
-        )
+    num_reached = num_layers - _num_passed_over(model, num_layers, recorder.called)
+    _check_layers(layers, recurrent, config.model_type, num_reached)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     used = frozenset(name for name in parameters if recorder.storages.holds(parameters[name]))
     unused_modules = _top_modules_without(model, used, recorder.called)
@@ -179,6 +163,28 @@ def _num_passed_over(model: nn.Module, num_layers: int, called: Collection[nn.Mo
         if len(layers) == num_layers and any(layer in called for layer in layers)
     )
     return max(counts, default=0)
+
+
+def _check_layers(
+    layers: Collection[ProbedLayer],
+    recurrent: Collection[RecurrentSpec],
+    model_type: str,
+    num_layers: int,
+) -> None:
+    """Raise UnsupportedModel unless `num_layers` layers attend or have a state, by own modules."""
+    is_causal = all(layer.spec.is_causal for layer in layers)
+    # Without a cache several layers may have one module.
+    if is_causal and len({layer.module_name for layer in layers}) != len(layers):
+        raise UnsupportedModel(f"{model_type}: one attention module is used by several layers")
+    if len({spec.module_name for spec in recurrent}) != len(recurrent):
+        raise UnsupportedModel(f"{model_type}: one recurrent module is used by several layers")
+    num_mixing = len(layers) + len(recurrent)
+    if num_mixing < num_layers or (num_mixing > num_layers and not recurrent):
+        raise UnsupportedModel(
+            f"{model_type}: {num_mixing} of {num_layers} layers call the attention"
+            " interface, or the functions of recurrent layers; the others mix tokens in another"
+            " way (linear, convolutional or their own attention)"
+        )
 
 
 def _check_directions(
