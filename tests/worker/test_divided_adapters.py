@@ -29,6 +29,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 STATES = {one.name: one.config() for one in RECURRENT}
 DELTA_TARGETS = (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")
 MAMBA2_TARGETS = (*ALL, "in_proj", "out_proj")
+MAMBA_TARGETS = ("in_proj", "x_proj", "out_proj")
 SHORT_TARGETS = ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3")
 LORA = LoraConfig(enable_lora=True, max_loras=4, max_lora_rank=16)
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -88,6 +89,7 @@ def assert_effect(run: Run, group: Ranks | Stages) -> None:
         pytest.param(CONFIGS["gpt2"], CONV, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(STATES["qwen3_5_text"], DELTA_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(STATES["bamba"], MAMBA2_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
+        pytest.param(STATES["mamba"], MAMBA_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(STATES["lfm2"], SHORT_TARGETS, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(CONFIGS["deepseek_v3"], LATENT, 2, NativeDecoder.AUTO, marks=SLOW),
         pytest.param(

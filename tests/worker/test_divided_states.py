@@ -257,7 +257,7 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
     [
         ("qwen3_next", 2, 2, {}),
         ("granitemoehybrid", 2, 1, _ONE_GROUP),
-        ("lfm2", 2, 1, {}),
+        ("mamba", 2, 1, {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -277,8 +277,13 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
                 ("falcon_h1", 2, 1, _ONE_GROUP | {"mamba_rms_norm": True}),
                 ("nemotron_h", 2, 1, {}),
                 ("nemotron_h", 2, 2, {}),
+                ("lfm2", 2, 1, {}),
                 ("lfm2", 4, 2, {}),
                 ("lfm2_moe", 2, 1, {}),
+                ("mamba", 4, 1, {}),
+                ("mamba", 2, 2, {}),
+                ("falcon_mamba", 2, 1, {}),
+                ("jamba", 2, 1, {}),
             )
         ),
     ],
@@ -317,6 +322,7 @@ def test_ranks_divide_layers_with_a_state(
                 ("falcon_h1", {}),
                 ("nemotron_h", {}),
                 ("lfm2", {}),
+                ("jamba", {}),
             )
         ),
     ],
@@ -361,7 +367,8 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
             "has 3 groups of heads",
         ),
         ("lfm3", 2, {}, "g_proj.weight belongs to all heads at once"),
-        ("mamba", 2, {}, "of a kind that is not divided"),
+        ("mamba", 3, {}, "has 128 channels, divided 16 at a time"),
+        ("minimax", 2, {}, "of a kind that is not divided"),
         ("olmo_hybrid", 2, {}, "of a kind that is not divided"),
     ],
 )

@@ -37,8 +37,10 @@ class Division:
     """Those that are divided by inputs."""
     summed: str = ""
     """The part of the module whose outputs the ranks add up; "": those of the module itself."""
+    summed_within: tuple[str, ...] = ()
+    """Parts whose outputs the ranks add up before the module goes on with them."""
     by_head: dict[str, int] = field(default_factory=dict)
-    """Parameters with a value for each head, and the number of heads."""
+    """Parameters with a value or row for each head or channel, and the number of these."""
     spec: LayerSpec | None = None
     """Of an attention module."""
     norms: dict[str, Section] = field(default_factory=dict)
@@ -53,9 +55,10 @@ class Division:
     """Sizes that the module keeps, and of what: each rank has its part."""
 
     @property
-    def summed_name(self) -> str:
-        """Of the module whose outputs the ranks add up, in the model."""
-        return f"{self.module_name}.{self.summed}" if self.summed else self.module_name
+    def summed_names(self) -> list[str]:
+        """Of the modules whose outputs the ranks add up, in the model."""
+        parts = (*self.summed_within, self.summed)
+        return [f"{self.module_name}.{part}" if part else self.module_name for part in parts]
 
     def apply(self, module: nn.Module, share: Share) -> None:
         """Leave a rank's part in the module."""

@@ -45,6 +45,8 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
                 modules.append(copy.deepcopy(model.get_submodule(part.module_name)))
                 part.apply(modules[-1], Share(rank, num_ranks))
             try:
+                for name in part.summed_within:
+                    _add_up_outputs(name, modules, call)
                 for name in (*part.norms, *part.gated_norms):
                     norms = [getattr(module, name) for module in modules]
                     if norms[0].is_shared:
@@ -58,6 +60,14 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
             if not difference <= max_error(loaded.dtype):
                 reason = f"the parts of {part.module_name} do not add up to it"
                 raise refuse(Share(0, num_ranks), f"{reason} (relative error {difference:.3g})")
+
+
+def _add_up_outputs(child: str, modules: Sequence[nn.Module], call: _Call) -> None:
+    """Let a part of all ranks' modules return the sums that they would exchange in a call."""
+    outputs = [_output(module, call, child) for module in modules]
+    total = torch.stack(outputs).float().sum(0).to(outputs[0].dtype)
+    for module in modules:
+        module.get_submodule(child).register_forward_hook(lambda *_: total)
 
 
 def _add_up_squares(norms: Sequence[RankNorm], modules: Sequence[nn.Module], call: _Call) -> None:

@@ -26,6 +26,7 @@ from worker_proc.parallel.divided_matrices import fits, has_shape, matrix_of, pa
 from worker_proc.parallel.division import Division, divide_spec
 from worker_proc.parallel.division_proof import prove
 from worker_proc.parallel.mamba2_division import divide_mamba2
+from worker_proc.parallel.mamba_division import divide_mamba
 from worker_proc.parallel.mlp_division import divide_mlps
 from worker_proc.parallel.rank_norm import is_norm
 from worker_proc.parallel.share import Section, Share, refuse
@@ -38,6 +39,7 @@ _LATENT = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 """What makes latent rows, which are the same for all heads."""
 _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = (
     divide_net,
+    divide_mamba,
     divide_mamba2,
     divide_short_conv,
 )
@@ -74,7 +76,7 @@ def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, Mat
     parts = dict(pair for division in divisions for pair in division.parts(share))
     by_name = {division.module_name: division for division in divisions}
     states = [by_name[one.module_name].divide_states(one, share) for one in loaded.recurrent]
-    summed = [division.summed_name for division in divisions]
+    summed = [name for division in divisions for name in division.summed_names]
     return replace(loaded, layers=layers, recurrent=states, summed=summed), parts
 
 
