@@ -13,6 +13,7 @@ REFERENCE = re.compile(r"`([\w/]+\.py):([\w.]+?)(?:\(\))?`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BARE_PYTHON = re.compile(r"^python3? .*$", re.MULTILINE)
 COMMAND = re.compile(r"\.venv/bin/python -m ((?:scripts|tests|worker_proc)[\w.]*)")
 
 
@@ -88,6 +89,12 @@ def test_every_command_of_the_documentation_runs_something() -> None:
     commands = {name for page in pages() for name in COMMAND.findall(page.read_text())}
     assert "scripts.batch.command" in commands
     assert {name for name in commands if not runs_something(name)} == set()
+
+
+def test_every_command_names_the_interpreter_of_a_checkout() -> None:
+    """Another one has none of the packages."""
+    bare = [line for page in pages() for line in BARE_PYTHON.findall(page.read_text())]
+    assert bare == []
 
 
 def test_every_url_of_a_curl_command_has_a_host() -> None:
