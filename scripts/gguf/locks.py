@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def hold(directories: Iterable[Path]) -> list[int]:
+def hold_directories(directories: Iterable[Path]) -> list[int]:
     """Return file descriptors which, while they are open, keep directories from being removed."""
     held = []
     for directory in directories:

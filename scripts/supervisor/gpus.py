@@ -22,7 +22,7 @@ def visible_gpus(environment: Mapping[str, str], directory: Path = _DEVICE_FILES
     return names[: min(ends, default=len(names))]
 
 
-def share(gpus: list[str], replica: int, num_replicas: int) -> list[str]:
+def gpus_of(gpus: list[str], replica: int, num_replicas: int) -> list[str]:
     """Return the GPUs of one replica; ConfigError: they cannot be divided evenly."""
     if len(gpus) % num_replicas:
         raise ConfigError(
@@ -33,7 +33,7 @@ def share(gpus: list[str], replica: int, num_replicas: int) -> list[str]:
     return gpus[replica * size : (replica + 1) * size]
 
 
-def divide(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
+def divide_gpus(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
     """Check that replicas can share the GPUs; in the supervisor of one, show it only its own.
 
     GPUs that cannot be counted are not divided.
@@ -41,8 +41,8 @@ def divide(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
     if config.model.model == "null" or not computes_on_gpu(config.model.device):
         return
     if config.run.replica is not None:
-        gpus = share(visible_gpus(environment), config.run.replica, config.run.num_replicas)
+        gpus = gpus_of(visible_gpus(environment), config.run.replica, config.run.num_replicas)
         if gpus:
             environment[VISIBLE] = ",".join(gpus)
     elif config.parallel.data_parallel_size > 1:
-        share(visible_gpus(environment), 0, config.parallel.data_parallel_size)
+        gpus_of(visible_gpus(environment), 0, config.parallel.data_parallel_size)

@@ -13,16 +13,16 @@ from protocol.config import ConfigError, EngineConfig, ModelConfig, validate_api
 from protocol.process.machines import check_links, with_kv_listen
 from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
-from scripts.gguf.locks import hold
+from scripts.gguf.locks import hold_directories
 from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor.console import Console
 from scripts.supervisor.fetching import Interrupted, ModelFetch
-from scripts.supervisor.gpus import divide
+from scripts.supervisor.gpus import divide_gpus
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir, wait_for_epoch_by_clock
-from scripts.supervisor.startup import complete, open_listener
+from scripts.supervisor.startup import complete_config, open_listener
 from scripts.supervisor.system import System
 
 
@@ -63,7 +63,7 @@ def serve(
     Raises:
         ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
     """
-    asked, config = config, _checked(config, has_api=has_api)
+    asked, config = config, _prepared(config, has_api=has_api)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
@@ -112,12 +112,15 @@ def serve(
         return status, supervisor.policy.failure
 
 
-def _checked(config: EngineConfig, *, has_api: bool) -> EngineConfig:
-    """Return the complete configuration; ConfigError or ValueError: it cannot be served here."""
-    config = complete(config)
+def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
+    """Complete the configuration, check it on this machine, and show a replica only its own GPUs.
+
+    ConfigError or ValueError: it cannot be served here.
+    """
+    config = complete_config(config)
     if has_api:
         validate_api_port(config)
-    divide(config, os.environ)
+    divide_gpus(config, os.environ)
     check_links(config)
     return config
 
@@ -148,7 +151,7 @@ class _HeldFiles:
     def add_model(self, model: ModelConfig) -> None:
         """Hold the files that were made of a model and of its draft model."""
         used = (model.model, model.speculative_model)
-        self._fds += hold(Path(name) for name in used if name is not None)
+        self._fds += hold_directories(Path(name) for name in used if name is not None)
 
     def add_memory(self, run_dir: str) -> None:
         """Hold the KV blocks in memory, which an engine and its replicas share."""

@@ -21,7 +21,7 @@ from scripts.supervisor.help_pages import help_text
 from scripts.supervisor.model_names import resolve
 
 
-def complete(config: EngineConfig) -> EngineConfig:
+def complete_config(config: EngineConfig) -> EngineConfig:
     """Resolve names of models that are here, and the number of standbys; ConfigError: no model.
 
     With `ray` no replica is here. Models of the hub keep their names, as in

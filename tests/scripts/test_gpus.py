@@ -7,7 +7,7 @@ import pytest
 
 from protocol.config import ConfigError
 from protocol.config.settings import configure
-from scripts.supervisor.gpus import VISIBLE, divide, share, visible_gpus
+from scripts.supervisor.gpus import VISIBLE, divide_gpus, gpus_of, visible_gpus
 from scripts.supervisor.replica import replica_config
 
 
@@ -33,7 +33,7 @@ def test_device_files_are_counted_without_the_variable(tmp_path: Path) -> None:
 
 def test_each_gpu_belongs_to_one_replica() -> None:
     gpus = [f"GPU-{number}" for number in range(6)]
-    shares = [share(gpus, replica, 3) for replica in range(3)]
+    shares = [gpus_of(gpus, replica, 3) for replica in range(3)]
     assert [gpu for each in shares for gpu in each] == gpus
     assert {len(each) for each in shares} == {2}
 
@@ -43,16 +43,16 @@ def test_replica_sees_its_share_and_the_supervisor_above_all(tmp_path: Path) -> 
     run = msgspec.structs.replace(config.run, run_dir=str(tmp_path))
     config = msgspec.structs.replace(config, run=run)
     environment = {VISIBLE: "4,5,6,7"}
-    divide(config, environment)
+    divide_gpus(config, environment)
     assert environment[VISIBLE] == "4,5,6,7"
-    divide(replica_config(config, 1), environment)
+    divide_gpus(replica_config(config, 1), environment)
     assert environment[VISIBLE] == "6,7"
 
 
 def test_error_names_both_numbers() -> None:
     config = configure(model="m", device="cuda", data_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size 2 does not divide the 3 visible"):
-        divide(config, {VISIBLE: "0,1,2"})
+        divide_gpus(config, {VISIBLE: "0,1,2"})
 
 
 def test_cpu_and_the_null_model_need_no_gpu() -> None:
@@ -60,4 +60,4 @@ def test_cpu_and_the_null_model_need_no_gpu() -> None:
         configure(model="m", device="cpu", data_parallel_size=2),
         configure(model="null", device="cuda", data_parallel_size=2),
     ):
-        divide(config, {VISIBLE: "0,1,2"})
+        divide_gpus(config, {VISIBLE: "0,1,2"})

@@ -42,7 +42,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_wrong_model(models: Path, model: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        startup.complete(configure(model=model))
+        startup.complete_config(configure(model=model))
     assert str(caught.value).startswith(sentence.format(models))
 
 
@@ -66,14 +66,14 @@ def test_a_start_without_any_process_is_refused() -> None:
 )
 def test_wrong_files_beside_the_model(models: Path, setting: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        startup.complete(configure(model="Qwen3-0.6B", **{setting: "empty"}))
+        startup.complete_config(configure(model="Qwen3-0.6B", **{setting: "empty"}))
     assert str(caught.value) == sentence
 
 
 def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     """They keep their names until their snapshots are there."""
     draft = {"speculative_model": "Qwen/Qwen3-0.6B-draft"}
-    model = startup.complete(
+    model = startup.complete_config(
         configure(model="Qwen/Qwen3-8B", revision="v1", num_speculative_tokens=2, **draft)
     ).model
     assert hub_names(model) == {"model": "Qwen/Qwen3-8B", **draft}
@@ -83,16 +83,16 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     assert local.shown_model == "Qwen/Qwen3-8B"
     (models / "Qwen").mkdir()
     (models / "Qwen3-0.6B").rename(models / "Qwen" / "Qwen3-8B")
-    model = startup.complete(configure(model="Qwen/Qwen3-8B")).model
+    model = startup.complete_config(configure(model="Qwen/Qwen3-8B")).model
     assert (model.model, hub_names(model)) == (str(models / "Qwen" / "Qwen3-8B"), {})
-    assert not hub_names(startup.complete(configure(model="null")).model)
-    one = startup.complete(configure(model="Qwen/Qwen3-8B-GGUF:Q4_K_M")).model
+    assert not hub_names(startup.complete_config(configure(model="null")).model)
+    one = startup.complete_config(configure(model="Qwen/Qwen3-8B-GGUF:Q4_K_M")).model
     assert hub_names(one) == {"model": "Qwen/Qwen3-8B-GGUF:Q4_K_M"}
-    file = startup.complete(configure(model="x.gguf")).model
+    file = startup.complete_config(configure(model="x.gguf")).model
     assert (hub_names(file), gguf_files(file)) == ({}, {"model": str(models / "x.gguf")})
     assert (file.served_model_name, file.shown_model) == (("x",), "x.gguf")
     with pytest.raises(ConfigError) as caught:
-        startup.complete(configure(model="Qwen/Qwen3-8B", revision="v1"))
+        startup.complete_config(configure(model="Qwen/Qwen3-8B", revision="v1"))
     assert str(caught.value).startswith("revision v1 belongs to a model of the hub")
 
 

@@ -20,7 +20,7 @@ from protocol.message import encode
 from scripts.bench.commands.steps import Parts, Patch, SteppedEngine, runner_class
 from scripts.bench.report import Profile
 from scripts.bench.workloads import WARM_UP_REQUESTS, Request, Workload
-from scripts.supervisor.startup import complete, parse
+from scripts.supervisor.startup import complete_config, parse
 from worker_proc.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Profiler:
         self._engine = SteppedEngine(model, flags)
         self._parts = self._engine.parts
         _, config = parse("scripts.bench", [model, *flags])
-        self._tokenizer = TextProcessor.load(complete(config).model).tokenizer
+        self._tokenizer = TextProcessor.load(complete_config(config).model).tokenizer
         self._has_prompt = False
 
     def run(self, requests: Sequence[Request]) -> dict[str, _Steps]:

@@ -17,7 +17,7 @@ from scripts.bench.client import BenchError
 from scripts.bench.scheduler import production_gc
 from scripts.bench.workloads import Request
 from scripts.inprocess import InprocEngine
-from scripts.supervisor.startup import complete, parse
+from scripts.supervisor.startup import complete_config, parse
 from worker_proc.null_runner import NullRunner
 from worker_proc.runner import Runner
 
@@ -117,7 +117,7 @@ class SteppedEngine:
         self.parts = Parts(clock)
         try:
             _, config = parse("scripts.bench", [model, *flags])
-            self._engine = InprocEngine(complete(config))
+            self._engine = InprocEngine(complete_config(config))
         except (ConfigError, ValueError) as error:
             raise BenchError(str(error)) from error
 
