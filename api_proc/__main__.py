@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -67,16 +68,7 @@ def main() -> None:
 
 async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     api = child.config.api
-    try:
-        if child.listen_fd is None:
-            listening = open_listener(api)
-            child.log.info("listening at %s", url_of(listening, is_tls=bool(api.ssl_certfile)))
-        else:
-            listening = socket.socket(fileno=child.listen_fd)
-        tls = make_context(api)
-    except (OSError, ValueError) as error:
-        place = api.uds or f"{api.host}:{api.port}"
-        child.fatal(f"listening on {place}", error, retry=False)
+    listening, tls = _listen(child)
     raise_fd_limit()
     run = child.config.run
     logger = None
@@ -114,16 +106,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         gc_tuning.freeze()  # a collection would traverse all token ids of open requests
         background = _background(child, client, state, server, named)
         tasks = [_begin(child, work) for work in background]
-        if state.peers is None or peer_server is None:
-            await server.serve(sockets=[listening])
-        else:
-            work = peer_server.serve(sockets=[state.peers.directory.listen()])
-            serving_peers = asyncio.create_task(work)
-            await server.serve(sockets=[listening])
-            state.peers.directory.leave()
-            peer_server.stop()
-            with contextlib.suppress(TimeoutError):  # what is left resumes at the successor
-                await asyncio.wait_for(serving_peers, _PEERS_END_S)
+        await _serve_until_stopped(server, listening, state.peers, peer_server)
         for task in tasks:
             task.cancel()
         if state.sessions is not None:
@@ -131,6 +114,39 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     if logger is not None:
         logger.flush()
     text.close()
+
+
+def _listen(child: ChildProcess) -> tuple[socket.socket, ssl.SSLContext | None]:
+    """Return the listening socket, which the supervisor may have passed on, and what TLS needs."""
+    api = child.config.api
+    try:
+        if child.listen_fd is None:
+            listening = open_listener(api)
+            child.log.info("listening at %s", url_of(listening, is_tls=bool(api.ssl_certfile)))
+        else:
+            listening = socket.socket(fileno=child.listen_fd)
+        return listening, make_context(api)
+    except (OSError, ValueError) as error:
+        place = api.uds or f"{api.host}:{api.port}"
+        child.fatal(f"listening on {place}", error, retry=False)
+
+
+async def _serve_until_stopped(
+    server: HttpServer,
+    listening: socket.socket,
+    peers: Peers | None,
+    peer_server: HttpServer | None,
+) -> None:
+    """Serve clients, and beside them the other API processes, if there are any."""
+    if peers is None or peer_server is None:
+        await server.serve(sockets=[listening])
+        return
+    serving_peers = asyncio.create_task(peer_server.serve(sockets=[peers.directory.listen()]))
+    await server.serve(sockets=[listening])
+    peers.directory.leave()
+    peer_server.stop()
+    with contextlib.suppress(TimeoutError):  # what is left resumes at the successor
+        await asyncio.wait_for(serving_peers, _PEERS_END_S)
 
 
 def _shared_counters(child: ChildProcess) -> SharedCounters | None:
