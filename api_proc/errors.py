@@ -7,12 +7,21 @@ import msgspec
 
 from api_proc.http.choices import with_choices
 from protocol.api_core import ErrorCode, RequestError
+from protocol.sampling import FinishReason
 
 RETRY_AFTER_S = 1
 UNSUPPORTED = "unsupported_parameter"
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
+_OF_THE_ENGINE = frozenset(
+    {
+        ErrorCode.INTERNAL,
+        ErrorCode.COMPUTATION_FAILED,
+        ErrorCode.QUARANTINED,
+        ErrorCode.ENGINE_FAILED,
+    }
+)
 
 
 class ApiError(Exception):
@@ -119,3 +128,8 @@ def _code(param: str, reason: str) -> str:
 
 def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...]:
     return ((b"retry-after", str(seconds).encode()),)
+
+
+def counted_as(error: RequestError) -> FinishReason:
+    """As what the metrics count the end of a request that failed after it was accepted."""
+    return FinishReason.ERROR if error.code in _OF_THE_ENGINE else FinishReason.ABORT

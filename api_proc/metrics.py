@@ -267,7 +267,10 @@ class MetricsCollector(Collector):
         facts = self._facts()
         if facts is not None:
             yield self._info(facts)
-        name, text = metric_name("request_success"), "Sequences that ended, by reason."
+        name, text = (
+            metric_name("request_success"),
+            "Sequences that ended, by reason; error: the engine failed.",
+        )
         ended = CounterMetricFamily(name, text, labels=["model_name", "finished_reason"])
         for reason in _REASONS:
             count = sum(each.num_finished[reason] for each in metrics)

@@ -9,7 +9,7 @@ import msgspec
 
 from api_proc.bodies import RequestOptions, SamplingBody
 from api_proc.chat.parser import OutputParser
-from api_proc.errors import invalid
+from api_proc.errors import counted_as, invalid
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
@@ -347,11 +347,19 @@ class Generation:
             was_read.set()
         for reader in self._readers:
             reader.leave()
+        self._end_all(FinishReason.ABORT)
+
+    def note_failure(self, error: RequestError) -> None:
+        """Count the sequences that have not ended as what the error makes of them."""
+        self._end_all(counted_as(error))
+
+    def _end_all(self, reason: FinishReason) -> None:
+        """End the sequences that have not, but for those of a session, which counts them itself."""
         for sequence in self.sequences:
             if sequence.finish_reason is None:
-                sequence.finish_reason = FinishReason.ABORT
+                sequence.finish_reason = reason
                 if self._session is None:
-                    self._metrics.count_end(FinishReason.ABORT)
+                    self._metrics.count_end(reason)
                     sequence.stream.cancel()
 
     def abort(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from api_proc.bodies import check_truncation
-from api_proc.errors import ApiError
+from api_proc.errors import ApiError, counted_as
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import Turn
@@ -76,6 +76,8 @@ class PooledRequests:
         self._prompts = prompts
         self._streams: list[RequestStream] = []
         self._num_read = 0
+        self._end = FinishReason.ABORT
+        """Of the prompts without a vector, at the exit."""
         self._is_cancelled = False
         self._arrival = time.monotonic()
 
@@ -92,7 +94,7 @@ class PooledRequests:
     def __exit__(self, *_: object) -> None:
         metrics = self._state.metrics
         for _stream in self._streams[self._num_read :]:
-            metrics.count_end(FinishReason.ABORT)
+            metrics.count_end(self._end)
         is_sent = self._num_read == len(self._prompts)
         record = GenerationRecord(self.num_tokens, 0, None, is_sent=is_sent)
         self._connection.scope[GENERATION_KEY] = record
@@ -157,10 +159,14 @@ class PooledRequests:
         """
         taken = []
         for index, stream in enumerate(self._streams):
-            async for output in stream:
-                taken.append(take(index, _vector(output)))
-                self._num_read += 1
-                self._state.metrics.count_end(FinishReason.STOP)
+            try:
+                async for output in stream:
+                    taken.append(take(index, _vector(output)))
+                    self._num_read += 1
+                    self._state.metrics.count_end(FinishReason.STOP)
+            except RequestFailed as failure:
+                self._end = counted_as(failure.error)
+                raise
             if self._is_cancelled:
                 return None
             if index % AT_ONCE == 0:

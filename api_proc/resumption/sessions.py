@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from api_proc.bodies import SamplingBody
 from api_proc.budget import Budget, Lease
-from api_proc.errors import ApiError, unavailable
+from api_proc.errors import ApiError, counted_as, unavailable
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.journaling import Journaling
@@ -287,6 +287,8 @@ class Sessions:
             if not history.is_ended:
                 self._client.cancel(history.request_id)
                 reason = FinishReason.ABORT
+            elif history.error is not None:
+                reason = counted_as(history.error.error)
             if reason is not None and history.count_end():
                 self._on_end(reason)
         session.lease.close()

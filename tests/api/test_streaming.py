@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 
 from api_proc.http.protocol import MAX_UNREAD_TOKENS
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
-from protocol.client.errors import RequestFailed
+from protocol.client.errors import RequestFailed, failure_of
 from protocol.sampling import FinishReason
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import (
@@ -270,6 +271,41 @@ def test_late_rejection_has_its_status(make_server: MakeServer, stream: bool) ->
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert live.client.cancelled == [1]
+
+
+@pytest.mark.parametrize("journal", [False, True])
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (ErrorCode.ENGINE_FAILED, "error"),
+        (ErrorCode.QUARANTINED, "error"),
+        (ErrorCode.INVALID, "abort"),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+def test_metrics_count_failures_of_the_engine_and_aborts_apart(
+    make_server: MakeServer,
+    tmp_path: Path,
+    *,
+    path: str,
+    code: ErrorCode,
+    reason: str,
+    journal: bool,
+) -> None:
+    client = FakeClient()
+    client.is_paused = True
+    live = make_server(client, **({"journal_dir": str(tmp_path)} if journal else {}))
+    error = failure_of(RequestError(code, "it failed"))
+    with httpx.Client(base_url=live.url) as http, refuse_when_submitted(live, 1, error):
+        assert http.post(path, json={"prompt": "hi", "input": "hi"}).status_code >= 400
+        counted = [
+            line
+            for line in http.get("/metrics").text.splitlines()
+            if "request_success_total{" in line
+        ]
+    assert [line for line in counted if not line.endswith(" 0.0")] == [
+        f'troika:request_success_total{{finished_reason="{reason}",model_name="null"}} 1.0'
+    ]
 
 
 class refuse_when_submitted:
