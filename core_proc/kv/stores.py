@@ -1,8 +1,9 @@
 """Opens the indexes of the stores in which workers keep blocks."""
 
 import logging
+from collections.abc import Sequence
 
-from core_proc.kv.offload import Offload
+from core_proc.kv.offload import Index, Offload
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.stores.index import BlockIndex
@@ -16,13 +17,36 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
     if not facts.kv_layout:
         return None
     indexes = []
+    ranks = range(config.parallel.num_ranks)
     for tier in tiers(config):
-        path = index_path(tier, facts.kv_layout)
         try:
             check_private(tier.private_directory(facts.kv_layout))
-            indexes.append(BlockIndex(path))
+            parts = [BlockIndex(index_path(tier, facts.kv_layout, rank)) for rank in ranks]
+            indexes.append(parts[0] if len(parts) == 1 else RankIndexes(parts))
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
     if not indexes:
         return None
     return Offload(indexes, reads_machines=config.parallel.curve_keys is not None)
+
+
+class RankIndexes:
+    """What all ranks probably have of one store: a block is of use if none of them lacks it.
+
+    Their blocks have different sizes where stages have different layers, so that a full store of
+    one rank has lost blocks that another one still has.
+    """
+
+    def __init__(self, ranks: Sequence[Index]) -> None:
+        self._ranks = ranks
+
+    def __contains__(self, key: bytes, /) -> bool:
+        return all(key in index for index in self._ranks)
+
+    def discard(self, key: bytes, /) -> None:
+        for index in self._ranks:
+            index.discard(key)
+
+    def clear(self) -> None:
+        for index in self._ranks:
+            index.clear()

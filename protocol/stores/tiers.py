@@ -93,7 +93,7 @@ def block_path(directory: Path, key: bytes) -> Path:
     return directory / name[:2] / name
 
 
-def index_path(tier: Tier, layout: str, rank: int = 0) -> Path:
+def index_path(tier: Tier, layout: str, rank: int) -> Path:
     """Return the path of the index of these blocks: see `protocol/stores/index.py`."""
     return blocks_directory(tier, layout, rank) / _INDEX
 

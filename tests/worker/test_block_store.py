@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from worker_proc.offload.block_store import BlockStore
+from worker_proc.offload.block_store import BlockStore, taken_bytes
 
 BLOCK_BYTES = 4096
-FILE_BYTES = BLOCK_BYTES + 16
+FILE_BYTES = taken_bytes(BLOCK_BYTES)
 
 
 def key(number: int) -> bytes:
@@ -147,6 +147,21 @@ def test_the_least_recently_used_blocks_leave_a_full_store(tmp_path: Path) -> No
     assert left == [0, 3, 4, 5, 6, 7, 8, 9, 10]
     assert all(file_of(tmp_path, number).exists() == (number in left) for number in range(11))
     assert store.index.num_bytes == 9 * FILE_BYTES
+
+
+@pytest.mark.parametrize("block_bytes", [0, 100, 4096, 10_000])
+def test_a_store_takes_no_more_than_its_bytes(block_bytes: int, tmp_path: Path) -> None:
+    """Files take whole pages, also those of blocks without content."""
+    most_bytes = 2**19
+    store = BlockStore(tmp_path, most_bytes, block_bytes)
+    parts = [memoryview(bytes(block_bytes))]
+    for number in range(400):
+        assert store.write(key(number), parts)
+    files = [path for path in tmp_path.glob("??/*") if path.is_file()]
+    assert sum(path.stat().st_blocks * 512 for path in files) <= most_bytes
+    num_kept = most_bytes // taken_bytes(block_bytes)
+    assert len(files) >= 0.8 * min(num_kept, 400)
+    assert all(key(number) in store.index for number in range(399, 399 - num_kept // 2, -1))
 
 
 def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from worker_proc.offload.memory import Parts
 
 _HEADER = struct.Struct("<4sIQ")
 HEADER_BYTES = _HEADER.size
+_PAGE_BYTES = 4096
+"""A file takes whole pages, of memory or of a disk."""
 _MAGIC = b"TKV1"
 _LOCK = "lock"
 _DRAFT = "new-"
@@ -66,12 +68,12 @@ class BlockStore:
         self._thread_lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        file_bytes = _HEADER.size + block_bytes
+        most_blocks = most_bytes // taken_bytes(block_bytes)
         # Under the lock: processes that start together would make an index each.
         with self._locked(_START_TRIES) as has_lock:
             if not has_lock:
                 raise TimeoutError(f"the lock of {directory} is held by another process")
-            self.index = BlockIndex(directory / "index", most_blocks=most_bytes // file_bytes)
+            self.index = BlockIndex(directory / "index", most_blocks=most_blocks)
             if self.index.is_new:
                 self._enter_all()
 
@@ -82,12 +84,13 @@ class BlockStore:
         """
         if key in self.index:
             return True
-        num_bytes = _HEADER.size + sum(map(len, block))
+        block_bytes = sum(map(len, block))
+        num_bytes = taken_bytes(block_bytes)
         num_tries = _LOCK_TRIES if waits else 1
         if num_bytes > self._most_bytes or not self._make_room(num_bytes, num_tries):
             return False
         path = self._path(key)
-        header = _HEADER.pack(_MAGIC, _checksum(key, block), num_bytes - _HEADER.size)
+        header = _HEADER.pack(_MAGIC, _checksum(key, block), block_bytes)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         # Processes of several machines may share the directory, so pids are not enough.
         draft = path.with_name(f"{_DRAFT}{next(self._numbers)}-{secrets.token_hex(8)}")
@@ -216,7 +219,14 @@ class BlockStore:
                 key = bytes.fromhex(entry.name)
             except (OSError, ValueError):  # just removed, or not a block
                 continue
-            yield _File(info.st_mtime_ns, info.st_size, entry.path, key)
+            num_bytes = taken_bytes(info.st_size - _HEADER.size)
+            yield _File(info.st_mtime_ns, num_bytes, entry.path, key)
+
+
+def taken_bytes(block_bytes: int) -> int:
+    """Return how many bytes the file of a block takes."""
+    num_pages = -(-(_HEADER.size + block_bytes) // _PAGE_BYTES)
+    return num_pages * _PAGE_BYTES
 
 
 def unpack(key: bytes, content: memoryview, block: Parts) -> bool:

@@ -35,7 +35,10 @@ class BlockMemory(Protocol):
 
 
 class NoMemory:
-    """Blocks without content, of a runner without a model."""
+    """Blocks without content, of a runner without a model, or of a stage without such layers.
+
+    Each has a file in a store all the same: of several ranks, a block is there if all have it.
+    """
 
     block_bytes = 0
     is_asleep = False

@@ -39,8 +39,7 @@ def make_service(
     stores = []
     num_ranks = config.parallel.num_ranks
     memories = (memory, states, None if drafts is None else drafts.memory)
-    sizes = [one.block_bytes for one in memories if one is not None and one.block_bytes]
-    least_bytes = min(sizes, default=0)
+    least_bytes = min(one.block_bytes for one in memories if one is not None)
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)
         try:
