@@ -159,6 +159,15 @@ def default_text(setting: Setting) -> str:
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage."""
 
+    def parse_known_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse flags and files in any order; with `--`, all files are behind it."""
+        args = sys.argv[1:] if args is None else args
+        if "--" in args:  # argparse would read the files behind it as flags
+            return self.parse_known_args(args, namespace)
+        return super().parse_known_intermixed_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         match = _NEEDS_VALUE.fullmatch(message)
         if match is not None:

@@ -271,6 +271,16 @@ def test_flags_may_stand_between_the_files(tmp_path: Path, handler: Any) -> None
     assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "a"
 
 
+def test_names_behind_two_dashes_are_files(
+    tmp_path: Path, handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-in.jsonl").write_text(line("a"))
+    handler.script += [(200, "{}")]
+    assert main(["--base-url", handler.url, "--", "-in.jsonl", "-out.jsonl"]) == 0
+    assert json.loads(Path("-out.jsonl").read_text())["custom_id"] == "a"
+
+
 def test_a_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path) == 1
     text = f": {tmp_path}/in.jsonl cannot be used: No such file or directory\n"
