@@ -60,9 +60,10 @@ class Placement:
         if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
             return []
         if not self._piece_tokens:
-            clients = [each.client for each in self._replicas if each.client.facts is not None]
-            clients.sort(key=lambda client: not client.is_open)  # those that serve come first
-            facts = clients[0].facts if clients else None
+            # Of a replica that serves, if there is one.
+            by_service = sorted(self._replicas, key=lambda each: not each.serves)
+            known = (each.client.facts for each in by_service)
+            facts = next((facts for facts in known if facts is not None), None)
             if facts is None:
                 return []
             self._piece_tokens = piece_tokens(facts.block_size)

@@ -24,7 +24,7 @@ from protocol.api_core import (
 from protocol.client import ReplicatedClient
 from protocol.client.errors import EngineFailed, Overloaded
 from protocol.client.ledger import MOVES_MAX
-from protocol.client.prefix_index import PrefixIndex, name_of
+from protocol.client.prefix_index import PrefixIndex, name_of, piece_tokens
 from protocol.client.request_stream import RequestStream
 from protocol.kv_events import (
     AllBlocksCleared,
@@ -142,6 +142,20 @@ def test_prefixes_of_a_new_core_and_of_one_that_is_gone_are_forgotten(cores: Cor
         await until(lambda: list(index.holders(b"a")) == [1])
         cores.pop().link.close()
         await until(lambda: not index.holders(b"a"))
+
+    play(cores, act)
+
+
+def test_pieces_of_prompts_have_blocks_of_a_replica_that_serves(cores: Cores) -> None:
+    with_facts(cores[0], block_size=128)
+    lost = cores[0]
+
+    async def act(client: ReplicatedClient) -> None:
+        cores.remove(lost)
+        lost.link.close()
+        await until(lambda: not client.clients[0].serves)
+        num_pieces = len(client._placement.names(list(range(256)), "", None))
+        assert num_pieces == 256 // piece_tokens(FACTS.block_size)
 
     play(cores, act)
 
