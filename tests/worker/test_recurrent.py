@@ -115,6 +115,27 @@ def test_a_residual_in_float32_is_rounded_for_the_layers(name: str, tmp_path: Pa
     assert runner.facts.exact_resume, runner.facts.exact_resume_reason
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        BY_NAME["olmo_hybrid"],  # its layers have parameters of two types
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in RECURRENT
+            if one.name != "olmo_hybrid"
+        ),
+    ],
+    ids=lambda a: a.name,
+)
+def test_every_kind_computes_in_bfloat16(architecture: Any, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, architecture.config())
+    runner = make_runner(tmp_path, ROOMY, dtype="bfloat16")
+    prompts = [[3, 4, 5, 6, 7], [9, 10, 11] * 20]
+    together = drive(runner, prompts, GREEDY).output_token_ids
+    runner.reset()
+    assert drive(runner, prompts, GREEDY, max_num_batched_tokens=16).output_token_ids == together
+
+
 def test_tied_layers_are_packed_once(tmp_path: Path) -> None:
     """Those of Zamba2 have KV caches of their own all the same."""
     build_checkpoint(tmp_path, BY_NAME["zamba2"].config())

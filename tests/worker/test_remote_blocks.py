@@ -1,5 +1,6 @@
 """Blocks of another machine: what comes is what was written there, or the load ends in time."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -11,13 +12,13 @@ import pytest
 from protocol.config.settings import configure
 from protocol.core_worker import BlocksFound, BlocksLoaded, FindBlocks, LoadBlocks
 from protocol.stores.tiers import blocks_directory, tiers
-from protocol.transport.curve import make_keys, read_client_keys, read_engine_keys
+from protocol.transport.curve import ClientKeys, make_keys, read_client_keys, read_engine_keys
 from scripts.block_server import server as server_module
 from scripts.block_server.server import BlockServer
 from tests.worker.test_offload_service import Bench, key
 from worker_proc.offload import finder, remote
 from worker_proc.offload.block_store import BlockStore
-from worker_proc.offload.remote import Peers
+from worker_proc.offload.remote import BlockReader, Peers
 from worker_proc.offload.service import OffloadService
 
 LAYOUT = "0123456789abcdef"
@@ -71,12 +72,40 @@ class Machine:
             self._server.close()
 
 
+class ClosedPeers(Peers):
+    """Peers whose connections can be ended: those of a worker last as long as its process."""
+
+    def __init__(self, keys: ClientKeys, layout: str, rank: int) -> None:
+        super().__init__(keys, layout, rank)
+        self._returned = threading.Condition()
+        self._num_lent = 0
+
+    @contextlib.contextmanager
+    def reader(self, address: str) -> Iterator[BlockReader]:
+        with self._returned:
+            self._num_lent += 1
+        try:
+            with super().reader(address) as reader:
+                yield reader
+        finally:
+            with self._returned:
+                self._num_lent -= 1
+                self._returned.notify_all()
+
+    def close(self) -> None:
+        """Disconnect, once no thread has a connection."""
+        with self._returned:
+            assert self._returned.wait_for(lambda: self._num_lent == 0, 10)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+
 class Reader:
     """A worker of this machine, with a store of its own."""
 
     def __init__(self, path: Path, keys: Path, layout: str = LAYOUT) -> None:
         self.bench = Bench([path / "here"])
-        self.peers = Peers(read_engine_keys(keys), layout, 0)
+        self.peers = ClosedPeers(read_engine_keys(keys), layout, 0)
         service = OffloadService(self.bench.memory, self.bench.stores, peers=self.peers)
         self.service = self.bench.service = service
 
@@ -345,7 +374,7 @@ def test_a_server_stays_for_readers_after_a_drain(tmp_path: Path, keys: Path) ->
     )
     now = 100.0
     server = BlockServer(config, str(tmp_path), lambda: now)
-    peers = Peers(read_engine_keys(keys), LAYOUT, 0)
+    peers = ClosedPeers(read_engine_keys(keys), LAYOUT, 0)
     assert not server.is_drained
     server.drain()
     now += 2.5

@@ -48,7 +48,7 @@ def install_recurrent(
                     f" (relative error {error:.3g})"
                 )
             norms = {} if library is None else fuse_gated_norms(module, library)
-            before = ProvenModule(observe(module, spec), norms)
+            before = ProvenModule(observe(module, spec, loaded.dtype), norms)
         elif library is not None:
             fuse_gated_norms(module, library, before.gated_norms)
         proven[spec.module_name] = before

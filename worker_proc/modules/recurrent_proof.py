@@ -76,11 +76,14 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
 
 
 @torch.inference_mode()
-def observe(module: nn.Module, spec: RecurrentSpec) -> Observed:
-    """Run a module's own forward over single texts, and return what it computes with."""
+def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Observed:
+    """Run a module's own forward over single texts of rows in the model's dtype.
+
+    Returns what it computes with.
+    """
     seen: list[list[int]] = []
     for num_tokens in (2, 3):
-        rows = torch.zeros(1, num_tokens, spec.input_size, dtype=next(module.parameters()).dtype)
+        rows = torch.zeros(1, num_tokens, spec.input_size, dtype=dtype)
         with (
             _own_functions(),
             dequantized(module),

@@ -163,7 +163,10 @@ class BlockReader:
 
 
 class Peers:
-    """The block servers of other machines, as they are named by messages of the core."""
+    """The block servers of other machines, as they are named by messages of the core.
+
+    Connections last until they fail, or the process ends.
+    """
 
     def __init__(self, keys: ClientKeys, layout: str, rank: int) -> None:
         """`layout` and `rank` are those of the blocks that this worker can use."""
@@ -171,8 +174,6 @@ class Peers:
         self._layout = layout
         self._rank = rank
         self._lock = threading.Lock()
-        self._returned = threading.Condition(self._lock)
-        self._num_lent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._idle: deque[BlockReader] = deque()
         self._paused_until: dict[str, float] = {}
@@ -185,18 +186,6 @@ class Peers:
         """
         if time.monotonic() < self._paused_until.get(address, 0.0):
             raise PeerPaused(f"{address} has not answered before")
-        with self._lock:
-            self._num_lent += 1
-        try:
-            with self._lent(address) as reader:
-                yield reader
-        finally:
-            with self._returned:
-                self._num_lent -= 1
-                self._returned.notify_all()
-
-    @contextlib.contextmanager
-    def _lent(self, address: str) -> Iterator[BlockReader]:
         kept = self._take_idle(address)
         try:
             reader = kept or self._connect(address)
@@ -214,7 +203,7 @@ class Peers:
                 if is_gone:
                     self._pause(address, error)
                 else:
-                    log.info("%s: %s; connecting anew", address, error)
+                    log.debug("%s: %s; connecting anew", address, error)
             reader.close()
             raise
         if not reader.is_at_rest:  # it has asked for more than was needed
@@ -252,12 +241,3 @@ class Peers:
             self._paused_until[address] = now + PAUSE_S
         if is_new:
             log.warning("KV blocks of another machine are computed: %s", cause)
-
-    def close(self) -> None:
-        """Disconnect, once no thread has a connection; none takes another one."""
-        with self._returned:
-            self._returned.wait_for(lambda: self._num_lent == 0, 2 * ANSWER_TIMEOUT_S)
-            while self._idle:
-                self._idle.popleft().close()
-            if self._context is not None:
-                self._context.destroy(linger=0)
