@@ -30,12 +30,11 @@ BY_MODEL = (*DRAFTS, "--speculative-model", "demo")
 @pytest.mark.parametrize(
     ("num_ranks", "options", "victims"),
     [
-        (2, DRAFTS, [(Role.WORKER, 1), (Role.CORE, 0)]),
+        (2, BY_MODEL, [(Role.WORKER, 0), (Role.CORE, 0)]),  # rank 0 answers, and computes the drafts
+        pytest.param(2, BY_MODEL, [(Role.WORKER, 1)], marks=SLOW),
+        pytest.param(2, DRAFTS, [(Role.WORKER, 1), (Role.CORE, 0)], marks=SLOW),
         pytest.param(2, (), [(Role.WORKER, 0), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
         pytest.param(4, (), [(Role.WORKER, rank) for rank in range(4)], marks=SLOW),
-        pytest.param(
-            2, BY_MODEL, [*((Role.WORKER, rank) for rank in range(2)), (Role.CORE, 0)], marks=SLOW
-        ),
     ],
 )
 def test_streams_go_on_after_kill_9(

@@ -30,8 +30,8 @@ NUM_TOKENS = 200
 @pytest.mark.parametrize(
     ("num_stages", "num_shares", "options", "victims"),
     [
-        (2, 1, DRAFTS, [(Role.WORKER, 0), (Role.CORE, 0)]),
-        pytest.param(2, 1, DRAFTS, [(Role.WORKER, 1)], marks=SLOW),
+        (2, 1, DRAFTS, [(Role.WORKER, 1), (Role.CORE, 0)]),  # the last stage answers
+        pytest.param(2, 1, DRAFTS, [(Role.WORKER, 0)], marks=SLOW),
         pytest.param(2, 1, (), [(Role.WORKER, 0), (Role.CORE, 0)], marks=SLOW),
         pytest.param(3, 1, (), [(Role.WORKER, 1), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
         pytest.param(3, 1, DRAFTS, [(Role.WORKER, rank) for rank in range(3)], marks=SLOW),

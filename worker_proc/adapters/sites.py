@@ -88,12 +88,11 @@ class Sites:
 
     def is_elsewhere(self, module: str) -> bool:
         """Return whether a linear layer, as a PEFT file names it, is in another stage."""
-        if any(module.startswith(f"{layer}.") for layer in self._others.layers):
-            return True
-        if _LAYERS not in f".{module}":
-            return False
-        layers = [layer for layer in self._others.layers if _LAYERS in f".{layer}"]
-        return any(_from_layer(module).startswith(f"{_from_layer(layer)}.") for layer in layers)
+        return any(
+            module.startswith(f"{layer}.")
+            or _from_layer(module).startswith(f"{_from_layer(layer)}.")
+            for layer in self._others.layers
+        )
 
     def allowed_names(self) -> list[str]:
         """Return the last parts of the names of modules that take adapters."""
