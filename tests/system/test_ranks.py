@@ -30,7 +30,7 @@ BY_MODEL = (*DRAFTS, "--speculative-model", "demo")
 @pytest.mark.parametrize(
     ("num_ranks", "options", "victims"),
     [
-        (2, BY_MODEL, [(Role.WORKER, 0), (Role.CORE, 0)]),  # rank 0 answers, and computes the drafts
+        (2, BY_MODEL, [(Role.WORKER, 0), (Role.CORE, 0)]),  # rank 0 has the draft model
         pytest.param(2, BY_MODEL, [(Role.WORKER, 1)], marks=SLOW),
         pytest.param(2, DRAFTS, [(Role.WORKER, 1), (Role.CORE, 0)], marks=SLOW),
         pytest.param(2, (), [(Role.WORKER, 0), (Role.CORE, 0), (Role.CORE, 0)], marks=SLOW),
