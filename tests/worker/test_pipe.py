@@ -83,6 +83,20 @@ def test_rows_of_steps_of_all_sizes_arrive_at_the_last_stage(
         assert torch.equal(rows, make_rows(count, seed, dtype) + 1)
 
 
+@pytest.mark.parametrize("num_rows", [1, 8], ids=["files of one size", "files of two sizes"])
+def test_ranks_with_rows_of_different_sizes_do_not_join(num_rows: int, tmp_path: Path) -> None:
+    first, last = make_pipes(tmp_path)
+    first._size = SIZE._replace(num_rows=num_rows)
+    last._size = SIZE._replace(num_rows=num_rows, row_bytes=WIDTH * 2)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.has_tokens, 1)
+        with pytest.raises(ValueError, match="sizes" if num_rows == 1 else "bytes; rank 1 needs"):
+            last.has_tokens(1)
+        last.leave()
+        with pytest.raises((ValueError, StepAbandoned)):
+            waiting.result(TIMEOUT_S)
+
+
 def test_each_share_of_a_stage_passes_to_its_own(tmp_path: Path) -> None:
     pipes = make_pipes(tmp_path, num_shares=2)
     rows = [torch.empty(3, WIDTH) for _ in range(2)]

@@ -89,10 +89,16 @@ class Adoption:
             raise RankMissing(f"{problem} in {self.timeout_s} s")
 
     def map_file(self, label: str, num_bytes: int, *, makes: bool, deadline: float) -> mmap.mmap:
-        """Map a file of this adoption, which one rank makes and the others wait for."""
+        """Map a file of this adoption, which one rank makes and the others wait for.
+
+        ValueError: its size is not the one that this rank expects.
+        """
         name = self._name(label)
         fd = self._make(name, label, num_bytes) if makes else self._open(name, deadline)
         with os.fdopen(fd):
+            found = os.fstat(fd).st_size
+            if found != num_bytes:
+                raise ValueError(f"{name} has {found} bytes; rank {self.rank} needs {num_bytes}")
             return mmap.mmap(fd, num_bytes)
 
     def remove_file(self, label: str) -> None:

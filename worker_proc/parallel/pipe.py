@@ -223,7 +223,8 @@ class StagePipe:
     def _join(self) -> _Memory:
         """Map the file of this adoption, and wait until all ranks have it.
 
-        Each publishes there how many blocks it has for the states before drafts.
+        Each publishes there how many blocks it has for the states before drafts, and the sizes of
+        what it passes. ValueError: the sizes of two ranks differ.
         """
         adoption, size = self._adoption, self._size
         deadline, num_hops = adoption.deadline, self.stage.num_stages - 1
@@ -237,15 +238,18 @@ class StagePipe:
             file = adoption.map_file(_LABEL, num_bytes, makes=is_first, deadline=deadline)
             address = ctypes.addressof(ctypes.c_char.from_buffer(file))
             meeting = self._library.exchange(address, adoption.rank, adoption.num_ranks, _LINE)
-            own = torch.tensor([[self._num_draft_states]])
+            own = torch.tensor([[self._num_draft_states], *([value] for value in size)])
             meeting.publish(own, 1)
             while (found := meeting.wait(1, SLICE_NS)) != ALL_PUBLISHED:
                 adoption.check(deadline, f"rank {found} has not joined the others")
-            counts = torch.empty(1, adoption.num_ranks, dtype=own.dtype)
-            meeting.gather(own, 1, counts)
+            published = torch.empty(len(own), adoption.num_ranks, dtype=own.dtype)
+            meeting.gather(own, 1, published)
         finally:
             if is_first:
                 adoption.remove_file(_LABEL)
+        all_sizes = {PipeSize(*each) for each in published[1:].T.tolist()}
+        if len(all_sizes) > 1:
+            raise ValueError(f"ranks pass each other steps of different sizes: {all_sizes}")
         address += meeting_bytes + self._share.rank * own_bytes
         channels = []
         for slot in slots:
@@ -255,7 +259,7 @@ class StagePipe:
         index = self.stage.place
         before = None if self.stage.is_first else _Rows(*hops[index - 1])
         behind = None if self.stage.is_last else _Rows(*hops[index])
-        return _Memory(file, before, behind, channels[2 * num_hops :], int(counts.min()))
+        return _Memory(file, before, behind, channels[2 * num_hops :], int(published[0].min()))
 
 
 def _rounded(num_bytes: int) -> int:
