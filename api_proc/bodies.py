@@ -158,6 +158,11 @@ class SamplingBody(CommonBody, kw_only=True):
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
+    def is_echo_alone(self) -> bool:
+        """Whether the answer is the prompt, without any output."""
+        return False
+
+    @property
     def default_max_tokens(self) -> int | None:
         """The bound where the body has none and they fit; None: as many as fit."""
         return None
@@ -219,6 +224,8 @@ class CompletionBody(SamplingBody, kw_only=True):
 
     prompt: PromptText | PromptItems
     echo: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """0 only with `echo`: the prompt, and its log-probabilities."""
     logprobs: sampling.NumLogprobs | None = None
     suffix: Unsupported = UNSET
     parse_special: bool | None = None
@@ -227,6 +234,15 @@ class CompletionBody(SamplingBody, kw_only=True):
     @property
     def default_max_tokens(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def is_echo_alone(self) -> bool:
+        return self.output_limit[1] == 0
+
+    def check(self) -> None:
+        if self.is_echo_alone and (not self.echo or self.use_beam_search):
+            raise invalid("max_tokens", "must be at least 1; 0 needs echo, without use_beam_search")
+        super().check()
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -96,7 +96,7 @@ def resolve_max_tokens(body: SamplingBody, facts: ModelFacts, num_prompt_tokens:
             f"{num_prompt_tokens} in the prompt and {asked} for the output"
         )
         raise invalid(param, message, ErrorCode.TOO_LONG)
-    return asked
+    return max(1, asked)  # the engine samples a token where only the prompt is asked for
 
 
 def truncated_length(body: SamplingBody, facts: ModelFacts) -> int | None:

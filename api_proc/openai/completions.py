@@ -98,6 +98,8 @@ class CompletionFormat:
 
     def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
         body = self.body
+        if body.is_echo_alone:
+            delta = Delta("", [], finish_reason=delta.finish_reason and "length")
         prompt = self.prompts[sequence.index // (body.n or 1)]
         echoed = self._echoed(prompt) if is_first and body.echo else ""
         choice = CompletionChoice(

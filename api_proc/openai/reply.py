@@ -113,6 +113,7 @@ class Reply:
         self._form = form
         self._generation = generation
         self._num_each = body.num_sequences
+        self._is_echo_alone = body.is_echo_alone
         self._num_returned = body.n or 1
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)
@@ -226,6 +227,8 @@ class Reply:
         firsts = sequences[:: self._num_each]
         num_prompt_tokens = sum(sequence.num_prompt_tokens for sequence in firsts)
         num_output_tokens = sum(sequence.num_output_tokens for sequence in sequences)
+        if self._is_echo_alone:
+            num_output_tokens = 0  # the sampled tokens are in no answer
         num_cached_tokens = sum(sequence.num_cached_tokens for sequence in firsts)
         counters = [sequence.reasoning for sequence in sequences if sequence.reasoning is not None]
         num_reasoning_tokens = sum(counter.num_tokens for counter in counters)

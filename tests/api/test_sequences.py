@@ -282,3 +282,37 @@ def test_a_client_that_leaves_before_the_first_sequence_has_begun_ends_the_other
     ):
         list(response.iter_lines())
     wait_until(lambda: len(live.state.open_requests) == 0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"n": 2, "logprobs": 0}])
+def test_an_echo_without_output_is_the_prompt_alone(
+    make_server: MakeServer, fields: dict[str, int]
+) -> None:
+    """The sampled token is in no field of the answer, even if it ends the sequence."""
+    live = make_server(FakeClient(script=emitting([EOS_ID])))
+    body = {"prompt": ["ab", "c"], "echo": True, "max_tokens": 0, "return_token_ids": True}
+    answer = httpx.post(live.url + COMPLETIONS, json=body | fields).json()
+    num_each = fields.get("n", 1)
+    assert [choice["text"] for choice in answer["choices"]] == ["ab"] * num_each + ["c"] * num_each
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert all(choice["token_ids"] == [] for choice in answer["choices"])
+    usage = answer["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    if "logprobs" in fields:
+        assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+        assert answer["choices"][0]["logprobs"]["token_logprobs"][0] is None
+    assert {add.sampling_params.max_tokens for add in live.client.requests} == {1}
+    options = {"include_usage": True}
+    events = events_of(live, COMPLETIONS, **body, **fields, stream_options=options)
+    choices = [choice for event in events for choice in event["choices"]]
+    by_index = sorted(choices, key=lambda choice: choice["index"])
+    assert by_index == answer["choices"]
+    assert events[-1]["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": False}, {"echo": True, "use_beam_search": True}])
+def test_no_output_needs_an_echo(make_server: MakeServer, fields: dict[str, bool]) -> None:
+    live = make_server()
+    response = httpx.post(live.url + COMPLETIONS, json={"prompt": "ab", "max_tokens": 0} | fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "max_tokens"

@@ -62,6 +62,8 @@ _NOTES = """\
   `length_penalty` (1). `early_stopping` ends the search at `n` beams that have ended; else it goes
   on until no beam can get better. Log-probabilities are those of the model: parameters that change
   what is sampled, confine the answer or end it at a text are refused beside it, as is `stream`.
+- `max_tokens` may be 0 in `/v1/completions` with `echo`: the answer is the prompt, with the
+  log-probabilities that are asked for.
 - `repetition_detection` ends an output whose last tokens are `min_count` times the same pattern, of
   `min_pattern_size` (1) to `max_pattern_size` tokens. Its `finish_reason` is "repetition", and its
   `stop_reason` "repetition_detected". `max_pattern_size` may be 64, and its product with
