@@ -257,6 +257,7 @@ OPERATIONS = (
     Operation(
         *("POST", "/sleep", "admin", "Pause, and release the memory of the KV cache."),
         admin.Done,
+        parameters=(Parameter("level", Literal["1"]),),
         errors=_CONTROLS,
     ),
     Operation("POST", "/wake_up", "admin", "End a sleep.", admin.Done, errors=_CONTROLS),

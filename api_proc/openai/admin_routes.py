@@ -61,9 +61,10 @@ async def resume(state: ApiState, connection: Connection) -> None:
 
 
 async def sleep(state: ApiState, connection: Connection) -> None:
-    """POST /sleep: compute nothing, and release the memory of the KV cache."""
+    """POST /sleep?level=1: compute nothing, and release the memory of the KV cache."""
     state.require_facts()
-    _query(connection)
+    if _query(connection, "level", "1") != "1":
+        raise invalid("level", "must be 1: the weights stay in memory")
     await _require(state.client.sleep(), "the engine cannot sleep now")
     await connection.send(200, encode(Done("sleeping")))
 

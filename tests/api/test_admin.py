@@ -50,6 +50,7 @@ def test_routes_need_the_key(make_server: MakeServer) -> None:
         ("/resume", ("resume", PauseMode.RUNNING)),
         ("/wake_up", ("resume", PauseMode.RUNNING)),
         ("/sleep", ("sleep", PauseMode.PAUSED_ALL)),
+        ("/sleep?level=1", ("sleep", PauseMode.PAUSED_ALL)),
         ("/reset_prefix_cache", ("reset", False)),
         ("/reset_prefix_cache?reset_running_requests=true", ("reset", True)),
         ("/reset_prefix_cache?reset_running_requests=False", ("reset", False)),
