@@ -23,7 +23,7 @@ import msgspec
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
 from protocol.config.environment import erase_variable
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
-from protocol.config.vllm_flags import INSTEAD
+from protocol.config.vllm_flags import INSTEAD, OTHER_VALUES
 
 ENV_PREFIX = "TROIKA_"
 NOTHING: tuple[Any, ...] = (None, {}, ())
@@ -307,7 +307,8 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
         return "a key has 1 to 256 characters; at most 16 keys"
     shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     if setting.choices:
-        return f"{shown!r} is not one of {', '.join(setting.choices)}"
+        note = f"; {OTHER_VALUES[setting.name]}" if setting.name in OTHER_VALUES else ""
+        return f"{shown!r} is not one of {', '.join(setting.choices)}{note}"
     if "regex" in error:
         for description in _bounds(setting.type, "description"):
             return f"{shown!r} is not {description}"

@@ -5,6 +5,7 @@ _GRAMMARS = "grammars need no flag"
 _KIND = "a model's kind is read from its files"
 _TEXT_ONLY = "only text is served"
 INSTEAD = {
+    "async-scheduling": "--max-steps-in-flight is 2 by default",
     "chat-template-content-format": "the format is read from the template",
     "compilation-config": _GRAPHS,
     "cuda-graph-sizes": _GRAPHS,
@@ -14,19 +15,25 @@ INSTEAD = {
     "distributed-executor-backend": "--ray places engines in a cluster",
     "enable-auto-tool-choice": "tools need no flag; --tool-call-parser names the format",
     "enable-log-requests": "--access-log chooses the lines of requests",
+    "enable-prompt-tokens-details": "usage always has them",
     "enable-reasoning": "reasoning needs no flag; --reasoning-parser names the format",
+    "enable-server-load-tracking": "GET /load needs no flag",
     "enable-sleep-mode": "--enable-admin-routes has POST /sleep",
     "guided-decoding-backend": _GRAMMARS,
+    "headless": "--no-api starts no HTTP server",
     "hf-token": "the variable HF_TOKEN is read",
+    "kv-events-config": "--enable-kv-events",
     "kv-transfer-config": "--kv-offload-bytes and --kv-offload-dir keep KV blocks",
     "limit-mm-per-prompt": _TEXT_ONLY,
     "load-format": "the format is read from the files",
+    "max-log-len": "no text of a request is logged",
     "max-logprobs": "a request may ask for 20",
     "max-seq-len-to-capture": _GRAPHS,
     "mm-processor-kwargs": _TEXT_ONLY,
     "override-generation-config": "requests have these parameters",
     "runner": _KIND,
     "speculative-config": "--num-speculative-tokens and --speculative-model",
+    "ssl-cert-reqs": "with --ssl-ca-certs every client needs a certificate",
     "structured-outputs-config": _GRAMMARS,
     "swap-space": "--swap-space-bytes takes bytes",
     "task": _KIND,
@@ -34,3 +41,5 @@ INSTEAD = {
     "uvicorn-log-level": "--log-level",
 }
 """By name, without the dashes in front."""
+OTHER_VALUES = {"quantization": "the format of a quantized checkpoint needs no flag"}
+"""What takes the place of vLLM's values that a setting of this engine does not have."""

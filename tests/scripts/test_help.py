@@ -76,6 +76,10 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
         (["--frobnicate"], "unknown flag --frobnicate; see --help"),
         (["--prot", "8001"], "unknown flag --prot; did you mean --port?"),
         (["--max-logprobs", "5"], "unknown flag --max-logprobs: a request may ask for 20; see"),
+        (
+            ["--quantization", "awq"],
+            "'awq' is not one of w8a16, w4a16, w8a8; the format of a quantized checkpoint needs no",
+        ),
         (["--trust-remote-code"], "--trust-remote-code: code from a checkpoint is never executed"),
         (["--response-role", "x"], "unknown flag --response-role; see --help"),
         (["--port"], "--port needs a value"),
