@@ -149,7 +149,10 @@ class ApiState:
             raise unavailable("the engine's processes die repeatedly", DEGRADED, retry_after_s)
         facts = self.client.facts
         if facts is None:
-            raise unavailable("the engine is starting", "starting")
+            is_here = self.config.parallel.data_parallel_size > 0
+            elsewhere = "no engine of another machine serves yet"
+            reason = "the engine is starting" if is_here else elsewhere
+            raise unavailable(reason, "starting")
         return facts
 
     def is_base_model(self, name: str | None) -> bool:

@@ -121,6 +121,7 @@ class HostAgents:
             self._context.destroy(linger=0)
             text = f"agents_listen {address} cannot be used: {error.strerror}"
             raise ValueError(text) from error
+        log.info("host agents may join at %s", address)
         self._write()
 
     @property

@@ -141,3 +141,13 @@ def test_the_user_of_a_request_is_its_tenant(make_server: MakeServer) -> None:
     assert [add.tenant for add in client.requests] == ["gold", "free", ""]
     refused = httpx.post(live.url + "/v1/completions", json={"prompt": "hi", "user": "x" * 257})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "user")
+
+
+def test_an_api_without_an_engine_here_names_the_engines_that_are_missing(
+    make_server: MakeServer,
+) -> None:
+    elsewhere = {"data_parallel_size": 0, "agents_listen": "10.0.0.1:7100", "curve_keys": "keys"}
+    live = make_server(FakeClient(facts=None), enable_admin_routes=True, **elsewhere)
+    response = httpx.post(live.url + "/pause")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
+    assert response.json()["error"]["message"] == "no engine of another machine serves yet"
