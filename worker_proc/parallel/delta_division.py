@@ -13,19 +13,18 @@ from worker_proc.parallel.divided_matrices import fits, has_shape
 from worker_proc.parallel.division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 
-_OUT = "out_proj"
+_OUTS = ("out_proj", "o_proj")
 _BY_HEAD = ("dt_bias", "A_log")
 _CONVOLUTION = "conv1d"
-_PROJECTIONS = (
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    ("in_proj_qkvz", "in_proj_ba"),
+_KINDS = (
+    {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"},
+    {"in_proj_qkvz", "in_proj_ba", "norm", "out_proj"},
+    {"q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_norm", "o_proj"},
 )
-"""Before the heads, as Qwen3.5 and Qwen3-Next have them; the latter have all of a head of keys
-together."""
+"""The projections before the heads, the norm of each head and the last projection, as Qwen3.5,
+Qwen3-Next and OLMo-Hybrid have them; Qwen3-Next has all of a head of keys together."""
 _COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 """What a module keeps of its sizes."""
-_OF_ALL = ("norm",)
-"""Children that are the same for every head."""
 
 
 class _Heads(NamedTuple):
@@ -65,6 +64,10 @@ def divide_net(name: str, module: nn.Module, share: Share) -> Division | None:
             "in_proj_qkvz": [Section(heads.num_keys, together)],
             "in_proj_ba": [Section(heads.num_keys, 2 * of_keys)],
         },
+        {
+            **{"q_proj": [keys], "k_proj": [keys], "v_proj": [values], "g_proj": [values]},
+            **{"b_proj": [gates], "a_proj": [gates]},
+        },
     )
     counts = {
         "num_k_heads": [Section(heads.num_keys, 1)],
@@ -74,14 +77,14 @@ def divide_net(name: str, module: nn.Module, share: Share) -> Division | None:
         "conv_dim": mixed,
     }
     found = [one for one in choices if fits(module, one)]
-    outs = {_OUT: values}
-    if not found or not has_shape(module, _OUT, inputs=[values]):
+    outs = [out for out in _OUTS if has_shape(module, out, inputs=[values])]
+    if not found or not outs:
         raise refuse(share, f"{name} has projections of other sizes than its heads")
     return Division(
         name,
         found[0],
-        outs,
-        summed=_OUT,
+        {outs[0]: values},
+        summed=outs[0],
         by_head=dict.fromkeys(_BY_HEAD, heads.num_values),
         channels={_CONVOLUTION: mixed},
         counts=counts,
@@ -92,9 +95,8 @@ def _heads_of(module: nn.Module) -> _Heads | None:
     """Return the heads of a module; None: it is not made as a gated delta net is."""
     names = {name for name, _ in module.named_children()}
     own = {name for name, _ in module.named_parameters(recurse=False)}
-    kinds = [{*projections, _OUT, _CONVOLUTION, *_OF_ALL} for projections in _PROJECTIONS]
     if (
-        names not in kinds
+        names - {_CONVOLUTION} not in _KINDS
         or own != set(_BY_HEAD)
         or not all(hasattr(module, one) for one in _COUNTS)
     ):

@@ -40,7 +40,8 @@ class Division:
     summed_within: tuple[str, ...] = ()
     """Parts whose outputs the ranks add up before the module goes on with them."""
     by_head: dict[str, int] = field(default_factory=dict)
-    """Parameters with a value or row for each head or channel, and the number of these."""
+    """Parameters with a value or row for each head or channel, and the number of these: the first
+    dimension of this size is divided."""
     spec: LayerSpec | None = None
     """Of an attention module."""
     norms: dict[str, Section] = field(default_factory=dict)
@@ -69,9 +70,7 @@ class Division:
         for name, sections in self.channels.items():
             keep_channels(module.get_submodule(name), sections, share)
         for name, num_heads in self.by_head.items():
-            own = share.of(num_heads)
-            values = getattr(module, name)[own.start : own.stop]
-            setattr(module, name, parameter_of(values.clone()))
+            _keep_heads(module, name, share.of(num_heads), num_heads)
         for name, section in self.norms.items():
             own = share.of(section.num_units)
             places = slice(own.start * section.unit, own.stop * section.unit)
@@ -84,7 +83,8 @@ class Division:
         if self.spec is not None:
             _set_counts(module, divide_spec(self.spec, share))
         for name, sections in self.counts.items():
-            setattr(module, name, len(kept_units(sections, share)))
+            owner, last = _owner(module, name)
+            setattr(owner, last, len(kept_units(sections, share)))
 
     def divide_states(self, spec: RecurrentSpec, share: Share) -> RecurrentSpec:
         """Return the states of a rank: its channels of a window, and its heads of another state."""
@@ -107,6 +107,20 @@ class Division:
             yield f"{self.module_name}.{name}", MatrixPart(spans)
         for name, section in self.outs.items():
             yield f"{self.module_name}.{name}", MatrixPart(inputs=_span(section, share))
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the part of a module that has an attribute, and the attribute's name in it."""
+    parent, _, last = name.rpartition(".")
+    return module.get_submodule(parent), last
+
+
+def _keep_heads(module: nn.Module, name: str, kept: range, num_heads: int) -> None:
+    """Keep some of a parameter's values, in the dimension of the heads."""
+    owner, last = _owner(module, name)
+    values: torch.Tensor = getattr(owner, last)
+    dim = values.shape.index(num_heads)
+    setattr(owner, last, parameter_of(values.narrow(dim, kept.start, len(kept)).clone()))
 
 
 def divide_spec(spec: LayerSpec, share: Share) -> LayerSpec:

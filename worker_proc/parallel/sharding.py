@@ -25,6 +25,7 @@ from worker_proc.parallel.delta_division import divide_net
 from worker_proc.parallel.divided_matrices import fits, has_shape, matrix_of, parameter_of
 from worker_proc.parallel.division import Division, divide_spec
 from worker_proc.parallel.division_proof import prove
+from worker_proc.parallel.kimi_division import divide_kimi_net
 from worker_proc.parallel.mamba2_division import divide_mamba2
 from worker_proc.parallel.mamba_division import divide_mamba
 from worker_proc.parallel.mlp_division import divide_mlps
@@ -35,10 +36,13 @@ from worker_proc.recurrent.state_spec import RecurrentSpec
 
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
 """The last matrix of an attention."""
+_GATES = "g_proj"
+"""A gate for each head, behind the attention."""
 _LATENT = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 """What makes latent rows, which are the same for all heads."""
 _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = (
     divide_net,
+    divide_kimi_net,
     divide_mamba,
     divide_mamba2,
     divide_short_conv,
@@ -150,7 +154,7 @@ def _divide_attention(model: nn.Module, layer: ProbedLayer, share: Share) -> Div
     values = Section(num_kv_heads, spec.value_head_dim)
     expansion = matrix_of(attention, "kv_b_proj")
     expanded = Section(num_heads, 0 if expansion is None else expansion.shape[-2] // num_heads)
-    choices = (
+    choices: tuple[dict[str, list[Section]], ...] = (
         {"q_proj": [queries], "k_proj": [keys], "v_proj": [values]},
         {"q_proj": [gated], "k_proj": [keys], "v_proj": [values]},
         {"qkv_proj": [queries, keys, values]},
@@ -164,6 +168,9 @@ def _divide_attention(model: nn.Module, layer: ProbedLayer, share: Share) -> Div
     if not ends or not found:
         raise refuse(share, f"{name} is not made of queries, keys, values and {_OUTS[0]}")
     columns, out = found[0], ends[0]
+    heads = [Section(num_heads, 1)]
+    if has_shape(attention, _GATES, outputs=heads):
+        columns[_GATES] = heads
     sinks = {} if layer.sinks is None else {layer.sinks.rpartition(".")[2]: num_heads}
     common = _LATENT if "kv_b_proj" in columns else set()
     norms = {
