@@ -191,7 +191,11 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("config", "num_ranks", "reason"),
     [
-        (LlamaConfig(**SHAPE), 3, "tensor_parallel_size 3: model.layers.0.self_attn has 4 heads"),
+        (
+            LlamaConfig(**SHAPE),
+            3,
+            "size 3 cannot divide the model: model.layers.0.self_attn has 4 heads",
+        ),
         (LlamaConfig(**SHAPE | {"intermediate_size": 97}), 2, "mlp has 97 inner columns"),
         (CohereConfig(**SHAPE, use_qk_norm=True), 2, "q_norm.weight belongs to all heads at once"),
     ],

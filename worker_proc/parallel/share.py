@@ -33,4 +33,6 @@ class Section(NamedTuple):
 
 def refuse(share: Share, reason: str) -> UnsupportedModel:
     """Return the error for a model that cannot be divided."""
-    return UnsupportedModel(f"tensor_parallel_size {share.num_ranks}: {reason}")
+    return UnsupportedModel(
+        f"tensor_parallel_size {share.num_ranks} cannot divide the model: {reason}"
+    )
