@@ -24,7 +24,7 @@ from tests.system.test_offload import (
     tokens_of,
 )
 from tests.worker.checkpoints import Architecture, build_checkpoint
-from tests.worker.recurrent_models import KINDS, RECURRENT
+from tests.worker.recurrent_models import KEY_DECAYS, KINDS, RECURRENT
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -89,7 +89,7 @@ def check_kill(engine: Engine, client: EngineClient, role: Role, expected: Token
     [
         (KINDS[0], ()),
         (BARE, ()),
-        *(pytest.param(kind, (), marks=SLOW) for kind in KINDS[1:]),
+        *(pytest.param(kind, (), marks=SLOW) for kind in (*KINDS[1:], *KEY_DECAYS)),
         pytest.param(KINDS[0], ("--num-speculative-tokens", "3"), marks=SLOW),
         pytest.param(KINDS[0], ("--swap-space-bytes", str(2**24)), marks=SLOW),
         pytest.param(KINDS[0], ("--pipeline-parallel-size", "2"), marks=SLOW),

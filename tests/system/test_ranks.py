@@ -75,7 +75,7 @@ def test_streams_go_on_after_kill_9(
     [
         *("gpt2", "gpt_oss", "deepseek_v3", "olmo2"),
         *("qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1"),
-        *("lfm2", "jamba"),
+        *("lfm2", "jamba", "kimi_linear", "bailing_hybrid"),
     ],
 )
 def test_streams_of_other_families_go_on_after_kill_9(

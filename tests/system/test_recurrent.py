@@ -9,7 +9,7 @@ from scripts.testing import EngineFactory
 from tests.chaos.__main__ import main
 from tests.system.kills import check_tokens_after_kills
 from tests.worker.checkpoints import Architecture, build_checkpoint
-from tests.worker.recurrent_models import KINDS, build_with_tokenizer
+from tests.worker.recurrent_models import KEY_DECAYS, KINDS, build_with_tokenizer
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -22,8 +22,8 @@ DRAFTS = ("--num-speculative-tokens", "3", "--no-adaptive-speculation")
     ("architecture", "more"),
     [
         (KINDS[0], ()),
-        *(pytest.param(kind, (), marks=SLOW) for kind in KINDS[1:]),
-        *(pytest.param(kind, DRAFTS, marks=SLOW) for kind in KINDS),
+        *(pytest.param(kind, (), marks=SLOW) for kind in (*KINDS[1:], *KEY_DECAYS)),
+        *(pytest.param(kind, DRAFTS, marks=SLOW) for kind in (*KINDS, *KEY_DECAYS)),
     ],
     ids=lambda value: getattr(value, "name", None) or "drafts" * bool(value) or "plain",
 )

@@ -17,7 +17,7 @@ from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
 from tests.system.test_ranks import BY_MODEL, DRAFTS
 from tests.worker.checkpoints import Architecture, build_checkpoint
-from tests.worker.recurrent_models import KINDS
+from tests.worker.recurrent_models import KEY_DECAYS, KINDS
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow
@@ -90,8 +90,8 @@ def test_streams_go_on_after_kill_9(
     ("architecture", "options", "ranks"),
     [
         (KINDS[0], DRAFTS, (0,)),
-        *(pytest.param(kind, (), (0, 1), marks=SLOW) for kind in KINDS),
-        *(pytest.param(kind, DRAFTS, (1, 0), marks=SLOW) for kind in KINDS),
+        *(pytest.param(kind, (), (0, 1), marks=SLOW) for kind in (*KINDS, *KEY_DECAYS)),
+        *(pytest.param(kind, DRAFTS, (1, 0), marks=SLOW) for kind in (*KINDS, *KEY_DECAYS)),
     ],
     ids=lambda value: getattr(value, "name", None) or "-".join(map(str, value)) or "plain",
 )

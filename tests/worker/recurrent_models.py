@@ -115,6 +115,8 @@ RECURRENT = tuple(
 KINDS = RECURRENT[:4]
 """One architecture of each kind of recurrence: delta rule, state space, short convolution,
 selective scan."""
+KEY_DECAYS = tuple(one for one in RECURRENT if one.name in RECURRENT_LATENT_NAMES)
+"""Delta rules with a decay for each key, beside latent attention."""
 
 
 def build_with_tokenizer(directory: Path, architecture: Architecture) -> None:

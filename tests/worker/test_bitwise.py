@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BailingHybridConfig,
     BloomConfig,
     DeepseekV3Config,
     FalconH1Config,
@@ -22,6 +23,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteSWAConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -98,6 +100,14 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 10,
 }
 """The sizes of multi-head latent attention."""
+_KDA: dict[str, Any] = {
+    **{key: value for key, value in _ODD.items() if key != "head_dim"},
+    **_LATENT,
+    **{"q_lora_rank": None, "pad_token_id": 0, "linear_num_heads": 3, "linear_head_dim": 20},
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 44},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""The sizes of Kimi Delta Attention beside latent attention and experts."""
 
 
 def _gemma3(**more: Any) -> PretrainedConfig:
@@ -198,8 +208,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         mamba_rms_norm=False,
     ),
     "lfm2": Lfm2Config(**_ODD, layer_types=["conv", "full_attention"]),
+    "kimi_linear": KimiLinearConfig(**_KDA),
+    "bailing_hybrid": BailingHybridConfig(**_KDA, n_group=2, topk_group=1),
 }
-"""In the last three, each block of a text has a state, from which other requests begin."""
+"""In the last five, each block of a text has a state, from which other requests begin."""
 
 
 class Recorder:
@@ -342,7 +354,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return build_checkpoints(tmp_path_factory, CONFIGS)
 
 
-IN_FLOAT32 = ("llama", "gemma3", "qwen3_moe")
+IN_FLOAT32 = ("llama", "gemma3", "qwen3_moe", "bailing_hybrid")
+SLOW_IN_BFLOAT16 = ("kimi_linear", "bailing_hybrid")
 """Models of different kinds that the default tests compute in float32, too."""
 
 
@@ -351,7 +364,7 @@ def _cases() -> list[Any]:
     models = [*((name, NativeDecoder.AUTO) for name in CONFIGS), ("llama", NativeDecoder.OFF)]
     for name, decoder in models:
         for dtype in DTYPES:
-            is_slow = dtype == "float32" and name not in IN_FLOAT32
+            is_slow = name not in IN_FLOAT32 if dtype == "float32" else name in SLOW_IN_BFLOAT16
             marks = pytest.mark.slow if is_slow else ()
             case = f"{name}-{decoder}-{dtype}"
             cases.append(pytest.param(name, decoder, dtype, marks=marks, id=case))

@@ -13,7 +13,7 @@ from protocol.core_worker import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.driving import Run
-from tests.worker.recurrent_models import RECURRENT, RECURRENT_LATENT_NAMES
+from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
 from tests.worker.test_parity import GREEDY, MAX_TOKENS, generate, make_prompts
 from tests.worker.test_ranks import Ranks
 from tests.worker.test_recurrent_drafts import FEW_STATES, NUM_DRAFTS, PARAMS, PREEMPTING, PROMPTS
@@ -85,7 +85,8 @@ def test_stages_have_the_logprobs_of_one_worker_or_are_refused(
         run = stages.drive(prompts, SAMPLED, **settings)
         assert run.output_token_ids == alone.output_token_ids
         assert run.logprobs == alone.logprobs
-    assert stages.facts.exact_resume == one.facts.exact_resume
+    assert one.facts.exact_resume, one.facts.exact_resume_reason
+    assert stages.facts.exact_resume, stages.facts.exact_resume_reason
     kinds = [[group.is_state for group in each.facts.kv_groups] for each in (one, stages)]
     assert kinds[0] == kinds[1]
     assert stages.facts.decoder == one.facts.decoder == "modules"
@@ -117,7 +118,13 @@ def test_a_stage_holds_the_states_of_its_own_layers(tmp_path: Path) -> None:
     assert not any(bool(tensor.any()) for tensor in states_of(first).all_tensors)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_5_text", "mamba2", "lfm2"),
+        *(pytest.param(one.name, marks=pytest.mark.slow) for one in KEY_DECAYS),
+    ],
+)
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_path: Path) -> None:
     """In bfloat16; the rows that the layers of Mamba-2 pass on are in float32."""
     build_checkpoint(tmp_path / "model", BY_NAME[name].config())
@@ -164,7 +171,10 @@ def test_states_are_kept_copied_and_computed_again(tmp_path: Path) -> None:
     ("name", "num_stages"),
     [
         ("qwen3_5_text", 2),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("lfm2", 3), ("nemotron_h", 2))),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("lfm2", 3), ("nemotron_h", 2), ("kimi_linear", 2), ("bailing_hybrid", 2))
+        ),
     ],
 )
 def test_states_roll_back_in_every_stage(
@@ -304,8 +314,7 @@ def test_ranks_divide_layers_with_a_state(
     ranks = Stages(tmp_path / "model", num_stages, num_ranks)
     for cut in ({}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1}):
         assert ranks.drive(prompts, **cut).output_token_ids == expected
-    is_exact = name not in RECURRENT_LATENT_NAMES
-    assert ranks.facts.exact_resume == is_exact, ranks.facts.exact_resume_reason
+    assert ranks.facts.exact_resume, ranks.facts.exact_resume_reason
     assert count_values(ranks.runners) == count_values([one])
     all_windows = count_values(ranks.runners, windows=True)
     num_groups = getattr(config, "mamba_n_groups", getattr(config, "n_groups", num_ranks))
@@ -328,6 +337,7 @@ def test_ranks_divide_layers_with_a_state(
                 ("nemotron_h", {}),
                 ("lfm2", {}),
                 ("olmo_hybrid", {}),
+                ("kimi_linear", {}),
                 ("jamba", {}),
             )
         ),

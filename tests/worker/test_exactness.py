@@ -82,15 +82,27 @@ def test_difference_between_decode_and_prefill_is_found(
     assert "computed at once" in reason_of(load(llama, "float32"))
 
 
-def test_rows_are_tried_among_more_and_fewer() -> None:
-    class FirstRowRules(nn.Module):
+@pytest.mark.parametrize(
+    "shape",
+    [(1, -1, 4), (1, -1, 2, 2), (1, -1, 4, 1), (-1, 4)],
+    ids=["rows", "rows of heads", "as many heads as columns", "without a batch"],
+)
+def test_rows_are_tried_among_more_and_fewer(shape: tuple[int, ...]) -> None:
+    """Wherever the rows of a result are: decays have heads behind them, routers have no batch."""
+
+    class Shaped(nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden + hidden.shape[1] // 17
+            return hidden.reshape(shape)
+
+    class FirstRowRules(Shaped):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) + hidden.shape[1] // 17
 
     hidden = torch.randn(1, 8, 4)
     assert exactness._is_rowwise(FirstRowRules(), (hidden,), 16)
     assert not exactness._is_rowwise(FirstRowRules(), (hidden,), 17)
-    assert exactness._is_rowwise(nn.Identity(), (hidden,), 65)
+    for num_rows in exactness.ROW_COUNTS:
+        assert exactness._is_rowwise(Shaped(), (hidden,), num_rows)
 
 
 def test_a_vision_tower_that_text_never_reaches_does_not_count(tmp_path: Path) -> None:

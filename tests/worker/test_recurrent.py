@@ -130,6 +130,7 @@ def test_a_residual_in_float32_is_rounded_for_the_layers(name: str, tmp_path: Pa
 def test_every_kind_computes_in_bfloat16(architecture: Any, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, architecture.config())
     runner = make_runner(tmp_path, ROOMY, dtype="bfloat16")
+    assert runner.facts.exact_resume, runner.facts.exact_resume_reason
     prompts = [[3, 4, 5, 6, 7], [9, 10, 11] * 20]
     together = drive(runner, prompts, GREEDY).output_token_ids
     runner.reset()

@@ -7,7 +7,7 @@ the threads and shapes that they will run with.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,20 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
 from worker_proc.modules.rowwise_linear import is_rowwise
 from worker_proc.recurrent.layers import PackedLayer
+from worker_proc.recurrent.rowwise import RowwiseFunctions, computes_rowwise
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
 MAX_PRODUCTS = 2**28  # most multiplications in one trial of a module: some milliseconds
+
+
+class _Part(NamedTuple):
+    """A part of a model without attention."""
+
+    name: str
+    module: nn.Module
+    is_entered: bool
+    """Whether a module around it has its elementwise functions computed by `rowwise`."""
 
 
 class Exactness(NamedTuple):
@@ -100,11 +110,14 @@ def _difference(
     """Compute the self check's texts at once, and each module among other numbers of rows."""
     with _recorded_calls(loaded.model) as calls:
         whole = compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
-    for name, module, args in _distinct(loaded.model, calls):
+    for (name, module, is_entered), args in _distinct(loaded.model, calls):
         weights = sum(p.weight.numel() for p in module.modules() if isinstance(p, PackedLinear))
-        for num_rows in ROW_COUNTS:
-            if num_rows * weights <= MAX_PRODUCTS and not _is_rowwise(module, args, num_rows):
-                return f"{name} ({type(module).__name__}) gives rows other bits among {num_rows}"
+        counts = [count for count in ROW_COUNTS if count * weights <= MAX_PRODUCTS]
+        with RowwiseFunctions() if is_entered else nullcontext():
+            for num_rows in counts:
+                if not _is_rowwise(module, args, num_rows):
+                    kind = type(module).__name__
+                    return f"{name} ({kind}) gives rows other bits among {num_rows}"
     if not all(map(have_same_bits, whole, stepwise)):
         return "a text's logits have other bits computed at once than computed step by step"
     return ""
@@ -122,8 +135,8 @@ def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
         if len({value.shape[1] for value in args}) == 1:
             calls[module] = args
 
-    parts = [module for _, module in _parts_without_attention("", model)]
-    handles = [part.register_forward_pre_hook(record, with_kwargs=True) for part in parts]
+    parts = _parts_without_attention("", model)
+    handles = [part.module.register_forward_pre_hook(record, with_kwargs=True) for part in parts]
     try:
         yield calls
     finally:
@@ -131,26 +144,29 @@ def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
             handle.remove()
 
 
-def _distinct(
-    model: nn.Module, calls: Calls
-) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
+def _distinct(model: nn.Module, calls: Calls) -> Iterator[tuple[_Part, tuple[torch.Tensor, ...]]]:
     """Yield one part of each type, shape and input shape, with its arguments."""
     seen = set()
-    for name, module in _parts_without_attention("", model):
-        if (args := calls.get(module)) is not None:
-            kind = type(module), *(tuple(t.shape) for t in (*module.parameters(), *args))
+    for part in _parts_without_attention("", model):
+        if (args := calls.get(part.module)) is not None:
+            shapes = (tuple(t.shape) for t in (*part.module.parameters(), *args))
+            kind = type(part.module), part.is_entered, *shapes
             if kind not in seen:
                 seen.add(kind)
-                yield name, module, args
+                yield part, args
 
 
-def _parts_without_attention(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _parts_without_attention(
+    name: str, module: nn.Module, is_entered: bool = False
+) -> Iterator[_Part]:
     if not any(_mixes_tokens(part) for part in module.modules()):
-        yield name, module
+        yield _Part(name, module, is_entered)
         return
+    is_entered |= computes_rowwise(module)
     for child_name, child in module.named_children():
         if not isinstance(child, nn.Embedding):  # which computes nothing
-            yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
+            path = f"{name}.{child_name}".lstrip(".")
+            yield from _parts_without_attention(path, child, is_entered)
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
@@ -159,15 +175,21 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
-    """Return whether repeated rows have the same bits as the single ones.
-
-    Results have rows in the dimension before the last: some, such as a router's, have no batch.
-    """
+    """Return whether repeated rows have the same bits as the single ones."""
     once = args[0].shape[1]
     index = torch.arange(num_rows, device=args[0].device) % once
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))
     wanted, found = (out if isinstance(out, tuple) else (out,) for out in (want, got))
-    return all(
-        have_same_bits(one.index_select(-2, index), other)
-        for one, other in zip(wanted, found, strict=True)
-    )
+    return all(_repeats(one, other, index, once) for one, other in zip(wanted, found, strict=True))
+
+
+def _repeats(one: torch.Tensor, other: torch.Tensor, index: torch.Tensor, once: int) -> bool:
+    """Return whether a result for repeated rows repeats that for the single ones.
+
+    The dimension of rows is the one whose size follows their number. Mostly it is the second of
+    three; the results of a router have no batch before it, and some have heads behind it.
+    """
+    sizes = zip(one.shape, other.shape, strict=False)
+    dim = next((dim for dim, pair in enumerate(sizes) if pair == (once, len(index))), None)
+    repeated = one if dim is None else one.index_select(dim, index)
+    return repeated.shape == other.shape and have_same_bits(repeated, other)

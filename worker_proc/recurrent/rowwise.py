@@ -77,3 +77,10 @@ def compute_rowwise(module: nn.Module) -> None:
             return own(*args, **kwargs)
 
     module.__dict__["forward"] = entered
+    module.__dict__["computes_rowwise"] = True
+
+
+def computes_rowwise(module: nn.Module) -> bool:
+    """Return whether elementwise functions in a module and its parts are computed by `rowwise`."""
+    layer: Any = module.__dict__.get("recurrent_layer")
+    return "computes_rowwise" in module.__dict__ or (layer is not None and layer.is_rowwise)
