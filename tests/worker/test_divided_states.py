@@ -21,6 +21,7 @@ from tests.worker.test_speculation import Oracle
 from tests.worker.test_stages import SAMPLED, Stages
 from worker_proc.drafting import repetitions
 from worker_proc.errors import UnsupportedModel
+from worker_proc.parallel import mlp_division
 from worker_proc.parallel.pipe import StagePipe
 from worker_proc.runner import Runner
 
@@ -286,6 +287,7 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
                 ("falcon_h1", 2, 1, {"mamba_rms_norm": True}),
                 ("falcon_h1", 2, 1, _ONE_GROUP | {"mamba_rms_norm": True}),
                 ("nemotron_h", 2, 1, {}),
+                ("nemotron_h", 2, 1, {"moe_latent_size": 32}),
                 ("nemotron_h", 2, 2, {}),
                 ("lfm2", 2, 1, {}),
                 ("lfm2", 4, 2, {}),
@@ -384,6 +386,12 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
         ),
         ("mamba", 3, {}, "has 128 channels, divided 16 at a time"),
         ("minimax", 2, {}, "of a kind that is not divided"),
+        (
+            "nemotron_h",
+            2,
+            {"moe_latent_size": 32, "mlp_bias": True},
+            "fc2_latent_proj.bias is not known to be divided",
+        ),
     ],
 )
 def test_other_layers_with_a_state_are_not_divided_among_ranks(
@@ -392,3 +400,15 @@ def test_other_layers_with_a_state_are_not_divided_among_ranks(
     build_checkpoint(tmp_path / "model", deep(name, **changes)())
     with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size {num_ranks} .*: .*{reason}"):
         Ranks(tmp_path / "model", num_ranks)
+
+
+@pytest.mark.slow
+def test_a_bias_that_every_rank_adds_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that differ little from the whole are refused, too."""
+    config = deep("nemotron_h", moe_latent_size=32, mlp_bias=True)()
+    build_checkpoint(tmp_path / "model", config)
+    monkeypatch.setattr(mlp_division, "_AROUND_EXPERTS", ("fc1_latent_proj.", "fc2_latent_proj."))
+    with pytest.raises(UnsupportedModel, match=r"the parts of .*mixer do not add up to it"):
+        Ranks(tmp_path / "model", 2)

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from worker_proc.attention.interface import transformers_attention
-from worker_proc.calibration.self_check import check_texts, max_error
+from worker_proc.calibration.self_check import check_texts
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.parallel.division import Division
 from worker_proc.parallel.rank_norm import RankNorm
 from worker_proc.parallel.share import Share, refuse
 from worker_proc.recurrent.layers import own_forwards
+
+_MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.04}
+"""Of a module's rows, relative to their length: only sums have another order. At most 8e-7 and
+0.009 were measured."""
 
 
 class _Call(NamedTuple):
@@ -37,6 +41,8 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
             text = check_texts(loaded.vocab_size)[0]
             model(input_ids=torch.tensor([text]), use_cache=False)
         for part in shapes.values():
+            if part.module_name not in calls:
+                raise refuse(Share(0, num_ranks), f"{part.module_name} is not computed in a step")
             call = calls[part.module_name]
             expected = _output(model.get_submodule(part.module_name), call, part.summed).float()
             found = torch.zeros(expected.shape, dtype=torch.float32)
@@ -57,7 +63,7 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
                 reason = f"a part of {part.module_name} cannot be computed ({error})"
                 raise refuse(Share(0, num_ranks), reason) from error
             difference = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
-            if not difference <= max_error(loaded.dtype):
+            if not difference <= _MAX_ERROR[loaded.dtype]:
                 reason = f"the parts of {part.module_name} do not add up to it"
                 raise refuse(Share(0, num_ranks), f"{reason} (relative error {difference:.3g})")
 

@@ -31,6 +31,9 @@ _SHARED = ("shared_experts", "shared_expert")
 """What is computed beside the chosen experts."""
 _ROUTERS = ("gate.", "router.", "shared_expert_gate.")
 """Of experts; all ranks choose alike."""
+_AROUND_EXPERTS = ("fc1_latent_proj.", "fc2_latent_proj.weight")
+"""To narrower rows and back, in Nemotron-H: each rank multiplies its part of the experts' sums. A
+bias of the latter would be added at every rank."""
 
 
 def divide_mlps(
@@ -66,7 +69,8 @@ def _divide_mlp(name: str, mlp: nn.Module, share: Share) -> Division:
         found = found[0] | columns, found[1] | outs
     known = [*found[0], *found[1]]
     names = {f"{key}{suffix}" for key in known for suffix in ("", ".weight", ".bias", "_bias")}
-    others = [key for key, _ in mlp.named_parameters() if not key.startswith(_ROUTERS)]
+    common = (*_ROUTERS, *_AROUND_EXPERTS)
+    others = [key for key, _ in mlp.named_parameters() if not key.startswith(common)]
     if unknown := set(others) - names:
         raise refuse(share, f"{name}.{min(unknown)} is not known to be divided")
     return _checked(Division(name, *found), share)
