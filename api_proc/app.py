@@ -83,7 +83,7 @@ _ADMIN_ROUTES = (
     ("POST", "/resume", admin_routes.resume),
     ("GET", "/is_paused", admin_routes.is_paused),
     ("POST", "/sleep", admin_routes.sleep),
-    ("POST", "/wake_up", admin_routes.resume),
+    ("POST", "/wake_up", admin_routes.wake_up),
     ("GET", "/is_sleeping", admin_routes.is_sleeping),
     ("POST", "/reset_prefix_cache", admin_routes.reset_prefix_cache),
     ("POST", "/v1/load_lora_adapter", adapter_routes.load_adapter),

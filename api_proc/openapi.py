@@ -257,10 +257,14 @@ OPERATIONS = (
     Operation(
         *("POST", "/sleep", "admin", "Pause, and release the memory of the KV cache."),
         admin.Done,
-        parameters=(Parameter("level", Literal["1"]),),
+        parameters=(Parameter("level", Literal["1", "2"]),),
         errors=_CONTROLS,
     ),
-    Operation("POST", "/wake_up", "admin", "End a sleep.", admin.Done, errors=_CONTROLS),
+    Operation(
+        *("POST", "/wake_up", "admin", "End a sleep.", admin.Done),
+        parameters=(Parameter("tags", list[Literal["weights", "kv_cache"]]),),
+        errors=_CONTROLS,
+    ),
     Operation(
         *("GET", "/is_sleeping", "admin", "Whether the engine sleeps.", admin.SleepState),
         errors=(400, 401, 500),

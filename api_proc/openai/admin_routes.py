@@ -16,10 +16,21 @@ _MODES = {"new": PauseMode.PAUSED_NEW, "all": PauseMode.PAUSED_ALL}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
-class Done(msgspec.Struct):
+_LEVELS = {
+    "1": "",
+    "2": "level 2 does what level 1 does: the memory of the KV cache is released, and the weights"
+    " stay in memory",
+}
+_KV_CACHE = "kv_cache"
+_TAGS = ("weights", _KV_CACHE)
+
+
+class Done(msgspec.Struct, omit_defaults=True):
     """Response of a command."""
 
     status: str
+    message: str = ""
+    """What differs from that which the client may expect."""
 
 
 class Paused(msgspec.Struct):
@@ -53,20 +64,38 @@ async def pause(state: ApiState, connection: Connection) -> None:
 
 
 async def resume(state: ApiState, connection: Connection) -> None:
-    """POST /resume and /wake_up."""
+    """POST /resume: end a pause or a sleep."""
     state.require_facts()
     _query(connection)
+    await _resume(state, connection)
+
+
+async def wake_up(state: ApiState, connection: Connection) -> None:
+    """POST /wake_up?tags=weights&tags=kv_cache: end a sleep, unless only the weights are named."""
+    state.require_facts()
+    tags = _queries(connection, "tags")
+    if not set(tags) <= set(_TAGS):
+        raise invalid("tags", f"must be one of {', '.join(_TAGS)}, which may be repeated")
+    if tags and _KV_CACHE not in tags:
+        message = f"the weights have stayed in memory; tags={_KV_CACHE} ends a sleep"
+        await connection.send(200, encode(Done("unchanged", message)))
+        return
+    await _resume(state, connection)
+
+
+async def _resume(state: ApiState, connection: Connection) -> None:
     await _require(state.client.resume(), "the engine cannot resume now")
     await connection.send(200, encode(Done("resumed")))
 
 
 async def sleep(state: ApiState, connection: Connection) -> None:
-    """POST /sleep?level=1: compute nothing, and release the memory of the KV cache."""
+    """POST /sleep?level=1|2: compute nothing, and release the memory of the KV cache."""
     state.require_facts()
-    if _query(connection, "level", "1") != "1":
-        raise invalid("level", "must be 1: the weights stay in memory")
+    level = _query(connection, "level", "1")
+    if level not in _LEVELS:
+        raise invalid("level", f"must be one of {', '.join(_LEVELS)}")
     await _require(state.client.sleep(), "the engine cannot sleep now")
-    await connection.send(200, encode(Done("sleeping")))
+    await connection.send(200, encode(Done("sleeping", _LEVELS[level])))
 
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
@@ -97,13 +126,18 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
 
 def _query(connection: Connection, name: str = "", default: str = "") -> str:
     """Return the one parameter that the route has, if any; any other is rejected."""
+    return [default, *_queries(connection, name)][-1]
+
+
+def _queries(connection: Connection, name: str) -> list[str]:
+    """Return all values of the one parameter that the route has; any other is rejected."""
     query: bytes = connection.scope["query_string"]
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     for given, _ in pairs:
         if given != name:
             known = f"its only parameter is {name}" if name else "it has no parameters"
             raise invalid(given[:64], f"this route does not know the parameter; {known}")
-    return dict(pairs).get(name, default)
+    return [value for _, value in pairs]
 
 
 async def _require(work: Awaitable[bool], reason: str) -> None:

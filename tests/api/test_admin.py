@@ -50,7 +50,10 @@ def test_routes_need_the_key(make_server: MakeServer) -> None:
         ("/resume", ("resume", PauseMode.RUNNING)),
         ("/wake_up", ("resume", PauseMode.RUNNING)),
         ("/sleep", ("sleep", PauseMode.PAUSED_ALL)),
+        ("/wake_up?tags=kv_cache", ("resume", PauseMode.RUNNING)),
+        ("/wake_up?tags=weights&tags=kv_cache", ("resume", PauseMode.RUNNING)),
         ("/sleep?level=1", ("sleep", PauseMode.PAUSED_ALL)),
+        ("/sleep?level=2", ("sleep", PauseMode.PAUSED_ALL)),
         ("/reset_prefix_cache", ("reset", False)),
         ("/reset_prefix_cache?reset_running_requests=true", ("reset", True)),
         ("/reset_prefix_cache?reset_running_requests=False", ("reset", False)),
@@ -80,8 +83,11 @@ def test_each_route_sends_its_command(
         ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests"),
         ("/reset_prefix_cache?reset=true", "reset"),
         ("/resume?mode=new", "mode"),
-        ("/sleep?level=2", "level"),
-        ("/wake_up?tags=kv_cache", "tags"),
+        ("/sleep?level=3", "level"),
+        ("/sleep?level=", "level"),
+        ("/wake_up?tags=adapters", "tags"),
+        ("/wake_up?tags=weights&tags=", "tags"),
+        ("/wake_up?tag=weights", "tag"),
     ],
 )
 def test_a_bad_parameter_is_named_and_no_command_is_sent(
@@ -92,6 +98,19 @@ def test_a_bad_parameter_is_named_and_no_command_is_sent(
     response = httpx.post(live.url + path)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert client.controls == []
+
+
+def test_the_weights_alone_do_not_end_a_sleep(make_server: MakeServer) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_admin_routes=True)
+    slept = httpx.post(live.url + "/sleep?level=2").json()
+    assert slept["status"] == "sleeping"
+    assert "the weights stay in memory" in slept["message"]
+    woken = httpx.post(live.url + "/wake_up?tags=weights")
+    assert (woken.status_code, woken.json()["status"]) == (200, "unchanged")
+    assert httpx.get(live.url + "/is_sleeping").json() == {"is_sleeping": True}
+    assert httpx.post(live.url + "/wake_up?tags=kv_cache").json() == {"status": "resumed"}
+    assert httpx.get(live.url + "/is_sleeping").json() == {"is_sleeping": False}
 
 
 @pytest.mark.parametrize("path", ["/is_paused?mode=new", "/is_sleeping?level=1"])
