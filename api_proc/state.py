@@ -150,7 +150,7 @@ class ApiState:
         facts = self.client.facts
         if facts is None:
             is_here = self.config.parallel.data_parallel_size > 0
-            elsewhere = "no engine of another machine serves yet"
+            elsewhere = "no engine of another machine has joined, or all have left"
             reason = "the engine is starting" if is_here else elsewhere
             raise unavailable(reason, "starting")
         return facts

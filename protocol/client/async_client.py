@@ -59,6 +59,7 @@ _NO_EQUAL_ENGINE = RequestError(
     "the engine that began the request is gone, and none with its fingerprint has served in time",
 )
 _SERVING = (EngineState.READY, EngineState.DRAINING)
+_LAST_DRAINS = "the last replica that served is shutting down, and no other one has joined"
 
 
 class AsyncEngineClient:
@@ -95,6 +96,7 @@ class AsyncEngineClient:
         """
         self._stall_timeout_s = stall_timeout_s
         self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
+        self._draining_text = _LAST_DRAINS if is_replica else "the engine is shutting down"
         self._allow_inexact_resume = allow_inexact_resume
         self._stalled_s = 0.0
         self._clock = clock
@@ -328,7 +330,7 @@ class AsyncEngineClient:
         if self._stalled_s > self._stall_timeout_s:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
-            raise failure_of(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
+            raise failure_of(RequestError(ErrorCode.DRAINING, self._draining_text))
         request_id, now = self._open.ledger.next_request_id(), self._clock.time()
         add = AddRequest(
             request_id,

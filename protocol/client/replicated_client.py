@@ -188,8 +188,12 @@ class ReplicatedClient:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """Facts of the model: those of a replica that serves, else of one that has served."""
-        known = [client for client in self.clients if client.facts is not None]
+        """Facts of the model: those of a replica that serves, else of one that has served.
+
+        None: no replica has served yet, or all that have served have left.
+        """
+        present = (each.client for each in self._replicas if not each.is_closed)
+        known = [client for client in present if client.facts is not None]
         return next((c.facts for c in known if c.serves), known[0].facts if known else None)
 
     @property

@@ -169,4 +169,5 @@ def test_an_api_without_an_engine_here_names_the_engines_that_are_missing(
     live = make_server(FakeClient(facts=None), enable_admin_routes=True, **elsewhere)
     response = httpx.post(live.url + "/pause")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
-    assert response.json()["error"]["message"] == "no engine of another machine serves yet"
+    message = "no engine of another machine has joined, or all have left"
+    assert response.json()["error"]["message"] == message

@@ -580,6 +580,22 @@ def test_a_replica_that_retires_alone_keeps_its_requests_until_another_one_joins
     joining(cores, act, one)
 
 
+def test_when_the_last_replicas_leave_requests_are_refused_with_that_reason(cores: Cores) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: all(each.serves for each in client.clients))
+        for core in cores:
+            core.send(msgspec.structs.replace(READY, state=EngineState.DRAINING))
+        await until(lambda: not any(each.serves for each in client.clients))
+        with pytest.raises(Overloaded, match="no other one has joined"):
+            client.submit([5], PARAMS)
+        assert client.facts is not None
+        client.set_addresses([])
+        await until(lambda: sum(each.is_open for each in client.clients) == 1)
+        assert client.facts is None
+
+    joining(cores, act, *cores)
+
+
 LONG = list(range(300))
 
 
