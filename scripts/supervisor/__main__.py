@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     if reports is not None:
         reports.close(failure)
     elif failure is not None:
-        console.error(failure)
-        if is_embedded:
-            write_failure(config.run.run_dir, failure)
+        is_told = is_embedded and write_failure(config.run.run_dir, failure)
+        if not is_told:
+            console.error(failure)
     return status
 
 

@@ -86,6 +86,8 @@ def serve(
                 is_abandoned = interrupted.is_orphaned
                 return 0, None
             held.add_model(config.model)
+        if is_whole and config.parallel.tensor_parallel_size > 1:
+            _refuse_ranks(config)
         if is_whole:  # now: a free port may be taken while the model is fetched
             config = with_kv_listen(config)
         if is_whole and config.cache.kv_offload_bytes:
@@ -123,6 +125,14 @@ def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
     divide_gpus(config, os.environ)
     check_links(config)
     return config
+
+
+def _refuse_ranks(config: EngineConfig) -> None:
+    """Raise ValueError if the ranks cannot divide the model, before any of them is started."""
+    from worker_proc.startup.early_refusals import refuse_ranks
+
+    if config.model.model != "null":
+        refuse_ranks(config.model, config.parallel.tensor_parallel_size)
 
 
 def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConfig:

@@ -132,10 +132,12 @@ def watch_signals() -> int:
     return read_fd
 
 
-def write_failure(run_dir: str | None, failure: str) -> None:
-    """Write the failure for the embedding program, if the directory is still there."""
-    if run_dir is not None and os.path.isdir(run_dir):
-        failure_file(run_dir, os.getpid()).write_text(failure)
+def write_failure(run_dir: str | None, failure: str) -> bool:
+    """Write the failure for the embedding program; False: the directory is gone."""
+    if run_dir is None or not os.path.isdir(run_dir):
+        return False
+    failure_file(run_dir, os.getpid()).write_text(failure)
+    return True
 
 
 def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:

@@ -385,6 +385,16 @@ def test_engine_that_cannot_start_is_an_error_at_once() -> None:
         LLM("/nowhere", log_level="error")
 
 
+def test_ranks_that_cannot_divide_the_model_are_refused_before_they_start(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The program gets the reason as an error, and its standard error stays empty."""
+    reason = "tensor_parallel_size 64 cannot divide the model: .+ states 8 attention heads"
+    with pytest.raises(EngineStartError, match=f"^{reason}$"):
+        LLM("demo", tensor_parallel_size=64, start_timeout_s=10)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_parameters_and_priorities_are_one_for_each_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="sampling_params: there are 2 for 3 prompts"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)

@@ -17,10 +17,11 @@ from transformers.models.auto.modeling_auto import (
 from protocol.config import ModelConfig
 from tests.families.configs import FAMILIES
 from tests.worker.checkpoints import SHAPE
+from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.context import stated_length
 from worker_proc.loading.inspection import read_config
 from worker_proc.startup import early_refusals
-from worker_proc.startup.early_refusals import refuse_early
+from worker_proc.startup.early_refusals import refuse_early, refuse_ranks
 from worker_proc.startup.model_types import ModelTypes, model_types
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -94,13 +95,37 @@ def test_what_is_not_certain_passes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_passes_with_its_context(name: str, tmp_path: Path) -> None:
-    """And is refused early for a longer one only where transformers reads the same."""
+def test_each_family_passes_with_its_context_and_its_heads(name: str, tmp_path: Path) -> None:
+    """And is refused early for others only where transformers reads the same."""
     FAMILIES[name]().save_pretrained(tmp_path)
-    refuse_early(ModelConfig(model=str(tmp_path)))
-    length = early_refusals._certain_length(early_refusals.refuse_config(str(tmp_path)))
+    model = ModelConfig(model=str(tmp_path))
+    refuse_early(model)
+    config = early_refusals.refuse_config(str(tmp_path))
+    length, heads = early_refusals._certain_length(config), early_refusals._certain_heads(config)
     text_config = read_config(str(tmp_path)).get_text_config(decoder=True)
     assert length in (None, stated_length(text_config, 10**9))
+    refuse_ranks(model, heads or 64)
+    assert heads is None or heads == text_config.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["mamba", "moe"]},
+        {"num_attention_heads_per_layer": [4, 8]},
+        {"attention_other_setting": {"num_attention_heads": 8}},
+        {"num_attention_heads": [4, 8]},
+    ],
+)
+def test_heads_of_some_layers_alone_refuse_no_ranks(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = ModelConfig(model=str(tmp_path))
+    write_config(tmp_path, {})
+    with pytest.raises(UnsupportedModel, match="tensor_parallel_size 64 cannot divide the model"):
+        refuse_ranks(model, 64)
+    write_config(tmp_path, changes)
+    refuse_ranks(model, 64)
 
 
 def test_the_lists_have_what_transformers_knows() -> None:

@@ -11,11 +11,13 @@ from typing import Any
 from protocol.config import ModelConfig
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
+from worker_proc.parallel.share import Share, refuse
 from worker_proc.quantization.headers import read_object
 from worker_proc.quantization.methods import KEY, check_method
 from worker_proc.startup.model_types import model_types
 
 _LENGTH = "max_position_embeddings"
+_NUM_HEADS = "num_attention_heads"
 _UNSCALED = ("default", "llama3")
 """Types of rotary embeddings that extend no context."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
@@ -35,6 +37,14 @@ def refuse_early(model: ModelConfig) -> None:
             f"max_model_len {model.max_model_len} is greater than the {length} tokens that"
             f" config.json of {model.shown_model} states"
         )
+
+
+def refuse_ranks(model: ModelConfig, num_ranks: int) -> None:
+    """Raise UnsupportedModel if config.json shows that so many ranks cannot divide a layer."""
+    num_heads = _certain_heads(read_object(Path(model.model) / "config.json"))
+    if num_heads is not None and num_heads % num_ranks:
+        reason = f"config.json of {model.shown_model} states {num_heads} attention heads"
+        raise refuse(Share(0, num_ranks), reason)
 
 
 def refuse_config(directory: str) -> dict[str, Any]:
@@ -89,6 +99,25 @@ def _certain_length(config: Mapping[str, Any]) -> int | None:
         if kind not in _UNSCALED or any(_in(parameters)):
             return None
     return length if isinstance(length, int) and length > 0 else None
+
+
+def _certain_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the heads of every attention, where config.json states one number for all of them."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict) or any(_states_heads(one) for one in _in(text)):
+        return None
+    for key, value in text.items():
+        if key != _NUM_HEADS and _NUM_HEADS in key:
+            return None  # of some layers
+        names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+        if "type" in key and names and not any("attention" in name for name in names):
+            return None  # its layers may have no attention
+    num_heads = text.get(_NUM_HEADS)
+    return num_heads if isinstance(num_heads, int) and num_heads > 0 else None
+
+
+def _states_heads(section: Mapping[str, Any]) -> bool:
+    return any(_NUM_HEADS in key for key in section)
 
 
 def _in(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
