@@ -17,6 +17,7 @@ from tests.worker.checkpoints import (
     build_checkpoint,
     load_model,
 )
+from tests.worker.recurrent_models import KEY_DECAYS
 from tests.worker.test_parity import ROOMY, make_runner
 from worker_proc.attention.latent_attention import LatentAttention
 from worker_proc.attention.latent_products import (
@@ -39,7 +40,10 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 LATENT = [a for a in ARCHITECTURES if a.name in LATENT_NAMES - {"glm4_moe_lite"}]
 V2_LITE = LatentShape(num_heads=16, nope_dim=128, rope_dim=64, value_dim=128, rank=512)
 ODD = LatentShape(num_heads=3, nope_dim=20, rope_dim=6, value_dim=13, rank=18)
-ROTATIONS = {"deepseek_v2": Rotation.PAIRS, "deepseek_v3": Rotation.PAIRS}
+ROTATIONS = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "bailing_hybrid"), Rotation.PAIRS),
+    "kimi_linear": Rotation.NONE,
+}
 
 
 def load(directory: Path) -> LoadedModel:
@@ -53,7 +57,7 @@ def deepseek(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-@pytest.mark.parametrize("architecture", LATENT, ids=lambda a: a.name)
+@pytest.mark.parametrize("architecture", [*LATENT, *KEY_DECAYS], ids=lambda a: a.name)
 def test_modules_are_replaced_with_their_rotation(
     architecture: Any, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,9 +105,12 @@ def test_modules_that_compute_something_else_stay(part: str, deepseek: Path) -> 
     assert isinstance(module, DeepseekV3Attention)
 
 
-def test_modules_that_depend_on_more_than_rows_and_angles_stay(deepseek: Path) -> None:
-    """What is added from some position on shows at the last positions."""
-    loaded = load(deepseek)
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
+def test_modules_that_depend_on_more_than_rows_and_angles_stay(name: str, tmp_path: Path) -> None:
+    """What is added from some position on shows at the last positions, with angles and without."""
+    architectures = (*LATENT, *KEY_DECAYS)
+    build_checkpoint(tmp_path, next(a for a in architectures if a.name == name).config())
+    loaded = load(tmp_path)
     module = loaded.model.get_submodule(loaded.layers[0].module_name)
     forward = module.forward
 

@@ -16,10 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.latent_products import Angles, LatentProducts, LatentShape
+from worker_proc.recurrent.rowwise import rowwise
 
 
 class LatentAttention(nn.Module):
-    """The attention of a layer, with the projections and norms of the module that it replaces."""
+    """The attention of a layer, with the projections, norms and gates of the module it replaces."""
 
     q_proj: nn.Module
     q_a_proj: nn.Module
@@ -28,6 +29,7 @@ class LatentAttention(nn.Module):
     kv_a_proj_with_mqa: nn.Module
     kv_a_layernorm: nn.Module
     o_proj: nn.Module
+    g_proj: nn.Module
 
     def __init__(self, module: nn.Module, shape: LatentShape, products: LatentProducts) -> None:
         """Take the parts of a module whose sizes `modules.latent.find_shape` has found."""
@@ -39,6 +41,7 @@ class LatentAttention(nn.Module):
         self.num_key_value_groups = shape.num_heads
         self.scaling = cast(float, module.scaling)
         self._has_query_rank = isinstance(getattr(module, "q_a_proj", None), nn.Module)
+        self._has_gates = isinstance(getattr(module, "g_proj", None), nn.Module)
         self._eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         self._shape = shape
         self._products = products
@@ -75,6 +78,8 @@ class LatentAttention(nn.Module):
             **kwargs,
         )
         values = self._products.values(attended[0].view(num_tokens, shape.num_heads, shape.rank))
+        if self._has_gates:
+            values = self._gated(values, hidden_states)
         out: torch.Tensor = self.o_proj(values.unsqueeze(0))
         return (out, None, ALL_TOKENS) if self._passes_on_choice else (out, None)
 
@@ -85,6 +90,12 @@ class LatentAttention(nn.Module):
         else:
             query = self.q_proj(hidden)
         return query
+
+    def _gated(self, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the heads' outputs, `[T, num_heads * value_dim]`, times a gate for each head."""
+        gates = rowwise(torch.sigmoid, self.g_proj(hidden)[0].float()).to(values.dtype)
+        heads = values.view(*gates.shape, self._shape.value_dim) * gates.unsqueeze(2)
+        return heads.flatten(1)
 
 
 def angles_of(position_embeddings: Any) -> Angles | None:

@@ -40,6 +40,7 @@ MAX_ERROR = 1e-4
 """Of a row, relative to its length: larger rows make scores of some hundreds."""
 _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
+_GATES = "g_proj"
 _CHOICE = "prev_topk_indices"
 _Call = dict[str, Any]
 """The arguments of an attention module but its rows."""
@@ -127,12 +128,15 @@ def find_shape(module: nn.Module, spec: LayerSpec) -> LatentShape | None:
     """Return the sizes of a module with the parts of latent attention, by its attention call."""
     parts = dict(module.named_children())
     parts.pop("indexer", None)  # which chooses all tokens
+    gates = parts.pop(_GATES, None)
     if set(parts) - _PARTS not in _QUERIES or not set(parts) >= _PARTS:
         return None
     down, up, out = parts["kv_a_proj_with_mqa"], parts["kv_b_proj"], parts["o_proj"]
     last = parts.get("q_proj", parts.get("q_b_proj"))
-    linears = (down, up, out, last, parts.get("q_a_proj", out))
+    linears = (down, up, out, last, parts.get("q_a_proj", out), gates or out)
     if not all(type(part) is nn.Linear for part in linears):
+        return None
+    if gates is not None and gates.out_features != spec.num_heads:
         return None
     assert isinstance(down, nn.Linear)
     assert isinstance(up, nn.Linear)
@@ -226,7 +230,8 @@ def _rotation_of(
         module = copy.deepcopy(layer.module).float()
     weight = layer.expansion.weight.float()
     best, least = None, MAX_ERROR
-    for rotation in Rotation:
+    have_angles = any(angles_of(call.get("position_embeddings")) is not None for call in calls)
+    for rotation in Rotation if have_angles else (Rotation.NONE,):
         products = _products(library, layer.shape, rotation, weight)
         candidate = LatentAttention(module, layer.shape, products)
         error = max(_error(module, candidate, call) for call in calls)
@@ -237,8 +242,6 @@ def _rotation_of(
 
 def _error(module: nn.Module, candidate: nn.Module, call: _Call) -> float:
     """Return the greatest error of a row at any scale, relative to its length."""
-    if angles_of(call.get("position_embeddings")) is None:
-        return math.inf
     if _CHOICE in call:  # of all tokens, by an indexer of another layer
         call = call | {
             _CHOICE: torch.arange(NUM_TOKENS, dtype=torch.int32).expand(1, NUM_TOKENS, -1)
