@@ -14,14 +14,15 @@ UNSUPPORTED = "unsupported_parameter"
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
-_OF_THE_ENGINE = frozenset(
-    {
-        ErrorCode.INTERNAL,
-        ErrorCode.COMPUTATION_FAILED,
-        ErrorCode.QUARANTINED,
-        ErrorCode.ENGINE_FAILED,
-    }
-)
+_COUNTED_AS = {
+    ErrorCode.INTERNAL: FinishReason.ERROR,
+    ErrorCode.COMPUTATION_FAILED: FinishReason.ERROR,
+    ErrorCode.QUARANTINED: FinishReason.ERROR,
+    ErrorCode.ENGINE_FAILED: FinishReason.ERROR,
+    ErrorCode.DEADLINE: FinishReason.ABORT,
+    ErrorCode.ABORTED: FinishReason.ABORT,
+}
+"""As what the metrics count requests that fail; those of other codes were refused."""
 
 
 class ApiError(Exception):
@@ -130,6 +131,9 @@ def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...
     return ((b"retry-after", str(seconds).encode()),)
 
 
-def counted_as(error: RequestError) -> FinishReason:
-    """As what the metrics count the end of a request that failed after it was accepted."""
-    return FinishReason.ERROR if error.code in _OF_THE_ENGINE else FinishReason.ABORT
+def counted_as(error: RequestError) -> FinishReason | None:
+    """As what the metrics count the end of a request; None: it was refused, and nothing ended.
+
+    A refusal of the core, such as that of a grammar, comes after the request was submitted here.
+    """
+    return _COUNTED_AS.get(error.code)

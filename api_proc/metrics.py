@@ -269,7 +269,7 @@ class MetricsCollector(Collector):
             yield self._info(facts)
         name, text = (
             metric_name("request_success"),
-            "Sequences that ended, by reason; error: the engine failed.",
+            "Sequences that ended, by reason; error: the engine failed. Refused ones do not count.",
         )
         ended = CounterMetricFamily(name, text, labels=["model_name", "finished_reason"])
         for reason in _REASONS:

@@ -353,13 +353,17 @@ class Generation:
         """Count the sequences that have not ended as what the error makes of them."""
         self._end_all(counted_as(error))
 
-    def _end_all(self, reason: FinishReason) -> None:
-        """End the sequences that have not, but for those of a session, which counts them itself."""
+    def _end_all(self, reason: FinishReason | None) -> None:
+        """End the sequences that have not, but for those of a session, which counts them itself.
+
+        Without a reason they were refused, and are not counted.
+        """
         for sequence in self.sequences:
             if sequence.finish_reason is None:
-                sequence.finish_reason = reason
+                sequence.finish_reason = reason or FinishReason.ERROR
                 if self._session is None:
-                    self._metrics.count_end(reason)
+                    if reason is not None:
+                        self._metrics.count_end(reason)
                     sequence.stream.cancel()
 
     def abort(self) -> bool:

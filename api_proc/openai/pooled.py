@@ -76,8 +76,8 @@ class PooledRequests:
         self._prompts = prompts
         self._streams: list[RequestStream] = []
         self._num_read = 0
-        self._end = FinishReason.ABORT
-        """Of the prompts without a vector, at the exit."""
+        self._end: FinishReason | None = FinishReason.ABORT
+        """Of the prompts without a vector, at the exit; None: they were refused."""
         self._is_cancelled = False
         self._arrival = time.monotonic()
 
@@ -93,8 +93,9 @@ class PooledRequests:
 
     def __exit__(self, *_: object) -> None:
         metrics = self._state.metrics
-        for _stream in self._streams[self._num_read :]:
-            metrics.count_end(self._end)
+        if self._end is not None:
+            for _stream in self._streams[self._num_read :]:
+                metrics.count_end(self._end)
         is_sent = self._num_read == len(self._prompts)
         record = GenerationRecord(self.num_tokens, 0, None, is_sent=is_sent)
         self._connection.scope[GENERATION_KEY] = record

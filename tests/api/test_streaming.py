@@ -279,17 +279,19 @@ def test_late_rejection_has_its_status(make_server: MakeServer, stream: bool) ->
     [
         (ErrorCode.ENGINE_FAILED, "error"),
         (ErrorCode.QUARANTINED, "error"),
-        (ErrorCode.INVALID, "abort"),
+        (ErrorCode.ABORTED, "abort"),
+        (ErrorCode.INVALID, None),
+        (ErrorCode.OVERLOADED, None),
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
-def test_metrics_count_failures_of_the_engine_and_aborts_apart(
+def test_metrics_count_failures_of_the_engine_and_aborts_apart_and_no_refusals(
     make_server: MakeServer,
     tmp_path: Path,
     *,
     path: str,
     code: ErrorCode,
-    reason: str,
+    reason: str | None,
     journal: bool,
 ) -> None:
     client = FakeClient()
@@ -303,9 +305,9 @@ def test_metrics_count_failures_of_the_engine_and_aborts_apart(
             for line in http.get("/metrics").text.splitlines()
             if "request_success_total{" in line
         ]
-    assert [line for line in counted if not line.endswith(" 0.0")] == [
-        f'troika:request_success_total{{finished_reason="{reason}",model_name="null"}} 1.0'
-    ]
+    labels = f'{{finished_reason="{reason}",model_name="null"}}'
+    expected = [] if reason is None else [f"troika:request_success_total{labels} 1.0"]
+    assert [line for line in counted if not line.endswith(" 0.0")] == expected
 
 
 class refuse_when_submitted:
