@@ -36,7 +36,7 @@ from api_proc.openai.embeddings import create_embeddings
 from api_proc.page import routes as page
 from api_proc.peers import sums
 from api_proc.responses import routes as response_routes
-from api_proc.responses.create import RESPONSES, create_response
+from api_proc.responses.create import RESPONSES, count_input, create_response
 from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 
@@ -66,6 +66,7 @@ _ROUTES = (
     ("POST", "/v2/rerank", scores.rerank),
     ("POST", "/classify", classify),
     ("POST", "/v1/responses", create_response),
+    ("POST", "/v1/responses/input_tokens", count_input),
     ("GET", "/v1/responses/{response_id}", response_routes.show_response),
     ("DELETE", "/v1/responses/{response_id}", response_routes.delete_response),
     ("POST", "/v1/responses/{response_id}/cancel", response_routes.cancel_response),

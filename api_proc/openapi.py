@@ -31,7 +31,7 @@ from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
 from api_proc.openai.scores import RerankBody, Reranking, ScoreBody, ScoreList
 from api_proc.responses.body import ResponsesBody
 from api_proc.responses.events import ResponseEvent
-from api_proc.responses.objects import Deleted, Response
+from api_proc.responses.objects import Deleted, InputTokens, Response
 from api_proc.responses.routes import MAX_LISTED, ItemList
 from api_proc.state import ApiState
 from protocol.version import version
@@ -157,6 +157,12 @@ OPERATIONS = (
         {"input": "Hello", "max_output_tokens": 16},
         event=ResponseEvent,
         errors=_GENERATES,
+    ),
+    Operation(
+        *("POST", "/v1/responses/input_tokens", "text", "Count the tokens of a response's prompt."),
+        *(InputTokens, ResponsesBody),
+        {"input": "Hello"},
+        errors=_READS_BODY,
     ),
     Operation(
         *("GET", "/v1/responses/{response_id}", "generate", "Return a stored response."),

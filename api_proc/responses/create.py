@@ -1,13 +1,19 @@
-"""POST /v1/responses: the chat route with other bodies and answers."""
+"""POST /v1/responses: the chat route with other bodies and answers; and the count of its input."""
+
+import msgspec
 
 from api_proc.bodies import MAX_MESSAGES, ChatMessage, check_arguments
 from api_proc.errors import ApiError, invalid
 from api_proc.http.connection import Connection
+from api_proc.http.json_body import Turn
 from api_proc.openai.chat import CHAT, tokenize_chat
+from api_proc.openai.objects import encode
 from api_proc.openai.serving import GenerationApi
+from api_proc.openai.token_routes import MAX_TOKENS
 from api_proc.responses.body import ResponseDecoder, ResponsesChat, renamed
 from api_proc.responses.history import earlier_turns, items_of
 from api_proc.responses.items import InputItem, messages_of
+from api_proc.responses.objects import InputTokens
 from api_proc.responses.positions import stream_position
 from api_proc.responses.reply import ResponseReply
 from api_proc.state import ApiState
@@ -117,3 +123,30 @@ async def create_response(state: ApiState, connection: Connection) -> None:
         await RESPONSES.serve(state, connection)
     except ApiError as error:
         raise renamed(error) from error
+
+
+async def count_input(state: ApiState, connection: Connection) -> None:
+    """POST /v1/responses/input_tokens: the tokens of a prompt, also beyond the model's context.
+
+    Fields that concern the output have no effect here.
+    """
+    try:
+        await _count_input(state, connection)
+    except ApiError as error:
+        raise renamed(error) from error
+
+
+async def _count_input(state: ApiState, connection: Connection) -> None:
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    facts = state.require_facts()
+    with Turn(state.large_requests) as turn:
+        body, unknown = await RESPONSES.decode.in_turn(raw, turn)
+        connection.headers += state.unknown_fields.check(raw, unknown)
+        body.check()
+        state.require_model(body.model)
+        if body.request.truncation != "auto":
+            limit = max(MAX_TOKENS, facts.max_model_len)
+            facts = msgspec.structs.replace(facts, max_model_len=limit)
+        await turn.rest()
+        [prompt] = await connection.while_connected(_with_earlier_turns(state, body, facts))
+    await connection.send(200, encode(InputTokens(len(prompt.token_ids))))

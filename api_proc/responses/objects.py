@@ -124,3 +124,10 @@ class Deleted(msgspec.Struct, kw_only=True):
     id: str
     object: str = "response"
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct):
+    """Response of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
