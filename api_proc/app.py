@@ -33,6 +33,7 @@ from api_proc.openai.chat import CHAT
 from api_proc.openai.classify import classify
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.embeddings import create_embeddings
+from api_proc.openai.invocations import invoke
 from api_proc.page import routes as page
 from api_proc.peers import sums
 from api_proc.responses import routes as response_routes
@@ -50,6 +51,8 @@ _ROUTES = (
     ("GET", "/v1/models", info_routes.list_models),
     ("GET", "/v1/models/{name:path}", info_routes.show_model),
     ("GET", "/health", info_routes.health),
+    ("GET", "/ping", info_routes.health),
+    ("POST", "/ping", info_routes.health),
     ("GET", "/livez", info_routes.livez),
     ("GET", "/readyz", info_routes.readyz),
     ("GET", "/metrics", info_routes.metrics),
@@ -65,6 +68,7 @@ _ROUTES = (
     ("POST", "/v1/rerank", scores.rerank),
     ("POST", "/v2/rerank", scores.rerank),
     ("POST", "/classify", classify),
+    ("POST", "/invocations", invoke),
     ("POST", "/v1/responses", create_response),
     ("POST", "/v1/responses/input_tokens", count_input),
     ("GET", "/v1/responses/{response_id}", response_routes.show_response),

@@ -28,6 +28,7 @@ from api_proc.openai import info_routes as info
 from api_proc.openai import load_routes, objects, token_routes
 from api_proc.openai.classify import ClassificationList, ClassifyBody
 from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.openai.invocations import InvocationBody
 from api_proc.openai.scores import RerankBody, Reranking, ScoreBody, ScoreList
 from api_proc.responses.body import ResponsesBody
 from api_proc.responses.events import ResponseEvent
@@ -152,6 +153,13 @@ OPERATIONS = (
         errors=_COMPUTES,
     ),
     Operation(
+        *("POST", "/invocations", "generate", "Do what the body's fields ask for."),
+        *(dict[str, Any], InvocationBody),
+        {"prompt": "def main(", "max_tokens": 16},
+        event=dict[str, Any],
+        errors=_GENERATES,
+    ),
+    Operation(
         *("POST", "/v1/responses", "generate", "Create a response."),
         *(Response, ResponsesBody),
         {"input": "Hello", "max_output_tokens": 16},
@@ -236,6 +244,13 @@ OPERATIONS = (
     Operation(
         *("GET", "/health", "health", "Whether accepted requests proceed.", info.Readiness),
         errors=(500, 503),
+    ),
+    *(
+        Operation(
+            *(method, "/ping", "health", "The same as /health, for SageMaker.", info.Readiness),
+            errors=(500, 503),
+        )
+        for method in ("GET", "POST")
     ),
     Operation(
         *("GET", "/healthz", "health", "Whether open requests make progress."),

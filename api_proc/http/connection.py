@@ -70,6 +70,7 @@ class Connection:
     ) -> None:
         self._budget = budget
         self._lease: Lease | None = None
+        self._unread: bytes | None = None
         self.scope = scope
         self.headers: list[tuple[bytes, bytes]] = []
         """Further headers of the response."""
@@ -95,6 +96,9 @@ class Connection:
 
     async def read_body(self, max_bytes: int) -> bytes:
         """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`."""
+        if self._unread is not None:
+            raw, self._unread = self._unread, None
+            return raw
         if self._budget is not None:
             self._lease = self._budget.open()
         headers = dict(self.scope["headers"])
@@ -109,6 +113,10 @@ class Connection:
         except TimeoutError:
             message = f"the body was not complete within {BODY_TIMEOUT_S:.0f} s"
             raise _closing(408, message, "timeout") from None
+
+    def unread(self, raw: bytes) -> None:
+        """Let the next call of `read_body` return the body again."""
+        self._unread = raw
 
     async def _read_chunks(self, max_bytes: int) -> bytes:
         chunks: list[bytes] = []

@@ -12,7 +12,9 @@ from api_proc.http.api_keys import ApiKeys
 from api_proc.http.connection import HAS_CLIENT_ID_KEY, REQUEST_ID_KEY, Connection
 from api_proc.http.request_ids import RequestIds
 
-OPEN_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset(
+    {"/health", "/healthz", "/livez", "/ping", "/readyz", "/openapi.json", "/docs"}
+)
 """Routes that need no API key: health, and the description of the API."""
 
 STATUS_KEY = "troika.status"

@@ -37,6 +37,8 @@ def test_health_follows_the_engine(
     response = httpx.get(live.url + "/readyz")
     assert (response.status_code, response.json()["state"]) == (ready, state)
     assert httpx.get(live.url + "/health").status_code == health
+    for method in ("GET", "POST"):
+        assert httpx.request(method, live.url + "/ping").status_code == health
     assert httpx.get(live.url + "/livez").status_code == 200
 
 

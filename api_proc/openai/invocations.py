@@ -1,0 +1,44 @@
+"""POST /invocations, SageMaker's one route for a model: the fields of a body choose the route."""
+
+import msgspec
+
+from api_proc.errors import invalid
+from api_proc.http.connection import Connection
+from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.openai.chat import CHAT
+from api_proc.openai.classify import classify
+from api_proc.openai.completions import COMPLETIONS
+from api_proc.openai.embeddings import create_embeddings
+from api_proc.openai.scores import create_scores, rerank
+from api_proc.state import ApiState
+
+_BY_FIELD = {
+    "messages": CHAT.serve,
+    "prompt": COMPLETIONS.serve,
+    "query": rerank,
+    **dict.fromkeys(("text_1", "queries", "items", "data_1"), create_scores),
+    "input": create_embeddings,
+}
+"""The route that handles a body with this field; the first one counts."""
+
+
+class InvocationBody(msgspec.Struct):
+    """Body of one of the routes that generate, embed, score or classify."""
+
+
+_decode = BodyDecoder(InvocationBody)
+
+
+async def invoke(state: ApiState, connection: Connection) -> None:
+    """POST /invocations; `input` is classified by a model with labels, and else embedded."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    with Turn(state.large_requests) as turn:
+        _, names = await _decode.in_turn(raw, turn)
+    handler = next((_BY_FIELD[name] for name in _BY_FIELD if name in names), None)
+    if handler is None:
+        raise invalid("body", f"must have one of the fields {', '.join(_BY_FIELD)}")
+    if handler is create_embeddings and (await state.accepting()).num_labels:
+        handler = classify
+    connection.unread(raw)
+    raw = b""
+    await handler(state, connection)
