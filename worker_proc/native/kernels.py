@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
+from worker_proc.native import weight_memory
 from worker_proc.native.build import library_path, prebuilt_path
 from worker_proc.native.exchange import ExchangeArgs, NativeExchange
 from worker_proc.native.instructions import coded_stride
@@ -252,7 +253,7 @@ class NativeLibrary:
             format = Format.UNITS
         shape = num_outputs, num_inputs, gates
         if format is Format.UNITS:
-            panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
+            panels = weight_memory.empty(num_pairs * PANEL_OUTPUTS * num_units, torch.int32)
             is_bf16 = weight.dtype == torch.bfloat16
             self._library.troika_pack(weight.data_ptr(), is_bf16, *shape, panels.data_ptr())
             return PackedWeight(panels, None, bias, *sizes, format)
@@ -260,7 +261,8 @@ class NativeLibrary:
         width = round_up(num_inputs, self._library.troika_coded_inputs(format))
         num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
         num_panel_outputs = num_pairs * PANEL_OUTPUTS
-        panels = torch.zeros(num_panel_outputs * width // codes.per_byte, dtype=torch.uint8)
+        panels = weight_memory.empty(num_panel_outputs * width // codes.per_byte, torch.uint8)
+        panels.zero_()
         scales = torch.zeros(num_panel_outputs * num_groups, dtype=codes.scale_dtype)
         pointers = panels.data_ptr(), scales.data_ptr()
         self._library.troika_pack_codes(weight.data_ptr(), format, *shape, *pointers)
@@ -274,7 +276,7 @@ class NativeLibrary:
         self._library.troika_compact_bytes(num_units, *map(ctypes.byref, sizes))
         if not sizes[0].value:
             return None
-        codes, others = (torch.empty(num_pairs * size.value, dtype=torch.uint8) for size in sizes)
+        codes, others = (weight_memory.empty(num_pairs * size.value, torch.uint8) for size in sizes)
         is_packed = _INT()
         self._library.troika_pack_compact(
             weight.data_ptr(),
@@ -315,9 +317,10 @@ class NativeLibrary:
             bias = None if biases is None else biases[number]
             return self.pack(weights[number].detach(), bias, format, gates=gates)
 
-        first = pack(0)
+        first = _outside(pack(0))  # so that the weight of all takes its place
         panels, scales, bias = (
-            None if part is None else part.new_empty(count, len(part)) for part in first[:3]
+            None if part is None else weight_memory.empty(count * len(part), part.dtype)
+            for part in first[:3]
         )
         assert panels is not None
         for number in range(count):
@@ -325,16 +328,12 @@ class NativeLibrary:
             if one.format is not first.format:  # not all can be COMPACT
                 del first, one, panels, scales, bias  # there may be no memory for both
                 return self.pack_experts(weights, Format.UNITS, gates=gates, biases=biases)
-            panels[number] = one.panels
+            panels.view(count, -1)[number] = one.panels
             if scales is not None and one.scales is not None:
-                scales[number] = one.scales
+                scales.view(count, -1)[number] = one.scales
             if bias is not None and one.bias is not None:
-                bias[number] = one.bias
-        return first._replace(
-            panels=panels.view(-1),
-            scales=None if scales is None else scales.view(-1),
-            bias=None if bias is None else bias.view(-1),
-        )
+                bias.view(count, -1)[number] = one.bias
+        return first._replace(panels=panels, scales=scales, bias=bias)
 
     def project(
         self,
@@ -475,6 +474,12 @@ def load_library() -> NativeLibrary | None:
     except (OSError, RuntimeError, AttributeError) as error:
         _log.debug("computing without native kernels: %s", error)
         return None
+
+
+def _outside(weight: PackedWeight) -> PackedWeight:
+    """Return a copy that is not in the memory of weights."""
+    scales = None if weight.scales is None else weight.scales.clone()
+    return weight._replace(panels=weight.panels.clone(), scales=scales)
 
 
 def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:

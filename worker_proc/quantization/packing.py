@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.functional import pad
 
+from worker_proc.native import weight_memory
 from worker_proc.native.packed_weights import Format, Grouping, PackedWeight, by_panels, packed_bias
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
@@ -65,7 +66,7 @@ def pack_codes(
     words = words.unflatten(3, (width // TILE_INPUTS, -1)).permute(0, 3, 1, 4, 2)
     scales, grouping = _grouping(weight, gates=gates)
     return PackedWeight(
-        panels=words.reshape(-1),
+        panels=weight_memory.copy_of(words),
         scales=_by_group(scales, gates=gates),
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,
@@ -121,14 +122,14 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
     rest: list[PackedWeight] = []
     for number, one in enumerate(experts):
         if panels is None:
-            panels = one.panels.new_empty(count, len(one.panels))
+            panels = weight_memory.empty(count * len(one.panels), one.panels.dtype)
         elif one.format is not rest[0].format:
             raise CannotJoin("experts in different formats")
         if one.order is not None:
             raise CannotJoin("an expert with inputs in an order of their own")
         if not _have_one_table(one, rest[:1]):
             raise CannotJoin("experts with tables of their own")
-        panels[number] = one.panels
+        panels.view(count, -1)[number] = one.panels
         rest.append(one._replace(panels=one.panels[:0].clone()))
     assert panels is not None
     scales = [one.scales for one in rest if one.scales is not None]
@@ -137,7 +138,7 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
     biases = [one.bias for one in rest if one.bias is not None]
     groupings = [one.grouping for one in rest if one.grouping is not None]
     return rest[0]._replace(
-        panels=panels.view(-1),
+        panels=panels,
         scales=torch.cat(scales),
         bias=torch.cat(biases) if biases else None,
         grouping=_join_groupings(groupings, scales) if groupings else None,
@@ -189,7 +190,7 @@ def pack_for_codes(
     width = -(-num_inputs // _CODED_STEP_INPUTS) * _CODED_STEP_INPUTS
     words = by_panels(_words(weight.codes, weight.kind, width), gates=gates).transpose(2, 3)
     return PackedWeight(
-        panels=words.reshape(-1),
+        panels=weight_memory.copy_of(words),
         scales=by_panels(weight.scales[:, 0], gates=gates).reshape(-1),
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,

@@ -1,0 +1,108 @@
+"""Memory of packed weights, in huge pages where the system has them.
+
+A product reads its weight as one stream, which a processor follows within a page only. Most weights
+are smaller than a huge page, so they lie one behind the other in larger mappings.
+"""
+
+import ctypes
+import mmap
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+CHUNK_BYTES = 64 << 20
+"""Of a mapping; larger weights have one of their own. Pages that are not written take no memory."""
+_ALIGNMENT = 128
+
+
+@dataclass
+class _Span:
+    end: int
+    is_used: bool = True
+
+
+class _Chunk:
+    """A mapping, from whose start on weights lie one behind the other."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._spans: list[_Span] = []
+
+    def take(self, num_bytes: int) -> "ctypes.Array[ctypes.c_char] | None":
+        """Return bytes behind those in use, which are free when it is deleted; None: no room."""
+        start = self._end + -self._end % _ALIGNMENT
+        if start + num_bytes > self._num_bytes:
+            return None
+        span = _Span(start + num_bytes)
+        self._spans.append(span)
+        taken = (ctypes.c_char * num_bytes).from_buffer(self._pages, start)
+        weakref.finalize(taken, self._free, span).atexit = False
+        return taken
+
+    @property
+    def _end(self) -> int:
+        return self._spans[-1].end if self._spans else 0
+
+    def _free(self, span: _Span) -> None:
+        with _lock:
+            span.is_used = False
+            while self._spans and not self._spans[-1].is_used:
+                self._spans.pop()
+
+    def trim(self) -> None:
+        """Return the pages behind those in use to the system."""
+        first = self._end + -self._end % mmap.PAGESIZE
+        if first < self._num_bytes:
+            self._pages.madvise(mmap.MADV_DONTNEED, first)
+
+
+_lock = threading.RLock()
+"""A weight may be deleted within any call of its own thread."""
+_chunks: list["weakref.ref[_Chunk]"] = []
+"""Those for several weights. Each lasts as long as a weight in it."""
+
+
+def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a weight, `[count]`, whose content is undefined."""
+    num_bytes = count * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(0, dtype=dtype)
+    if num_bytes > CHUNK_BYTES:
+        taken = _Chunk(num_bytes).take(num_bytes)
+    else:
+        with _lock:
+            for chunk in _live_chunks():
+                taken = chunk.take(num_bytes)
+                if taken is not None:
+                    break
+            else:
+                chunk = _Chunk(CHUNK_BYTES)
+                taken = chunk.take(num_bytes)
+                _chunks.append(weakref.ref(chunk))
+    assert taken is not None
+    return torch.frombuffer(taken, dtype=dtype, count=count)
+
+
+def trim() -> None:
+    """Return memory to the system in which a weight was."""
+    with _lock:
+        for chunk in _live_chunks():
+            chunk.trim()
+
+
+def _live_chunks() -> list[_Chunk]:
+    found = [chunk for chunk in (one() for one in _chunks) if chunk is not None]
+    _chunks[:] = map(weakref.ref, found)
+    return found
+
+
+def copy_of(values: torch.Tensor) -> torch.Tensor:
+    """Return values, flat and in their order, in memory for a weight."""
+    memory = empty(values.numel(), values.dtype)
+    memory.view(values.shape).copy_(values)
+    return memory
