@@ -82,8 +82,6 @@ def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Obser
     Returns what it computes with.
     """
     seen: list[list[int]] = []
-    matrices = (values for values in module.parameters() if values.dim() > 1)
-    dtype = next(matrices).dtype  # values of heads may have another one
     for num_tokens in (2, 3):
         rows = torch.zeros(1, num_tokens, spec.input_size, dtype=dtype)
         with (
