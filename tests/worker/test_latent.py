@@ -10,6 +10,7 @@ from transformers import DeepseekV2Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from protocol.config import KVCacheDtype
+from tests.families.configs import small_config
 from tests.worker.checkpoints import (
     ARCHITECTURES,
     LATENT_NAMES,
@@ -120,6 +121,16 @@ def test_modules_that_depend_on_more_than_rows_and_angles_stay(name: str, tmp_pa
     module.__dict__["forward"] = far
     same, _ = install_latent(loaded, None)
     assert same is loaded
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_modules_with_an_indexer_are_replaced_in_bfloat16(tmp_path: Path) -> None:
+    """The float32 copy that is tried has an indexer of its own."""
+    build()
+    build_checkpoint(tmp_path, small_config("deepseek_v32"))
+    runner = make_runner(tmp_path, ROOMY, dtype="bfloat16")
+    assert all(tensors.keys is tensors.values for tensors in runner._pool.tensors)
+    assert runner.facts.exact_resume, runner.facts.exact_resume_reason
 
 
 def test_other_attention_stays(tmp_path: Path) -> None:

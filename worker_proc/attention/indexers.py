@@ -6,6 +6,7 @@ ends there, so that attention is that to all tokens, and no indexer is computed.
 
 import inspect
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -44,19 +45,15 @@ def choose_all(model: PreTrainedModel) -> int | None:
     lengths = []
     for module, indexer in indexers_of(model):
         lengths.append(indexer.index_topk)
-        indexer.__dict__["forward"] = _chooser(indexer)
+        indexer.__dict__["forward"] = MethodType(_choose, indexer)
         module.register_forward_pre_hook(_give_mask, with_kwargs=True)
     return min(lengths, default=None)
 
 
-def _chooser(indexer: Any) -> Any:
-    own = indexer.forward
-
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        is_plain = indexer.config._attn_implementation in _PLAIN
-        return own(*args, **kwargs) if is_plain else ALL_TOKENS
-
-    return choose
+def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take the place of an indexer's forward, also in a copy of the indexer."""
+    is_plain = indexer.config._attn_implementation in _PLAIN
+    return type(indexer).forward(indexer, *args, **kwargs) if is_plain else ALL_TOKENS
 
 
 def _give_mask(
