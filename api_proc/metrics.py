@@ -53,7 +53,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 _SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 # Of the core: name, help text, field of EngineStats.
-_ENGINE_GAUGES = (
+ENGINE_GAUGES = (
     ("num_requests_running", "Requests in the running set.", "num_running_reqs"),
     ("num_requests_waiting", "Requests in the queue.", "num_waiting_reqs"),
     ("num_requests_speculating", "Running requests with drafts.", "num_speculating_reqs"),
@@ -64,7 +64,7 @@ _ENGINE_GAUGES = (
         "state_cache_usage",  # None without recurrent layers
     ),
 )
-_ENGINE_COUNTERS = (
+ENGINE_COUNTERS = (
     ("num_preemptions", "Requests preempted.", "num_preemptions"),
     ("prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
@@ -292,7 +292,7 @@ class MetricsCollector(Collector):
         """Yield what the cores have reported."""
         names = ["model_name"] + ["replica"] * (len(replicas) > 1)
         labels = [[self._model_name, str(number)][: len(names)] for number in range(len(replicas))]
-        kinds = ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS))
+        kinds = ((GaugeMetricFamily, ENGINE_GAUGES), (CounterMetricFamily, ENGINE_COUNTERS))
         for kind, metrics in kinds:
             for name, text, field in metrics:
                 family = kind(metric_name(name), text, labels=names)

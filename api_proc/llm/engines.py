@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Protocol, Unpack
 
-from protocol.api_core import ErrorCode, RequestError, RequestOutput
+from protocol.api_core import EngineStats, ErrorCode, RequestError, RequestOutput
 from protocol.client import ReplicatedClient
 from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
@@ -39,6 +39,9 @@ class Engine(Protocol):
 
     async def disconnect(self) -> None:
         """Fail everything that is open."""
+
+    def stats(self) -> EngineStats:
+        """Return the core's last statistics."""
 
     def end(self) -> None:
         """End what `start` has started; blocks for less than 5 s. Idempotent, in any thread."""
@@ -96,6 +99,10 @@ class ProcessEngine:
         if self._client is not None:
             await self._client.close()
 
+    def stats(self) -> EngineStats:
+        status = None if self._client is None else self._client.status
+        return EngineStats() if status is None else status.stats
+
     def end(self) -> None:
         if self._processes is not None:
             self._processes.close()
@@ -120,6 +127,8 @@ class Stepper(Protocol):
     def cancel(self, request_id: int) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
+
+    def stats(self) -> EngineStats: ...
 
 
 class SteppedEngine:
@@ -147,6 +156,9 @@ class SteppedEngine:
 
     async def disconnect(self) -> None:
         self._fail_all("the client was closed")
+
+    def stats(self) -> EngineStats:
+        return self._stepper.stats()
 
     def end(self) -> None:
         """The caller owns the engine."""

@@ -15,10 +15,13 @@ from api_proc.llm.async_llm import START_TIMEOUT_S
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams
 from api_proc.llm.engines import Engine, ProcessEngine, SteppedEngine, Stepper
 from api_proc.llm.lora import LoRARequests, one_each
+from api_proc.llm.metrics import Metric
 from api_proc.llm.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -28,6 +31,7 @@ from api_proc.llm.request import PromptRequest
 from api_proc.llm.sampling import SamplingParams
 from api_proc.llm.settings import engine_config
 from api_proc.llm.text_engine import Result, TextEngine, at_index
+from api_proc.llm.tokenizer import Tokenizer
 from api_proc.text.output_sequence import Prompt
 from protocol.client.errors import RequestFailed
 from protocol.client.loop_thread import LoopThread
@@ -118,6 +122,15 @@ class LLM:
         """Return the checkpoint's own parameters, from its generation_config.json."""
         return self._engine.default_params()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer; it can be used until `close`."""
+        engine = self._engine
+        return Tokenizer(engine.text, engine.facts, lambda work: self._thread.run(work, None))
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the numbers of the core, which reports them about once a second."""
+        return self._engine.metrics()
+
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -199,6 +212,47 @@ class LLM:
                 found.prompt_token_ids,
             )
             for found in _successes(self._thread.run(work, timeout_s=None))
+        ]
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: Pooling | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the results of `embed` or `classify`, which `pooling_task` names; as these.
+
+        By default a model with a classification head classifies.
+        """
+        task = pooling_task or ("classify" if self._engine.facts.num_labels else "embed")
+        if task not in ("embed", "classify"):
+            raise invalid("pooling_task", f"{task!r} is not supported, only embed and classify are")
+        if task == "embed":
+            vectors = self.embed(
+                prompts,
+                use_tqdm=use_tqdm,
+                pooling_params=pooling_params,
+                lora_request=lora_request,
+            )
+            return [
+                PoolingRequestOutput(
+                    found.request_id,
+                    PoolingOutput(found.outputs.embedding),
+                    found.prompt_token_ids,
+                )
+                for found in vectors
+            ]
+        for name, value in (("pooling_params", pooling_params), ("lora_request", lora_request)):
+            if value is not None:
+                raise invalid(name, "must be None for the task classify")
+        return [
+            PoolingRequestOutput(
+                found.request_id, PoolingOutput(found.outputs.probs), found.prompt_token_ids
+            )
+            for found in self.classify(prompts, use_tqdm=use_tqdm)
         ]
 
     def score(

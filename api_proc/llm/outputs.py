@@ -104,6 +104,23 @@ class ClassificationRequestOutput:
     finished: bool = True
 
 
+@dataclass
+class PoolingOutput:
+    """The vector or the probabilities of one prompt."""
+
+    data: list[float]
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The result of one prompt of `LLM.encode`."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
 def candidates(tokenizer: TextTokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
     """Return the candidates at one position; the token itself comes first."""
     ids = [entry.token_id, *entry.top_ids]

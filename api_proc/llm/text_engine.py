@@ -13,6 +13,7 @@ from api_proc.errors import ApiError
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, sequence_of
 from api_proc.llm.engines import Engine
 from api_proc.llm.lora import KnownAdapters, LoRARequest
+from api_proc.llm.metrics import Metric, metrics_of
 from api_proc.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from api_proc.llm.prompts import (
     Message,
@@ -84,6 +85,9 @@ class TextEngine:
 
     def default_params(self) -> SamplingParams:
         return with_defaults(self.text.defaults)
+
+    def metrics(self) -> list[Metric]:
+        return metrics_of(self.engine.stats(), self._config.model.shown_model)
 
     def new_request_id(self) -> str:
         """Return a number that no open request has."""

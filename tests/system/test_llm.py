@@ -28,6 +28,7 @@ from api_proc.llm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from api_proc.llm.metrics import Counter, Gauge
 from api_proc.llm.sampling import resolved
 from api_proc.llm.settings import engine_config
 from api_proc.text.tokenizer import FIRST_BYTE_ID, ByteTokenizer
@@ -240,6 +241,57 @@ def test_vectors_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     pooling = Pooling(dimensions=9999)
     with pytest.raises(InvalidRequest, match=r"prompts\[0\]: dimensions 9999 is more than the 16"):
         llm.embed("hi", use_tqdm=False, pooling_params=pooling)
+
+
+def test_encode_returns_the_vectors_of_embed(llm: LLM) -> None:
+    vectors = [output.outputs.embedding for output in llm.embed(PROMPTS[:3], use_tqdm=False)]
+    for task in (None, "embed"):
+        encoded = llm.encode(PROMPTS[:3], use_tqdm=False, pooling_task=task)
+        assert [output.outputs.data for output in encoded] == vectors
+        assert [output.prompt_token_ids for output in encoded] == PROMPTS[:3]
+    pooling = Pooling(PoolingType.MEAN, dimensions=3)
+    assert len(llm.encode("hi", pooling, use_tqdm=False)[0].outputs.data) == 3
+    with pytest.raises(InvalidRequest, match="pooling_task: 'token_embed' is not supported, only"):
+        llm.encode("hi", pooling_task="token_embed")
+    with pytest.raises(InvalidRequest, match="classification head"):
+        llm.encode("hi", pooling_task="classify")
+
+
+def test_the_tokenizer_makes_the_ids_that_are_computed(llm: LLM) -> None:
+    tokenizer, one = llm.get_tokenizer(), SamplingParams(max_tokens=1)
+    [output] = llm.generate("a text", one, use_tqdm=False)
+    assert tokenizer.encode("a text") == output.prompt_token_ids
+    assert tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True) == "a text"
+    assert tokenizer.decode(output.prompt_token_ids[-1]) == "t"
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (32000, 2)
+    chat = [{"role": "user", "content": "hi"}]
+    for options in ({}, {"add_generation_prompt": True}):
+        add = bool(options)
+        [answer] = llm.chat(chat, one, use_tqdm=False, add_generation_prompt=add)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        assert (type(text), text) == (str, answer.prompt)
+        assert tokenizer.apply_chat_template(chat, **options) == answer.prompt_token_ids
+    with pytest.raises(InvalidRequest, match="role"):
+        tokenizer.apply_chat_template([{"role": "x", "content": "a"}])
+
+
+def test_metrics_count_what_was_generated(llm: LLM) -> None:
+    """The core reports them about once a second; an engine in this process has them at once."""
+
+    def tokens(one: LLM) -> int:
+        values = {metric.name: metric for metric in one.get_metrics()}
+        counter = values["troika:generation_tokens"]
+        assert isinstance(counter, Counter)
+        assert counter.labels == {"model_name": "null"}
+        assert isinstance(values["troika:num_requests_running"], Gauge)
+        return counter.value
+
+    before = tokens(llm)
+    llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    eventually(lambda: tokens(llm) >= before + 160, "the tokens are counted")
+    with LLM("null", engine=InprocEngine(configure(model="null"))) as here:
+        here.generate([[5], [6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert tokens(here) == 6
 
 
 def test_beam_search_finds_the_same_beams_in_processes_and_in_this_one(llm: LLM) -> None:

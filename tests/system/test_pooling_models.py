@@ -120,6 +120,7 @@ def test_a_cross_encoder_scores_the_same_over_kill_9(
         assert [one.outputs.score for one in found] == scores[:3]
         [label] = llm.classify(DOCUMENTS[3], use_tqdm=False)
         assert 0.0 < label.outputs.probs[0] < 1.0
+        assert llm.encode(DOCUMENTS[3], use_tqdm=False)[0].outputs.data == label.outputs.probs
         with pytest.raises(InvalidRequest, match="no vectors"):
             llm.embed(QUERY)
         with pytest.raises(InvalidRequest, match="must have one or the 2"):
