@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     if reports is not None:
         reports.close(failure)
     elif failure is not None:
-        is_told = is_embedded and write_failure(config.run.run_dir, failure)
-        if not is_told:
+        is_written = is_embedded and write_failure(config.run.run_dir, failure)
+        if not is_written:
             console.error(failure)
     return status
 

@@ -40,7 +40,7 @@ def refuse_early(model: ModelConfig) -> None:
 
 
 def refuse_ranks(model: ModelConfig, num_ranks: int) -> None:
-    """Raise UnsupportedModel if config.json shows that so many ranks cannot divide a layer."""
+    """Raise UnsupportedModel if config.json shows that `num_ranks` cannot divide a layer."""
     num_heads = _certain_heads(read_object(Path(model.model) / "config.json"))
     if num_heads is not None and num_heads % num_ranks:
         reason = f"config.json of {model.shown_model} states {num_heads} attention heads"
