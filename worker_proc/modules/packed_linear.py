@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from worker_proc.loading.heap import return_freed_memory
 from worker_proc.modules.coded_weights import pack_coded, pack_weight
 from worker_proc.modules.packed_table import PackedTable, can_look_up
 from worker_proc.native.instructions import projection
@@ -170,6 +171,7 @@ def pack_linears(
             packed[key] = make_linear(weight, child.bias, library, format)
         child._parameters.pop("weight", None)  # freed now, unless another module shares it
         setattr(parent, name, packed[key])
+        return_freed_memory()  # of what was joined or dequantized: no packed weight takes its place
         on_packed(done, len(found))
     if library is not None:
         _pack_tables(model, library, packed)

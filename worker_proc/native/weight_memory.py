@@ -15,6 +15,7 @@ import torch
 CHUNK_BYTES = 64 << 20
 """Of a mapping; larger weights have one of their own. Pages that are not written take no memory."""
 _ALIGNMENT = 128
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass
@@ -31,6 +32,9 @@ class _Chunk:
         self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        self._written_end = 0
+        """Where pages begin that take no memory."""
         self._spans: list[_Span] = []
 
     def take(self, num_bytes: int) -> "ctypes.Array[ctypes.c_char] | None":
@@ -40,6 +44,7 @@ class _Chunk:
             return None
         span = _Span(start + num_bytes)
         self._spans.append(span)
+        self._written_end = max(self._written_end, span.end)
         taken = (ctypes.c_char * num_bytes).from_buffer(self._pages, start)
         weakref.finalize(taken, self._free, span).atexit = False
         return taken
@@ -53,12 +58,14 @@ class _Chunk:
             span.is_used = False
             while self._spans and not self._spans[-1].is_used:
                 self._spans.pop()
+            self._return_pages()
 
-    def trim(self) -> None:
-        """Return the pages behind those in use to the system."""
-        first = self._end + -self._end % mmap.PAGESIZE
-        if first < self._num_bytes:
-            self._pages.madvise(mmap.MADV_DONTNEED, first)
+    def _return_pages(self) -> None:
+        """Return the huge pages behind those in use to the system: a part of one would split it."""
+        first = self._end + -(self._address + self._end) % _HUGE_PAGE_BYTES
+        if first < self._written_end:
+            self._pages.madvise(mmap.MADV_DONTNEED, first, self._written_end - first)
+            self._written_end = first
 
 
 _lock = threading.RLock()
@@ -86,13 +93,6 @@ def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
                 _chunks.append(weakref.ref(chunk))
     assert taken is not None
     return torch.frombuffer(taken, dtype=dtype, count=count)
-
-
-def trim() -> None:
-    """Return memory to the system in which a weight was."""
-    with _lock:
-        for chunk in _live_chunks():
-            chunk.trim()
 
 
 def _live_chunks() -> list[_Chunk]:

@@ -42,7 +42,6 @@ from worker_proc.modules.quantization import (
     load_coding_library,
 )
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
-from worker_proc.native import weight_memory
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
@@ -127,7 +126,6 @@ def prepare_model(
             pack_linears(one.model, library, partial(progress, "pack_weights"), own)
         _finish_codes(one)
     return_freed_memory()
-    weight_memory.trim()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
