@@ -73,6 +73,10 @@ class KVGroup(Record):
     and it may be the only group."""
 
 
+OF_STAGES = ", "
+"""Between what stages have of a field in which they differ."""
+
+
 class ModelFacts(Record):
     """What only a worker knows: the loaded model and its memory."""
 
@@ -127,7 +131,7 @@ class ModelFacts(Record):
     """Names the contents of the model's files, wherever they lie; empty: there are none."""
     kv_layout: Text = ""
     """Names what the bytes of a KV block stand for: workers with an equal one can use each other's
-    blocks. Empty: blocks are kept nowhere else."""
+    blocks. Of stages with different ones, each in turn. Empty: blocks are kept nowhere else."""
     build: Text = ""
     """What else the results depend on: versions, instructions or device, the context that rotary
     frequencies are made for, and ranks."""

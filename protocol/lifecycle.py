@@ -54,7 +54,7 @@ class DeathCause(enum.IntEnum):
     KILLED = 4
     """A signal from outside, which does not depend on what it computed."""
     ENDED = 5
-    """It exited in order without a request to do so, or it could not be started."""
+    """It exited in order, as for a restart by an operator, or it could not be started."""
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 
 from core_proc.kv.offload import Index, Offload
-from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.config import EngineConfig, ParallelConfig
+from protocol.core_worker import OF_STAGES, ModelFacts
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import check_private, index_path, tiers
 
@@ -17,17 +17,27 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
     if not facts.kv_layout:
         return None
     indexes = []
-    ranks = range(config.parallel.num_ranks)
+    layouts = _layouts_of_ranks(facts.kv_layout, config.parallel)
     for tier in tiers(config):
         try:
-            check_private(tier.private_directory(facts.kv_layout))
-            parts = [BlockIndex(index_path(tier, facts.kv_layout, rank)) for rank in ranks]
+            for layout in set(layouts):
+                check_private(tier.private_directory(layout))
+            parts = [
+                BlockIndex(index_path(tier, layout, rank)) for rank, layout in enumerate(layouts)
+            ]
             indexes.append(parts[0] if len(parts) == 1 else RankIndexes(parts))
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
     if not indexes:
         return None
     return Offload(indexes, reads_machines=config.parallel.curve_keys is not None)
+
+
+def _layouts_of_ranks(kv_layout: str, parallel: ParallelConfig) -> list[str]:
+    """Return the layout of each rank: that of its stage, where stages have different ones."""
+    layouts = kv_layout.split(OF_STAGES)
+    per_layout = parallel.num_ranks // len(layouts)
+    return [layout for layout in layouts for _ in range(per_layout)]
 
 
 class RankIndexes:

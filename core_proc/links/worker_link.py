@@ -42,7 +42,10 @@ log = logging.getLogger("troika.core")
 
 
 def _level(cause: DeathCause) -> int:
-    """A process that ended in order was replaced by a request of an operator."""
+    """Return the level for a line about a death: an operator may have restarted the worker.
+
+    Why a process could not be started is in the supervisor's own lines.
+    """
     return logging.INFO if cause is DeathCause.ENDED else logging.WARNING
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.core_worker import ModelFacts, WorkerHello
+from protocol.core_worker import OF_STAGES, ModelFacts, WorkerHello
 
 _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""
@@ -37,6 +37,11 @@ class _Worker(NamedTuple):
     def group(self) -> int:
         """Which incarnation of the group it belongs to: the epoch of that group's rank 0."""
         return self.epoch - self.hello.rank
+
+
+def _of_stages(texts: list[str]) -> str:
+    """Return the text of all stages, or where they differ, those of each in turn."""
+    return texts[0] if len(set(texts)) == 1 else OF_STAGES.join(texts)
 
 
 class WorkerGroup:
@@ -67,17 +72,17 @@ class WorkerGroup:
         """The facts of a group that agrees; it resumes exactly only if all ranks do.
 
         The group has as many blocks, and contexts as long, as the rank with the least memory. Its
-        decoders are those of all stages, and its layout of blocks that of the first one. A state
+        decoders and layouts of blocks are those of all stages. A state
         costs as many copies of blocks as in the stage where it costs most.
         """
         all_facts = [self._workers[rank].hello.facts for rank in range(self.size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
         least = {name: min(getattr(facts, name) for facts in all_facts) for name in _SIZES}
-        decoders = [one.decoder for one in all_facts[:: self._ranks_per_stage]]
+        stages = all_facts[:: self._ranks_per_stage]
         return msgspec.structs.replace(
             facts,
-            decoder=decoders[0] if len(set(decoders)) == 1 else ", ".join(decoders),
-            kv_layout=all_facts[0].kv_layout,
+            decoder=_of_stages([stage.decoder for stage in stages]),
+            kv_layout=_of_stages([stage.kv_layout for stage in stages]),
             state_swap_blocks=max(facts.state_swap_blocks for facts in all_facts),
             **least,
         )

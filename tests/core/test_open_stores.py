@@ -1,11 +1,15 @@
 """The core looks at the stores of all ranks: a block is of use if none of them lacks it."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from core_proc.kv.offload import Offload
 from core_proc.kv.stores import open_stores
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.core_worker import OF_STAGES, ModelFacts
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import blocks_directory, index_path, make_private, tiers
 
@@ -14,21 +18,29 @@ FACTS = ModelFacts("null", 1000, 4096, 16, 512, [], kv_layout=LAYOUT)
 EVERYWHERE, AT_RANK_0, AT_RANK_1, NOWHERE = (bytes([number] * 32) for number in range(4))
 
 
-def open_ranks(tmp_path: Path, num_ranks: int) -> tuple[list[BlockIndex], Offload]:
-    """Return the index of each rank, as the workers make them, and the core's view of them."""
+def open_ranks(
+    tmp_path: Path, num_ranks: int, *, stages: Sequence[str] = (LAYOUT,)
+) -> tuple[list[BlockIndex], Offload]:
+    """Return the index of each rank, as the workers make them, and the core's view of them.
+
+    `num_ranks` divide each of the stages, of which the layouts are given.
+    """
     config = configure(
         model="null",
         kv_offload_dir=str(tmp_path / "blocks"),
         run_dir=str(tmp_path),
         tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=len(stages),
     )
     (tier,) = tiers(config)
-    make_private(tier.private_directory(LAYOUT))
     indexes = []
-    for rank in range(num_ranks):
-        blocks_directory(tier, LAYOUT, rank).mkdir()
-        indexes.append(BlockIndex(index_path(tier, LAYOUT, rank), most_blocks=100))
-    offload = open_stores(config, FACTS)
+    for rank in range(num_ranks * len(stages)):
+        layout = stages[rank // num_ranks]
+        make_private(tier.private_directory(layout))
+        blocks_directory(tier, layout, rank).mkdir()
+        indexes.append(BlockIndex(index_path(tier, layout, rank), most_blocks=100))
+    names = OF_STAGES.join(dict.fromkeys(stages))
+    offload = open_stores(config, msgspec.structs.replace(FACTS, kv_layout=names))
     assert offload is not None
     return indexes, offload
 
@@ -40,6 +52,17 @@ def test_a_block_that_one_rank_lacks_is_not_there(tmp_path: Path) -> None:
         index.add(only_here)
     keys = (EVERYWHERE, AT_RANK_0, AT_RANK_1, NOWHERE)
     assert [offload.has(key, 0) for key in keys] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("stages", [("one", "two", "three"), ("one", "one", "one")])
+def test_stages_may_have_layouts_of_their_own(stages: Sequence[str], tmp_path: Path) -> None:
+    """Such as one without attention, or with another decoder."""
+    indexes, offload = open_ranks(tmp_path, 2, stages=stages)
+    assert len(indexes) == 6
+    for index in indexes:
+        assert not offload.has(EVERYWHERE, 0)
+        index.add(EVERYWHERE)
+    assert offload.has(EVERYWHERE, 0)
 
 
 def test_all_ranks_forget_what_is_cleared(tmp_path: Path) -> None:

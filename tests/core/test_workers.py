@@ -78,7 +78,9 @@ def test_stages_may_have_other_decoders_and_layouts_of_blocks_but_not_the_ranks_
 
     mixed = group_of(native, native, modules, modules)
     assert mixed.find_disagreement() is None
-    assert mixed.facts == msgspec.structs.replace(native, decoder="native, modules")
+    assert mixed.facts == msgspec.structs.replace(
+        native, decoder="native, modules", kv_layout="a, b"
+    )
     alike = group_of(native, native, native, native)
     assert alike.facts == native
     assert not alike.facts.can_replace(mixed.facts)

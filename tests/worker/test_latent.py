@@ -224,6 +224,21 @@ def test_codes_are_refused(kv_cache_dtype: KVCacheDtype, deepseek: Path) -> None
         make_runner(deepseek, ROOMY, kv_cache_dtype=kv_cache_dtype)
 
 
+class _Gated(torch.nn.Module):
+    """Returns rows times a gate that is closed for large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_a_proj_with_mqa = torch.nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rows * (rows.norm(dim=-1, keepdim=True) < 10.0), None
+
+
+def test_rows_that_a_gate_closes_are_equal() -> None:
+    assert latent._error(_Gated(), _Gated(), {}) == 0.0
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_heads_that_the_kernel_does_not_cover_keep_their_keys_and_values(
     deepseek: Path, monkeypatch: pytest.MonkeyPatch

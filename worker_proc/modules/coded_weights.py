@@ -123,17 +123,21 @@ def without_kernels(model: nn.Module) -> list[nn.Module]:
 
 
 def pack_coded(
-    weight: CodedTensor, bias: torch.Tensor | None, *, gates: bool = False
+    weight: CodedTensor,
+    bias: torch.Tensor | None,
+    *,
+    gates: bool = False,
+    is_part: bool = False,
 ) -> PackedWeight | None:
-    """Pack the codes of a matrix; None: no kernel reads them."""
+    """Pack the codes of a matrix; None: no kernel reads them. `is_part` as in `pack_codes`."""
     read = weight.read()
     reason = "layers that are computed together differ" if read is None else obstacle(read)
     _note(weight.experts, reason)
     if read is None or reason:
         return None
     if takes_row_codes(weight) and can_take_codes(read):
-        return pack_for_codes(read, bias, gates=gates)
-    return pack_codes(read, bias, weight.dtype, gates=gates)
+        return pack_for_codes(read, bias, gates=gates, is_part=is_part)
+    return pack_codes(read, bias, weight.dtype, gates=gates, is_part=is_part)
 
 
 def _pack_coded_experts(
@@ -144,7 +148,7 @@ def _pack_coded_experts(
     def pack() -> Iterator[PackedWeight]:
         for number in range(len(weights)):
             bias = None if biases is None else biases[number]
-            one = pack_coded(weights.of_expert(number), bias, gates=gates)
+            one = pack_coded(weights.of_expert(number), bias, gates=gates, is_part=True)
             if one is None:
                 raise CannotJoin("an expert whose codes no kernel reads")
             yield one

@@ -31,7 +31,7 @@ def with_layout(
     """Add the layout of the blocks, if they can be kept in stores and are to be kept.
 
     `division`: which layers each of several stages has. It stands for the tensors, which are others
-    in each stage: all ranks of a model must have the same layout. `states`: tensors of recurrent
+    in each stage. All ranks of a stage have the same layout. `states`: tensors of recurrent
     states, of which a block has a row in each, too.
     """
     if not config.cache.keeps_blocks:

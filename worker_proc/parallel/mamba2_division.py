@@ -78,4 +78,5 @@ def _is_mixer(module: nn.Module) -> bool:
 
 
 def _parameters(module: nn.Module, child: str) -> list[nn.Parameter]:
-    return list(module.get_submodule(child).parameters())
+    found = getattr(module, child, None)
+    return list(found.parameters()) if isinstance(found, nn.Module) else []

@@ -55,8 +55,12 @@ def pack_codes(
     dtype: torch.dtype,
     *,
     gates: bool = False,
+    is_part: bool = False,
 ) -> PackedWeight:
-    """Pack a weight without an obstacle for rows of `dtype`; with `gates` half of it are gates."""
+    """Pack a weight without an obstacle for rows of `dtype`; with `gates` half of it are gates.
+
+    `is_part`: it is copied to where several weights lie, and does not stay.
+    """
     num_inputs = weight.codes.shape[1]
     order = None if weight.order is None else _order(weight)
     codes = weight.codes if order is None else weight.codes[:, order]
@@ -66,7 +70,7 @@ def pack_codes(
     words = words.unflatten(3, (width // TILE_INPUTS, -1)).permute(0, 3, 1, 4, 2)
     scales, grouping = _grouping(weight, gates=gates)
     return PackedWeight(
-        panels=weight_memory.copy_of(words),
+        panels=words.reshape(-1) if is_part else weight_memory.copy_of(words),
         scales=_by_group(scales, gates=gates),
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,
@@ -183,14 +187,18 @@ def can_take_codes(weight: QuantizedWeight) -> bool:
 
 
 def pack_for_codes(
-    weight: QuantizedWeight, bias: torch.Tensor | None, *, gates: bool = False
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    *,
+    gates: bool = False,
+    is_part: bool = False,
 ) -> PackedWeight:
-    """Pack a weight that `can_take_codes` for rows of codes."""
+    """Pack a weight that `can_take_codes` for rows of codes; `is_part` as in `pack_codes`."""
     num_inputs = weight.codes.shape[1]
     width = -(-num_inputs // _CODED_STEP_INPUTS) * _CODED_STEP_INPUTS
     words = by_panels(_words(weight.codes, weight.kind, width), gates=gates).transpose(2, 3)
     return PackedWeight(
-        panels=weight_memory.copy_of(words),
+        panels=words.reshape(-1) if is_part else weight_memory.copy_of(words),
         scales=by_panels(weight.scales[:, 0], gates=gates).reshape(-1),
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,
