@@ -273,15 +273,15 @@ class Generation:
             message = "cannot be combined with tools or formats that confine the answer"
             raise invalid("use_beam_search", message)
         client = self._state.client
-        assert client.facts is not None
-        check_request(AddRequest(0, [], params), client.facts, prompt)
+        facts = self._state.require_facts()  # the last replica may have left by now
+        check_request(AddRequest(0, [], params), facts, prompt)
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
             options = self._options
             whole = extended(prompt, token_ids)
             return client.submit(whole, step_params, **options, resent=bool(token_ids))
 
-        options = search_options(self._body, params.max_tokens, client.facts.eos_token_ids)
+        options = search_options(self._body, params.max_tokens, facts.eos_token_ids)
         for stream in BeamSearch(submit, options).streams:
             self._streams.append(stream)
             self._add(stream, prompt_token_ids, params)

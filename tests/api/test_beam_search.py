@@ -282,6 +282,26 @@ def test_a_search_that_has_begun_is_not_refused(live: LiveServer) -> None:
     assert httpx.post(live.url + COMPLETIONS, json=body).status_code == 200
     assert [add.resent for add in live.client.requests[:3]] == [False, True, True]
     assert httpx.post(live.url + COMPLETIONS, json=body).status_code == 429
+    assert (
+        'request_success_total{finished_reason="abort",model_name="null"} 0.0'
+        in httpx.get(live.url + "/metrics").text
+    )
+
+
+def test_a_search_whose_last_replica_leaves_meanwhile_is_refused_for_now(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The facts are known no more when its prompt is tokenized."""
+    encode = live.state.text.encode
+
+    async def leave(*args: Any, **options: Any) -> Any:
+        live.client.facts = None
+        return await encode(*args, **options)
+
+    monkeypatch.setattr(live.state.text, "encode", leave)
+    body = {"prompt": "a", "use_beam_search": True, "n": 2, "max_tokens": 4}
+    response = httpx.post(live.url + COMPLETIONS, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
 
 
 def test_a_client_that_leaves_and_a_deadline_end_the_search(live: LiveServer) -> None:
