@@ -7,6 +7,7 @@ import msgspec
 
 from api_proc.http.choices import with_choices
 from protocol.api_core import ErrorCode, RequestError
+from protocol.client.errors import RequestFailed
 from protocol.sampling import FinishReason
 
 RETRY_AFTER_S = 1
@@ -19,10 +20,8 @@ _COUNTED_AS = {
     ErrorCode.COMPUTATION_FAILED: FinishReason.ERROR,
     ErrorCode.QUARANTINED: FinishReason.ERROR,
     ErrorCode.ENGINE_FAILED: FinishReason.ERROR,
-    ErrorCode.DEADLINE: FinishReason.ABORT,
-    ErrorCode.ABORTED: FinishReason.ABORT,
 }
-"""As what the metrics count requests that fail; those of other codes were refused."""
+"""As what the metrics count requests that fail, whether they were accepted or not."""
 
 
 class ApiError(Exception):
@@ -131,9 +130,10 @@ def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...
     return ((b"retry-after", str(seconds).encode()),)
 
 
-def counted_as(error: RequestError) -> FinishReason | None:
+def counted_as(failure: RequestFailed) -> FinishReason | None:
     """As what the metrics count the end of a request; None: it was refused, and nothing ended.
 
     A refusal of the core, such as that of a grammar, comes after the request was submitted here.
     """
-    return _COUNTED_AS.get(error.code)
+    reason = None if failure.is_refusal else FinishReason.ABORT
+    return _COUNTED_AS.get(failure.error.code, reason)

@@ -279,7 +279,11 @@ class Generation:
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
             options = self._options
             whole = extended(prompt, token_ids)
-            return client.submit(whole, step_params, **options, resent=bool(token_ids))
+            try:
+                return client.submit(whole, step_params, **options, resent=bool(token_ids))
+            except RequestFailed as failure:
+                failure.is_refusal = not token_ids  # a search that has begun was accepted
+                raise
 
         options = search_options(self._body, params.max_tokens, facts.eos_token_ids)
         for stream in BeamSearch(submit, options).streams:
@@ -349,9 +353,9 @@ class Generation:
             reader.leave()
         self._end_all(FinishReason.ABORT)
 
-    def note_failure(self, error: RequestError) -> None:
-        """Count the sequences that have not ended as what the error makes of them."""
-        self._end_all(counted_as(error))
+    def note_failure(self, failure: RequestFailed) -> None:
+        """Count the sequences that have not ended as what the failure makes of them."""
+        self._end_all(counted_as(failure))
 
     def _end_all(self, reason: FinishReason | None) -> None:
         """End the sequences that have not, but for those of a session, which counts them itself.

@@ -166,7 +166,7 @@ class PooledRequests:
                     self._num_read += 1
                     self._state.metrics.count_end(FinishReason.STOP)
             except RequestFailed as failure:
-                self._end = counted_as(failure.error)
+                self._end = counted_as(failure)
                 raise
             if self._is_cancelled:
                 return None

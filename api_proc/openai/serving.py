@@ -194,7 +194,7 @@ class GenerationApi(Generic[Body]):
                     await answer.keep()
                     await connection.send(200, whole)
         except RequestFailed as failure:
-            generation.note_failure(failure.error)
+            generation.note_failure(failure)
             error = name_field(failure.error, body)
             await _fail(connection, answer, from_request_error(error, self.prompt_param))
         except ApiError as error:  # of the client's position; the request itself has not failed

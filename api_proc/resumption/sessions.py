@@ -288,7 +288,7 @@ class Sessions:
                 self._client.cancel(history.request_id)
                 reason = FinishReason.ABORT
             elif history.error is not None:
-                reason = counted_as(history.error.error)
+                reason = counted_as(history.error)
             if reason is not None and history.count_end():
                 self._on_end(reason)
         session.lease.close()

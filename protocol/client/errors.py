@@ -9,6 +9,9 @@ RETRY_AFTER_S = 1.0
 class RequestFailed(Exception):
     """One request was refused or has failed; `error` has the code, the text and the field."""
 
+    is_refusal = False
+    """Whether the core refused the request, of which nothing was computed or accepted before."""
+
     def __init__(self, error: RequestError) -> None:
         super().__init__(f"{error.code}: {error.message}")
         self.error = error
@@ -47,3 +50,10 @@ _KINDS: dict[ErrorCode, type[RequestFailed]] = {
 def failure_of(error: RequestError) -> RequestFailed:
     """Make the exception for an error; codes without a class of their own are InvalidRequest."""
     return _KINDS.get(error.code, InvalidRequest)(error)
+
+
+def refusal_of(error: RequestError) -> RequestFailed:
+    """Make the exception for a request that the core refuses when it arrives."""
+    failure = failure_of(error)
+    failure.is_refusal = True
+    return failure

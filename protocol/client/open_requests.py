@@ -21,7 +21,7 @@ from protocol.api_core import (
     RequestOutput,
     encode_add,
 )
-from protocol.client.errors import RequestFailed, failure_of
+from protocol.client.errors import RequestFailed, failure_of, refusal_of
 from protocol.client.ledger import MOVES_MAX, Entry, Ledger
 from protocol.message import encode
 from protocol.process.failpoints import failpoint
@@ -248,8 +248,12 @@ class OpenRequests:
         """
         if self._is_replica and error.code is ErrorCode.DRAINING:
             return
-        if self.ledger.fail(request_id):
-            self._receivers.pop(request_id).fail(failure_of(error))
+        entry = self.ledger.get(request_id)
+        if entry is not None:
+            was_accepted = entry.add.resent or entry.has_begun
+            failure = failure_of(error) if was_accepted else refusal_of(error)
+            self.ledger.fail(request_id)
+            self._receivers.pop(request_id).fail(failure)
 
     def fail_all(self, error: RequestError) -> None:
         """End everything here and in the core."""

@@ -17,7 +17,7 @@ from protocol.api_core import (
     Status,
 )
 from protocol.client import AsyncEngineClient, open_requests
-from protocol.client.errors import RequestFailed
+from protocol.client.errors import InvalidRequest, RequestFailed
 from protocol.client.request_stream import RequestStream
 from protocol.message import encode, unpack_token_ids
 from protocol.sampling import FinishReason, SamplingParams
@@ -228,6 +228,25 @@ def test_refusal_fails_its_request_and_a_nameless_one_has_all_sent_again(core: F
         core.emit(*(RequestOutput(s.request_id, 0, [9], FinishReason.STOP) for s in streams[::2]))
         for stream in streams[::2]:
             assert [output.token_ids async for output in stream] == [[9]]
+
+    run_connected(core, play)
+
+
+def test_only_what_was_not_accepted_before_counts_as_refused(core: FakeCore) -> None:
+    """A request that has outputs, or is part of one that was accepted, has failed."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        streams = [client.submit([5], PARAMS, resent=resent) for resent in (False, False, True)]
+        await core.until(lambda: core.num_added == 3)
+        core.emit(RequestOutput(streams[0].request_id, 0, [9]))
+        await anext(streams[0])
+        refused = []
+        for stream in streams:
+            core.send(Refused(stream.request_id, RequestError(ErrorCode.INVALID, "not so")))
+            with pytest.raises(InvalidRequest) as caught:
+                await anext(stream)
+            refused.append(caught.value.is_refusal)
+        assert refused == [False, True, False]
 
     run_connected(core, play)
 
