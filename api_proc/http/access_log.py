@@ -107,8 +107,7 @@ class AccessLogger:
                 f" prompt {record.num_prompt_tokens} output {record.num_output_tokens}"
                 f" first {first}"
             )
-            is_error = status >= 400 and status != _DISCONNECTED
-            tokens += "" if record.is_sent or is_error else " unfinished"
+            tokens += "" if record.is_sent or _is_error(status) else " unfinished"
         return (
             f"{self._clock} [{self._label}] {scope['method']} {_path(scope)} {status}{tokens}"
             f" total {duration_s * 1000:.0f} ms {scope[REQUEST_ID_KEY]}\n"
@@ -138,7 +137,8 @@ class AccessLogger:
             fields["prompt_tokens"] = record.num_prompt_tokens
             fields["output_tokens"] = record.num_output_tokens
             fields["time_to_first_token_s"] = None if first_s is None else round(first_s, 4)
-            fields["finished"] = record.is_sent
+            if record.is_sent or not _is_error(status):
+                fields["finished"] = record.is_sent
         return msgspec.json.encode(fields).decode() + "\n"
 
     def _note(self, text: str) -> str:
@@ -209,6 +209,11 @@ class AccessLogMiddleware:
             now, status = time.time(), scope.get(STATUS_KEY, _DISCONNECTED)
             if self._logger.wants(scope["path"], status, now):
                 self._logger.log(scope, status, now, time.perf_counter() - started)
+
+
+def _is_error(status: int) -> bool:
+    """Whether the client has a whole answer that is an error."""
+    return status >= 400 and status != _DISCONNECTED
 
 
 def _path(scope: Scope) -> str:

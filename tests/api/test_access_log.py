@@ -111,6 +111,7 @@ def test_a_request_that_is_refused_is_not_called_unfinished(log: Log) -> None:
         (line,) = log.wait_for(1)
     assert re.search(r'"status":400|completions 400 ', line)
     assert " unfinished " not in line
+    assert '"finished"' not in line
 
 
 def test_above_a_rate_requests_are_sampled_and_the_rest_is_counted(tmp_path: Path) -> None:
