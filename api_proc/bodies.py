@@ -242,6 +242,9 @@ class CompletionBody(SamplingBody, kw_only=True):
     def check(self) -> None:
         if self.is_echo_alone and (not self.echo or self.use_beam_search):
             raise invalid("max_tokens", "must be at least 1; 0 needs echo, without use_beam_search")
+        if self.is_echo_alone and self.min_tokens:
+            name = self.output_limit[0]
+            raise invalid("min_tokens", f"{self.min_tokens} is greater than {name} 0")
         super().check()
 
     @property

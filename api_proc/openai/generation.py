@@ -110,7 +110,7 @@ class Generation:
         self.cancel()
         self._connection.scope[GENERATION_KEY] = GenerationRecord(
             sum(len(prompt.token_ids) for prompt in self.prompts),
-            sum(sequence.num_output_tokens for sequence in self.sequences),
+            0 if self._body.is_echo_alone else self._num_output_tokens,
             self._time_to_first_token_s,
             is_sent,
         )
@@ -376,8 +376,12 @@ class Generation:
         self._fail_for_good(failure_of(error))
         return bool(self.sequences)
 
+    @property
+    def _num_output_tokens(self) -> int:
+        return sum(sequence.num_output_tokens for sequence in self.sequences)
+
     def slot(self) -> Slot:
-        num_output_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
+        num_output_tokens = self._num_output_tokens
         return Slot(
             path=self._connection.scope["path"],
             state="running" if num_output_tokens else "waiting",

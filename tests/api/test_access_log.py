@@ -66,7 +66,8 @@ def test_lines_have_status_tokens_times_and_id_but_no_text(log: Log) -> None:
             client.post("/v1/completions", json={**BODY, "max_tokens": -1})
             client.get("/v1/models", headers={"authorization": "Bearer " + SECRET})
             client.get("/v1/models/%0aforged%1b[2J" + "x" * 5000)
-        lines = log.wait_for(6)
+            client.post("/v1/completions", json={**BODY, "max_tokens": 0, "echo": True})
+        lines = log.wait_for(7)
     assert SECRET not in "".join(lines)
     assert "the-key" not in "".join(lines)
     assert all("trace-1" in line and line.isprintable() and len(line) < 500 for line in lines)
@@ -75,15 +76,17 @@ def test_lines_have_status_tokens_times_and_id_but_no_text(log: Log) -> None:
         assert (first["path"], first["status"]) == ("/v1/completions", 200)
         assert first["output_tokens"] == 6
         assert 0 <= first["time_to_first_token_s"] <= first["duration_s"] < 5
-        assert [json.loads(line)["status"] for line in lines] == [200, 200, 200, 400, 401, 404]
+        assert [json.loads(line)["status"] for line in lines] == [200, 200, 200, 400, 401, 404, 200]
         assert json.loads(lines[2])["output_tokens"] == 12
         assert "output_tokens" not in json.loads(lines[4])
+        assert json.loads(lines[6])["output_tokens"] == 0
     else:
         shape = r"\S+ \[api\] POST /v1/completions 200 prompt \d+ output 6 first \d+ ms total \d+"
         assert re.match(shape, lines[0]), lines[0]
         assert re.match(shape, lines[1])
         assert " output 12 " in lines[2]
         assert " 401 total " in lines[4]
+        assert " output 0 " in lines[6]
 
 
 def test_a_client_that_leaves_is_logged_with_what_it_has_got(log: Log) -> None:

@@ -17,6 +17,7 @@ from protocol.sampling import FinishReason, RepetitionDetection, SamplingParams,
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import (
     EOS_ID,
+    FACTS,
     FakeClient,
     LiveServer,
     emitting,
@@ -308,6 +309,21 @@ def test_an_echo_without_output_is_the_prompt_alone(
     by_index = sorted(choices, key=lambda choice: choice["index"])
     assert by_index == answer["choices"]
     assert events[-1]["usage"]["completion_tokens"] == 0
+
+
+def test_no_output_excludes_min_tokens_and_a_prompt_of_the_whole_context(
+    make_server: MakeServer,
+) -> None:
+    live = make_server()
+    body = {"prompt": "ab", "echo": True, "max_tokens": 0}
+    error = httpx.post(live.url + COMPLETIONS, json=body | {"min_tokens": 3}).json()["error"]
+    assert error["message"] == "min_tokens: 3 is greater than max_tokens 0"
+    for prompt, status in (
+        ([5] * FACTS.max_model_len, 400),
+        ([5] * (FACTS.max_model_len - 1), 200),
+    ):
+        response = httpx.post(live.url + COMPLETIONS, json=body | {"prompt": prompt})
+        assert response.status_code == status, response.text
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": False}, {"echo": True, "use_beam_search": True}])

@@ -63,7 +63,8 @@ _NOTES = """\
   on until no beam can get better. Log-probabilities are those of the model: parameters that change
   what is sampled, confine the answer or end it at a text are refused beside it, as is `stream`.
 - `max_tokens` may be 0 in `/v1/completions` with `echo`: the answer is the prompt, with the
-  log-probabilities that are asked for.
+  log-probabilities that are asked for. One token is computed nevertheless, which no answer, `usage`
+  or access log contains: the prompt must be shorter than the context. `min_tokens` must be 0.
 - `repetition_detection` ends an output whose last tokens are `min_count` times the same pattern, of
   `min_pattern_size` (1) to `max_pattern_size` tokens. Its `finish_reason` is "repetition", and its
   `stop_reason` "repetition_detected". `max_pattern_size` may be 64, and its product with
