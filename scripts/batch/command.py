@@ -64,7 +64,8 @@ def main(
         about = f"{text} (default: {default:g})"
         parser.add_argument(flag, type=type(default), default=default, metavar="N", help=about)
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"}.intersection(argv):  # without the many flags of an engine
+    flags_given = argv[: argv.index("--")] if "--" in argv else argv
+    if {"-h", "--help"}.intersection(flags_given):  # without the many flags of an engine
         parser.print_help()
         return 0
     settings.add_flags(parser)

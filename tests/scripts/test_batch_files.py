@@ -271,13 +271,14 @@ def test_flags_may_stand_between_the_files(tmp_path: Path, handler: Any) -> None
     assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "a"
 
 
+@pytest.mark.parametrize("name", ["-in.jsonl", "-h", "--help"])
 def test_names_behind_two_dashes_are_files(
-    tmp_path: Path, handler: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, handler: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("-in.jsonl").write_text(line("a"))
+    Path(name).write_text(line("a"))
     handler.script += [(200, "{}")]
-    assert main(["--base-url", handler.url, "--", "-in.jsonl", "-out.jsonl"]) == 0
+    assert main(["--base-url", handler.url, "--", name, "-out.jsonl"]) == 0
     assert json.loads(Path("-out.jsonl").read_text())["custom_id"] == "a"
 
 
