@@ -109,7 +109,11 @@ def chosen_run_dir(given: str | None) -> str:
 
 
 def _where(run_dir: str) -> str:
-    reply = _query(run_dir, _CHOICE_TIMEOUT_S)
+    """Return the address in brackets; empty: the engine has none, or no answer that can be read."""
+    try:
+        reply = _query(run_dir, _CHOICE_TIMEOUT_S)
+    except ProtocolError:  # of another version, perhaps
+        return ""
     return f"   ({api_root(reply.url)})" if reply is not None and reply.url else ""
 
 
