@@ -112,6 +112,9 @@ def test_each_family_passes_with_its_context_and_its_heads(name: str, tmp_path: 
     "changes",
     [
         {"layer_types": ["mamba", "moe"]},
+        {"layer_types": ["linear_attention", "linear_attention"]},
+        {"attn_layer_indices": []},
+        {"mamba_n_heads": 8},
         {"num_attention_heads_per_layer": [4, 8]},
         {"attention_other_setting": {"num_attention_heads": 8}},
         {"num_attention_heads": [4, 8]},

@@ -18,6 +18,8 @@ from worker_proc.startup.model_types import model_types
 
 _LENGTH = "max_position_embeddings"
 _NUM_HEADS = "num_attention_heads"
+_HYBRID = ("mamba", "attn_layer")
+"""Parts of keys of models whose attention may be in some layers or in none."""
 _UNSCALED = ("default", "llama3")
 """Types of rotary embeddings that extend no context."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
@@ -106,12 +108,17 @@ def _certain_heads(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config", config)
     if not isinstance(text, dict) or any(_states_heads(one) for one in _in(text)):
         return None
+    is_certain = not any(part in key for key in text for part in _HYBRID)
     for key, value in text.items():
         if key != _NUM_HEADS and _NUM_HEADS in key:
             return None  # of some layers
         names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-        if "type" in key and names and not any("attention" in name for name in names):
-            return None  # its layers may have no attention
+        if "type" in key and names:
+            if not any("attention" in name and "linear" not in name for name in names):
+                return None  # its layers may have no attention
+            is_certain = True
+    if not is_certain:
+        return None
     num_heads = text.get(_NUM_HEADS)
     return num_heads if isinstance(num_heads, int) and num_heads > 0 else None
 
