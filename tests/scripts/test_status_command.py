@@ -1,4 +1,4 @@
-"""The status command with supervisors that answer as a test says."""
+"""The status command with supervisors that answer as a test states."""
 
 import pytest
 

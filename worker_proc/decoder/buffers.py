@@ -27,6 +27,7 @@ from worker_proc.decoder.program import (
 )
 from worker_proc.modules.experts import FusedExperts
 from worker_proc.modules.fused import FusedMLP
+from worker_proc.native import huge_pages
 from worker_proc.native.instructions import row_stride
 from worker_proc.native.structures import BufferArgs
 
@@ -70,7 +71,8 @@ class Buffers:
                 self._max_rows * num_rows * stride
                 for num_rows, stride in zip(self._rows_of_token, self._strides, strict=True)
             ]
-            memory = torch.zeros(sum(sizes) + _ROW_BYTES, dtype=torch.uint8)
+            memory = huge_pages.empty(sum(sizes) + _ROW_BYTES, torch.uint8)
+            memory.zero_()
             start = -memory.data_ptr() % _ROW_BYTES
             self._memory = []
             for index, (size, stride) in enumerate(zip(sizes, self._strides, strict=True)):

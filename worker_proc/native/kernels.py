@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from worker_proc.native import weight_memory
+from worker_proc.native import huge_pages
 from worker_proc.native.build import library_path, prebuilt_path
 from worker_proc.native.exchange import ExchangeArgs, NativeExchange
 from worker_proc.native.instructions import coded_stride
@@ -253,7 +253,7 @@ class NativeLibrary:
             format = Format.UNITS
         shape = num_outputs, num_inputs, gates
         if format is Format.UNITS:
-            panels = weight_memory.empty(num_pairs * PANEL_OUTPUTS * num_units, torch.int32)
+            panels = huge_pages.empty(num_pairs * PANEL_OUTPUTS * num_units, torch.int32)
             is_bf16 = weight.dtype == torch.bfloat16
             self._library.troika_pack(weight.data_ptr(), is_bf16, *shape, panels.data_ptr())
             return PackedWeight(panels, None, bias, *sizes, format)
@@ -261,7 +261,7 @@ class NativeLibrary:
         width = round_up(num_inputs, self._library.troika_coded_inputs(format))
         num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
         num_panel_outputs = num_pairs * PANEL_OUTPUTS
-        panels = weight_memory.empty(num_panel_outputs * width // codes.per_byte, torch.uint8)
+        panels = huge_pages.empty(num_panel_outputs * width // codes.per_byte, torch.uint8)
         panels.zero_()
         scales = torch.zeros(num_panel_outputs * num_groups, dtype=codes.scale_dtype)
         pointers = panels.data_ptr(), scales.data_ptr()
@@ -276,7 +276,7 @@ class NativeLibrary:
         self._library.troika_compact_bytes(num_units, *map(ctypes.byref, sizes))
         if not sizes[0].value:
             return None
-        codes, others = (weight_memory.empty(num_pairs * size.value, torch.uint8) for size in sizes)
+        codes, others = (huge_pages.empty(num_pairs * size.value, torch.uint8) for size in sizes)
         is_packed = _INT()
         self._library.troika_pack_compact(
             weight.data_ptr(),
@@ -319,7 +319,7 @@ class NativeLibrary:
 
         first = _outside(pack(0))  # so that the weight of all takes its place
         panels, scales, bias = (
-            None if part is None else weight_memory.empty(count * len(part), part.dtype)
+            None if part is None else huge_pages.empty(count * len(part), part.dtype)
             for part in first[:3]
         )
         assert panels is not None
@@ -477,7 +477,7 @@ def load_library() -> NativeLibrary | None:
 
 
 def _outside(weight: PackedWeight) -> PackedWeight:
-    """Return a copy that is not in the memory of weights."""
+    """Return a copy that is not in huge pages."""
     scales = None if weight.scales is None else weight.scales.clone()
     return weight._replace(panels=weight.panels.clone(), scales=scales)
 

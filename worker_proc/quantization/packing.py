@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.functional import pad
 
-from worker_proc.native import weight_memory
+from worker_proc.native import huge_pages
 from worker_proc.native.packed_weights import Format, Grouping, PackedWeight, by_panels, packed_bias
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
@@ -70,7 +70,7 @@ def pack_codes(
     words = words.unflatten(3, (width // TILE_INPUTS, -1)).permute(0, 3, 1, 4, 2)
     scales, grouping = _grouping(weight, gates=gates)
     return PackedWeight(
-        panels=words.reshape(-1) if is_part else weight_memory.copy_of(words),
+        panels=words.reshape(-1) if is_part else huge_pages.copy_of(words),
         scales=_by_group(scales, gates=gates),
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,
@@ -126,7 +126,7 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
     rest: list[PackedWeight] = []
     for number, one in enumerate(experts):
         if panels is None:
-            panels = weight_memory.empty(count * len(one.panels), one.panels.dtype)
+            panels = huge_pages.empty(count * len(one.panels), one.panels.dtype)
         elif one.format is not rest[0].format:
             raise CannotJoin("experts in different formats")
         if one.order is not None:
@@ -198,7 +198,7 @@ def pack_for_codes(
     width = -(-num_inputs // _CODED_STEP_INPUTS) * _CODED_STEP_INPUTS
     words = by_panels(_words(weight.codes, weight.kind, width), gates=gates).transpose(2, 3)
     return PackedWeight(
-        panels=words.reshape(-1) if is_part else weight_memory.copy_of(words),
+        panels=words.reshape(-1) if is_part else huge_pages.copy_of(words),
         scales=by_panels(weight.scales[:, 0], gates=gates).reshape(-1),
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,

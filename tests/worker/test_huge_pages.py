@@ -1,4 +1,4 @@
-"""Packed weights lie in huge pages, one behind the other, and their memory is free again."""
+"""Tensors lie in huge pages, one behind the other, and their memory is free again."""
 
 import gc
 import mmap
@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker_proc.native import weight_memory
+from worker_proc.native import huge_pages
+from worker_proc.native.huge_pages import CHUNK_BYTES, copy_of, empty
 from worker_proc.native.kernels import load_library
 from worker_proc.native.packed_weights import Format
-from worker_proc.native.weight_memory import CHUNK_BYTES, copy_of, empty
 
 
 @pytest.fixture(autouse=True)
 def _chunks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_memory, "_chunks", [])
+    monkeypatch.setattr(huge_pages, "_chunks", [])
 
 
 def test_weights_keep_their_values_beside_each_other() -> None:

@@ -1,7 +1,7 @@
-"""Memory of packed weights, in huge pages where the system has them.
+"""Memory in huge pages, where the system has them, for packed weights and the rows of a step.
 
 A product reads its weight as one stream, which a processor follows within a page only. Most weights
-are smaller than a huge page, so they lie one behind the other in larger mappings.
+are smaller than a huge page, so tensors lie one behind the other in larger mappings.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 CHUNK_BYTES = 64 << 20
-"""Of a mapping; larger weights have one of their own. Pages that are not written take no memory."""
+"""Of a mapping; larger tensors have one of their own. Pages that are not written take no memory."""
 _ALIGNMENT = 128
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -25,7 +25,7 @@ class _Span:
 
 
 class _Chunk:
-    """A mapping, from whose start on weights lie one behind the other."""
+    """A mapping, from whose start on tensors lie one behind the other."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -69,13 +69,13 @@ class _Chunk:
 
 
 _lock = threading.RLock()
-"""A weight may be deleted within any call of its own thread."""
+"""A tensor may be deleted within any call of its own thread."""
 _chunks: list["weakref.ref[_Chunk]"] = []
-"""Those for several weights. Each lasts as long as a weight in it."""
+"""Those for several tensors. Each lasts as long as a tensor in it."""
 
 
 def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for a weight, `[count]`, whose content is undefined."""
+    """Return a tensor, `[count]`, whose content is undefined."""
     num_bytes = count * dtype.itemsize
     if not num_bytes:
         return torch.empty(0, dtype=dtype)
@@ -102,7 +102,7 @@ def _live_chunks() -> list[_Chunk]:
 
 
 def copy_of(values: torch.Tensor) -> torch.Tensor:
-    """Return values, flat and in their order, in memory for a weight."""
+    """Return values in a tensor of their own, flat and in their order."""
     memory = empty(values.numel(), values.dtype)
     memory.view(values.shape).copy_(values)
     return memory
