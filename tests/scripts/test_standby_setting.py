@@ -9,7 +9,7 @@ from protocol.config import ConfigError
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from scripts.supervisor.process_table import num_ranks
-from scripts.supervisor.startup import complete, num_standby_workers
+from scripts.supervisor.startup import complete_config, num_standby_workers
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_standby_that_cannot_be_is_refused() -> None:
 
 
 def test_a_group_of_ranks_has_as_many_standbys_and_no_zygote() -> None:
-    config = complete(configure(model="null", tensor_parallel_size=4, standby_workers=1))
+    config = complete_config(configure(model="null", tensor_parallel_size=4, standby_workers=1))
     numbers = num_ranks(config, has_api=False)
     assert (numbers[Role.WORKER], numbers[Role.STANDBY]) == (4, 4)
     assert Role.ZYGOTE not in numbers
@@ -51,8 +51,8 @@ def test_a_group_of_ranks_has_as_many_standbys_and_no_zygote() -> None:
 
 def test_only_engines_with_a_standby_have_a_zygote() -> None:
     """The zygote starts first, because the worker waits for it."""
-    with_standby = complete(configure(model="demo", device="cpu"))
+    with_standby = complete_config(configure(model="demo", device="cpu"))
     roles = [str(role) for role in num_ranks(with_standby, has_api=True)]
     assert roles == ["zygote", "worker", "standby", "core", "standby_core", "api"]
-    without = complete(configure(model="null", standby_cores=0))
+    without = complete_config(configure(model="null", standby_cores=0))
     assert [str(role) for role in num_ranks(without, has_api=False)] == ["worker", "core"]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from scripts.gguf import cache
 from scripts.gguf.cache import make_room, place_of
 from scripts.gguf.directory import make_directory
-from scripts.gguf.locks import hold
+from scripts.gguf.locks import hold_directories
 from scripts.hub.gguf import directory_of
 from scripts.hub.messages import Refusal
 from tests.worker.gguf_files import WIDE, write_gguf
@@ -56,8 +56,9 @@ def fill(keys: Path, count: int) -> list[Path]:
 def test_a_directory_that_an_engine_uses_is_not_removed(keys: Path) -> None:
     first, second, *_ = made = fill(keys, FEW + 2)
     program = (
-        "import sys; from pathlib import Path; from scripts.gguf.locks import hold;"
-        "held = hold([Path(sys.argv[1])]); print(len(held), flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from scripts.gguf.locks import hold_directories;"
+        "held = hold_directories([Path(sys.argv[1])]);"
+        "print(len(held), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(first)],
@@ -104,7 +105,7 @@ def test_without_locks_all_stay_and_a_sentence_states_it(
 
 
 def test_what_is_not_a_directory_is_not_held(tmp_path: Path) -> None:
-    assert hold([tmp_path / "none", Path("demo")]) == []
+    assert hold_directories([tmp_path / "none", Path("demo")]) == []
 
 
 def test_a_removal_that_is_killed_leaves_no_part_in_place(
