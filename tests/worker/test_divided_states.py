@@ -33,6 +33,7 @@ _REFUSED = {
 }
 """Architectures that cannot be divided, and why."""
 _BY_DEFAULT = ("qwen3_next", "bamba", "lfm2", "rwkv")
+SLOW = pytest.mark.slow
 DRAFTING = {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
 
 
@@ -62,10 +63,7 @@ def count_values(runners: Sequence[Runner], *, windows: bool = False) -> int:
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        pytest.param(one, marks=[] if one.name in _BY_DEFAULT else pytest.mark.slow)
-        for one in RECURRENT
-    ],
+    [pytest.param(one, marks=[] if one.name in _BY_DEFAULT else SLOW) for one in RECURRENT],
     ids=lambda one: one.name,
 )
 def test_stages_have_the_logprobs_of_one_worker_or_are_refused(
@@ -95,7 +93,10 @@ def test_stages_have_the_logprobs_of_one_worker_or_are_refused(
     assert 0 < stages.facts.num_gpu_blocks < UNLIMITED_BLOCKS
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    ["lfm2", *(pytest.param(one, marks=SLOW) for one in ("qwen3_5_text", "granitemoehybrid"))],
+)
 def test_stages_compute_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     """A delta rule, Mamba-2 and short convolutions, in stages with and without attention."""
     model = build_checkpoint(tmp_path / "model", deep(name)())
@@ -123,7 +124,7 @@ def test_a_stage_holds_the_states_of_its_own_layers(tmp_path: Path) -> None:
     "name",
     [
         *("qwen3_5_text", "mamba2", "lfm2"),
-        *(pytest.param(one.name, marks=pytest.mark.slow) for one in KEY_DECAYS),
+        *(pytest.param(one.name, marks=SLOW) for one in KEY_DECAYS),
     ],
 )
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_states_are_kept_copied_and_computed_again(tmp_path: Path) -> None:
     [
         ("qwen3_5_text", 2),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
+            pytest.param(*one, marks=SLOW)
             for one in (("lfm2", 3), ("nemotron_h", 2), ("kimi_linear", 2), ("bailing_hybrid", 2))
         ),
     ],
@@ -240,7 +241,9 @@ def test_a_sampled_step_of_states_without_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "name", ["granitemoehybrid", *(pytest.param(one, marks=SLOW) for one in ("qwen3_next", "lfm2"))]
+)
 @pytest.mark.parametrize(
     "settings",
     [{"quantization": Quantization.W8A16}, {"kv_cache_dtype": KVCacheDtype.INT8}],
@@ -266,12 +269,12 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_stages", "changes"),
     [
-        ("qwen3_next", 2, 2, {}),
         ("granitemoehybrid", 2, 1, _ONE_GROUP),
         ("mamba", 2, 1, {}),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=SLOW)
             for case in (
+                ("qwen3_next", 2, 2, {}),
                 ("qwen3_5_text", 2, 1, {}),
                 ("qwen3_next", 2, 1, {}),
                 ("qwen3_5_moe_text", 2, 1, {}),
@@ -329,15 +332,15 @@ def test_ranks_divide_layers_with_a_state(
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("qwen3_5_text", {}),
+        ("lfm2", {}),
         *(
-            pytest.param(name, changes, marks=pytest.mark.slow)
+            pytest.param(name, changes, marks=SLOW)
             for name, changes in (
+                ("qwen3_5_text", {}),
                 ("bamba", {}),
                 ("granitemoehybrid", _ONE_GROUP),
                 ("falcon_h1", {}),
                 ("nemotron_h", {}),
-                ("lfm2", {}),
                 ("olmo_hybrid", {}),
                 ("kimi_linear", {}),
                 ("jamba", {}),
