@@ -15,13 +15,13 @@ UNSUPPORTED = "unsupported_parameter"
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
-_COUNTED_AS = {
-    ErrorCode.INTERNAL: FinishReason.ERROR,
-    ErrorCode.COMPUTATION_FAILED: FinishReason.ERROR,
-    ErrorCode.QUARANTINED: FinishReason.ERROR,
-    ErrorCode.ENGINE_FAILED: FinishReason.ERROR,
-}
-"""As what the metrics count requests that fail, whether they were accepted or not."""
+_FAULTS = frozenset(
+    (
+        *(ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED),
+        *(ErrorCode.QUARANTINED, ErrorCode.ENGINE_FAILED),
+    )
+)
+"""Of the engine: the metrics count them as errors, whether a request was accepted or not."""
 
 
 class ApiError(Exception):
@@ -131,9 +131,10 @@ def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...
 
 
 def counted_as(failure: RequestFailed) -> FinishReason | None:
-    """As what the metrics count the end of a request; None: it was refused, and nothing ended.
+    """Return what the metrics count a failed request as; None: it was refused, and is not counted.
 
     A refusal of the core, such as that of a grammar, comes after the request was submitted here.
     """
-    reason = None if failure.is_refusal else FinishReason.ABORT
-    return _COUNTED_AS.get(failure.error.code, reason)
+    if failure.error.code in _FAULTS:
+        return FinishReason.ERROR
+    return None if failure.is_refusal else FinishReason.ABORT

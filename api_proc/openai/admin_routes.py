@@ -30,7 +30,7 @@ class Done(msgspec.Struct, omit_defaults=True):
 
     status: str
     message: str = ""
-    """What differs from that which the client may expect."""
+    """How the effect differs from what a client may expect."""
 
 
 class Paused(msgspec.Struct):

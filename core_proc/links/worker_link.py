@@ -42,9 +42,9 @@ log = logging.getLogger("troika.core")
 
 
 def _level(cause: DeathCause) -> int:
-    """Return the level for a line about a death: an operator may have restarted the worker.
+    """Return the level at which a death is logged: INFO for an orderly end, as for a restart.
 
-    Why a process could not be started is in the supervisor's own lines.
+    The supervisor logs why a process could not be started.
     """
     return logging.INFO if cause is DeathCause.ENDED else logging.WARNING
 

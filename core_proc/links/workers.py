@@ -72,8 +72,8 @@ class WorkerGroup:
         """The facts of a group that agrees; it resumes exactly only if all ranks do.
 
         The group has as many blocks, and contexts as long, as the rank with the least memory. Its
-        decoders and layouts of blocks are those of all stages. A state
-        costs as many copies of blocks as in the stage where it costs most.
+        decoders and layouts of blocks are those of all stages. A state costs as many copies of
+        blocks as in the stage where it costs most.
         """
         all_facts = [self._workers[rank].hello.facts for rank in range(self.size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])

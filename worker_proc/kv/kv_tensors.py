@@ -12,6 +12,7 @@ from protocol.core_worker import UNLIMITED_BLOCKS
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec
+from worker_proc.native.huge_pages import map_memory
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...] | None]
 """Shapes of keys and of values; the first dimension counts blocks.
@@ -58,9 +59,7 @@ class HostMemory:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> None:
         """Map the memory; `pinned` allocates it now, so that a CUDA device can access it."""
         self._num_bytes = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
-        self._pages = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._pages = map_memory(self._num_bytes)
         self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape)).view(shape)
         self._pinned = pinned
         self._unregister: weakref.finalize[..., Any] | None = None

@@ -1,7 +1,7 @@
-"""Memory in huge pages, where the system has them, for packed weights and the rows of a step.
+"""Memory in huge pages, where the system has them: the KV pool, packed weights, the rows of a step.
 
-A product reads its weight as one stream, which a processor follows within a page only. Most weights
-are smaller than a huge page, so tensors lie one behind the other in larger mappings.
+A product reads its weight as one stream, and a processor prefetches within a page only. Most
+weights are smaller than a huge page, so tensors lie one behind the other in larger mappings.
 """
 
 import ctypes
@@ -12,10 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_proc.native.packed_weights import round_up
+
 CHUNK_BYTES = 64 << 20
 """Of a mapping; larger tensors have one of their own. Pages that are not written take no memory."""
 _ALIGNMENT = 128
 _HUGE_PAGE_BYTES = 2 << 20
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Map zeroed memory of this process, whose pages are allocated when they are written."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 @dataclass
@@ -29,9 +39,7 @@ class _Chunk:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._pages = map_memory(num_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         self._written_end = 0
         """Where pages begin that take no memory."""
@@ -39,7 +47,7 @@ class _Chunk:
 
     def take(self, num_bytes: int) -> "ctypes.Array[ctypes.c_char] | None":
         """Return bytes behind those in use, which are free when it is deleted; None: no room."""
-        start = self._end + -self._end % _ALIGNMENT
+        start = round_up(self._end, _ALIGNMENT)
         if start + num_bytes > self._num_bytes:
             return None
         span = _Span(start + num_bytes)
@@ -62,7 +70,7 @@ class _Chunk:
 
     def _return_pages(self) -> None:
         """Return the huge pages behind those in use to the system: a part of one would split it."""
-        first = self._end + -(self._address + self._end) % _HUGE_PAGE_BYTES
+        first = round_up(self._address + self._end, _HUGE_PAGE_BYTES) - self._address
         if first < self._written_end:
             self._pages.madvise(mmap.MADV_DONTNEED, first, self._written_end - first)
             self._written_end = first

@@ -106,7 +106,7 @@ def build_runner(
     )
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     row_dtype = getattr(torch, calibration.row_dtype or cache.facts.dtype)
-    exchange, part = _join_ranks(prepared, config, rank, row_dtype, cache.num_draft_states)
+    exchange, part = _join_ranks(prepared, config, rank, row_dtype, size.num_draft_states)
     if exchange is not None:
         connect(loaded, stack, exchange)
     if part is not None and not part.pipe.stage.is_last:
@@ -121,7 +121,7 @@ def build_runner(
             num_speculative_tokens=config.scheduler.num_speculative_tokens,
             grammars=prepared.grammars,
             adapters=prepared.adapters,
-            num_draft_states=cache.num_draft_states,
+            num_draft_states=size.num_draft_states,
             exchange=exchange,
             block_memory=cache.block_memory,
             state_memory=cache.state_memory,
@@ -143,7 +143,7 @@ def build_runner(
         device_sampler=device_sampler,
         graphs=graphs,
         adapters=prepared.adapters,
-        num_draft_states=cache.num_draft_states,
+        num_draft_states=size.num_draft_states,
         exchange=exchange,
         stage=part,
         block_memory=cache.block_memory,
@@ -158,7 +158,6 @@ class _Cache(NamedTuple):
 
     facts: ModelFacts
     pool: KVPool
-    num_draft_states: int
     block_memory: BlockMemory | None
     state_memory: BlockMemory | None
     """Both as stores see them, if blocks are kept there."""
@@ -196,7 +195,7 @@ def _allocate_cache(
         block_memory = _block_memory(config, facts, pool, block_bytes_of(loaded, layout))
     if facts.kv_layout and states is not None:
         state_memory = _state_memory(loaded, pool, state_tensors)
-    return _Cache(facts, pool, num_draft_states, block_memory, state_memory)
+    return _Cache(facts, pool, block_memory, state_memory)
 
 
 def _block_memory(
