@@ -464,7 +464,9 @@ class BlocksLoaded(Message):
     num_remote_blocks: Annotated[int, Meta(ge=0)] = 0
     """Of `num_blocks`, those that came from another machine."""
     remote_ns: Annotated[int, Meta(ge=0)] = 0
-    """Of `load_ns`, the time for these."""
+    """Of `load_ns`, the time for what came from there."""
+    has_remote_state: bool = False
+    """Whether the state came from another machine."""
 
 
 class BlocksFound(Message):
@@ -476,9 +478,15 @@ class BlocksFound(Message):
     answer."""
 
 
-RankAnswer = GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound
-"""What each rank answers to a message about something that is done beside the steps."""
-WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | RankAnswer
+WorkerToCore = (
+    WorkerHello
+    | ModelRunnerOutput
+    | StepFailed
+    | GrammarCompiled
+    | AdapterLoaded
+    | BlocksLoaded
+    | BlocksFound
+)
 CoreToWorker = (
     Adopt
     | SchedulerOutput

@@ -130,11 +130,11 @@ class Offload:
                     block_ids.append(table[entry])
                     keys.append(group_key(request.block_hashes[entry], group))
         source = request.blocks_at if self.remote.has_any(request) else ""
-        limit_ms = self.costs.limit_ms((end - num_hit) * block_size) if source else 0
+        first = num_hit if num_cached is None else num_cached
+        limit_ms = self.costs.limit_ms((end - first) * block_size) if source else 0
         message = LoadBlocks(
             request.req_id, block_ids, keys, state_block_id, state_key, source, limit_ms
         )
-        first = num_hit if num_cached is None else num_cached
         self._loads[request.req_id] = _Load(message, entries, num_hit, first, end)
         self._unsent.append(message)
 
@@ -162,11 +162,13 @@ class Offload:
         num_tokens = (end - load.num_cached) * block_size if is_of_use else 0
         self.num_loaded_tokens += num_tokens
         num_remote = num_tokens * min(answer.num_remote_blocks, num_blocks) // max(num_blocks, 1)
+        if answer.has_remote_state:  # all of these tokens would be computed without it
+            num_remote = num_tokens
         self.num_remote_tokens += num_remote
         source, limit_ns = load.message.source, load.message.limit_ms * 1_000_000
         if not source:
             self.costs.loaded(num_tokens, answer.load_ns)
-        elif has_kv:
+        elif not missing:
             self.costs.loaded(max(num_remote, block_size), answer.remote_ns, source)
         elif answer.load_ns >= limit_ns > 0:
             self.costs.loaded(max(num_remote, block_size), answer.load_ns, source)

@@ -227,12 +227,17 @@ class StateBlocks:
         return [NULL_BLOCK] * (num_entries - 1) + [self._allocate()]
 
     def remember_loaded(self, request: Request) -> None:
-        """Cache the state that has come to the block of a waiting request, unless it is cached."""
+        """Cache the state that has come to the block of a waiting request, unless it is cached.
+
+        If it is from another machine, it is stored on this one.
+        """
         table = request.block_tables[-1]
         entry = len(table) - 1
         if not self._is_cached(request, entry):
             key = group_key(request.block_hashes[entry], self._group)
             self.pool.remember(table[entry], key)
+            if self._on_cached is not None:
+                self._on_cached(table[entry], key)
 
     def _allocate(self) -> int:
         if self.pool.num_free == 0:

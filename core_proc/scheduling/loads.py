@@ -98,8 +98,7 @@ class Loads:
             return Outcome.COMPUTE
         if self._num_looked_up >= _LOOKED_UP_AT_ONCE:
             return Outcome.LATER
-        has_state = self._kv.states is not None  # no other machine sends it
-        if not has_state and offload.remote.may_ask(request) and self._ask(request, offload):
+        if offload.remote.may_ask(request) and self._ask(request, offload):
             return Outcome.WAIT
         stored = self._find_stored(request, offload)
         if stored is None:
@@ -114,7 +113,7 @@ class Loads:
             return Outcome.COMPUTE
         request.may_load = False
         num_hit, num_cached = len(stored.hits[0]), stored.num_cached
-        size = self._kv.block_size
+        size, has_state = self._kv.block_size, self._kv.states is not None
         offload.begin(request, num_hit, size, num_cached=num_cached, has_state=has_state)
         return Outcome.WAIT
 
@@ -166,7 +165,8 @@ class Loads:
         if num_tokens < offload.least_tokens or not costs.try_load(source):
             offload.remote.give_up(request)
             return False
-        offload.remote.ask(request, num_here, len(self._kv.groups), is_trial=is_trial)
+        num_groups = len(self._kv.groups) + (self._kv.states is not None)
+        offload.remote.ask(request, num_here, num_groups, is_trial=is_trial)
         self._num_looked_up += request.num_tokens
         self._queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
         self._asking[request.req_id] = request

@@ -2,10 +2,12 @@
 
 A block has the same name as in a store: layout, rank, and the hash of its prefix with the number of
 a KV group. So a worker gets only what an equal worker has written. `BlockContent` is the file as it
-is in the store: its checksum, over name and content, is verified by the worker that asked.
+is in the store, or a part of it: the checksum of the whole, over name and content, is verified by
+the worker that asked.
 
 Every request is complete in itself, and is answered once or, if anything is in the way, never: the
-worker waits for a bounded time.
+worker waits for a bounded time. A large file is read by several requests, so that a server keeps
+nothing of it between two of them, and others wait no longer than for a part.
 """
 
 from typing import Annotated
@@ -17,12 +19,15 @@ from protocol.message import Decoder, Message
 
 MAX_KEYS = 2**14
 """Names in one request: half a MiB."""
-MAX_CONTENT_BYTES = 15 * 2**20
-"""Of a file that is sent: it fits in a frame. Larger blocks are not read from other machines."""
+MAX_CONTENT_BYTES = 2**30
+"""Of a file that is sent. Larger blocks are not read from other machines."""
+PART_BYTES = 2**20
+"""Of a file that one answer has, at most."""
 WINDOW_BYTES = 8 * 2**20
 """Most bytes of blocks that one load has asked for and not received."""
 MAX_WINDOW = 32
-"""Most blocks; a server keeps more than this for each connection before it leaves answers out."""
+"""Most answers that one load has asked for and not received. A queue of ZMQ notices in steps of
+half its length that it was read, so the high-water mark of the link is more than twice this."""
 
 Layout = Annotated[str, Meta(pattern="^[0-9a-z]{1,64}$")]
 Rank = Annotated[int, Meta(ge=0, lt=1024)]
@@ -39,12 +44,14 @@ class HaveBlocks(Message):
 
 
 class ReadBlock(Message):
-    """Worker → server: send one block."""
+    """Worker → server: send one block, or a part of it."""
 
     number: Number
     layout: Layout
     rank: Rank
     key: BlockKey
+    start: Annotated[int, Meta(ge=0, lt=MAX_CONTENT_BYTES)] = 0
+    """The byte of the file at which the part begins; it ends after `PART_BYTES`."""
 
 
 class BlocksHad(Message):
@@ -55,10 +62,12 @@ class BlocksHad(Message):
 
 
 class BlockContent(Message):
-    """Server → worker: the file of a block; empty: it is not there."""
+    """Server → worker: a part of the file of a block."""
 
     number: Number
     content: memoryview
+    num_bytes: Annotated[int, Meta(ge=0, le=MAX_CONTENT_BYTES)] = 0
+    """Of the whole file; 0: it is not there."""
 
 
 ToBlockServer = HaveBlocks | ReadBlock

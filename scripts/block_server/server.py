@@ -26,7 +26,7 @@ from protocol.transport.curve import ClientAuthenticator, read_server_keys
 from scripts.block_server.stored_blocks import StoredBlocks
 
 _DRAIN_LIMIT = 8
-"""Of one turn: some blocks, so that new connections do not wait for long."""
+"""Of one turn: some parts of blocks, so that new connections do not wait for long."""
 _FIRST_ASKED_S = 3.0
 """From a drain to the end, if no block is read: requests go on elsewhere, and ask from there."""
 _LAST_ASKED_S = 2.0
@@ -82,8 +82,8 @@ class BlockServer:
         layout, rank = request.layout, request.rank
         if isinstance(request, HaveBlocks):
             return BlocksHad(request.number, self._stored.have(layout, rank, request.keys))
-        content = self._stored.read(layout, rank, request.key)
-        return BlockContent(request.number, memoryview(content))
+        content, num_bytes = self._stored.read(layout, rank, request.key, request.start)
+        return BlockContent(request.number, memoryview(content), num_bytes)
 
     def drain(self) -> None:
         """Begin to wait until no other machine asks any more."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.config import EngineConfig
-from protocol.stores.block_link import MAX_CONTENT_BYTES
+from protocol.stores.block_link import MAX_CONTENT_BYTES, PART_BYTES
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import (
     Tier,
@@ -30,6 +30,16 @@ class _Opened(NamedTuple):
     table: BlockIndex
 
 
+class Part(NamedTuple):
+    """A part of a file, and the size of the whole; no bytes of none: it is not there."""
+
+    content: bytes
+    num_bytes: int
+
+
+_NOTHING = Part(b"", 0)
+
+
 class StoredBlocks:
     """The blocks of all layouts and ranks, in all tiers."""
 
@@ -43,20 +53,23 @@ class StoredBlocks:
         known = [index for index in indexes if index is not None]
         return bytes(any(key in index for index in known) for key in keys)
 
-    def read(self, layout: str, rank: int, key: bytes) -> bytes:
-        """Return the file of a block; empty: no tier has it."""
+    def read(self, layout: str, rank: int, key: bytes, start: int = 0) -> Part:
+        """Return what the file of a block has from a byte on, at most `PART_BYTES`.
+
+        Between two parts the file may be removed. Another tier has the same bytes under the name.
+        """
         for tier in self._tiers:
             path = block_path(blocks_directory(tier, layout, rank), key)
             try:
-                content = _content_of(path)
+                part = _part_of(path, start)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 log.warning("%s cannot be read: %s", path, error)
                 continue
-            if content:
-                return content
-        return b""
+            if part.content:
+                return part
+        return _NOTHING
 
     def _index(self, tier: Tier, layout: str, rank: int) -> BlockIndex | None:
         path, name = index_path(tier, layout, rank), (tier, layout, rank)
@@ -74,9 +87,11 @@ class StoredBlocks:
         return opened.table
 
 
-def _content_of(path: Path) -> bytes:
-    """Read a file; empty if it is larger than a block."""
+def _part_of(path: Path, start: int) -> Part:
+    """Read a part of a file; nothing if it is larger than a block, or ends before the part."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    with open(fd, "rb", buffering=0) as file:
+    with open(fd, "rb", buffering=0):
         num_bytes = os.fstat(fd).st_size
-        return file.read(num_bytes) if num_bytes <= MAX_CONTENT_BYTES else b""
+        if num_bytes > MAX_CONTENT_BYTES:
+            return _NOTHING
+        return Part(os.pread(fd, PART_BYTES, start), num_bytes)

@@ -22,12 +22,19 @@ class FakeStore:
             self._states[key] = worker.states.content(block_id)
             self.index.add(key)
 
-    def read_state(self, worker: FakeWorker, message: LoadBlocks) -> bool:
-        """Fill the state block; returns whether there is one to fill, and its state is there."""
+    def read_state(
+        self, worker: FakeWorker, message: LoadBlocks, other: "FakeStore | None" = None
+    ) -> bool:
+        """Fill the state block; returns whether there is one to fill, and its state is there.
+
+        `other`: as in `read`.
+        """
         if not message.state_key:
             return False
         assert worker.states is not None
         content = self._states.get(message.state_key)
+        if content is None and message.source and other is not None:
+            content = other._states.get(message.state_key)
         if content is None:
             self.index.discard(message.state_key)
             worker.states.fill(message.state_block_id, OF_DRAFTS)

@@ -85,7 +85,7 @@ class Machine:
         self._store = FakeStore()
         is_kept = has_store and options.enable_prefix_caching
         self._other_machine = FakeStore()
-        """It gets every block, and the store here only some; of models with states, all."""
+        """It gets every block, and the store here only some."""
         self._num_writes = 0
         offload = None
         if is_kept:
@@ -99,7 +99,7 @@ class Machine:
         self.num_remote_loads = 0
         """Of these, loads of what another machine has."""
         """Remote loads begun."""
-        self.num_states_loaded = 0
+        self.num_states_loaded = self.num_remote_states_loaded = 0
         self.num_constrained = 0
         """Requests with a grammar that were admitted."""
         self._compiling: list[CompileGrammar] = []
@@ -306,11 +306,18 @@ class Machine:
     def _end_blocks(self, load: LoadBlocks, share: float) -> None:
         """Answer a load from the store, of which some blocks are gone."""
         request = self._loading.pop(load.req_id)
-        has_state = share > 0 and self._store.read_state(self._worker, load)
+        is_there = load.state_key not in self._store.index
+        has_state = share > 0 and self._store.read_state(self._worker, load, self._other_machine)
         most = int(share * len(load.keys)) if has_state or not load.state_key else 0
         num_blocks = self._store.read(self._worker, load, most, self._other_machine)
         self.num_states_loaded += has_state
-        answer = BlocksLoaded(load.req_id, num_blocks, has_state=has_state)
+        self.num_remote_states_loaded += has_state and is_there
+        answer = BlocksLoaded(
+            load.req_id,
+            num_blocks,
+            has_state=has_state,
+            has_remote_state=has_state and is_there,
+        )
         self.scheduler.blocks_loaded(answer)
         assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
 
@@ -327,7 +334,7 @@ class Machine:
             if isinstance(load, StoreBlocks):
                 self._num_writes += 1
                 self._other_machine.write(self._worker, load)
-                if self._num_writes % 3 == 0 or self.options.num_state_blocks:
+                if self._num_writes % 3 == 0:
                     self._store.write(self._worker, load)
                 continue
             if isinstance(load, Load):

@@ -9,6 +9,7 @@ from protocol.core_worker import (
     BlocksFound,
     BlocksLoaded,
     FindBlocks,
+    KVGroup,
     LoadBlocks,
     ModelRunnerOutput,
     StoreBlocks,
@@ -17,6 +18,9 @@ from protocol.sampling import SamplingParams
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness
 from tests.core.test_offload import BLOCK, PROMPT, filled_store
+from tests.core.test_offload_states import ALL_GROUPS, SPACING, fill
+from tests.core.test_offload_states import PROMPT as LONG_PROMPT
+from tests.core.test_state_blocks import STATES
 
 THERE = "tcp://10.0.0.2:7300"
 
@@ -56,13 +60,19 @@ class Bench(Harness):
 
     def end_load(self, most: int = 1000, load_ns: int = 1000, num_remote: int = 1000) -> None:
         load = self.loads.pop(0)
+        is_here = load.state_key in self.here.index
+        has_state = most > 0 and self.here.read_state(self.worker, load, self.there)
+        if load.state_key and not has_state:
+            most = 0
         num_blocks = self.here.read(self.worker, load, most, self.there)
         answer = BlocksLoaded(
             load.req_id,
             num_blocks,
             load_ns,
+            has_state,
             num_remote_blocks=min(num_remote, num_blocks),
             remote_ns=load_ns,
+            has_remote_state=has_state and not is_here,
         )
         self.scheduler.blocks_loaded(answer)
 
@@ -342,3 +352,93 @@ def test_memory_of_costs_is_bounded() -> None:
         costs.loaded(100, 100 * 5000, f"tcp://10.0.0.2:{number}")
     assert len(costs._loaded_ns) <= 256
     assert not costs.try_load()
+
+
+def states_bench(
+    groups: tuple[KVGroup, ...], there: FakeStore | None = None, num_states: int = 8
+) -> Bench:
+    """Return a bench with recurrent layers, whose requests come from a machine with LONG_PROMPT."""
+    return Bench(
+        there or fill(groups),
+        kv_groups=(*groups, STATES),
+        num_state_blocks=num_states + 1,
+        mamba_block_size=SPACING,
+    )
+
+
+@pytest.mark.parametrize("groups", ALL_GROUPS, ids=len)
+def test_a_state_comes_from_there_with_the_kv_up_to_it(groups: tuple[KVGroup, ...]) -> None:
+    """The fake worker checks the state. It is stored here, as the KV is."""
+    bench = states_bench(groups)
+    bench.come("a", LONG_PROMPT)
+    assert bench.step() == {}
+    bench.transfer()
+    bench.answer()
+    assert bench.step() == {}
+    bench.transfer()
+    (load,) = bench.loads
+    assert load.source == THERE
+    assert load.state_key in bench.there.index
+    bench.end_load()
+    assert bench.step() == {"a": 3}
+    assert bench.offload.num_loaded_states == 1
+    assert bench.offload.num_remote_tokens == bench.offload.num_loaded_tokens == 10 * BLOCK
+    bench.transfer()
+    assert {load.state_key, *load.keys} <= bench.here.index
+    bench.run()
+
+
+@pytest.mark.parametrize("groups", ALL_GROUPS, ids=len)
+def test_without_its_state_from_there_the_prompt_is_computed(groups: tuple[KVGroup, ...]) -> None:
+    """A load that brings nothing does not measure what reading costs."""
+    bench = states_bench(groups)
+    bench.come("a", LONG_PROMPT)
+    bench.step()
+    bench.transfer()
+    bench.answer()
+    bench.step()
+    bench.transfer()
+    bench.end_load(most=0, load_ns=10**12)
+    assert bench.step() == {"a": len(LONG_PROMPT)}
+    assert bench.offload.num_remote_tokens == bench.offload.num_loaded_states == 0
+    assert THERE not in bench.offload.costs._loaded_ns
+    bench.run()
+    assert bench.loads == bench.questions == []
+
+
+def test_only_states_behind_those_that_are_here_are_asked_for() -> None:
+    there = fill()
+    bench = states_bench(ALL_GROUPS[0], there)
+    bench.add("head", LONG_PROMPT[: SPACING + 1], 2)
+    bench.run()
+    bench.transfer()
+    request = bench.come("a", LONG_PROMPT)
+    bench.step()
+    bench.transfer()
+    (question,) = bench.questions
+    first = SPACING // BLOCK
+    assert question.keys[::2] == request.block_hashes[first:]
+    bench.answer()
+    bench.step()
+    bench.transfer()
+    assert bench.loads[0].keys == request.block_hashes[first:]
+    bench.end_load()
+    assert bench.step() == {"a": 3}
+    assert bench.offload.num_remote_tokens == (10 - first) * BLOCK
+    bench.run()
+
+
+def test_a_load_of_a_state_alone_may_take_as_long_as_its_tokens() -> None:
+    bench = states_bench(ALL_GROUPS[0], num_states=1)
+    bench.add("first", LONG_PROMPT, 2)
+    bench.run()
+    bench.transfer()  # its KV is cached here, and no state of it
+    bench.offload.costs._computed_ns = 20e6
+    bench.come("a", LONG_PROMPT)
+    bench.step()
+    bench.transfer()
+    bench.answer()
+    bench.step()
+    bench.transfer()
+    assert not bench.loads[0].keys
+    assert bench.loads[0].limit_ms == 10 * BLOCK * 20

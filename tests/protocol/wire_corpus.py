@@ -79,7 +79,7 @@ from protocol.lifecycle import (
 )
 from protocol.message import Decoder, Message, pack_token_ids
 from protocol.process import host_agents
-from protocol.process.host_agents import Failed, Join, Joined, Leave, Settings
+from protocol.process.host_agents import Join, Joined, Leave, Settings
 from protocol.sampling import (
     FinishReason,
     Grammar,
@@ -250,6 +250,7 @@ DIRECTIONS = [
             GrammarCompiled(3, "no such rule"),
             AdapterLoaded(_ADAPTER.adapter_id, "r is 64"),
             BlocksLoaded(7, 1, 250_000, has_state=True),
+            BlocksLoaded(8, 2, 250_000, True, 2, 200_000, True),
             BlocksFound(7, b"\1\0"),
         ],
     ),
@@ -312,12 +313,8 @@ DIRECTIONS = [
     Direction(
         "agent to supervisor",
         host_agents.decode_from_agent,
-        host_agents.FromAgent,
-        [
-            Join("one"),
-            Join("two:7000", "tcp://10.0.0.2:7000", "0a1b", True),
-            Failed("one", "the model cannot be divided"),
-        ],
+        Join,
+        [Join("one"), Join("two:7000", "tcp://10.0.0.2:7000", "0a1b", True)],
     ),
     Direction(
         "supervisor to agent",
@@ -332,12 +329,13 @@ DIRECTIONS = [
         [
             HaveBlocks(1, "0123456789abcdef", 0, [bytes(32), bytes(33)]),
             ReadBlock(2, "0123456789abcdef", 1, bytes(range(32))),
+            ReadBlock(3, "0123456789abcdef", 1, bytes(range(33)), 2**20),
         ],
     ),
     Direction(
         "block server to worker",
         block_link.decode_from_server,
         block_link.FromBlockServer,
-        [BlocksHad(1, b"\1\0"), BlockContent(2, memoryview(b"content of a file"))],
+        [BlocksHad(1, b"\1\0"), BlockContent(2, memoryview(b"content of a file"), 17)],
     ),
 ]

@@ -16,7 +16,6 @@ from protocol.core_worker import (
     LoadAdapter,
     ModelFacts,
     ModelRunnerOutput,
-    RankAnswer,
     SchedulerOutput,
     UnloadAdapter,
 )
@@ -130,10 +129,10 @@ class CheckedEngine(EngineCore):
                 self._loads.sent(message.adapter.adapter_id)
         return messages
 
-    def answered(self, answer: RankAnswer) -> None:
-        if self._loads is not None and isinstance(answer, AdapterLoaded):
-            self._loads.answered(answer.adapter_id)
-        super().answered(answer)
+    def adapter_loaded(self, message: AdapterLoaded) -> None:
+        if self._loads is not None:
+            self._loads.answered(message.adapter_id)
+        super().adapter_loaded(message)
 
     def schedule(self) -> SchedulerOutput | None:
         step = super().schedule()

@@ -75,6 +75,7 @@ def run_batch(seeds: range, num_events: int) -> Counter[str]:
         counts["swaps"] += scheduler.swapper.num_swapped_out
         counts["loads"] += machine.num_loads
         counts["loads from another machine"] += machine.num_remote_loads
+        counts["states from another machine"] += machine.num_remote_states_loaded
     signal.alarm(0)
     return counts
 

@@ -45,14 +45,25 @@ NUM_THERE = NUM_PROMPTS // 2
 class Machine:
     """An engine that other machines reach, and that stores its blocks."""
 
-    def __init__(self, start_engine: EngineFactory, keys: Path, *null_flags: str) -> None:
-        """Start it with the demo model, or with `null_flags` and the null model."""
+    def __init__(
+        self,
+        start_engine: EngineFactory,
+        keys: Path,
+        *null_flags: str,
+        begin: Callable[..., Engine] | None = None,
+    ) -> None:
+        """Start it with the demo model, or with `null_flags` and the null model.
+
+        `begin` starts another model, with all flags.
+        """
         self.port = free_port()
         self.kv_port = free_port()
         listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
         flags = (*MEMORY, *listen, "--kv-listen", f"127.0.0.1:{self.kv_port}")
-        if null_flags:
-            self.engine: Engine = start_engine("--no-api", *null_flags, *flags)
+        if begin is not None:
+            self.engine: Engine = begin(start_engine, *null_flags, *flags)
+        elif null_flags:
+            self.engine = start_engine("--no-api", *null_flags, *flags)
         else:
             self.engine = start(start_engine, *flags)
 

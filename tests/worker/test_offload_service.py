@@ -71,12 +71,12 @@ class Bench:
         self.memory = PoolMemory(self.pool, MAX_READERS + num_writer_slots)  # type: ignore[arg-type]
         self.stores = [BlockStore(path, 2**20, self.memory.block_bytes) for path in paths]
         self.states = [torch.randn(NUM_BLOCKS, 4)]
-        states = PoolMemory(self.pool, MAX_READERS + 2, self.states)  # type: ignore[arg-type]
+        self.state_memory = PoolMemory(self.pool, MAX_READERS + 2, self.states)  # type: ignore[arg-type]
         self.draft_tensors = [torch.randn(NUM_BLOCKS, 3)]
         drafts = PoolMemory(self.pool, MAX_READERS + 2, self.draft_tensors)  # type: ignore[arg-type]
         self.draft_kv = FakeDraftKV()
-        draft_blocks = DraftBlocks(drafts, self.draft_kv, 0, "one draft model")
-        self.service = OffloadService(self.memory, self.stores, states, draft_blocks)
+        self.drafts = DraftBlocks(drafts, self.draft_kv, 0, "one draft model")
+        self.service = OffloadService(self.memory, self.stores, self.state_memory, self.drafts)
 
     def content(self, block_id: int) -> bytes:
         rows = [tensor[block_id].contiguous().view(torch.uint8) for tensor in self.tensors]

@@ -106,8 +106,10 @@ class Reader:
     def __init__(self, path: Path, keys: Path, layout: str = LAYOUT) -> None:
         self.bench = Bench([path / "here"])
         self.peers = ClosedPeers(read_engine_keys(keys), layout, 0)
-        service = OffloadService(self.bench.memory, self.bench.stores, peers=self.peers)
-        self.service = self.bench.service = service
+        bench = self.bench
+        self.service = bench.service = OffloadService(
+            bench.memory, bench.stores, bench.state_memory, bench.drafts, self.peers
+        )
 
     def load(
         self, address: str, numbers: list[int], block_ids: list[int], limit_ms: int = 0

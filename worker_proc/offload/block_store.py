@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -229,21 +230,43 @@ def taken_bytes(block_bytes: int) -> int:
     return num_pages * _PAGE_BYTES
 
 
-def unpack(key: bytes, content: memoryview, block: Parts) -> bool:
-    """Fill `block` from the content of a block's file; False: it is not that block, intact.
+def file_bytes(block: Parts) -> int:
+    """Return the length of the file of a block."""
+    return HEADER_BYTES + sum(map(len, block))
 
-    After False the content of `block` is undefined.
-    """
-    num_bytes = sum(map(len, block))
-    if len(content) != HEADER_BYTES + num_bytes:
-        return False
-    magic, checksum, stated_bytes = _HEADER.unpack(content[:HEADER_BYTES])
-    start = HEADER_BYTES
-    for part in block:
-        part[:] = content[start : start + len(part)]
-        start += len(part)
-    is_whole: bool = magic == _MAGIC and stated_bytes == num_bytes
-    return is_whole and checksum == _checksum(key, block)
+
+class Unpacking:
+    """Fills a block from the content of its file, which comes in pieces, from its beginning on."""
+
+    def __init__(self, key: bytes, block: Parts) -> None:
+        self._key = key
+        self._block = block
+        self._header = bytearray(HEADER_BYTES)
+        self.num_bytes = file_bytes(block)
+        """Of the whole file."""
+        self._left = deque([memoryview(self._header), *block])
+        """What is not filled yet."""
+
+    def add(self, piece: memoryview) -> None:
+        """Take the next piece; ValueError, and nothing is written, if it is beyond the end."""
+        if len(piece) > sum(map(len, self._left)):
+            raise ValueError(f"the file of a block has only {self.num_bytes} bytes")
+        while piece:
+            target = self._left.popleft()
+            num_bytes = min(len(target), len(piece))
+            target[:num_bytes] = piece[:num_bytes]
+            if num_bytes < len(target):
+                self._left.appendleft(target[num_bytes:])
+            piece = piece[num_bytes:]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all of that block has come; if not, its content is undefined."""
+        if any(map(len, self._left)):
+            return False
+        magic, checksum, block_bytes = _HEADER.unpack(self._header)
+        is_whole: bool = magic == _MAGIC and block_bytes == self.num_bytes - HEADER_BYTES
+        return is_whole and checksum == _checksum(self._key, self._block)
 
 
 def _entries(directory: str | Path) -> list["os.DirEntry[str]"]:

@@ -1,6 +1,7 @@
 """Reads the blocks of a request from the stores, and from another machine what no store has.
 
-Each load has a thread, which copies each block to the pool once it has been read and checked. If a
+Each load has a thread, which copies each block to the pool once it has been read and checked. What
+has come of a block lies in a slot of its memory until then, so a load takes no other memory. If a
 file system does not answer, the load ends after some seconds with what it has: its thread is left
 behind, and copies nothing any more.
 """
@@ -9,14 +10,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 
 from protocol.core_worker import BlocksLoaded, LoadBlocks
-from worker_proc.offload.block_store import BlockStore, unpack
+from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.drafts import DraftBlocks
-from worker_proc.offload.memory import BlockMemory
+from worker_proc.offload.memory import BlockMemory, Parts
 from worker_proc.offload.priority import lower_priority
-from worker_proc.offload.remote import Peers
+from worker_proc.offload.remote import Outcome, Peers, Wanted
 
 LOAD_TIMEOUT_S = 10.0
 
@@ -53,7 +54,7 @@ class BlockLoad(threading.Thread):
         self._copying = threading.Lock()
         self._is_ended = False
         self._num_blocks = 0
-        self._has_state = False
+        self._has_state = self._has_remote_state = False
         self._num_remote_blocks = self._remote_ns = 0
         self.is_done = False
 
@@ -67,22 +68,54 @@ class BlockLoad(threading.Thread):
         self._on_end(self._slot)
 
     def _read_all(self) -> None:
-        keys = self._message.keys
-        is_here = [any(key in store.index for store in self._stores) for key in keys]
-        missing = [key for key, here in zip(keys, is_here, strict=True) if not here]
-        with contextlib.closing(self._contents(missing)) as contents:
-            self._read_each(is_here, contents)
+        wanted = self._wanted()
+        with contextlib.closing(self._arrivals(wanted)) as arrivals:
+            self._read_each({each.key for each in wanted}, arrivals)
 
-    def _contents(self, keys: Sequence[bytes]) -> Generator[memoryview]:
-        """Yield blocks of the other machine, as far as it answers; the first `next` connects."""
-        source, peers = self._message.source, self._peers
-        if not source or peers is None:
+    def _wanted(self) -> list[Wanted]:
+        """Return what is to be read from the other machine, in the order in which it is read here.
+
+        A draft model's block is, if the model's block is, too.
+        """
+        message = self._message
+        if not message.source or self._peers is None:
+            return []
+        wanted = []
+        if self._states is not None and message.state_key and not self._is_here(message.state_key):
+            wanted.append(Wanted(message.state_key, self._states.parts(self._slot)))
+        block, draft = self._memory.parts(self._slot), self._draft_parts()
+        for key in message.keys:
+            if self._is_here(key):
+                continue
+            wanted.append(Wanted(key, block))
+            name = self._draft_name(key)
+            if name is not None and not self._is_here(name):
+                wanted.append(Wanted(name, draft))
+        return wanted
+
+    def _is_here(self, key: bytes) -> bool:
+        """Whether a store of this machine probably has a block."""
+        return any(key in store.index for store in self._stores)
+
+    def _draft_name(self, key: bytes) -> bytes | None:
+        return None if self._drafts is None else self._drafts.name(key)
+
+    def _draft_parts(self) -> Parts:
+        return [] if self._drafts is None else self._drafts.memory.parts(self._slot)
+
+    def _arrivals(self, wanted: Sequence[Wanted]) -> Generator[Outcome]:
+        """Yield what has come of each block, as far as the machine answers.
+
+        The first `next` connects.
+        """
+        peers = self._peers
+        if not wanted or peers is None:
             return
         with (
             contextlib.suppress(OSError),
-            peers.reader(source) as reader,
+            peers.reader(self._message.source) as reader,
         ):  # errors are logged there
-            yield from reader.contents(keys, self._memory.block_bytes, self._limit())
+            yield from reader.read(wanted, self._limit())
 
     def _limit(self) -> float:
         limit_ms = self._message.limit_ms
@@ -90,53 +123,66 @@ class BlockLoad(threading.Thread):
             return self.deadline
         return min(self.deadline, self._began_ns / 1e9 + limit_ms / 1000)
 
-    def _read_each(self, is_here: Sequence[bool], contents: Iterator[memoryview]) -> None:
-        """Fill the blocks, in order; `contents` are those that are not here."""
+    def _read_each(self, remote: Set[bytes], arrivals: Iterator[Outcome]) -> None:
+        """Fill the blocks, in order; those of `remote` come from the other machine."""
         message = self._message
-        if message.state_key and not self._read_state():
+        if message.state_key and not self._read_state(remote, arrivals):
             return
-        for block_id, key, here in zip(message.block_ids, message.keys, is_here, strict=True):
-            began_ns = time.monotonic_ns()
-            if not (self._read(key, self._memory) if here else self._take(key, contents)):
-                return
-            with self._copying:
-                if self._is_ended:
+        for block_id, key in zip(message.block_ids, message.keys, strict=True):
+            is_remote = key in remote
+            with self._timed(is_remote=is_remote):
+                if not self._fetch(key, self._memory, remote, arrivals):
                     return
-                self._memory.copy_in(self._slot, block_id)
-                self._num_blocks += 1
-                if self._drafts is not None:
-                    self._drafts.note(block_id, is_filled=False)
-                if not here:
-                    self._num_remote_blocks += 1
-                    self._remote_ns += time.monotonic_ns() - began_ns
-            self._read_draft(block_id, key)
+                with self._copying:
+                    if self._is_ended:
+                        return
+                    self._memory.copy_in(self._slot, block_id)
+                    self._num_blocks += 1
+                    self._num_remote_blocks += is_remote
+                    if self._drafts is not None:
+                        self._drafts.note(block_id, is_filled=False)
+                self._read_draft(block_id, key, remote, arrivals)
 
-    def _take(self, key: bytes, contents: Iterator[memoryview]) -> bool:
-        """Receive a block in the slot; False: the other machine does not have it, or not intact."""
-        content = next(contents, None)
-        if not content:
-            return False
-        if unpack(key, content, self._memory.parts(self._slot)):
-            return True
-        log.warning("a KV block of %s is damaged; it is computed", self._message.source)
-        return False
+    @contextlib.contextmanager
+    def _timed(self, *, is_remote: bool) -> Iterator[None]:
+        """Count the time as that of the other machine, if `is_remote`."""
+        began_ns = time.monotonic_ns()
+        yield
+        if is_remote:
+            self._remote_ns += time.monotonic_ns() - began_ns
 
-    def _read_state(self) -> bool:
+    def _fetch(
+        self, key: bytes, memory: BlockMemory, remote: Set[bytes], arrivals: Iterator[Outcome]
+    ) -> bool:
+        """Read a block to the slot, from here or there; False: it is not there, or not intact."""
+        if key not in remote:
+            return self._read(key, memory)
+        outcome = next(arrivals, None)
+        if outcome is Outcome.DAMAGED:
+            log.warning("a KV block of %s is damaged; it is computed", self._message.source)
+        return outcome is Outcome.READ
+
+    def _read_state(self, remote: Set[bytes], arrivals: Iterator[Outcome]) -> bool:
         """Fill the state block; returns whether its state was there."""
         states, message = self._states, self._message
-        if states is None or not self._read(message.state_key, states):
-            return False
-        with self._copying:
-            if not self._is_ended:
-                states.copy_in(self._slot, message.state_block_id)
-                self._has_state = True
+        is_remote = message.state_key in remote
+        with self._timed(is_remote=is_remote):
+            if states is None or not self._fetch(message.state_key, states, remote, arrivals):
+                return False
+            with self._copying:
+                if not self._is_ended:
+                    states.copy_in(self._slot, message.state_block_id)
+                    self._has_state, self._has_remote_state = True, is_remote
         return self._has_state
 
-    def _read_draft(self, block_id: int, key: bytes) -> None:
+    def _read_draft(
+        self, block_id: int, key: bytes, remote: Set[bytes], arrivals: Iterator[Outcome]
+    ) -> None:
         """Fill the draft model's block beside one of the model, if it is there."""
-        drafts = self._drafts
-        name = None if drafts is None else drafts.name(key)
-        if drafts is None or name is None or not self._read(name, drafts.memory):
+        drafts, name = self._drafts, self._draft_name(key)
+        if drafts is None or name is None:
+            return
+        if not self._fetch(name, drafts.memory, remote, arrivals):
             return
         with self._copying:
             if not self._is_ended:
@@ -169,4 +215,5 @@ class BlockLoad(threading.Thread):
             self._has_state,
             num_remote,
             remote_ns,
+            self._has_remote_state,
         )

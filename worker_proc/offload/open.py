@@ -51,16 +51,18 @@ def make_service(
                 _check_room(tier)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    return OffloadService(memory, stores, states, drafts, _peers(config, layout, rank, memory))
+    most_bytes = max(one.block_bytes for one in memories if one is not None)
+    return OffloadService(memory, stores, states, drafts, _peers(config, layout, rank, most_bytes))
 
 
-def _peers(config: EngineConfig, layout: str, rank: int, memory: BlockMemory) -> Peers | None:
+def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Peers | None:
     """Return what reads blocks of other machines; None: there are no keys for that."""
     directory = config.parallel.curve_keys
     if directory is None:
         return None
-    if HEADER_BYTES + memory.block_bytes > MAX_CONTENT_BYTES:
-        log.warning("KV blocks of %d bytes are not read over tcp", memory.block_bytes)
+    if HEADER_BYTES + block_bytes > MAX_CONTENT_BYTES:
+        most = MAX_CONTENT_BYTES - HEADER_BYTES
+        log.warning("blocks of %d bytes are not read over tcp: at most %d are", block_bytes, most)
         return None
     try:
         return Peers(read_engine_keys(Path(directory)), layout, rank)

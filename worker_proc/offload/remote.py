@@ -12,12 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
 
 import zmq
 
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.stores.block_link import (
     MAX_WINDOW,
+    PART_BYTES,
     WINDOW_BYTES,
     BlockContent,
     BlocksHad,
@@ -28,6 +31,8 @@ from protocol.stores.block_link import (
 )
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.curve import ClientKeys
+from worker_proc.offload.block_store import Unpacking, file_bytes
+from worker_proc.offload.memory import Parts
 
 ANSWER_TIMEOUT_S = 2.0
 """The longest wait for a connection, and for each answer."""
@@ -41,6 +46,22 @@ log = logging.getLogger("troika.worker")
 
 class PeerPaused(ConnectionError):
     """A server has not answered a moment ago, and is left alone for now."""
+
+
+class Wanted(NamedTuple):
+    """A block that is to be read, and the memory for it."""
+
+    key: bytes
+    block: Parts
+
+
+class Outcome(Enum):
+    """What has become of a block that was asked for; after any but `READ` it is undefined."""
+
+    READ = auto()
+    NOT_THERE = auto()
+    DAMAGED = auto()
+    """Something else is there, or its parts do not fit together."""
 
 
 class BlockReader:
@@ -96,33 +117,50 @@ class BlockReader:
             raise ConnectionError(f"{self.address} has answered something else")
         return answer.are_there
 
-    def contents(
-        self, keys: Sequence[bytes], block_bytes: int, limit: float
-    ) -> Iterator[memoryview]:
-        """Yield the contents of the blocks, in order, each valid until the next; empty: not there.
+    def read(self, wanted: Sequence[Wanted], limit: float) -> Iterator[Outcome]:
+        """Fill the memory of each block when the iterator comes to it, and yield what has come.
 
-        Some are asked for ahead. It ends at `limit`, in seconds of `time.monotonic`.
+        Parts are asked for ahead, and lie nowhere but there and in the window of the connection.
+        So several blocks may have one memory. It ends at `limit`, in seconds of `time.monotonic`.
         """
-        window = max(1, min(MAX_WINDOW, WINDOW_BYTES // max(block_bytes, 1)))
-        ahead = iter(keys)
-        for key in itertools.islice(ahead, window):
-            self._ask_for(key)
-        for _ in keys:
-            deadline = time.monotonic() + ANSWER_TIMEOUT_S
-            try:
-                answer = self._receive(min(limit, deadline))
-            except TimeoutError:
-                if limit < deadline:  # the server may be well
+        ahead = _Ahead(wanted)
+        for key, block in wanted:
+            unpacking = Unpacking(key, block)
+            num_bytes, outcome = unpacking.num_bytes, Outcome.READ
+            for part_bytes in _part_sizes(num_bytes):
+                for asked_key, start in ahead.take():
+                    self._ask_for(asked_key, start)
+                answer = self._receive_content(limit)
+                if answer is None:
                     return
-                raise
-            if not isinstance(answer, BlockContent):
-                raise ConnectionError(f"{self.address} has answered something else")
-            for key in itertools.islice(ahead, 1):
-                self._ask_for(key)
-            yield answer.content
+                ahead.answered(part_bytes)
+                if outcome is not Outcome.READ:
+                    continue
+                if not answer.num_bytes:
+                    outcome = Outcome.NOT_THERE
+                elif (answer.num_bytes, len(answer.content)) != (num_bytes, part_bytes):
+                    outcome = Outcome.DAMAGED
+                else:
+                    unpacking.add(answer.content)
+            if outcome is Outcome.READ and not unpacking.is_intact:
+                outcome = Outcome.DAMAGED
+            yield outcome
 
-    def _ask_for(self, key: bytes) -> None:
-        self._send(ReadBlock(next(self._numbers), self._layout, self._rank, key))
+    def _receive_content(self, limit: float) -> BlockContent | None:
+        """Return the next part; None: the limit has come."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        try:
+            answer = self._receive(min(limit, deadline))
+        except TimeoutError:
+            if limit < deadline:  # the server may be well
+                return None
+            raise
+        if not isinstance(answer, BlockContent):
+            raise ConnectionError(f"{self.address} has answered something else")
+        return answer
+
+    def _ask_for(self, key: bytes, start: int) -> None:
+        self._send(ReadBlock(next(self._numbers), self._layout, self._rank, key, start))
 
     def _send(self, request: HaveBlocks | ReadBlock) -> None:
         if not self._channel.send(NO_EPOCH, encode(request)):
@@ -160,6 +198,40 @@ class BlockReader:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _part_sizes(num_bytes: int) -> list[int]:
+    """Return the sizes of the parts of a file."""
+    num_whole, rest = divmod(num_bytes, PART_BYTES)
+    return [PART_BYTES] * num_whole + [rest] * (rest > 0)
+
+
+class _Ahead:
+    """The parts that are asked for next, within the bounds of what may be on its way."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self._parts = deque(
+            (key, number * PART_BYTES, part_bytes)
+            for key, block in wanted
+            for number, part_bytes in enumerate(_part_sizes(file_bytes(block)))
+        )
+        self._num_bytes = self._num_answers = 0
+        """On their way."""
+
+    def take(self) -> Iterator[tuple[bytes, int]]:
+        """Yield keys and first bytes."""
+        while self._parts and self._num_answers < MAX_WINDOW:
+            key, start, part_bytes = self._parts[0]
+            if self._num_bytes + part_bytes > WINDOW_BYTES:
+                return
+            self._parts.popleft()
+            self._num_bytes += part_bytes
+            self._num_answers += 1
+            yield key, start
+
+    def answered(self, part_bytes: int) -> None:
+        self._num_bytes -= part_bytes
+        self._num_answers -= 1
 
 
 class Peers:
