@@ -35,9 +35,10 @@ from protocol.client.errors import RequestFailed, RequestQuarantined
 from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
 from protocol.lifecycle import Role
 from protocol.process import gc_tuning
-from protocol.process.child_runtime import ChildProcess, log_label
+from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from protocol.process.file_watch import watch_files
+from protocol.process.logs import log_label
 from protocol.process.machines import address_files, client_keys, read_addresses
 from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter

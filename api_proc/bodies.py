@@ -5,7 +5,7 @@ listed, so that a request for one of them fails instead of getting a different a
 notice. Other unknown fields: `api_proc.unknown_fields`.
 """
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -16,8 +16,8 @@ from api_proc.http.json_scan import MAX_VALUES, most_values
 from api_proc.openai import structured
 from api_proc.openai.beam_search import LengthPenalty, check_beam_search
 from protocol import sampling
-from protocol.adapters import Adapter
 from protocol.api_core import Tenant
+from protocol.client.ledger import RoutedOptions
 from protocol.message import TokenId
 
 MAX_PROMPTS = 2048
@@ -61,16 +61,6 @@ class RepetitionDetection(msgspec.Struct, frozen=True):
             raise invalid("repetition_detection.min_count", "must be at least 2")
         smallest = max(1, self.min_pattern_size)
         return sampling.RepetitionDetection(self.max_pattern_size, smallest, self.min_count)
-
-
-class RequestOptions(TypedDict):
-    """Keyword arguments of the engine client's `submit`."""
-
-    priority: int
-    cache_salt: str
-    tenant: str
-    adapter: Adapter | None
-    affinity: NotRequired[str]
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
@@ -168,13 +158,12 @@ class SamplingBody(CommonBody, kw_only=True):
         return None
 
     @property
-    def request_options(self) -> RequestOptions:
+    def request_options(self) -> RoutedOptions:
         """The fields that the scheduler uses; the adapter is found by `model` later."""
         return {
             "priority": self.priority or 0,
             "cache_salt": self.cache_salt or "",
             "tenant": self.user or "",
-            "adapter": None,
         }
 
     @property

@@ -45,16 +45,13 @@ from protocol.api_core import (
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import (
-    AdapterLoaded,
-    BlocksFound,
-    BlocksLoaded,
     CompileGrammar,
     FindBlocks,
-    GrammarCompiled,
     LoadAdapter,
     LoadBlocks,
     ModelFacts,
     ModelRunnerOutput,
+    RankAnswer,
     SchedulerOutput,
     StoreBlocks,
     UnloadAdapter,
@@ -84,6 +81,11 @@ class EngineCore:
         self.loop_histogram = LoopHistogram()
         self.num_fenced_frames = 0
 
+    @property
+    def _with_workers(self) -> RunningEngine | None:
+        """The running engine, while it has workers."""
+        return self.running if self._has_workers else None
+
     def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
         """Start or continue with workers that know no request; returns their first step's id."""
         running = self.running
@@ -109,8 +111,8 @@ class EngineCore:
 
     def lose_workers(self) -> None:
         """Take back all steps in flight: running requests wait again, with their outputs kept."""
-        if self.running is not None and self._has_workers:
-            self.running.lose_workers()
+        if self._with_workers is not None:
+            self._with_workers.lose_workers()
         self._has_workers = False
 
     def attribute_death(self, *, is_fault: bool = True, in_step: bool = True) -> None:
@@ -177,56 +179,35 @@ class EngineCore:
         return self._owners.take_mail()
 
     def schedule(self) -> SchedulerOutput | None:
-        if self.running is None or not self._has_workers:
-            return None
-        return self.running.schedule()
+        running = self._with_workers
+        return None if running is None else running.schedule()
 
     def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
         """Return what is to be sent to the workers after the steps that were decided so far."""
-        if self.running is None or not self._has_workers:
-            return []
-        return self.running.take_transfers()
-
-    def blocks_loaded(self, message: BlocksLoaded) -> None:
-        """Handle a rank's answer about blocks that were to be read."""
-        if self.running is None:
-            raise WorkerMisbehaved(f"blocks of request {message.req_id} were never asked for")
-        self.running.blocks_loaded(message)
-
-    def blocks_found(self, message: BlocksFound) -> None:
-        """Handle a rank's answer about blocks of another machine."""
-        if self.running is None:
-            raise WorkerMisbehaved(f"blocks of request {message.req_id} were never looked for")
-        self.running.blocks_found(message)
+        running = self._with_workers
+        return [] if running is None else running.scheduler.take_transfers()
 
     def take_grammars(self) -> list[CompileGrammar]:
         """Return the grammars that are to be sent to the workers before the next step."""
-        if self.running is None or not self._has_workers:
-            return []
-        return self.running.take_grammars()
-
-    def grammar_compiled(self, message: GrammarCompiled) -> None:
-        """Handle the workers' answer about a grammar."""
-        if self.running is None:
-            raise WorkerMisbehaved(f"grammar {message.grammar_id} was never sent")
-        self.running.grammar_compiled(message)
+        running = self._with_workers
+        return [] if running is None else running.grammars.take_messages()
 
     def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
         """Return what is to be sent to the workers about adapters before the next step."""
-        if self.running is None or not self._has_workers:
-            return []
-        return self.running.take_adapters()
+        running = self._with_workers
+        return [] if running is None else running.take_adapters()
 
-    def adapter_loaded(self, message: AdapterLoaded) -> None:
-        """Handle the workers' answer about an adapter."""
+    def answered(self, answer: RankAnswer) -> None:
+        """Handle the ranks' joined answer to one of these messages."""
         if self.running is None:
-            raise WorkerMisbehaved(f"adapter {message.adapter_id} was never sent")
-        self.running.adapter_loaded(message)
+            raise WorkerMisbehaved(f"{type(answer).__name__} came before anything was asked for")
+        self.running.answered(answer)
 
     @property
     def is_sleep_due(self) -> bool:
         """Whether `Sleep` is to be sent to the workers, if there is no step to schedule."""
-        return self.running is not None and self._has_workers and self.running.pausing.is_sleep_due
+        running = self._with_workers
+        return running is not None and running.pausing.is_sleep_due
 
     def sleep_sent(self) -> None:
         if self.running is not None:

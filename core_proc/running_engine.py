@@ -19,6 +19,7 @@ from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.stats import scheduler_stats
+from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
     Control,
@@ -37,15 +38,12 @@ from protocol.core_worker import (
     AdapterLoaded,
     BlocksFound,
     BlocksLoaded,
-    CompileGrammar,
-    FindBlocks,
     GrammarCompiled,
     LoadAdapter,
-    LoadBlocks,
     ModelFacts,
     ModelRunnerOutput,
+    RankAnswer,
     SchedulerOutput,
-    StoreBlocks,
     UnloadAdapter,
 )
 from protocol.message import MAX_TEXT
@@ -180,16 +178,20 @@ class RunningEngine:
         if self.quarantine.refuses(add.prompt, add.sampling_params, now, adapter_id):
             text = "the same request has killed workers; it is refused for ten minutes"
             return RequestError(ErrorCode.QUARANTINED, text)
-        if add.adapter is not None and not self._takes_adapters:
+        if add.adapter is not None and (error := self._why_not_adapter(add.adapter)) is not None:
+            return error
+        return validate_request(add, self.facts)
+
+    def _why_not_adapter(self, adapter: Adapter) -> RequestError | None:
+        if not self._takes_adapters:
             text = "the engine was started without enable_lora"
             return RequestError(ErrorCode.INVALID, text, ADAPTER_PARAM)
-        if add.adapter is not None and self.adapters.refuses(add.adapter):
-            text = f"adapter {add.adapter.name!r}: {KILLS_WORKERS}"
-            return RequestError(ErrorCode.QUARANTINED, text, ADAPTER_PARAM)
-        if add.adapter is not None and self.adapters.confuses(add.adapter):
-            text = f"adapter {add.adapter.name!r}: {SAME_ID}"
-            return RequestError(ErrorCode.INVALID, text, ADAPTER_PARAM)
-        return validate_request(add, self.facts)
+        name = f"adapter {adapter.name!r}"
+        if self.adapters.refuses(adapter):
+            return RequestError(ErrorCode.QUARANTINED, f"{name}: {KILLS_WORKERS}", ADAPTER_PARAM)
+        if self.adapters.confuses(adapter):
+            return RequestError(ErrorCode.INVALID, f"{name}: {SAME_ID}", ADAPTER_PARAM)
+        return None
 
     def _overload(self, num_prompt_tokens: int) -> RequestError | None:
         scheduler, limits = self.scheduler, self._limits
@@ -232,34 +234,6 @@ class RunningEngine:
         done = ControlDone(number, not error, self.pausing.mode, error[:MAX_TEXT], code)
         self._owners.post(client, done)
 
-    def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
-        """Return the blocks that the workers are to write or read after the steps so far."""
-        return self.scheduler.take_transfers()
-
-    def blocks_loaded(self, answer: BlocksLoaded) -> None:
-        """Let a request be admitted whose blocks were read, as far as they were there."""
-        if self.scheduler.offload is None:
-            raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never asked for")
-        self.scheduler.blocks_loaded(answer)
-        self._check_invariants()
-
-    def blocks_found(self, answer: BlocksFound) -> None:
-        """Let a request be admitted, or loaded, after the answer of the machine it comes from."""
-        if self.scheduler.offload is None:
-            raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never looked for")
-        self.scheduler.blocks_found(answer)
-        self._check_invariants()
-
-    def take_grammars(self) -> list[CompileGrammar]:
-        """Return the grammars that the workers are to compile now."""
-        return self.grammars.take_messages()
-
-    def grammar_compiled(self, message: GrammarCompiled) -> None:
-        """Let the requests of a grammar be admitted, or refuse them with its error."""
-        self._unblocked(self.grammars.compiled(message))
-        self._refuse_failures()
-        self._check_invariants()
-
     def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
         """Return what the workers are to do about adapters before the next step."""
         is_searching = self.quarantine.is_searching
@@ -267,9 +241,19 @@ class RunningEngine:
         self._unblocked(unblocked)
         return messages
 
-    def adapter_loaded(self, message: AdapterLoaded) -> None:
-        """Let the requests of an adapter be admitted, or refuse them with its error."""
-        self._unblocked(self.adapters.loaded(message))
+    def answered(self, answer: RankAnswer) -> None:
+        """Let the requests that wait for an answer be admitted, or refuse them with its error."""
+        match answer:
+            case GrammarCompiled():
+                self._unblocked(self.grammars.compiled(answer))
+            case AdapterLoaded():
+                self._unblocked(self.adapters.loaded(answer))
+            case _ if self.scheduler.offload is None:
+                raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never asked for")
+            case BlocksLoaded():
+                self.scheduler.blocks_loaded(answer)
+            case BlocksFound():
+                self.scheduler.blocks_found(answer)
         self._refuse_failures()
         self._check_invariants()
 

@@ -478,15 +478,9 @@ class BlocksFound(Message):
     answer."""
 
 
-WorkerToCore = (
-    WorkerHello
-    | ModelRunnerOutput
-    | StepFailed
-    | GrammarCompiled
-    | AdapterLoaded
-    | BlocksLoaded
-    | BlocksFound
-)
+RankAnswer = GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound
+"""What each rank answers to a message about something that is done beside the steps."""
+WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | RankAnswer
 CoreToWorker = (
     Adopt
     | SchedulerOutput

@@ -21,7 +21,7 @@ from protocol.config.addresses import check_tcp_address
 from protocol.config.rules import validate
 from protocol.config.settings import OneLineParser
 from protocol.lifecycle import Role
-from protocol.process.child_runtime import configure_logging, log_label
+from protocol.process.logs import configure_logging, log_label
 from protocol.transport.curve import read_client_keys, read_server_keys
 from scripts.supervisor.console import Console
 from scripts.supervisor.head_link import HeadLink
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.ag
     arguments = _parse(argv, program)
     defaults = EngineConfig()
     label = log_label(Role.SUPERVISOR, 0, defaults)
-    configure_logging(label, defaults.run.log_level, defaults.run.log_format)
+    configure_logging(label, defaults.run)
     signal_fd = watch_signals()
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=False, is_log_only=False)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.ag
             return 0
         head.serve_at(f"tcp://{seen_at}")
         config = _config_here(asked, listen, arguments)
-        configure_logging(label, config.run.log_level, config.run.log_format)
+        configure_logging(label, config.run)
         status, failure = serve(
             config,
             console,

@@ -78,10 +78,10 @@ class InprocEngine:
         A request that fails on its own ends with an output of reason ERROR; the log has the error.
         """
         for message in self._core.take_grammars():
-            self._core.grammar_compiled(compile_now(message, self._runner.grammars))
+            self._core.answered(compile_now(message, self._runner.grammars))
         for order in self._core.take_adapters():
             if (answer := carry_out(order, self._runner.adapters)) is not None:
-                self._core.adapter_loaded(answer)
+                self._core.answered(answer)
         step = self._core.schedule()
         rows: list[RequestOutput] = []
         if step is not None:

@@ -28,7 +28,7 @@ from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.kv.null_states import NullStates
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
 from worker_proc.offload.memory import NoMemory
-from worker_proc.offload.null_states import NullStateMemory
+from worker_proc.offload.null_state_memory import NullStateMemory
 from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid

@@ -14,10 +14,10 @@ from protocol.core_worker import (
     CompileGrammar,
     CoreToWorker,
     FindBlocks,
-    GrammarCompiled,
     LoadAdapter,
     LoadBlocks,
     ModelRunnerOutput,
+    RankAnswer,
     SchedulerOutput,
     StepFailed,
     StoreBlocks,
@@ -65,6 +65,7 @@ class WorkerShim:
         self._grammars = grammars
         self._adapters = adapters
         self._offload = offload
+        self._services = [each for each in (grammars, adapters, offload) if each is not None]
         self._rank = rank
         self._answers = rank == answering_rank
         self._pid = pid
@@ -162,12 +163,8 @@ class WorkerShim:
         self._launched = None
         self._is_abandoned = False
         self._runner.reset(epoch)
-        if self._grammars is not None:
-            self._grammars.begin_adoption()
-        if self._adapters is not None:
-            self._adapters.begin_adoption()
-        if self._offload is not None:
-            self._offload.begin_adoption()
+        for service in self._services:
+            service.begin_adoption()
 
     def _compile(self, message: CompileGrammar) -> WorkerToCore | None:
         if self._grammars is None:
@@ -185,17 +182,9 @@ class WorkerShim:
         """When to call `take_prepared` at the latest, in seconds of `time.monotonic`."""
         return None if self._offload is None else self._offload.deadline
 
-    def take_prepared(
-        self,
-    ) -> list[GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound]:
+    def take_prepared(self) -> list[RankAnswer]:
         """Return answers about grammars, adapters and blocks that have become ready."""
-        results: list[GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound] = []
-        if self._grammars is not None:
-            results += self._grammars.take_results()
-        if self._adapters is not None:
-            results += self._adapters.take_results()
-        if self._offload is not None:
-            results += self._offload.take_results()
+        results = [result for service in self._services for result in service.take_results()]
         return [] if self.link_epoch is None or self._is_abandoned else results
 
     @property

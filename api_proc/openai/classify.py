@@ -5,38 +5,37 @@ from functools import partial
 
 import msgspec
 
-from api_proc.bodies import PromptText, TruncateTokens
-from api_proc.errors import ApiError, from_request_error
+from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
-from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.embeddings import EmbeddingUsage
+from api_proc.http.json_body import BodyDecoder
 from api_proc.openai.objects import encode
-from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission, kept_length
+from api_proc.openai.pooled import (
+    EmbeddingUsage,
+    PooledBody,
+    PooledPrompt,
+    PooledRequests,
+    decoded_in_turn,
+    kept_length,
+    usage_of,
+)
 from api_proc.openai.scores import Texts
 from api_proc.state import ApiState
 from api_proc.text.label_config import label_config
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.api_core import Tenant
-from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
-from protocol.sampling import CacheSalt, Pooling, Priority
+from protocol.sampling import Pooling
 
 _BYTES_PER_LABEL = 32
 
 
-class ClassifyBody(msgspec.Struct, kw_only=True):
+class ClassifyBody(PooledBody, kw_only=True):
     """Body of POST /classify. None: the server's default."""
 
     input: Texts
-    model: str | None = None
-    user: Tenant | None = None
     use_activation: bool | None = None
     """False: the scores of the classification head as they are."""
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: TruncateTokens | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
 
 
 class Classification(msgspec.Struct, kw_only=True):
@@ -64,38 +63,27 @@ _decode = BodyDecoder(ClassifyBody)
 
 async def classify(state: ApiState, connection: Connection) -> None:
     """Handle one request; its texts are computed together with all other requests."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = await state.accepting()
-    with Turn(state.large_requests) as turn:
-        body, unknown = await _decode.in_turn(raw, turn)
-        connection.reserve_values(turn.num_values)
-        connection.headers += state.unknown_fields.check(raw, unknown)
-        raw = b""
+    async with decoded_in_turn(state, connection, _decode) as (body, facts, turn):
         adapter = state.require_model(body.model)
         if facts.num_labels == 0:
             raise ApiError(400, "the model has no classification head", code="unsupported_model")
-        texts: list[PromptText] = [body.input] if isinstance(body.input, str) else body.input
+        texts = [body.input] if isinstance(body.input, str) else body.input
         connection.reserve(len(texts) * facts.num_labels * _BYTES_PER_LABEL)
         await turn.rest()
         prompts = await connection.while_connected(_tokenize(state, body, texts, facts))
         pooling = Pooling(facts.default_pooling, normalize=False)
-        salt, tenant = body.cache_salt or "", body.user or ""
-        common = Submission(pooling, body.priority or 0, salt, tenant, adapter)
-        with PooledRequests(state, connection, "/classify", prompts) as requests:
-            try:
-                await requests.submit(common, facts, turn)
-                turn.end()
-                results = await requests.read(partial(_result, state, body))
-            except RequestFailed as failure:
-                raise from_request_error(failure.error, "input") from failure
+        requests = PooledRequests(
+            state, connection, body, prompts, pooling=pooling, adapter=adapter
+        )
+        take = partial(_result, state, body)
+        results = await requests.compute(facts, turn, take, param="input")
     if results is not None:
-        num_tokens = requests.num_tokens
         response = ClassificationList(
             id="classify-" + connection.request_id,
             created=int(time.time()),
             model=state.shown_model(body.model),
             data=results,
-            usage=EmbeddingUsage(num_tokens, num_tokens),
+            usage=usage_of(prompts),
         )
         await connection.send(200, encode(response))
 

@@ -8,58 +8,48 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText, TruncateTokens
-from api_proc.errors import from_request_error, invalid
+from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText
+from api_proc.errors import invalid
 from api_proc.http.connection import Connection
-from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.http.json_body import BodyDecoder
 from api_proc.http.json_scan import MAX_VALUES
 from api_proc.openai.objects import encode
 from api_proc.openai.pooled import (
     AT_ONCE,
+    EmbeddingUsage,
+    PooledBody,
     PooledPrompt,
     PooledRequests,
-    Submission,
+    decoded_in_turn,
     kept_length,
     require_vectors,
+    usage_of,
 )
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.api_core import Tenant
-from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
-from protocol.sampling import MAX_EMBEDDING_SIZE, CacheSalt, Pooling, PoolingType, Priority
+from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
 
-PATH = "/v1/embeddings"
 MAX_RESPONSE_BYTES = 2**25
 PromptName = Annotated[str, Meta(max_length=256)]
 _BYTES_PER_NUMBER = {"float": 22, "base64": 6}
 """About what a number takes in the response."""
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
+class EmbeddingBody(PooledBody, kw_only=True):
     """Body of POST /v1/embeddings. None: the server's default."""
 
     input: PromptText | PromptItems
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_SIZE)] | None = None
-    user: Tenant | None = None
     pooling: PoolingType | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: TruncateTokens | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     prompt_name: PromptName | None = None
     """Of the checkpoint's prompts; the text is put in front of each input."""
-
-
-class EmbeddingUsage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    total_tokens: int
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -86,35 +76,22 @@ _decode = BodyDecoder(EmbeddingBody)
 
 async def create_embeddings(state: ApiState, connection: Connection) -> None:
     """Handle one request; its vectors are computed together with all other requests."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = await state.accepting()
-    with Turn(state.large_requests) as turn:
-        body, unknown = await _decode.in_turn(raw, turn)
-        connection.reserve_values(turn.num_values)
-        connection.headers += state.unknown_fields.check(raw, unknown)
-        raw = b""
+    async with decoded_in_turn(state, connection, _decode) as (body, facts, turn):
         adapter = state.require_model(body.model)
         pooling = _pooling(state, body, facts)
         inputs = _inputs(body)
         # Before any work: requests that wait for their turns hold what their answers will take.
         connection.reserve(_response_bytes(body, len(inputs), pooling, facts))
         await turn.rest()
-        work = _tokenize(state, body, inputs, facts)
-        prompts = await connection.while_connected(work)
+        prompts = await connection.while_connected(_tokenize(state, body, inputs, facts))
+        requests = PooledRequests(
+            state, connection, body, prompts, pooling=pooling, adapter=adapter
+        )
         render = partial(_render, body.encoding_format or "float")
-        salt, tenant = body.cache_salt or "", body.user or ""
-        common = Submission(pooling, body.priority or 0, salt, tenant, adapter)
-        pooled = [PooledPrompt(token_ids) for token_ids in prompts]
-        with PooledRequests(state, connection, PATH, pooled) as requests:
-            try:
-                await requests.submit(common, facts, turn)
-                turn.end()
-                vectors = await requests.read(render)
-            except RequestFailed as failure:
-                raise from_request_error(failure.error, "input") from failure
+        vectors = await requests.compute(facts, turn, render, param="input")
     if vectors is not None:
         name = state.shown_model(body.model)
-        await connection.send_pieces(_response(name, connection, prompts, vectors))
+        await connection.send_pieces(_response(name, connection, usage_of(prompts), vectors))
 
 
 def _response_bytes(
@@ -164,7 +141,7 @@ def _inputs(body: EmbeddingBody) -> list[Any]:
 
 async def _tokenize(
     state: ApiState, body: EmbeddingBody, items: list[Any], facts: ModelFacts
-) -> list[list[int]]:
+) -> list[PooledPrompt]:
     """Return the ids of each input."""
     max_tokens = facts.max_model_len
     keep_last = kept_length(body.truncate_prompt_tokens, facts)
@@ -182,7 +159,7 @@ async def _tokenize(
     longest = max(map(len, prompts))
     if longest > max_tokens:
         raise too_long(longest, max_tokens, "input", num_outputs=0)
-    return prompts
+    return [PooledPrompt(token_ids) for token_ids in prompts]
 
 
 def _render(encoding_format: str, index: int, packed: bytes) -> bytes:
@@ -192,16 +169,15 @@ def _render(encoding_format: str, index: int, packed: bytes) -> bytes:
 
 
 def _response(
-    model: str, connection: Connection, prompts: list[list[int]], vectors: list[bytes]
+    model: str, connection: Connection, usage: EmbeddingUsage, vectors: list[bytes]
 ) -> list[bytes]:
     """Return the response in pieces of some vectors each."""
-    num_tokens = sum(map(len, prompts))
     response = EmbeddingList(
         id="embd-" + connection.request_id,
         created=int(time.time()),
         model=model,
         data=[],
-        usage=EmbeddingUsage(num_tokens, num_tokens),
+        usage=usage,
     )
     before, name, after = encode(response).partition(b'"data":')
     groups = [

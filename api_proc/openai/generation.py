@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from api_proc.bodies import RequestOptions, SamplingBody
+from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import counted_as, invalid
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
@@ -24,7 +24,7 @@ from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenSt
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
-from protocol.client.ledger import check_request
+from protocol.client.ledger import RoutedOptions, check_request
 from protocol.client.packed_prompt import PromptIds, extended
 from protocol.client.request_stream import RequestStream
 from protocol.message import TokenIds
@@ -247,7 +247,7 @@ class Generation:
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
 
     @property
-    def _options(self) -> RequestOptions:
+    def _options(self) -> RoutedOptions:
         """What the core gets beside the parameters; by default an adapter is its own tenant."""
         options = self._body.request_options
         if self._adapter is not None:
@@ -278,9 +278,9 @@ class Generation:
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
             options = self._options
-            whole = extended(prompt, token_ids)
+            options["resent"] = bool(token_ids)
             try:
-                return client.submit(whole, step_params, **options, resent=bool(token_ids))
+                return client.submit(extended(prompt, token_ids), step_params, **options)
             except RequestFailed as failure:
                 failure.is_refusal = not token_ids  # a search that has begun was accepted
                 raise

@@ -1,32 +1,51 @@
-"""The prompts of one HTTP request that get a vector each: embeddings, scores, labels."""
+"""What the routes for embeddings, scores and labels share: each prompt gets a vector."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from api_proc.bodies import check_truncation
-from api_proc.errors import ApiError, counted_as
+from api_proc.bodies import TruncateTokens, check_truncation
+from api_proc.errors import ApiError, counted_as, from_request_error
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
-from api_proc.http.json_body import Turn
+from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.open_requests import Slot
 from api_proc.openai.packing import packed_in_turn
 from api_proc.state import ApiState
 from protocol.adapters import Adapter
-from protocol.api_core import ErrorCode, RequestError, RequestOutput
+from protocol.api_core import ErrorCode, RequestError, RequestOutput, Tenant
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import ModelFacts
-from protocol.sampling import FinishReason, Pooling, pooling_params
+from protocol.sampling import CacheSalt, FinishReason, Pooling, Priority, pooling_params
 
 AT_ONCE = 32
 """Vectors rendered in one turn of the event loop."""
 _SLICE_S = 0.002
 
 T = TypeVar("T")
+
+
+class PooledBody(msgspec.Struct, kw_only=True):
+    """What the bodies of all these routes have. None: the server's default."""
+
+    model: str | None = None
+    user: Tenant | None = None
+    truncate_prompt_tokens: TruncateTokens | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+Body = TypeVar("Body", bound=PooledBody)
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
 
 
 class PooledPrompt(NamedTuple):
@@ -37,14 +56,24 @@ class PooledPrompt(NamedTuple):
     """As in `Pooling`."""
 
 
-class Submission(NamedTuple):
-    """What the prompts of a request have in common."""
+def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return EmbeddingUsage(num_tokens, num_tokens)
 
-    pooling: Pooling
-    priority: int
-    cache_salt: str
-    tenant: str
-    adapter: Adapter | None = None
+
+@asynccontextmanager
+async def decoded_in_turn(
+    state: ApiState, connection: Connection, decode: BodyDecoder[Body]
+) -> AsyncIterator[tuple[Body, ModelFacts, Turn]]:
+    """Read and decode the body of a request, whose turn lasts to the end of the block."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    facts = await state.accepting()
+    with Turn(state.large_requests) as turn:
+        body, unknown = await decode.in_turn(raw, turn)
+        connection.reserve_values(turn.num_values)
+        connection.headers += state.unknown_fields.check(raw, unknown)
+        del raw
+        yield body, facts, turn
 
 
 def require_vectors(facts: ModelFacts) -> None:
@@ -66,14 +95,23 @@ class PooledRequests:
     """All vectors of one HTTP request. At its exit those that are not computed are aborted."""
 
     def __init__(
-        self, state: ApiState, connection: Connection, path: str, prompts: list[PooledPrompt]
+        self,
+        state: ApiState,
+        connection: Connection,
+        body: PooledBody,
+        prompts: Sequence[PooledPrompt],
+        *,
+        pooling: Pooling,
+        adapter: Adapter | None,
     ) -> None:
         self.request_id = connection.request_id
         self.response = None
         self._state = state
         self._connection = connection
-        self._path = path
+        self._body = body
         self._prompts = prompts
+        self._pooling = pooling
+        self._adapter = adapter
         self._streams: list[RequestStream] = []
         self._num_read = 0
         self._end: FinishReason | None = FinishReason.ABORT
@@ -82,9 +120,8 @@ class PooledRequests:
         self._arrival = time.monotonic()
 
     @property
-    def num_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(len(prompt.token_ids) for prompt in self._prompts)
+    def _num_tokens(self) -> int:
+        return usage_of(self._prompts).total_tokens
 
     def __enter__(self) -> "PooledRequests":
         self._state.open_requests.add(self)
@@ -97,7 +134,7 @@ class PooledRequests:
             for _stream in self._streams[self._num_read :]:
                 metrics.count_end(self._end)
         is_sent = self._num_read == len(self._prompts)
-        record = GenerationRecord(self.num_tokens, 0, None, is_sent=is_sent)
+        record = GenerationRecord(self._num_tokens, 0, None, is_sent=is_sent)
         self._connection.scope[GENERATION_KEY] = record
         self._cancel()
         self._state.open_requests.remove(self)
@@ -119,33 +156,48 @@ class PooledRequests:
 
     def slot(self) -> Slot:
         return Slot(
-            path=self._path,
+            path=self._connection.scope["path"],
             state="running" if self._num_read else "waiting",
             age_s=round(time.monotonic() - self._arrival, 3),
             num_sequences=len(self._prompts),
-            num_prompt_tokens=self.num_tokens,
+            num_prompt_tokens=self._num_tokens,
             num_output_tokens=0,
         )
 
-    async def submit(self, common: Submission, facts: ModelFacts, turn: Turn) -> None:
+    async def compute(
+        self, facts: ModelFacts, turn: Turn, take: Callable[[int, bytes], T], *, param: str
+    ) -> list[T] | None:
+        """Return what `take` makes of each prompt's vector; None: the client has disconnected.
+
+        A vector is float32, little-endian; `take` gets its number, too. `param` is named in errors.
+        """
+        with self:
+            try:
+                await self._submit(facts, turn)
+                turn.end()
+                return await self._read(take)
+            except RequestFailed as failure:
+                raise from_request_error(failure.error, param) from failure
+
+    async def _submit(self, facts: ModelFacts, turn: Turn) -> None:
         """Send all prompts to the core, in slices."""
-        state = self._state
+        state, body, adapter = self._state, self._body, self._adapter
         began = time.perf_counter()
         for token_ids, second_text_start in self._prompts:
             [prompt] = await packed_in_turn([token_ids], facts, turn)
             if self._is_cancelled:
                 return
-            pooling = common.pooling
+            pooling = self._pooling
             if second_text_start:
                 changed = {"second_text_start": second_text_start}
                 pooling = msgspec.structs.replace(pooling, **changed)
             stream = state.client.submit(
                 prompt,
                 pooling_params(pooling),
-                priority=common.priority,
-                cache_salt=common.cache_salt,
-                tenant=common.tenant or ("" if common.adapter is None else common.adapter.name),
-                adapter=common.adapter,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                tenant=body.user or ("" if adapter is None else adapter.name),
+                adapter=adapter,
             )
             self._streams.append(stream)
             state.metrics.prompt_tokens.observe(len(token_ids))
@@ -153,11 +205,7 @@ class PooledRequests:
                 await turn.pause()
                 began = time.perf_counter()
 
-    async def read(self, take: Callable[[int, bytes], T]) -> list[T] | None:
-        """Return what `take` makes of each vector, in order; None: the client has disconnected.
-
-        A vector is float32, little-endian; `take` gets its number, too.
-        """
+    async def _read(self, take: Callable[[int, bytes], T]) -> list[T] | None:
         taken = []
         for index, stream in enumerate(self._streams):
             try:

@@ -11,22 +11,27 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from api_proc.bodies import MAX_PROMPTS, PromptText, TruncateTokens
-from api_proc.errors import ApiError, from_request_error, invalid
+from api_proc.bodies import MAX_PROMPTS, PromptText
+from api_proc.errors import ApiError, invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.embeddings import EmbeddingUsage
 from api_proc.openai.objects import encode
-from api_proc.openai.pooled import PooledPrompt, PooledRequests, Submission, kept_length
+from api_proc.openai.pooled import (
+    EmbeddingUsage,
+    PooledBody,
+    PooledPrompt,
+    PooledRequests,
+    decoded_in_turn,
+    kept_length,
+    usage_of,
+)
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.label_config import label_config
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.api_core import Tenant
-from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
-from protocol.sampling import CacheSalt, Pooling, Priority
+from protocol.sampling import Pooling
 
 _BYTES_PER_SCORE = 96
 _FORMS = (
@@ -40,16 +45,11 @@ _FORMS = (
 Texts = PromptText | Annotated[list[PromptText], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
-class ScoringBody(msgspec.Struct, kw_only=True):
+class ScoringBody(PooledBody, kw_only=True):
     """What the bodies of both routes have. None: the server's default."""
 
-    model: str | None = None
-    user: Tenant | None = None
     use_activation: bool | None = None
     """False: the scores of the classification head as they are."""
-    truncate_prompt_tokens: TruncateTokens | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
 
 
 class ScoreBody(ScoringBody, kw_only=True):
@@ -127,7 +127,7 @@ class _Pairs(msgspec.Struct, frozen=True):
 
 class _Scored(msgspec.Struct, frozen=True):
     scores: list[float]
-    num_tokens: int
+    usage: EmbeddingUsage
 
 
 _decode_score = BodyDecoder(ScoreBody)
@@ -136,13 +136,7 @@ _decode_rerank = BodyDecoder(RerankBody)
 
 async def create_scores(state: ApiState, connection: Connection) -> None:
     """POST /score and /v1/score."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = await state.accepting()
-    with Turn(state.large_requests) as turn:
-        body, unknown = await _decode_score.in_turn(raw, turn)
-        connection.reserve_values(turn.num_values)
-        connection.headers += state.unknown_fields.check(raw, unknown)
-        raw = b""
+    async with decoded_in_turn(state, connection, _decode_score) as (body, facts, turn):
         scored = await _score(state, connection, _pairs(body), facts, turn)
     if scored is None:
         return
@@ -151,20 +145,14 @@ async def create_scores(state: ApiState, connection: Connection) -> None:
         created=int(time.time()),
         model=state.shown_model(body.model),
         data=[Score(index=i, score=score) for i, score in enumerate(scored.scores)],
-        usage=EmbeddingUsage(scored.num_tokens, scored.num_tokens),
+        usage=scored.usage,
     )
     await connection.send(200, encode(response))
 
 
 async def rerank(state: ApiState, connection: Connection) -> None:
     """POST /rerank, /v1/rerank and /v2/rerank."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = await state.accepting()
-    with Turn(state.large_requests) as turn:
-        body, unknown = await _decode_rerank.in_turn(raw, turn)
-        connection.reserve_values(turn.num_values)
-        connection.headers += state.unknown_fields.check(raw, unknown)
-        raw = b""
+    async with decoded_in_turn(state, connection, _decode_rerank) as (body, facts, turn):
         documents = [one if isinstance(one, str) else one.text for one in body.documents]
         pairs = _Pairs(body, [body.query], documents, ("query", "documents"))
         scored = await _score(state, connection, pairs, facts, turn)
@@ -182,7 +170,7 @@ async def rerank(state: ApiState, connection: Connection) -> None:
     response = Reranking(
         id="rerank-" + connection.request_id,
         model=state.shown_model(body.model),
-        usage=EmbeddingUsage(scored.num_tokens, scored.num_tokens),
+        usage=scored.usage,
         results=results[: body.top_n or len(results)],
     )
     await connection.send(200, encode(response))
@@ -219,26 +207,18 @@ async def _score(
     work = _tokenize(state, pairs, facts)
     prompts = await connection.while_connected(work)
     pooling = Pooling(facts.default_pooling, normalize=facts.num_labels == 0)
-    salt, tenant = body.cache_salt or "", body.user or ""
-    common = Submission(pooling, body.priority or 0, salt, tenant, adapter)
-    path = connection.scope["path"]
-    with PooledRequests(state, connection, path, prompts) as requests:
-        try:
-            await requests.submit(common, facts, turn)
-            turn.end()
-            vectors = await requests.read(lambda _, packed: packed)
-        except RequestFailed as failure:
-            raise from_request_error(failure.error, pairs.fields[1]) from failure
+    requests = PooledRequests(state, connection, body, prompts, pooling=pooling, adapter=adapter)
+    vectors = await requests.compute(facts, turn, lambda _, packed: packed, param=pairs.fields[1])
     if vectors is None:
         return None
-    num_tokens = requests.num_tokens
+    usage = usage_of(prompts)
     if facts.num_labels == 0:
-        return _Scored(await _cosines(vectors, len(pairs.first)), num_tokens)
+        return _Scored(await _cosines(vectors, len(pairs.first)), usage)
     scores = [unpack_floats(packed).tolist() for packed in vectors]
     if body.use_activation is not False:
         labels = label_config(state.config.model)
         scores = [labels.activate(one) for one in scores]
-    return _Scored([score for [score] in scores], num_tokens)
+    return _Scored([score for [score] in scores], usage)
 
 
 def _check(facts: ModelFacts) -> None:

@@ -100,9 +100,13 @@ class KVCacheManager:
         limit = len(request.block_hashes)
         if self.states is not None:  # the last token is computed from the state before it
             limit = (request.num_tokens - 1) // self.block_size
+        return self._common_hits(request, num_groups, limit)
+
+    def _common_hits(self, request: Request, num_groups: int, limit: int) -> Tables:
+        """Find the longest prefix, up to `limit` blocks, that the first groups all have."""
         while True:
-            hits = [self._hits(request, index, limit) for index in range(num_groups)]
-            shortest = min(map(len, hits))
+            hits = [self._hits(request, group, limit) for group in range(num_groups)]
+            shortest = min(map(len, hits), default=limit)
             if shortest == limit or len(hits) == 1:
                 return hits
             limit = shortest
@@ -240,25 +244,13 @@ class KVCacheManager:
             if not is_stored(request.block_hashes[end - 1], len(self.groups)):
                 end -= 1
                 continue
-            kv_hits = self._kv_hits(request, end)
+            kv_hits = self._common_hits(request, len(self.groups), end)  # without the states
             reach = self._num_loadable(request, kv_hits, end, is_stored)
             if reach == end:
-                return [*kv_hits, [NULL_BLOCK] * self._num_hit(kv_hits)], end
+                num_kv_hit = len(kv_hits[0]) if kv_hits else 0
+                return [*kv_hits, [NULL_BLOCK] * num_kv_hit], end
             end = max(reach, num_hit)
         return hits, num_hit
-
-    def _kv_hits(self, request: Request, limit: int) -> Tables:
-        """Find the longest cached KV within some blocks, without regard to states."""
-        while True:
-            hits = [self._hits(request, index, limit) for index in range(len(self.groups))]
-            shortest = min(map(len, hits), default=limit)
-            if shortest == limit:
-                return hits
-            limit = shortest
-
-    @staticmethod
-    def _num_hit(kv_hits: Tables) -> int:
-        return len(kv_hits[0]) if kv_hits else 0
 
     def _num_loadable(
         self,

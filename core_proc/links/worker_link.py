@@ -5,22 +5,20 @@ wait for it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from core_proc.engine import EngineCore
 from core_proc.links.output_check import WorkerMisbehaved
 from core_proc.links.owners import Client
 from core_proc.links.pidfd_monitor import PidfdMonitor
-from core_proc.links.rank_answers import RankAnswers
+from core_proc.links.rank_answers import RankAnswers, joined
 from core_proc.links.workers import WorkerGroup
 from protocol.api_core import StepOutputs
 from protocol.core_worker import (
     AdapterLoaded,
     Adopt,
-    BlocksFound,
-    BlocksLoaded,
     CoreToWorker,
-    GrammarCompiled,
+    RankAnswer,
     Sleep,
     StepFailed,
     UnloadAdapter,
@@ -70,10 +68,7 @@ class WorkerLink:
         self._engine = engine
         self._send_to_client = send_to_client
         self._adopted_epoch: int | None = None
-        self._compiled: RankAnswers[str] = RankAnswers(group.size)
-        self._loaded: RankAnswers[BlocksLoaded] = RankAnswers(group.size)
-        self._found: RankAnswers[bytes] = RankAnswers(group.size)
-        self._adapters: RankAnswers[str] = RankAnswers(group.size)
+        self._answers = RankAnswers(group.size)
         self._page = page
         self._core_epoch = core_epoch
         self._unexplained: set[int] = set()
@@ -111,10 +106,8 @@ class WorkerLink:
         elif isinstance(message, StepFailed):  # the worker exits and reports to its supervisor
             self._lose(peer, f"step {message.step_id} failed on rank {rank}: {message.error}")
             self._explain_loss(is_fault=True)
-        elif isinstance(message, BlocksLoaded | BlocksFound | GrammarCompiled):
+        elif isinstance(message, RankAnswer):
             self._join(rank, message)
-        elif isinstance(message, AdapterLoaded):
-            self._join_adapter(rank, message)
         elif rank != self._group.answering_rank:
             self._engine.num_fenced_frames += 1
         else:
@@ -125,37 +118,20 @@ class WorkerLink:
             for client, outputs in outputs_of.items():
                 self._send_to_client(client, outputs)
 
-    def _join(self, rank: int, message: BlocksLoaded | BlocksFound | GrammarCompiled) -> None:
-        """Take in what every rank answers: it has its part of a block, and its own grammars."""
-        match message:
-            case BlocksLoaded():
-                loads = self._loaded.take(message.req_id, rank, message)
-                if loads is not None:
-                    self._engine.blocks_loaded(_joined(loads))
-            case BlocksFound():
-                found = self._found.take(message.req_id, rank, message.are_there)
-                if found is not None:
-                    are_there = bytes(map(min, zip(*found, strict=False)))
-                    self._engine.blocks_found(BlocksFound(message.req_id, are_there))
-            case GrammarCompiled():
-                errors = self._compiled.take(message.grammar_id, rank, message.error)
-                if errors is not None:
-                    first_error = next(filter(None, errors), "")
-                    self._engine.grammar_compiled(GrammarCompiled(message.grammar_id, first_error))
+    def _join(self, rank: int, answer: RankAnswer) -> None:
+        """Take in what every rank answers; the engine gets the answer of the whole group.
 
-    def _join_adapter(self, rank: int, message: AdapterLoaded) -> None:
-        """Take in what every rank answers: each has its part of an adapter.
-
-        If some ranks have it and others do not, it is dropped.
+        An adapter that only some ranks have loaded is dropped.
         """
-        adapter_id = message.adapter_id
-        errors = self._adapters.take(adapter_id, rank, message.error)
-        if errors is None:
+        answers = self._answers.take(rank, answer)
+        if answers is None:
             return
-        error = next(filter(None, errors), "")
-        if error and not all(errors) and not self._send_to_all(UnloadAdapter(adapter_id)):
-            return
-        self._engine.adapter_loaded(AdapterLoaded(adapter_id, error))
+        whole = joined(answers)
+        if isinstance(whole, AdapterLoaded) and whole.error:
+            is_loaded_somewhere = AdapterLoaded(whole.adapter_id) in answers
+            if is_loaded_somewhere and not self._send_to_all(UnloadAdapter(whole.adapter_id)):
+                return
+        self._engine.answered(whole)
 
     def _on_hello(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         before = self._group.peers
@@ -188,10 +164,7 @@ class WorkerLink:
         if self._adopted_epoch is not None:
             self._unexplained = self._adopted
         self._adopted_epoch = None
-        self._compiled.clear()
-        self._loaded.clear()
-        self._found.clear()
-        self._adapters.clear()
+        self._answers.clear()
         self._engine.lose_workers()
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
@@ -331,16 +304,3 @@ class WorkerLink:
                 self._lose(peer, "it has left too many steps unread", kill=True)
                 return False
         return True
-
-
-def _joined(answers: Sequence[BlocksLoaded]) -> BlocksLoaded:
-    """Return what has come at every rank, and the time of the slowest."""
-    return BlocksLoaded(
-        answers[0].req_id,
-        min(answer.num_blocks for answer in answers),
-        max(answer.load_ns for answer in answers),
-        all(answer.has_state for answer in answers),
-        max(answer.num_remote_blocks for answer in answers),
-        max(answer.remote_ns for answer in answers),
-        any(answer.has_remote_state for answer in answers),
-    )

@@ -357,11 +357,11 @@ class AsyncEngineClient:
         """
         if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
             raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
-        return await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))
+        return (await self._ask(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """End any pause or sleep, also of other clients; errors as `pause`."""
-        return await self._control(timeout_s, ControlAction.RESUME)
+        return (await self._ask(timeout_s, ControlAction.RESUME)).ok
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """Pause everything and let the workers release the KV cache's memory.
@@ -369,7 +369,7 @@ class AsyncEngineClient:
         The memory is free soon after. Returns False while the engine drains, or if it was resumed
         before. Requests keep their tokens and compute KV again. Errors as `pause`.
         """
-        return await self._control(timeout_s, ControlAction.SLEEP)
+        return (await self._ask(timeout_s, ControlAction.SLEEP)).ok
 
     wake_up = resume
 
@@ -382,7 +382,7 @@ class AsyncEngineClient:
         preempts the running requests, which then compute their KV again.
         """
         reset = bool(reset_running_requests)  # it must be encodable when it is sent again
-        return await self._control(timeout_s, ControlAction.RESET_PREFIX_CACHE, reset=reset)
+        return (await self._ask(timeout_s, ControlAction.RESET_PREFIX_CACHE, reset=reset)).ok
 
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
         """Have the workers load an adapter, or check it where they have no room; errors as `pause`.
@@ -403,16 +403,6 @@ class AsyncEngineClient:
     ) -> bool:
         """Have the workers drop an adapter once no request has it; errors as `pause`."""
         return (await self._ask(timeout_s, ControlAction.UNLOAD_ADAPTER, adapter=adapter)).ok
-
-    async def _control(
-        self,
-        timeout_s: float,
-        action: ControlAction,
-        mode: PauseMode = PauseMode.PAUSED_ALL,
-        *,
-        reset: bool = False,
-    ) -> bool:
-        return (await self._ask(timeout_s, action, mode, reset=reset)).ok
 
     async def _ask(
         self,

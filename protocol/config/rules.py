@@ -152,26 +152,13 @@ def _replica_rules(config: EngineConfig) -> Iterator[Rule]:
 def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
     """Links between machines."""
     parallel = config.parallel
-    yield (
-        parallel.core_listen is not None and parallel.curve_keys is None,
-        "core_listen needs curve_keys: a tcp address is never used without keys",
-    )
-    yield (
-        bool(parallel.replica_addresses) and parallel.curve_keys is None,
-        "replica_addresses need curve_keys: a tcp address is never used without keys",
-    )
-    yield (
-        parallel.replica_file is not None and parallel.curve_keys is None,
-        "replica_file needs curve_keys: a tcp address is never used without keys",
-    )
-    yield (
-        parallel.agents_listen is not None and parallel.curve_keys is None,
-        "agents_listen needs curve_keys: a tcp address is never used without keys",
-    )
-    yield (
-        parallel.kv_listen is not None and parallel.curve_keys is None,
-        "kv_listen needs curve_keys: a tcp address is never used without keys",
-    )
+    needs = "core_listen needs, replica_addresses need, replica_file needs, agents_listen needs"
+    for text in (*needs.split(", "), "kv_listen needs"):
+        is_set = getattr(parallel, text.split()[0]) not in (None, ())
+        yield (
+            is_set and parallel.curve_keys is None,
+            f"{text} curve_keys: a tcp address is never used without keys",
+        )
     yield (
         parallel.kv_listen is not None and not config.cache.keeps_blocks,
         "kv_listen needs kv_offload_bytes or kv_offload_dir: it serves what is stored there",
@@ -180,10 +167,7 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
         parallel.data_parallel_size == 0 and not parallel.has_other_machines,
         "data_parallel_size 0 needs agents_listen, replica_file or replica_addresses",
     )
-    addresses = list(parallel.replica_addresses)
-    listens = (parallel.core_listen, parallel.agents_listen, parallel.kv_listen)
-    addresses += filter(None, listens)
-    for address in addresses:
+    for address in (*parallel.replica_addresses, *_listening(config).values()):
         port = int(address.rpartition(":")[2])
         yield not 0 < port < 2**16, f"the port of {address} must be 1 to 65535"
     last = int((parallel.core_listen or ":0").rpartition(":")[2]) + parallel.data_parallel_size - 1
@@ -192,7 +176,14 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
         f"core_listen {parallel.core_listen} leaves no ports for all of data_parallel_size "
         f"{parallel.data_parallel_size}: each replica takes the next one",
     )
-    yield from _port_rules(config)
+    yield from _overlaps(config)
+
+
+def _listening(config: EngineConfig) -> dict[str, str]:
+    """Return the addresses at which processes listen, that of the API apart, by setting."""
+    names = ("core_listen", "agents_listen", "kv_listen")
+    addresses = {name: getattr(config.parallel, name) for name in names}
+    return {name: address for name, address in addresses.items() if address is not None}
 
 
 class _Ports(NamedTuple):
@@ -210,24 +201,14 @@ class _Ports(NamedTuple):
         return is_one_host and not is_apart
 
 
-def _port_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Addresses at which processes of one machine listen, that of the API apart."""
-    return _overlaps(config)
-
-
 def _overlaps(config: EngineConfig, taken: Sequence[_Ports] = ()) -> Iterator[Rule]:
     """Ports of links that overlap each other, or those that are taken."""
-    parallel, ports = config.parallel, list(taken)
-    listens = {
-        "core_listen": parallel.core_listen,
-        "agents_listen": parallel.agents_listen,
-        "kv_listen": parallel.kv_listen,
-    }
-    for setting, address in listens.items():
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            count = max(parallel.data_parallel_size, 1) if setting == "core_listen" else 1
-            ports.append(_Ports(setting, host, int(port), count))
+    ports = list(taken)
+    for setting, address in _listening(config).items():
+        host, _, port = address.rpartition(":")
+        num_replicas = max(config.parallel.data_parallel_size, 1)
+        num_ports = num_replicas if setting == "core_listen" else 1
+        ports.append(_Ports(setting, host, int(port), num_ports))
     for one, other in itertools.combinations(ports, 2):
         yield (
             one.overlap(other),
@@ -260,7 +241,7 @@ def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
     )
     host = (parallel.agents_listen or "").partition(":")[0]
     yield (
-        placement.ray is not None and host in ("0.0.0.0", "*"),
+        placement.ray is not None and host in _ANY_HOST,
         f"agents_listen {parallel.agents_listen} needs the address of this machine with ray: "
         "engines in the cluster join there",
     )

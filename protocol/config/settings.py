@@ -6,6 +6,7 @@ which may have dashes too.
 """
 
 import argparse
+import ctypes
 import difflib
 import linecache
 import os
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
-from protocol.config.environment import erase_variable
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
 from protocol.config.vllm_flags import INSTEAD, OTHER_VALUES
 
@@ -240,7 +240,19 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
     finally:
         for setting in settings():
             if setting.is_secret:
-                erase_variable(setting.variable)
+                _erase_variable(setting.variable)
+
+
+def _erase_variable(name: str) -> None:
+    """Unset a variable, and overwrite the memory that /proc/PID/environ shows."""
+    if name not in os.environ:
+        return
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    address = libc.getenv(os.fsencode(name))
+    if address is not None:
+        ctypes.memset(address, 0, len(os.fsencode(os.environ[name])))
+    del os.environ[name]
 
 
 def _read_yaml(file: str) -> dict[Any, Any]:

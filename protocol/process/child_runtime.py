@@ -1,4 +1,4 @@
-"""The child's side of a process: arguments, parent's death, lifecycle link, log.
+"""The child's side of a process: arguments, parent's death, lifecycle link.
 
 A process is started by command, `python -m core_proc ...`, by a supervisor or by hand. A supervisor
 passes the configuration in a pipe (secrets stay out of argv and environment) and keeps the write
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from protocol.config import EngineConfig, LogFormat, settings
+from protocol.config import EngineConfig, settings
 from protocol.lifecycle import (
     REPEAT_S,
     Command,
@@ -39,6 +39,7 @@ from protocol.lifecycle import (
     ToSupervisor,
 )
 from protocol.message import MAX_TEXT
+from protocol.process.logs import configure_logging, log_label
 from protocol.process.prctl import die_with_parent
 from protocol.process.progress import ProgressReporter
 from protocol.process.run_dir import make_run_dir
@@ -119,7 +120,7 @@ class ChildProcess:
         elif config.run.run_dir is None:
             parser.error("--run-dir is required without a supervisor")
         label = log_label(role, arguments.rank, config)
-        configure_logging(label, config.run.log_level, config.run.log_format)
+        configure_logging(label, config.run)
         return cls(role, arguments, config)
 
     @property
@@ -300,44 +301,3 @@ def show_stacks() -> None:
     """Print all stacks at DUMP_SIGNAL and at a crash: in C, even while the interpreter is held."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)
-
-
-def log_label(role: Role, rank: int, config: EngineConfig) -> str:
-    """Return the name of a process in the log."""
-    if role is Role.API and config.api.api_server_count > 1:
-        return f"{role}-{rank}"
-    name = f"{role} {rank}" if role is Role.WORKER else str(role)
-    return name if config.run.replica is None else f"replica-{config.run.replica} {name}"
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats each record as one line of JSON."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__()
-        self._label = label
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, object] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "process": self._label,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(fields).decode()
-
-
-def configure_logging(label: str, level: str, form: LogFormat = LogFormat.TEXT) -> None:
-    """Send the log of `troika`, and of no other logger, to stderr, with the process's label."""
-    handler = logging.StreamHandler(sys.stderr)
-    if form is LogFormat.JSON:
-        handler.setFormatter(JsonFormatter(label))
-    else:
-        line = f"%(asctime)s [{label}] %(levelname)s %(message)s"
-        handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
-    logger = logging.getLogger("troika")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(level.upper())

@@ -34,6 +34,13 @@ class Join(Message):
     """Whether the engine ends in order: its requests go on elsewhere."""
 
 
+class Failed(Message):
+    """Agent → supervisor, in front of the last `Join`: the engine could not start, or gave up."""
+
+    name: AgentName
+    reason: Text
+
+
 class Joined(Message):
     """Supervisor → agent: the lease is renewed."""
 
@@ -51,7 +58,8 @@ class Leave(Message):
     reason: Text = ""
 
 
+FromAgent = Join | Failed
 ToAgent = Joined | Settings | Leave
 
-decode_from_agent: Decoder[Join] = Decoder(Join)
+decode_from_agent: Decoder[FromAgent] = Decoder(FromAgent)
 decode_to_agent: Decoder[ToAgent] = Decoder(ToAgent)

@@ -242,8 +242,8 @@ class RouterChannel(_Channel):
             socket.bind(address)
         super().__init__(socket, hwm)
         self._sequences: dict[bytes, FrameSequence] = {}
-        self._num_peers_looked_over = _FEW_PEERS
-        """Number of peers at which dead ones are looked for again."""
+        self._sweep_at = _FEW_PEERS
+        """Number of peers at which those that are gone are looked for."""
         self._first_seq = 0
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
@@ -293,9 +293,9 @@ class RouterChannel(_Channel):
     def _sequence(self, peer: bytes) -> FrameSequence:
         sequence = self._sequences.get(peer)
         if sequence is None:
-            if len(self._sequences) >= self._num_peers_looked_over:
+            if len(self._sequences) >= self._sweep_at:
                 self.beat()  # peers that are gone are forgotten
-                self._num_peers_looked_over = 2 * len(self._sequences) + _FEW_PEERS
+                self._sweep_at = 2 * len(self._sequences) + _FEW_PEERS
             sequence = FrameSequence(ignores_gaps=self._ignores_gaps, first_seq=self._first_seq)
             self._sequences[peer] = sequence
         return sequence
@@ -310,7 +310,7 @@ class RouterChannel(_Channel):
 
 
 def check_address(address: str, keys: ClientKeys | None) -> None:
-    """Raise a ValueError, for people, if a link cannot connect to an address."""
+    """Raise a ValueError, which users are shown, if a link cannot connect to an address."""
     if not address.startswith(_TRANSPORTS):
         raise ValueError(f"the address {address[:64]!r} must begin with ipc:// or tcp://")
     if is_remote(address):

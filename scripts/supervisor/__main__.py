@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from protocol.config import ConfigError, LogFormat
 from protocol.lifecycle import Role
-from protocol.process.child_runtime import configure_logging, log_label
+from protocol.process.logs import configure_logging, log_label
 from scripts.supervisor.console import Console
 from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.run_dirs import RunDirBusyError
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     argv = sys.argv[1:] if argv is None else argv
     arguments, config = parse(program, argv)
     label = log_label(Role.SUPERVISOR, 0, config)
-    configure_logging(label, config.run.log_level, config.run.log_format)
+    configure_logging(label, config.run)
     signal_fd = watch_signals()
     is_embedded = arguments.parent_fd is not None
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

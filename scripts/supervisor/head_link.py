@@ -9,8 +9,17 @@ import zmq
 
 from protocol.config import ConfigError, EngineConfig
 from protocol.lifecycle import Command, Drain, Progress
-from protocol.message import NO_EPOCH, ProtocolError, encode
-from protocol.process.host_agents import REPEAT_S, Join, Joined, Leave, Settings, decode_to_agent
+from protocol.message import MAX_TEXT, NO_EPOCH, ProtocolError, encode
+from protocol.process.host_agents import (
+    REPEAT_S,
+    Failed,
+    FromAgent,
+    Join,
+    Joined,
+    Leave,
+    Settings,
+    decode_to_agent,
+)
 from protocol.transport.channel import DealerChannel, HighWaterMark
 from protocol.transport.curve import ClientKeys
 from scripts.supervisor.host_agents import digest_of
@@ -103,7 +112,7 @@ class HeadLink:
     def _is_abandoned(self) -> bool:
         return self._leave_after_s is not None and self._silent_s > self._leave_after_s
 
-    def _send(self, message: Join) -> None:
+    def _send(self, message: FromAgent) -> None:
         self._channel.send(NO_EPOCH, encode(message))
 
     # Reports ------------------------------------------------------------------------------------
@@ -136,6 +145,8 @@ class HeadLink:
 
     def close(self, failure: str | None) -> None:
         if self._settings:
+            if failure is not None:
+                self._send(Failed(self._name, failure[:MAX_TEXT]))
             self._send(Join(self._name, "", self._settings, is_leaving=True))
         self._channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._context.destroy()

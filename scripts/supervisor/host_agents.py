@@ -24,6 +24,7 @@ from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.process.host_agents import (
     LEASE_S,
     MOST_AGENTS,
+    Failed,
     Join,
     Joined,
     Leave,
@@ -34,14 +35,19 @@ from protocol.process.host_agents import (
 from protocol.process.machines import members_file
 from protocol.transport.channel import HighWaterMark, PeerGone, Received, RouterChannel
 from protocol.transport.curve import ClientAuthenticator, read_server_keys
+from scripts.hub.messages import one_line
 
 _DRAIN_LIMIT = 1024
 _LONGEST_TURN_S = 1.0
 """What a turn counts at most: in a longer one this process did not look for messages."""
 _COMPLAINT_S = 60.0
-"""Between two lines about messages that cannot be read: a client with a key may send many."""
+"""Between two lines about messages that cannot be read, and two about one failure of an agent,
+which may be started again every second."""
 
 log = logging.getLogger("troika.supervisor")
+
+Note = tuple[int, str]
+"""A line for the console, with its severity."""
 
 
 @dataclass(slots=True)
@@ -110,6 +116,8 @@ class HostAgents:
         self._is_file_late = False
         self._turned_at: float | None = None
         self._complain_at = 0.0
+        self._failures: dict[str, tuple[str, float]] = {}
+        """By name, the failure of an agent that was last reported, and when."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ClientAuthenticator(self._context, keys.directory)
         self._link = RouterChannel(
@@ -129,10 +137,10 @@ class HostAgents:
         """Sockets to poll for `turn`."""
         return [self._authenticator.socket, self._link.socket]
 
-    def turn(self, now: float) -> list[str]:
+    def turn(self, now: float) -> list[Note]:
         """Handle what has arrived, and end leases; returns lines for the console."""
         self._authenticator.answer()
-        notes: list[str] = []
+        notes: list[Note] = []
         passed_s = 0.0 if self._turned_at is None else min(now - self._turned_at, _LONGEST_TURN_S)
         self._turned_at = now
         for member in self._members.values():
@@ -142,19 +150,36 @@ class HostAgents:
         for name, member in list(self._members.items()):
             if member.silent_s > LEASE_S:
                 del self._members[name]
-                notes.append(f"agent {name} has been silent for {LEASE_S:g} s: it is not used")
+                text = f"agent {name} has been silent for {LEASE_S:g} s: it is not used"
+                notes.append((logging.INFO, text))
         self._write()
         return notes
 
-    def _on(self, received: Received, now: float) -> Iterator[str]:
-        peer = received.peer
+    def _on(self, received: Received, now: float) -> Iterator[Note]:
         try:
-            join = decode_from_agent(received.body)
+            message = decode_from_agent(received.body)
         except ProtocolError as error:
             if now >= self._complain_at:
                 self._complain_at = now + _COMPLAINT_S
-                yield f"unreadable message of an agent: {error}"
+                yield logging.INFO, f"unreadable message of an agent: {error}"
             return
+        if isinstance(message, Failed):
+            yield from self._on_failed(message, now)
+        else:
+            for text in self._on_join(received.peer, message):
+                yield logging.INFO, text
+
+    def _on_failed(self, failed: Failed, now: float) -> Iterator[Note]:
+        last = self._failures.pop(failed.name, None)
+        if last is not None and last[0] == failed.reason and now < last[1] + _COMPLAINT_S:
+            self._failures[failed.name] = last
+            return
+        if len(self._failures) >= MOST_AGENTS:
+            del self._failures[next(iter(self._failures))]
+        self._failures[failed.name] = failed.reason, now
+        yield logging.WARNING, f"agent {failed.name} has failed: {one_line(failed.reason)}"
+
+    def _on_join(self, peer: bytes, join: Join) -> Iterator[str]:
         if not join.settings:
             self._send(peer, self._settings)
         elif peer in self._replaced:

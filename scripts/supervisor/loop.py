@@ -128,8 +128,8 @@ class Supervisor:
             if self._reports is not None:
                 self._on_commands(self._reports.commands())
             if self._agents is not None:
-                for note in self._agents.turn(self._clock.monotonic()):
-                    self._console.note(logging.INFO, note)
+                for severity, text in self._agents.turn(self._clock.monotonic()):
+                    self._console.note(severity, text)
             if signal_fd in ready:
                 os.read(signal_fd, 64)
                 self._perform(self.policy.on_signal(self._clock.monotonic()))

@@ -81,7 +81,7 @@ class Disorder:
         """Answer the oldest load; returns whether there was one."""
         if not self._unanswered:
             return False
-        self.engine.adapter_loaded(AdapterLoaded(self._unanswered.pop(0)))
+        self.engine.answered(AdapterLoaded(self._unanswered.pop(0)))
         return True
 
     def prepare(self) -> None:

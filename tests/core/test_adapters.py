@@ -56,7 +56,7 @@ def load_all(engine: EngineCore) -> list[LoadAdapter | UnloadAdapter]:
     messages = engine.take_adapters()
     for message in messages:
         if isinstance(message, LoadAdapter):
-            engine.adapter_loaded(AdapterLoaded(message.adapter.adapter_id))
+            engine.answered(AdapterLoaded(message.adapter.adapter_id))
     return messages
 
 
@@ -70,7 +70,7 @@ def test_a_request_runs_once_its_adapter_is_loaded_and_others_do_not_wait() -> N
     step = scheduled(engine)
     assert names(step) == [2]
     engine.update(answer(engine, step))
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     step = scheduled(engine)
     assert names(step) == [1, 3]
     assert {new.adapter_id for new in step.scheduled_new_reqs} == {A.adapter_id}
@@ -93,7 +93,7 @@ def test_an_adapter_that_cannot_be_used_fails_its_requests_alone() -> None:
     engine.add(CLIENT, adapted(1, A))
     engine.add(CLIENT, adapted(2, B))
     engine.take_adapters()
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id, "r 64 is too large"))
+    engine.answered(AdapterLoaded(A.adapter_id, "r 64 is too large"))
     [refused] = [m for _, m in engine.take_mail() if isinstance(m, Refused)]
     assert refused.request_id == 1
     assert (refused.error.code, refused.error.param) == (ErrorCode.INVALID, "model")
@@ -182,7 +182,7 @@ def test_the_next_workers_load_the_adapters_of_all_requests_again() -> None:
     assert engine.take_adapters() == [LoadAdapter(A)]
     step = scheduled(engine)
     assert names(step) == [2]
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     engine.update(answer(engine, step))
     [new] = scheduled(engine).scheduled_new_reqs
     assert new.req_id == 1
@@ -198,8 +198,8 @@ def test_a_request_waits_for_both_its_grammar_and_its_adapter() -> None:
             [grammar] = engine.take_grammars()
             engine.take_adapters()
             answers = [
-                lambda e=engine, g=grammar: e.grammar_compiled(GrammarCompiled(g.grammar_id)),
-                lambda e=engine: e.adapter_loaded(AdapterLoaded(A.adapter_id)),
+                lambda e=engine, g=grammar: e.answered(GrammarCompiled(g.grammar_id)),
+                lambda e=engine: e.answered(AdapterLoaded(A.adapter_id)),
             ]
             first, second = answers if is_grammar_first else answers[::-1]
             first()
@@ -271,7 +271,7 @@ def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> No
     die(engine)
     assert engine.take_adapters() == [LoadAdapter(A)]
     assert engine.schedule() is None, "a death is that of the load"
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     assert names(scheduled(engine)) == [1, 3]
     assert engine.take_adapters() == [], "a step is in flight"
     assert engine.schedule() is None
@@ -287,7 +287,7 @@ def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> No
     [answered] = [message for _, message in mail if isinstance(message, ControlDone)]
     assert (answered.number, answered.code) == (4, ErrorCode.QUARANTINED)
     assert engine.take_adapters() == [LoadAdapter(A)], "as always: it is not a suspect"
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     assert names(scheduled(engine)) == [1, 3]
     refused_now = engine.add(CLIENT, adapted(5, B))
     assert refused_now is not None
@@ -340,7 +340,7 @@ def test_deaths_during_a_load_are_bounded_whatever_their_causes(
             continue
         for message in messages:
             if isinstance(message, LoadAdapter):
-                engine.adapter_loaded(AdapterLoaded(message.adapter.adapter_id))
+                engine.answered(AdapterLoaded(message.adapter.adapter_id))
         if (step := engine.schedule()) is not None:
             engine.update(answer(engine, step))
     assert died == num_deaths
@@ -375,7 +375,7 @@ def test_a_refused_adapter_is_tried_again_when_it_is_loaded_again() -> None:
     engine.add(CLIENT, add(6))
     assert engine.take_adapters() == [LoadAdapter(A)]
     assert engine.schedule() is None, "a suspect is loaded alone"
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     assert done(engine) == [(5, True, "")]
     assert engine.add(CLIENT, adapted(7, A)) is None
     assert len(names(scheduled(engine))) == 2
@@ -488,7 +488,7 @@ def test_a_request_and_not_the_adapter_that_was_loaded_meanwhile_is_found() -> N
             continue
         for message in messages:
             if isinstance(message, LoadAdapter):
-                engine.adapter_loaded(AdapterLoaded(message.adapter.adapter_id))
+                engine.answered(AdapterLoaded(message.adapter.adapter_id))
         if step is not None:
             engine.update(answer(engine, step))
         if not engine.has_unfinished:
@@ -511,7 +511,7 @@ def test_an_adapter_is_loaded_beside_no_step_while_a_request_is_searched_for() -
     engine.update(answer(engine, step))
     assert engine.take_adapters() == [LoadAdapter(A)]
     assert engine.schedule() is None
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     assert engine.schedule() is not None
 
 
@@ -524,7 +524,7 @@ def test_no_more_loads_are_sent_than_a_link_may_queue() -> None:
     for adapter in adapters:
         assert sent.pop(0) == LoadAdapter(adapter)
         assert len(sent) < MAX_SENT
-        engine.adapter_loaded(AdapterLoaded(adapter.adapter_id))
+        engine.answered(AdapterLoaded(adapter.adapter_id))
         sent += engine.take_adapters()
 
 
@@ -545,13 +545,13 @@ def test_a_client_may_have_an_adapter_loaded() -> None:
     engine.adopt_workers(FACTS)
     assert engine.take_adapters() == [LoadAdapter(A)], "the next workers answer"
     assert done(engine) == []
-    engine.adapter_loaded(AdapterLoaded(A.adapter_id))
+    engine.answered(AdapterLoaded(A.adapter_id))
     assert done(engine) == [(1, True, "")]
     engine.control(CLIENT, control(2, A))
     assert done(engine) == [(2, True, "")], "at once"
     engine.control(CLIENT, control(3, B))
     assert engine.take_adapters() == [UnloadAdapter(A.adapter_id), LoadAdapter(B)]
-    engine.adapter_loaded(AdapterLoaded(B.adapter_id, "wrong shapes"))
+    engine.answered(AdapterLoaded(B.adapter_id, "wrong shapes"))
     assert done(engine) == [(3, False, "wrong shapes")]
 
 
@@ -562,7 +562,7 @@ def test_where_turns_take_all_places_an_adapter_is_only_checked() -> None:
     scheduled(engine)
     engine.control(CLIENT, control(1, B))
     assert engine.take_adapters() == [LoadAdapter(B, keeps=False)]
-    engine.adapter_loaded(AdapterLoaded(B.adapter_id))
+    engine.answered(AdapterLoaded(B.adapter_id))
     assert done(engine) == [(1, True, "")]
     engine.abort(CLIENT, [1])
     engine.add(CLIENT, adapted(2, B))

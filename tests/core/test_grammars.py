@@ -47,7 +47,7 @@ def test_the_workers_get_a_grammar_once_and_its_requests_run_when_it_is_ready() 
     step = scheduled(engine)
     assert names(step) == [2], "others do not wait for it"
     engine.update(answer(engine, step))
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     step = scheduled(engine)
     assert names(step) == [1, 3]
     assert [new.sampling_params.grammar for new in step.scheduled_new_reqs] == [WORD] * 2
@@ -62,7 +62,7 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_place() -> None:
     engine.add(CLIENT, constrained(1))
     engine.add(CLIENT, add(2))
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     assert names(scheduled(engine)) == [1]
 
 
@@ -72,7 +72,7 @@ def test_a_grammar_that_cannot_be_used_fails_its_requests_alone() -> None:
     engine.add(CLIENT, constrained(2))
     engine.add(CLIENT, add(3, max_tokens=1))
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id, "no such rule"))
+    engine.answered(GrammarCompiled(message.grammar_id, "no such rule"))
     found = [(refused.request_id, refused.error) for refused in refusals(engine)]
     assert [request_id for request_id, _ in found] == [1, 2]
     for _, error in found:
@@ -87,7 +87,7 @@ def test_the_next_workers_compile_the_grammars_of_all_requests_again() -> None:
     engine = make_engine(max_num_seqs=2)
     engine.add(CLIENT, constrained(1))
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     engine.update(answer(engine, scheduled(engine)))
     scheduled(engine)
     engine.add(CLIENT, add(2))
@@ -97,7 +97,7 @@ def test_the_next_workers_compile_the_grammars_of_all_requests_again() -> None:
     assert engine.take_grammars() == [CompileGrammar(message.grammar_id, WORD, is_proven=True)]
     step = scheduled(engine)
     assert names(step) == [2]
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     engine.update(answer(engine, step))
     step = scheduled(engine)
     [new] = step.scheduled_new_reqs
@@ -120,8 +120,8 @@ def test_grammars_that_no_request_waits_for_are_not_sent() -> None:
     engine.add(CLIENT, constrained(2))
     [message] = engine.take_grammars()
     engine.abort(CLIENT, [2])
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
-    engine.grammar_compiled(GrammarCompiled(99))
+    engine.answered(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(99))
     assert not engine.has_unfinished
 
 
@@ -138,7 +138,7 @@ def test_few_are_under_way_and_past_a_bound_requests_are_refused() -> None:
     first = engine.take_grammars()
     assert len(first) == grammars._MAX_SENT
     assert engine.take_grammars() == []
-    engine.grammar_compiled(GrammarCompiled(first[0].grammar_id))
+    engine.answered(GrammarCompiled(first[0].grammar_id))
     assert len(engine.take_grammars()) == 1
 
 
@@ -147,7 +147,7 @@ def test_idle_grammars_are_forgotten() -> None:
     for i in range(1000):
         engine.add(CLIENT, constrained(i, Grammar(GrammarKind.REGEX, f"a{{{i}}}")))
         [message] = engine.take_grammars()
-        engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+        engine.answered(GrammarCompiled(message.grammar_id))
         engine.abort(CLIENT, [i])
     assert engine.running is not None
     known = engine.running.grammars
@@ -158,7 +158,7 @@ def test_the_end_of_a_grammar_ends_a_request_that_ignores_eos() -> None:
     engine = make_engine()
     engine.add(CLIENT, constrained(1, ignore_eos=True))
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     outputs = engine.update(answer(engine, scheduled(engine), EOS))
     [row] = outputs[CLIENT].outputs
     assert (row.finish_reason, row.stop_token_id) == (FinishReason.STOP, None)
@@ -169,14 +169,14 @@ def test_a_suspect_that_waited_for_its_grammar_waits_for_its_trial() -> None:
     for i in range(4):
         engine.add(CLIENT, constrained(i, prompt=[5, 6, i]))
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     engine.update(answer(engine, scheduled(engine)))
     scheduled(engine)
     engine.lose_workers()
     engine.attribute_death()
     engine.adopt_workers(FACTS)
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     assert len(names(scheduled(engine))) == 2, "one half is on trial"
     held = [r for r in requests(engine) if r.status is RequestStatus.WAITING_FOR_TRIAL]
     assert len(held) == 2
@@ -189,21 +189,21 @@ def test_a_request_on_hold_waits_for_its_grammar_after_the_next_death() -> None:
         engine.add(CLIENT, constrained(i, prompt=[5, 6, i]))
     [message] = engine.take_grammars()
     ready = GrammarCompiled(message.grammar_id)
-    engine.grammar_compiled(ready)
+    engine.answered(ready)
     engine.update(answer(engine, scheduled(engine)))
     scheduled(engine)
     engine.lose_workers()
     engine.attribute_death()
     engine.adopt_workers(FACTS)
     assert len(engine.take_grammars()) == 1
-    engine.grammar_compiled(ready)
+    engine.answered(ready)
     scheduled(engine)
     engine.lose_workers()  # by a signal from outside: the search goes on
     engine.adopt_workers(FACTS)
     assert len(engine.take_grammars()) == 1
     assert {r.status for r in requests(engine)} == {RequestStatus.WAITING_FOR_GRAMMAR}
     assert engine.schedule() is None
-    engine.grammar_compiled(ready)
+    engine.answered(ready)
     step = scheduled(engine)
     assert len(names(step)) == 2, "the same half is on trial"
     outputs = engine.update(answer(engine, step))
@@ -217,7 +217,7 @@ def test_grammars_of_one_step_fit_into_a_frame() -> None:
     for i in range(64):
         engine.add(CLIENT, constrained(i, large))
     [message] = engine.take_grammars()
-    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.answered(GrammarCompiled(message.grammar_id))
     assert 1 <= len(names(scheduled(engine))) <= 16 * 2**20 // 600_000
 
 

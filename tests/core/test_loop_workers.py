@@ -437,7 +437,7 @@ def test_blocks_are_loaded_as_far_as_every_rank_has_read_them(
         first.hello()
         second.join()
         loaded: list[BlocksLoaded] = []
-        monkeypatch.setattr(bench.engine, "blocks_loaded", loaded.append)
+        monkeypatch.setattr(bench.engine, "answered", loaded.append)
         epoch = first.adopted[-1]
         first.send(epoch, BlocksLoaded(7, 5, 100))
         first.send(epoch, BlocksLoaded(7, 4, 200))  # again

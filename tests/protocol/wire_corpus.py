@@ -79,7 +79,7 @@ from protocol.lifecycle import (
 )
 from protocol.message import Decoder, Message, pack_token_ids
 from protocol.process import host_agents
-from protocol.process.host_agents import Join, Joined, Leave, Settings
+from protocol.process.host_agents import Failed, Join, Joined, Leave, Settings
 from protocol.sampling import (
     FinishReason,
     Grammar,
@@ -313,8 +313,12 @@ DIRECTIONS = [
     Direction(
         "agent to supervisor",
         host_agents.decode_from_agent,
-        Join,
-        [Join("one"), Join("two:7000", "tcp://10.0.0.2:7000", "0a1b", True)],
+        host_agents.FromAgent,
+        [
+            Join("one"),
+            Join("two:7000", "tcp://10.0.0.2:7000", "0a1b", True),
+            Failed("one", "the model cannot be divided"),
+        ],
     ),
     Direction(
         "supervisor to agent",

@@ -1,7 +1,9 @@
 """The list of host agents: leases, names, settings, and the file of their cores."""
 
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from protocol.config import ParallelConfig
 from protocol.config.cpu_lists import parse_cpu_lists
 from protocol.config.rules import validate
 from protocol.config.settings import configure
-from protocol.message import NO_EPOCH, encode
+from protocol.message import MAX_TEXT, NO_EPOCH, encode
 from protocol.process.host_agents import (
     LEASE_S,
+    Failed,
     Join,
     Joined,
     Leave,
@@ -24,7 +27,7 @@ from protocol.process.host_agents import (
 from protocol.process.machines import members_file, read_addresses
 from protocol.transport.channel import DealerChannel, HighWaterMark
 from protocol.transport.curve import ClientKeys, make_keys, read_client_keys
-from scripts.supervisor.head_link import decoded
+from scripts.supervisor.head_link import HeadLink, decoded
 from scripts.supervisor.host_agents import HostAgents, digest_of, settings_of
 from tests.system.test_machines import free_port
 
@@ -57,17 +60,17 @@ class Bench:
         self.agents = HostAgents(config, str(self.run_dir))
         self.now = 0.0
         self.notes: list[str] = []
-        self._address, self._keys = f"tcp://{place}", read_client_keys(path / "keys")
+        self.address, self.keys = f"tcp://{place}", read_client_keys(path / "keys")
         self._peers: list[Agent] = []
         self.settings = ""
 
     def connect(self) -> Agent:
-        agent = Agent(self._address, self._keys)
+        agent = Agent(self.address, self.keys)
         self._peers.append(agent)
         return agent
 
     def turn(self) -> None:
-        self.notes += self.agents.turn(self.now)
+        self.notes += [text for _, text in self.agents.turn(self.now)]
         for peer in self._peers:
             peer.channel.link_events()
             for received in peer.channel.drain(10):
@@ -191,6 +194,45 @@ def test_messages_that_cannot_be_read_bring_a_line_now_and_then(bench: Bench) ->
     assert [send_noise(), send_noise()] == [1, 1]
     bench.now += 60.0
     assert send_noise() == 2
+
+
+def test_the_failure_of_an_agent_is_reported_once_a_minute(bench: Bench) -> None:
+    """It may be started again every second. Its reason is a line without control characters."""
+    agent = bench.connect()
+    bench.join(agent, "one")
+
+    def fail(name: str, reason: str) -> list[str]:
+        del bench.notes[:]
+        assert agent.channel.send(NO_EPOCH, encode(Failed(name, reason)))
+        bench.join(agent, "one")  # behind it
+        return bench.notes
+
+    assert fail("one", "no memory\n\x1b[2J") == ["agent one has failed: no memory [2J"]
+    assert fail("one", "no memory\n\x1b[2J") == []
+    assert fail("other", "no CPU") == ["agent other has failed: no CPU"]
+    assert fail("one", "no CPU") == ["agent one has failed: no CPU"]
+    bench.now += 60.0
+    assert fail("one", "no CPU") == ["agent one has failed: no CPU"]
+
+
+def test_an_agent_sends_why_its_engine_could_not_start(bench: Bench) -> None:
+    """Also before it has joined."""
+    link = HeadLink(bench.address, bench.keys, "two")
+    fd, other_fd = os.pipe()
+    with ThreadPoolExecutor() as threads:
+        fetched = threads.submit(link.fetch_settings, fd)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not fetched.done() and time.monotonic() < deadline:
+            bench.turn()
+            time.sleep(0.002)
+        os.close(other_fd)  # ends what still waits
+    os.close(fd)
+    link.close("worker 1 failed: " + "x" * MAX_TEXT)
+    while not bench.notes and time.monotonic() < deadline:
+        bench.turn()
+        time.sleep(0.002)
+    [failed] = bench.notes
+    assert failed.startswith("agent two has failed: worker 1 failed: xxx")
 
 
 def test_the_older_of_two_agents_with_a_name_leaves_and_takes_nothing_along(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from protocol.core_worker import (
     LoadAdapter,
     ModelFacts,
     ModelRunnerOutput,
+    RankAnswer,
     SchedulerOutput,
     UnloadAdapter,
 )
@@ -129,10 +130,10 @@ class CheckedEngine(EngineCore):
                 self._loads.sent(message.adapter.adapter_id)
         return messages
 
-    def adapter_loaded(self, message: AdapterLoaded) -> None:
-        if self._loads is not None:
-            self._loads.answered(message.adapter_id)
-        super().adapter_loaded(message)
+    def answered(self, answer: RankAnswer) -> None:
+        if self._loads is not None and isinstance(answer, AdapterLoaded):
+            self._loads.answered(answer.adapter_id)
+        super().answered(answer)
 
     def schedule(self) -> SchedulerOutput | None:
         step = super().schedule()

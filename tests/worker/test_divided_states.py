@@ -270,7 +270,6 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
     ("name", "num_ranks", "num_stages", "changes"),
     [
         ("granitemoehybrid", 2, 1, _ONE_GROUP),
-        ("mamba", 2, 1, {}),
         *(
             pytest.param(*case, marks=SLOW)
             for case in (
@@ -299,6 +298,7 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
                 ("olmo_hybrid", 2, 1, {}),
                 ("kimi_linear", 4, 1, {}),
                 ("bailing_hybrid", 2, 1, {}),
+                ("mamba", 2, 1, {}),
                 ("mamba", 4, 1, {}),
                 ("mamba", 2, 2, {}),
                 ("falcon_mamba", 2, 1, {}),
@@ -329,23 +329,19 @@ def test_ranks_divide_layers_with_a_state(
         assert all_windows == count_values([one], windows=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("lfm2", {}),
-        *(
-            pytest.param(name, changes, marks=SLOW)
-            for name, changes in (
-                ("qwen3_5_text", {}),
-                ("bamba", {}),
-                ("granitemoehybrid", _ONE_GROUP),
-                ("falcon_h1", {}),
-                ("nemotron_h", {}),
-                ("olmo_hybrid", {}),
-                ("kimi_linear", {}),
-                ("jamba", {}),
-            )
-        ),
+        ("qwen3_5_text", {}),
+        ("bamba", {}),
+        ("granitemoehybrid", _ONE_GROUP),
+        ("falcon_h1", {}),
+        ("nemotron_h", {}),
+        ("olmo_hybrid", {}),
+        ("kimi_linear", {}),
+        ("jamba", {}),
     ],
 )
 def test_states_of_ranks_are_kept_copied_and_computed_again(

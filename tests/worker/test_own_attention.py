@@ -12,7 +12,7 @@ from tests.worker.checkpoints import WINDOW, build_checkpoint
 from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.test_loader import load
 from tests.worker.test_parity import make_runner
-from worker_proc.attention.own_attention import OwnCache, OwnCall
+from worker_proc.attention.stand_ins import OwnCache, OwnCall
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.plain_linears import make_linears_plain
 from worker_proc.modules import own_attention

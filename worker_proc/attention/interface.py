@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from worker_proc.attention.own_attention import OWN_ATTENTION
+from worker_proc.attention.stand_ins import OWN_ATTENTION
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors, Shapes

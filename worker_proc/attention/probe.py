@@ -17,9 +17,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from worker_proc.attention.indexers import choose_all, indexers_of
 from worker_proc.attention.interface import has_own_attention
-from worker_proc.attention.own_attention import OwnCache
 from worker_proc.attention.recorder import NUM_PROBE_TOKENS, ProbedLayer, Recorder
 from worker_proc.attention.recording import recording
+from worker_proc.attention.stand_ins import OwnCache
 from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.recurrent.recording import recorded_states
 from worker_proc.recurrent.state_spec import RecurrentSpec

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
-from worker_proc.attention.own_attention import OwnCall, OwnMask
+from worker_proc.attention.stand_ins import OwnCall, OwnMask
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 

@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker_proc.attention.interface import set_implementation
-from worker_proc.attention.own_attention import OWN_ATTENTION
 from worker_proc.attention.recorder import Recorder
+from worker_proc.attention.stand_ins import OWN_ATTENTION
 
 PROBE = "troika_probe"
 _BLOCKS = "blockwise_overlay"

@@ -1,4 +1,4 @@
-"""Serves models that attend by code of their own (attention/own_attention.py), if proven.
+"""Serves models that attend by code of their own (attention/stand_ins.py), if proven.
 
 What their code does to scores is observed with values, when the weights are there: biases by head
 and position (ALiBi), windows in masks of their own, and heads of keys that are stored repeatedly.
@@ -26,13 +26,13 @@ from worker_proc.attention.interface import (
     set_implementation,
     transformers_attention,
 )
-from worker_proc.attention.own_attention import (
+from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.stand_ins import (
     OWN_ATTENTION,
     OwnCache,
     OwnCall,
     OwnMask,
 )
-from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator

@@ -26,10 +26,10 @@ from protocol.process.child_runtime import (
     EXIT_FATAL,
     EXIT_ORPHANED,
     ChildProcess,
-    configure_logging,
     show_stacks,
 )
 from protocol.process.failpoints import failpoint
+from protocol.process.logs import configure_logging
 from protocol.process.prctl import die_with_parent, set_name
 from protocol.process.progress import ProgressReporter
 from protocol.zygote_link import (
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     set_name("troika-zygote")
     with os.fdopen(arguments.config_fd, "rb") as pipe:
         config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
-    configure_logging(str(Role.ZYGOTE), config.run.log_level, config.run.log_format)
+    configure_logging(str(Role.ZYGOTE), config.run)
     link = ZygoteLink(socket.socket(fileno=arguments.listen_fd), decode_to_zygote)
     if arguments.progress_fd is not None:
         show_stacks()
@@ -254,7 +254,7 @@ def run_worker(order: ForkedWorker, config: EngineConfig, make: RunnerFactory) -
     arguments = argparse.Namespace(
         epoch=order.message.epoch, rank=order.message.rank, listen_fd=None, **order.fds
     )
-    configure_logging(str(Role.WORKER), config.run.log_level, config.run.log_format)
+    configure_logging(str(Role.WORKER), config.run)
     child = ChildProcess(Role.WORKER, arguments, config)
     work(child, make, is_standby=order.message.is_standby)
 
