@@ -10,14 +10,7 @@ from core_proc.recovery.adapter_trials import MAX_KNOWN, REFUSED_POINTS, Adapter
 from core_proc.recovery.quarantine import Stage, fingerprint
 from core_proc.request import Request
 from protocol.adapters import Adapter
-from protocol.api_core import (
-    AddRequest,
-    Control,
-    ControlAction,
-    ControlDone,
-    ErrorCode,
-    Refused,
-)
+from protocol.api_core import AddRequest, Control, ControlAction, ControlDone, ErrorCode, Refused
 from protocol.config.settings import configure
 from protocol.core_worker import (
     AdapterLoaded,
@@ -29,7 +22,7 @@ from protocol.core_worker import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
-from tests.core.test_engine import CLIENT, FACTS, add, answer, scheduled
+from tests.core.engine_bench import CLIENT, FACTS, add, answer, scheduled
 
 A, B, C, D = (Adapter(name, f"/adapters/{name}", name.encode() * 32) for name in "abcd")
 

@@ -6,7 +6,7 @@ from core_proc.engine import EngineCore
 from protocol.api_core import AddRequest
 from protocol.client.ledger import Ledger
 from protocol.sampling import SamplingParams
-from tests.core.test_engine import make_engine, run_step
+from tests.core.engine_bench import make_engine, run_step
 
 NUM_NEWER = 40
 Served = tuple[bytes, int]

@@ -1,19 +1,11 @@
 """EngineCore without sockets: messages in, messages out."""
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.links.output_check import WorkerMisbehaved
-from protocol.api_core import (
-    AddRequest,
-    EngineState,
-    ErrorCode,
-    RequestOutput,
-    StepOutputs,
-)
+from protocol.api_core import AddRequest, EngineState, ErrorCode, RequestOutput, StepOutputs
 from protocol.config.settings import configure
 from protocol.core_worker import (
     ModelFacts,
@@ -22,58 +14,24 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.sampling import FinishReason, SamplingParams
+from protocol.sampling import FinishReason
+from tests.core.engine_bench import (
+    CLIENT,
+    FACTS,
+    OTHER,
+    add,
+    answer,
+    make_engine,
+    run_all,
+    run_step,
+    scheduled,
+)
 
-FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])
-CLIENT, OTHER = b"client", b"other"
 Parts = list[PromptLogprobs]
 
 
 def row_of(logprob: float) -> TokenLogprobs:
     return TokenLogprobs(7, logprob, 1, [], [])
-
-
-def make_engine(**settings: object) -> EngineCore:
-    engine = EngineCore(configure(model="null", **settings))
-    engine.adopt_workers(FACTS)
-    return engine
-
-
-def add(
-    request_id: int,
-    prompt: list[int] | None = None,
-    max_tokens: int = 8,
-    *,
-    outputs: list[int] | None = None,
-    resent: bool = False,
-    **params: object,
-) -> AddRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return AddRequest(request_id, prompt or [5, 6, 7], sampling, outputs or [], resent=resent)
-
-
-def answer(engine: EngineCore, step: SchedulerOutput, token_id: int = 7) -> ModelRunnerOutput:
-    """Return a worker's output in which every sampling request gets the same token."""
-    assert engine.running is not None
-    sampling = dict(engine.running.scheduler.in_flight)[step.step_id]
-    return ModelRunnerOutput(step.step_id, [token_id] * len(sampling))
-
-
-def scheduled(engine: EngineCore) -> SchedulerOutput:
-    step = engine.schedule()
-    assert step is not None
-    return step
-
-
-def run_step(engine: EngineCore, token_id: int = 7) -> dict[bytes, StepOutputs]:
-    return engine.update(answer(engine, scheduled(engine), token_id))
-
-
-def run_all(engine: EngineCore) -> Iterator[tuple[bytes, RequestOutput]]:
-    while engine.has_unfinished:
-        for client, outputs in run_step(engine).items():
-            for row in outputs.outputs:
-                yield client, row
 
 
 def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:

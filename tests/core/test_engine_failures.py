@@ -17,7 +17,7 @@ from core_proc.scheduling.results import StepResult
 from protocol.api_core import ErrorCode, Refused, RequestOutput
 from protocol.config.settings import configure
 from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput, PromptLogprobs
-from tests.core.test_engine import (
+from tests.core.engine_bench import (
     CLIENT,
     FACTS,
     OTHER,

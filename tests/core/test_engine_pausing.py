@@ -5,7 +5,7 @@ import pytest
 from core_proc.engine import EngineCore
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
 from protocol.config.settings import configure
-from tests.core.test_engine import (
+from tests.core.engine_bench import (
     CLIENT,
     FACTS,
     OTHER,

@@ -25,7 +25,7 @@ from protocol.kv_events import (
     UnsubscribeKVEvents,
 )
 from protocol.message import encode
-from tests.core.test_engine import CLIENT, add
+from tests.core.engine_bench import CLIENT, add
 
 Contents = set[tuple[bytes, int]]
 """Block hashes with their KV groups."""

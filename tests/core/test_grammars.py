@@ -9,7 +9,7 @@ from core_proc.request import Request, RequestStatus
 from protocol.api_core import AddRequest, ErrorCode, Refused
 from protocol.core_worker import CompileGrammar, GrammarCompiled, SchedulerOutput
 from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
-from tests.core.test_engine import CLIENT, FACTS, add, answer, make_engine, run_all, scheduled
+from tests.core.engine_bench import CLIENT, FACTS, add, answer, make_engine, run_all, scheduled
 
 WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
 EOS = FACTS.eos_token_ids[0]

@@ -17,7 +17,7 @@ from scripts.testing import LOAD_TIMEOUT_S, EngineFactory
 from tests.system.test_standby import pid_of, wait_for
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_parity import (
+from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
     MODES,

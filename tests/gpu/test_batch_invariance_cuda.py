@@ -9,7 +9,7 @@ from protocol.sampling import SamplingParams
 from tests.gpu.test_parity_cuda import make_runner
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_parity import make_prompts
+from tests.worker.parity import make_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -12,7 +12,7 @@ from protocol.config import AttentionName
 from tests.gpu.test_parity_cuda import MIN_EQUAL_OUTPUTS, make_runner
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_parity import GREEDY, make_prompts
+from tests.worker.parity import GREEDY, make_prompts
 from worker_proc.attention.interface import Scoring
 from worker_proc.kv.kv_groups import LayerSpec
 

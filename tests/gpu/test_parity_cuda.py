@@ -19,7 +19,7 @@ from protocol.config import (
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
-from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 

@@ -13,8 +13,8 @@ from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.system.kills import PROMPTS, params_of
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.parity import generate
 from tests.worker.recurrent_models import RECURRENT
-from tests.worker.test_parity import generate
 from worker_proc.native.build import build, compiler
 
 SLOW = pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.worker.checkpoints import Architecture, build_checkpoint
-from tests.worker.test_parity import MAX_TOKENS, Serve, Served, generate, make_prompts
+from tests.worker.parity import MAX_TOKENS, Serve, Served, generate, make_prompts
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup import prepare

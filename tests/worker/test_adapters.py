@@ -25,18 +25,11 @@ from protocol.adapters import (
 )
 from protocol.config import EngineConfig, LoraConfig, NativeDecoder, Quantization
 from protocol.core_worker import NewRequestData
+from tests.worker.bitwise import CONFIGS, NUM_THREADS, Recorder, Schedule, engine_config, make_texts
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.peft_adapters import merge, write_adapter
 from tests.worker.quantized_checkpoints import Layout, gptq, int_quantized, write_quantized
 from tests.worker.runners import make_runners
-from tests.worker.test_bitwise import (
-    CONFIGS,
-    NUM_THREADS,
-    Recorder,
-    Schedule,
-    engine_config,
-    make_texts,
-)
 from worker_proc import model_runner
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler

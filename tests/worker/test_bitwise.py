@@ -4,349 +4,28 @@ Each case draws random schedules (chunks, decodes one by one, batches, prefixes 
 has computed) and compares every row of logits with what other schedules gave, bit for bit.
 """
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import (
-    BailingHybridConfig,
-    BloomConfig,
-    DeepseekV3Config,
-    FalconH1Config,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Glm4Config,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteSWAConfig,
-    KimiLinearConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3_5TextConfig,
-    Qwen3MoeConfig,
-)
+from transformers import LlamaConfig
 
-from protocol.config import (
-    CacheConfig,
-    Device,
-    Dtype,
-    EngineConfig,
-    ModelConfig,
-    NativeDecoder,
-    SchedulerConfig,
-    WorkerConfig,
+from protocol.config import NativeDecoder
+from tests.worker.bitwise import (
+    CONFIGS,
+    DTYPES,
+    EVEN_SIZES,
+    NUM_THREADS,
+    compare,
+    engine_config,
+    exact,
+    make_gemma3,
+    native,
 )
-from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
-from protocol.message import pack_token_ids
-from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint, build_checkpoints
 from tests.worker.runners import make_runners
-from worker_proc import model_runner
 from worker_proc.attention.work import SECTION
-from worker_proc.inputs import StepInputs
-from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
-from worker_proc.startup.load_runner import load_model_runner
-
-NUM_BLOCKS = 900
-BLOCK_SIZE = 16
-TEXT_LENGTHS = (1, 2, 17, 40, 93, 330)
-"""The longest spans several blocks, tiles and vectors of the kernels, and several windows."""
-NUM_THREADS = (1, 2, 3)
-NUM_SCHEDULES = (3, 1, 1)
-"""Schedules for each number of threads."""
-CHUNKS = (1, 1, 1, 2, 3, 7, 16, 33, 64, 65, 130)
-DTYPES = ("float32", "bfloat16")
-
-_ODD: dict[str, Any] = {
-    "hidden_size": 72,
-    "intermediate_size": 102,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 20,
-    "max_position_embeddings": 512,
-    "vocab_size": 509,
-    "tie_word_embeddings": False,
-}
-"""No size is a multiple of a vector: torch computes a tail in another way."""
-_EVEN = _ODD | {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "pad_token_id": 0,
-}
-"""Queries, keys and values are one weight."""
-
-
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 6,
-    "q_lora_rank": 28,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 14,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 10,
-}
-"""The sizes of multi-head latent attention."""
-_KDA: dict[str, Any] = {
-    **{key: value for key, value in _ODD.items() if key != "head_dim"},
-    **_LATENT,
-    **{"q_lora_rank": None, "pad_token_id": 0, "linear_num_heads": 3, "linear_head_dim": 20},
-    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 44},
-    "layer_types": ["linear_attention", "full_attention"],
-}
-"""The sizes of Kimi Delta Attention beside latent attention and experts."""
-
-
-def _gemma3(**more: Any) -> PretrainedConfig:
-    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    return Gemma3TextConfig(
-        **(_ODD | {"num_hidden_layers": 3, "sliding_window": 37, "layer_types": layer_types} | more)
-    )
-
-
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_ODD),
-    "llama_wide_vocab_tied": LlamaConfig(
-        **(_ODD | {"vocab_size": 16_391, "tie_word_embeddings": True, "num_hidden_layers": 1})
-    ),
-    "llama_mlp_bias": LlamaConfig(**_ODD, mlp_bias=True, attention_bias=True),
-    "gemma3": _gemma3(),
-    "granite": GraniteConfig(**_EVEN, residual_multiplier=0.3),
-    "granite_swa": GraniteSWAConfig(
-        **(_ODD | {"num_hidden_layers": 3}),
-        sliding_window=37,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-    "gemma3n_shared": Gemma3nTextConfig(
-        **(_ODD | {"num_hidden_layers": 4}),
-        num_kv_shared_layers=2,
-        sliding_window=37,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=509,
-        altup_num_inputs=2,
-        laurel_rank=8,
-        activation_sparsity_pattern=None,
-    ),
-    "llama4": Llama4TextConfig(
-        **(_ODD | {"num_hidden_layers": 2}),
-        intermediate_size_mlp=102,
-        moe_layers=[1],
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        attention_chunk_size=37,
-        no_rope_layers=[1, 0],
-        floor_scale=5,
-    ),
-    "bloom": BloomConfig(vocab_size=509, hidden_size=72, n_layer=2, n_head=6, seq_length=512),
-    "gpt_oss": GptOssConfig(**_ODD, num_local_experts=5, num_experts_per_tok=2, sliding_window=37),
-    "glm4": Glm4Config(**_EVEN, attention_bias=True),
-    "olmo2": Olmo2Config(**(_ODD | {"head_dim": 12})),
-    "phi3": Phi3Config(**_EVEN),
-    "qwen3_moe": Qwen3MoeConfig(
-        **_ODD, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
-    ),
-    "mixtral": MixtralConfig(**_EVEN, num_local_experts=5),
-    "deepseek_v3": DeepseekV3Config(
-        **{key: value for key, value in _ODD.items() if key != "head_dim"} | _LATENT,
-        n_routed_experts=6,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        moe_intermediate_size=44,
-        first_k_dense_replace=1,
-    ),
-    "qwen2_moe": Qwen2MoeConfig(
-        **_ODD,
-        num_experts=7,
-        num_experts_per_tok=3,
-        moe_intermediate_size=44,
-        shared_expert_intermediate_size=52,
-    ),
-    "gpt2": GPT2Config(
-        vocab_size=509, n_embd=76, n_inner=102, n_layer=2, n_head=4, n_positions=512
-    ),
-    "gpt2_gelu_tanh": GPT2Config(
-        vocab_size=509,
-        n_embd=76,
-        n_inner=102,
-        n_layer=2,
-        n_head=4,
-        n_positions=512,
-        activation_function="gelu_pytorch_tanh",
-    ),
-    "qwen3_5": Qwen3_5TextConfig(
-        **_ODD,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=3,
-        linear_num_value_heads=6,
-        linear_key_head_dim=20,
-        linear_value_head_dim=28,
-    ),
-    "falcon_h1": FalconH1Config(
-        **_ODD,
-        mamba_n_heads=6,
-        mamba_d_head=20,
-        mamba_d_ssm=120,
-        mamba_d_state=22,
-        mamba_n_groups=3,
-        mamba_chunk_size=16,
-        mamba_rms_norm=False,
-    ),
-    "lfm2": Lfm2Config(**_ODD, layer_types=["conv", "full_attention"]),
-    "kimi_linear": KimiLinearConfig(**_KDA),
-    "bailing_hybrid": BailingHybridConfig(**_KDA, n_group=2, topk_group=1),
-}
-"""In the last five, each block of a text has a state, from which other requests begin."""
-
-
-class Recorder:
-    """Drives runners step by step and keeps the logits of every (text, position)."""
-
-    def __init__(self, texts: Sequence[list[int]]) -> None:
-        self.texts = texts
-        self.found: dict[tuple[int, int], torch.Tensor] = {}
-        self._text_of: dict[int, int] = {}
-
-    def record(self, inputs: StepInputs, logits: torch.Tensor) -> None:
-        """Note the rows of one step, which must be those found before, if they were."""
-        for row, packed_row in enumerate(inputs.logits_indices.tolist()):
-            number = max(i for i, first in enumerate(inputs.first_rows) if first <= packed_row)
-            text = self._text_of[inputs.parts[number].request.req_id]
-            key = text, int(inputs.position_ids[0, packed_row])
-            known = self.found.setdefault(key, logits[row].clone())
-            assert torch.equal(known, logits[row]), key
-
-    def run(self, runner: ModelRunner, schedule: "Schedule") -> None:
-        """Compute all texts, some of them twice, as scheduled."""
-        runner.reset()
-        self._text_of.clear()
-        for number, (step, news) in enumerate(schedule.steps()):
-            self._text_of |= {new.req_id: schedule.text_of[new.req_id] for new in news}
-            runner.execute(
-                SchedulerOutput(
-                    step_id=number,
-                    scheduled_new_reqs=news,
-                    scheduled_cached_reqs=CachedRequestData([], []),
-                    num_scheduled_tokens=step,
-                    total_num_scheduled_tokens=sum(step.values()),
-                    preempted_req_ids=[],
-                    finished_req_ids=schedule.take_finished(),
-                )
-            )
-
-
-class Schedule:
-    """Requests for all texts, cut into random chunks and put together at random."""
-
-    def __init__(self, runner: ModelRunner, texts: Sequence[list[int]], rng: random.Random) -> None:
-        self._texts, self._rng = texts, rng
-        self._size = runner.facts.block_size
-        self._num_groups = len(runner.facts.kv_groups)
-        self._free = list(range(1, NUM_BLOCKS))
-        rng.shuffle(self._free)
-        self._finished: list[int] = []
-        self._left: dict[int, int] = {}
-        self.text_of: dict[int, int] = {}
-
-    def take_finished(self) -> list[int]:
-        """Requests that leave the mirror with the next step."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def steps(self) -> Iterator[tuple[dict[int, int], list[NewRequestData]]]:
-        """Tokens of every mirrored request, and the new ones, step by step."""
-        waiting = list(range(len(self._texts)))
-        self._rng.shuffle(waiting)
-        tables: dict[int, list[list[int]]] = {}
-        while waiting or self._left:
-            news = []
-            while waiting and (not self._left or self._rng.random() < 0.4):
-                news.append(self._admit(waiting.pop(), 0, tables))
-            done = [text for text in tables if text not in self._texts_left()]
-            if done and self._rng.random() < 0.3:
-                # Blocks of another request, which this one neither computes nor writes.
-                text = self._rng.choice(done)
-                start = self._rng.randrange(len(self._texts[text]))
-                news.append(self._admit(text, start - start % self._size, tables))
-            step = {req: self._rng.choice((0, *CHUNKS)) for req in self._left}
-            step = {req: min(count, self._left[req]) for req, count in step.items()}
-            if not sum(step.values()):
-                step[self._rng.choice(list(self._left))] = 1
-            yield step, news
-            for req, count in step.items():
-                self._left[req] -= count
-            self._finished = [req for req, count in self._left.items() if count == 0]
-            for req in self._finished:
-                del self._left[req]
-
-    def _texts_left(self) -> set[int]:
-        return {self.text_of[req] for req in self._left}
-
-    def _admit(self, text: int, start: int, tables: dict[int, list[list[int]]]) -> NewRequestData:
-        token_ids = self._texts[text]
-        num_cached = start // self._size
-        num_new = -(-len(token_ids) // self._size) - num_cached
-        mine = [
-            (tables[text][group][:num_cached] if num_cached else [])
-            + [self._free.pop() for _ in range(num_new)]
-            for group in range(self._num_groups)
-        ]
-        tables.setdefault(text, mine)
-        req_id = len(self.text_of) + 1
-        self.text_of[req_id] = text
-        self._left[req_id] = len(token_ids) - start
-        params = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=0)
-        packed = pack_token_ids(token_ids)
-        return NewRequestData(req_id, packed, len(token_ids), params, mine, start, start)
-
-
-def engine_config(
-    directory: Path,
-    dtype: str,
-    num_threads: int = 2,
-    native_decoder: NativeDecoder = NativeDecoder.AUTO,
-) -> EngineConfig:
-    """Return settings with a pool in which every schedule fits."""
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
-        cache=CacheConfig(
-            block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=NUM_BLOCKS,
-            num_state_blocks_override=NUM_BLOCKS,
-        ),
-        scheduler=SchedulerConfig(max_num_batched_tokens=1024),
-        worker=WorkerConfig(num_threads=num_threads, native_decoder=native_decoder),
-    )
-
-
-def load(
-    directory: Path,
-    dtype: str,
-    num_threads: int = 2,
-    native_decoder: NativeDecoder = NativeDecoder.AUTO,
-) -> ModelRunner:
-    config = engine_config(directory, dtype, num_threads, native_decoder)
-    return load_model_runner(config, lambda phase, done, total: None)
-
-
-def make_texts(vocab_size: int, lengths: Sequence[int] = TEXT_LENGTHS) -> list[list[int]]:
-    rng = random.Random(4)
-    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -396,50 +75,12 @@ def test_contexts_of_several_sections_have_the_same_bits_in_every_schedule(
     """By one thread all sections, and by several threads the sections of one request."""
     build()
     lengths = (2 * SECTION + 150, 30)
-    shape = _EVEN | {"num_hidden_layers": 1, "max_position_embeddings": 4 * SECTION}
+    shape = EVEN_SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 4 * SECTION}
     config = (
         LlamaConfig(**shape)
         if window is None
-        else _gemma3(**shape, sliding_window=window, layer_types=["sliding_attention"])
+        else make_gemma3(**shape, sliding_window=window, layer_types=["sliding_attention"])
     )
     build_checkpoint(tmp_path, config)
     configs = [engine_config(tmp_path, dtype, threads) for threads in NUM_THREADS]
     compare(map(native, make_runners(configs)), monkeypatch, lengths, (1, 1, 1))
-
-
-def exact(runner: ModelRunner) -> ModelRunner:
-    """Check that requests resume exactly."""
-    assert runner.facts.exact_resume
-    assert not runner.facts.exact_resume_reason
-    return runner
-
-
-def native(runner: ModelRunner) -> ModelRunner:
-    """Check that the native decoder computes the layers."""
-    assert runner.facts.decoder == "native"
-    return exact(runner)
-
-
-def compare(
-    runners: Iterable[ModelRunner],
-    monkeypatch: pytest.MonkeyPatch,
-    lengths: Sequence[int] = TEXT_LENGTHS,
-    num_schedules: Sequence[int] = NUM_SCHEDULES,
-) -> None:
-    """Compute the same texts in many ways, by default more of them by the first runner."""
-    recorder = Recorder([])
-    compute = model_runner.compute_logits
-
-    def recording(*args: Any) -> torch.Tensor:
-        logits = compute(*args)
-        recorder.record(args[2], logits)
-        return logits
-
-    monkeypatch.setattr(model_runner, "compute_logits", recording)
-    for number, runner in enumerate(runners):
-        torch.set_num_threads(NUM_THREADS[number])
-        texts = recorder.texts = make_texts(runner.facts.vocab_size, lengths)
-        for seed in range(num_schedules[number]):
-            recorder.run(runner, Schedule(runner, texts, random.Random(seed + 100 * number)))
-    assert number > 0
-    assert len(recorder.found) == sum(lengths)

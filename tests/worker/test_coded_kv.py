@@ -14,13 +14,13 @@ from transformers import LlamaConfig
 from protocol.config import ConfigError, EngineConfig, KVCacheDtype
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import CONFIGS, NUM_THREADS, compare, engine_config, native
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
+from tests.worker.parity import make_prompts
 from tests.worker.runners import make_runners
-from tests.worker.test_bitwise import CONFIGS, NUM_THREADS, compare, engine_config, native
 from tests.worker.test_native_attention import SPECS, Texts, native_backend
 from tests.worker.test_output_equality import EAGER, PLAIN, SWAP_SPACE_BYTES
-from tests.worker.test_parity import make_prompts
 from worker_proc.attention.native import NativeBackend
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_format import KVFormat, round_rows

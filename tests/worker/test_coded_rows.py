@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from protocol.config import Quantization
+from tests.worker.bitwise import CONFIGS
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.test_bitwise import CONFIGS
 from tests.worker.test_fused import make_mlp
 from tests.worker.test_quantization import load
 from worker_proc.errors import UnsupportedModel

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_parity import generate, make_runner
+from tests.worker.parity import generate, make_runner
 from worker_proc.loading.context import context_length
 
 ORIGINAL = {"original_max_position_embeddings": 64}

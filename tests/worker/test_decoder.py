@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from protocol.config import NativeDecoder, Quantization
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import DTYPES, engine_config, load
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
-from tests.worker.test_bitwise import DTYPES, engine_config, load
 from tests.worker.test_quantization import load as load_quantized
 from worker_proc.decoder.install import layer_modules
 from worker_proc.inputs import pack_step

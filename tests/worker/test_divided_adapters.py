@@ -14,9 +14,9 @@ from protocol.config import LoraConfig, NativeDecoder
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run
+from tests.worker.parity import make_prompts
 from tests.worker.peft_adapters import write_adapter
 from tests.worker.recurrent_models import RECURRENT
-from tests.worker.test_parity import make_prompts
 from tests.worker.test_ranks import Ranks
 from tests.worker.test_stages import DEEP, Stages
 

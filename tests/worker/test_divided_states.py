@@ -13,8 +13,8 @@ from protocol.core_worker import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.driving import Run
+from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts
 from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
-from tests.worker.test_parity import GREEDY, MAX_TOKENS, generate, make_prompts
 from tests.worker.test_ranks import Ranks
 from tests.worker.test_recurrent_drafts import FEW_STATES, NUM_DRAFTS, PARAMS, PREEMPTING, PROMPTS
 from tests.worker.test_speculation import Oracle

@@ -21,7 +21,7 @@ from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run, drive
 from tests.worker.mini_scheduler import MiniScheduler
-from tests.worker.test_parity import make_runner
+from tests.worker.parity import make_runner
 from worker_proc.drafting.draft_model import num_spare_blocks
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner

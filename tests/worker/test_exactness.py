@@ -8,8 +8,8 @@ from torch import nn
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
+from tests.worker.bitwise import CONFIGS, load
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
-from tests.worker.test_bitwise import CONFIGS, load
 from worker_proc.calibration import exactness
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fused

@@ -42,12 +42,11 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from scripts.gguf.cache import MAX_DIRECTORIES, find_directory
 from scripts.gguf.directory import make_directory
+from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.checkpoints import WINDOW
 from tests.worker.driving import drive
 from tests.worker.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
-from tests.worker.runners import make_runners
-from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
-from tests.worker.test_parity import (
+from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
     ROOMY,
@@ -58,6 +57,7 @@ from tests.worker.test_parity import (
     modes_of,
     parity_config,
 )
+from tests.worker.runners import make_runners
 from tests.worker.test_quantization import product
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.blocks import read_blocks

@@ -12,15 +12,8 @@ import pytest
 import torch
 
 from protocol.config import Quantization
+from tests.worker.bitwise import CONFIGS, DTYPES, Recorder, Schedule, engine_config, make_texts
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.test_bitwise import (
-    CONFIGS,
-    DTYPES,
-    Recorder,
-    Schedule,
-    engine_config,
-    make_texts,
-)
 from worker_proc import model_runner
 from worker_proc.calibration.self_check import compute_stepwise
 from worker_proc.decoder.hooks import Hook, HookPoint, Projection, When

@@ -11,8 +11,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, WINDOW, Architecture
 from tests.worker.driving import drive
 from tests.worker.mini_scheduler import MiniScheduler
-from tests.worker.test_mirror import new, step
-from tests.worker.test_parity import (
+from tests.worker.parity import (
     BLOCK_SIZE,
     GREEDY,
     MAX_TOKENS,
@@ -22,6 +21,7 @@ from tests.worker.test_parity import (
     Serve,
     make_runner,
 )
+from tests.worker.test_mirror import new, step
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.mirror import MirrorError

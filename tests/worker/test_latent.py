@@ -18,15 +18,10 @@ from tests.worker.checkpoints import (
     build_checkpoint,
     load_model,
 )
+from tests.worker.parity import ROOMY, make_runner
 from tests.worker.recurrent_models import KEY_DECAYS
-from tests.worker.test_parity import ROOMY, make_runner
 from worker_proc.attention.latent_attention import LatentAttention
-from worker_proc.attention.latent_products import (
-    Angles,
-    LatentShape,
-    NativeProducts,
-    TorchProducts,
-)
+from worker_proc.attention.latent_products import Angles, LatentShape, NativeProducts, TorchProducts
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_tensors import bytes_per_block
 from worker_proc.loading.loader import LoadedModel

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint, load_model
 from tests.worker.driving import drive
-from tests.worker.test_parity import MAX_TOKENS, generate, make_prompts, make_runner
+from tests.worker.parity import MAX_TOKENS, generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError
 
 BLOCK = 32

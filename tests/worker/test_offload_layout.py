@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from protocol.config import CacheConfig
+from tests.worker.bitwise import engine_config
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.recurrent_models import RECURRENT
-from tests.worker.test_bitwise import engine_config
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 

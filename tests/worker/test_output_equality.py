@@ -11,7 +11,7 @@ import pytest
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture
 from tests.worker.driving import Run, drive
-from tests.worker.test_parity import BLOCK_SIZE, NUM_PROMPTS, ROOMY, Serve, make_runner
+from tests.worker.parity import BLOCK_SIZE, NUM_PROMPTS, ROOMY, Serve, make_runner
 
 MAX_TOKENS = 12
 SWAP_SPACE_BYTES = 8 << 20

@@ -10,8 +10,8 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.worker.checkpoints import WINDOW, build_checkpoint
 from tests.worker.own_attention_models import OWN_ATTENTION
+from tests.worker.parity import make_runner
 from tests.worker.test_loader import load
-from tests.worker.test_parity import make_runner
 from worker_proc.attention.stand_ins import OwnCache, OwnCall
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.plain_linears import make_linears_plain

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from protocol.adapters import AdapterError
+from tests.worker.bitwise import CONFIGS, Recorder, make_texts
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.test_adapters import MAX_ERROR, keep, load, record
-from tests.worker.test_bitwise import CONFIGS, Recorder, make_texts
 from worker_proc.native.build import compiler
 
 peft = pytest.importorskip("peft")

@@ -12,9 +12,9 @@ import torch
 
 from protocol.config import EngineConfig, KVCacheDtype, ParallelConfig, Quantization
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import engine_config
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_bitwise import engine_config
 from worker_proc.loading import inspection
 from worker_proc.loading.proofs import Proofs
 from worker_proc.model_runner import ModelRunner

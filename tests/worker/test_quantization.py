@@ -30,13 +30,13 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from protocol.config import ConfigError, EngineConfig, NativeDecoder, Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import CONFIGS, NUM_THREADS, ODD_SIZES, compare, engine_config, exact
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.driving import drive
+from tests.worker.parity import make_prompts
 from tests.worker.recurrent_models import KINDS
 from tests.worker.runners import make_runners
-from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engine_config, exact
 from tests.worker.test_loader import change_config
-from tests.worker.test_parity import make_prompts
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fused
@@ -216,7 +216,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "llama": CONFIGS["llama"],
     "llama_wide_vocab_tied": CONFIGS["llama_wide_vocab_tied"],
     "gemma3": CONFIGS["gemma3"],
-    "qwen3": Qwen3Config(**_ODD),
+    "qwen3": Qwen3Config(**ODD_SIZES),
     "qwen3_moe": CONFIGS["qwen3_moe"],
     "mixtral": CONFIGS["mixtral"],
     "gpt2": CONFIGS["gpt2"],

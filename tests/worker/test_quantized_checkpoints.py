@@ -19,8 +19,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from protocol.config import Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.checkpoints import SHAPE
 from tests.worker.driving import drive
+from tests.worker.parity import generate, make_prompts, make_runner
 from tests.worker.quantized_checkpoints import (
     LAYOUTS,
     WIDE,
@@ -37,9 +39,7 @@ from tests.worker.quantized_checkpoints import (
     write_quantized,
 )
 from tests.worker.runners import make_runners
-from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config, load
-from tests.worker.test_parity import generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.inspection import inspect_config
 from worker_proc.model_runner import ModelRunner

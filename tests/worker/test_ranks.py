@@ -30,7 +30,7 @@ from protocol.sampling import SamplingParams
 from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
 from tests.worker.driving import Run, drive
-from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library

@@ -11,9 +11,9 @@ from protocol.core_worker import ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
+from tests.worker.parity import BLOCK_SIZE, GREEDY, ROOMY, Serve, make_runner
 from tests.worker.recurrent_models import KINDS, RECURRENT
 from tests.worker.test_not_finite import run
-from tests.worker.test_parity import BLOCK_SIZE, GREEDY, ROOMY, Serve, make_runner
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.inputs import StepInputs
 from worker_proc.model_runner import NOT_FINITE

@@ -12,8 +12,8 @@ from protocol.core_worker import SchedulerOutput, TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.driving import Run, drive
+from tests.worker.parity import make_runner
 from tests.worker.recurrent_models import KINDS, RECURRENT
-from tests.worker.test_parity import make_runner
 from tests.worker.test_speculation import Oracle
 from worker_proc.drafting import repetitions
 from worker_proc.drafting.draft_states import DraftStates

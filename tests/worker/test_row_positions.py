@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
-from tests.worker.test_parity import make_runner
+from tests.worker.parity import make_runner
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.row_positions import PackedPositions
 

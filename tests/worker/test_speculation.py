@@ -9,8 +9,8 @@ import pytest
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.mini_scheduler import MiniScheduler
+from tests.worker.parity import make_runner
 from tests.worker.test_mirror import new, step
-from tests.worker.test_parity import make_runner
 from worker_proc.drafting import repetitions
 from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.model_runner import ModelRunner

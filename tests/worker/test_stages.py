@@ -51,6 +51,7 @@ from tests.worker.checkpoints import (
 )
 from tests.worker.driving import Run, drive
 from tests.worker.families import FAMILIES
+from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from tests.worker.quantized_checkpoints import (
     WIDE,
     Layout,
@@ -59,7 +60,6 @@ from tests.worker.quantized_checkpoints import (
     pack_quantized,
     write_quantized,
 )
-from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.passages import Passage
 from worker_proc.modules.packed_linear import PackedLinear

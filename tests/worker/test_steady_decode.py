@@ -17,9 +17,9 @@ from core_proc.scheduler import Scheduler
 from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import DTYPES, engine_config
 from tests.worker.checkpoints import SHAPE, build_checkpoints
 from tests.worker.driving import across_the_wire, make_scheduler
-from tests.worker.test_bitwise import DTYPES, engine_config
 from worker_proc import model_runner
 from worker_proc.attention.step_memory import SPARE_BLOCKS, StepMemory
 from worker_proc.attention.work import SECTION

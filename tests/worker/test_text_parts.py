@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from tests.families.configs import small_config
 from tests.worker.checkpoints import SHAPE, build_checkpoint, load_model
 from tests.worker.driving import drive
-from tests.worker.test_parity import GREEDY, MODES, ROOMY, make_prompts, make_runner
+from tests.worker.parity import GREEDY, MODES, ROOMY, make_prompts, make_runner
 from worker_proc.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"

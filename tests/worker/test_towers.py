@@ -9,7 +9,7 @@ from transformers.utils import is_timm_available
 
 from tests.worker.checkpoints import ARCHITECTURES, VOCAB_SIZE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_parity import GREEDY, MAX_TOKENS, generate, make_prompts, make_runner
+from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts, make_runner
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.text_model import MissingTower, building_without_libraries
 

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 from protocol.config import EngineConfig, Quantization
 from protocol.sampling import SamplingParams
+from tests.worker.bitwise import DTYPES, engine_config
 from tests.worker.checkpoints import SHAPE, build_checkpoint
-from tests.worker.test_bitwise import DTYPES, engine_config
 from tests.worker.test_decoder import BY_NAME, NATIVE
 from tests.worker.test_quantization import load as load_quantized
 from worker_proc.attention.interface import AttentionBackend

@@ -15,7 +15,7 @@ from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.test_attention_kernels import BLOCK_SIZE, ints
 from tests.worker.cuda.test_cuda_path import SMALL, make_runner, prove_briefly, take_cuda_path
 from tests.worker.driving import drive
-from tests.worker.test_parity import make_prompts
+from tests.worker.parity import make_prompts
 from worker_proc.attention.interface import Scoring
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec

@@ -21,7 +21,7 @@ from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_c
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
-from tests.worker.test_parity import generate, make_prompts
+from tests.worker.parity import generate, make_prompts
 from worker_proc.calibration import self_check
 from worker_proc.decoder import install
 from worker_proc.inputs import pack_step

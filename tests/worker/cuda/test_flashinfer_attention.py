@@ -21,7 +21,7 @@ from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.test_cuda_path import GREEDY, make_runner, take_cuda_path
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
-from tests.worker.test_parity import make_prompts
+from tests.worker.parity import make_prompts
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.cuda.coverage import choose_attention

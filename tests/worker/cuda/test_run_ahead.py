@@ -14,7 +14,7 @@ from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.test_cuda_path import SMALL, make_runner, take_cuda_path
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import Run, drive
-from tests.worker.test_parity import make_prompts
+from tests.worker.parity import make_prompts
 from worker_proc import model_runner
 from worker_proc.model_runner import NOT_FINITE, ModelRunner
 

@@ -1,0 +1,127 @@
+"""Checkpoints served by the real scheduler and runner, and the outputs of transformers for them."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from protocol.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import VOCAB_SIZE, Architecture
+from worker_proc.model_runner import ModelRunner
+from worker_proc.startup.load_runner import load_model_runner
+
+NUM_PROMPTS = 16
+MAX_TOKENS = 12
+BLOCK_SIZE = 4
+SHARED_PREFIX_LEN = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One architecture's checkpoint, and the outputs of transformers for the prompts."""
+
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+def make_prompts() -> list[list[int]]:
+    """Mixed lengths, some with a common prefix, two equal (a whole prompt in the cache)."""
+    rng = random.Random(11)
+    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(SHARED_PREFIX_LEN)]
+    prompts = []
+    for index in range(NUM_PROMPTS - 1):
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 40))]
+        prompts.append(shared + own if index % 3 == 0 else own)
+    prompts[5] = prompts[6][:1]
+    prompts[7] = [*prompts[7], *own][: 4 * BLOCK_SIZE]
+    return [*prompts, list(prompts[7])]
+
+
+def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """Return transformers' greedy continuation."""
+    for module in model.modules():  # RecurrentGemma begins with the states of the text before
+        if "conv1d_state" in module.__dict__:
+            module.conv1d_state = None
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def parity_config(
+    directory: Path,
+    num_blocks: int | None,
+    dtype: str = "float32",
+    num_speculative_tokens: int = 0,
+    speculative_model: Path | None = None,
+    *,
+    max_model_len: int | None = None,
+    **cache: Any,
+) -> EngineConfig:
+    """Return settings with a pool of `num_blocks` on the CPU; None: as the memory allows."""
+    return EngineConfig(
+        model=ModelConfig(
+            model=str(directory),
+            dtype=Dtype(dtype),
+            device=Device.CPU,
+            max_model_len=max_model_len,
+            speculative_model=None if speculative_model is None else str(speculative_model),
+        ),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks, **cache),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=512, num_speculative_tokens=num_speculative_tokens
+        ),
+        worker=WorkerConfig(num_threads=1),
+    )
+
+
+def make_runner(directory: Path, num_blocks: int | None, *args: Any, **more: Any) -> ModelRunner:
+    """Load a checkpoint with the settings of `parity_config`."""
+    config = parity_config(directory, num_blocks, *args, **more)
+    return load_model_runner(config, lambda phase, done, total: None)
+
+
+Serve = Callable[[Architecture], Served]
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+ROOMY, TIGHT = 400, 60
+"""Blocks: enough for all requests, and too few, which preempts most of them."""
+MODES: dict[str, tuple[int, dict[str, object]]] = {
+    "whole_prompts": (ROOMY, {"enable_prefix_caching": False}),
+    "chunked": (ROOMY, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}),
+    "prefix_cache": (ROOMY, {"max_num_seqs": 4}),
+    "preempted": (
+        TIGHT,
+        {"scheduler_reserve_full_isl": False, "max_num_batched_tokens": 48},
+    ),
+    "preempted_chunked": (
+        TIGHT,
+        {
+            "scheduler_reserve_full_isl": False,
+            "max_num_batched_tokens": 16,
+            "enable_prefix_caching": False,
+        },
+    ),
+}
+
+
+def modes_of(num_blocks: int) -> dict[str, dict[str, object]]:
+    """Return the options of the scheduler in each mode with this number of blocks."""
+    return {mode: options for mode, (blocks, options) in MODES.items() if blocks == num_blocks}
