@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.config import ConfigError, EngineConfig
+from protocol.config import ConfigError, CpuPinning, EngineConfig
 from protocol.config.addresses import check_tcp_address
 from protocol.config.rules import validate
 from protocol.config.settings import OneLineParser
@@ -103,6 +103,11 @@ def _parse(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
         help="where the core serves clients; default: the address here that reaches the other "
         "machine, and a free port",
     )
+    parser.add_argument(
+        "--worker-cpus",
+        metavar="TEXT",
+        help="CPUs of each rank here, as 0-7,16:8-15 for two; default: as the engine joined has it",
+    )
     parser.add_argument("--name", help="of this engine; default: the host's name and the port")
     parser.add_argument("--run-dir", help="directory for the sockets; default: a temporary one")
     parser.add_argument(
@@ -162,12 +167,18 @@ def _address_towards(place: str) -> str:
 
 
 def _config_here(asked: EngineConfig, listen: str, arguments: argparse.Namespace) -> EngineConfig:
-    """Return the settings of the engine joined, with the addresses of this machine."""
+    """Return the settings of the engine joined, with the addresses and CPUs of this machine."""
     parallel = msgspec.structs.replace(
         asked.parallel, core_listen=listen, curve_keys=arguments.curve_keys
     )
+    worker = asked.worker
+    if arguments.worker_cpus is not None:
+        worker = msgspec.structs.replace(
+            worker, worker_cpus=arguments.worker_cpus, cpu_pinning=CpuPinning.OFF
+        )
     run = msgspec.structs.replace(asked.run, run_dir=arguments.run_dir)
-    return validate(msgspec.structs.replace(asked, parallel=parallel, run=run))
+    config = msgspec.structs.replace(asked, parallel=parallel, worker=worker, run=run)
+    return validate(config)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from protocol.config.settings import (
     add_flags,
     configure,
     descriptions,
+    hint,
     parse_args,
     resolve,
     settings,
@@ -239,6 +240,12 @@ def test_names_of_types_are_those_of_vllm() -> None:
 
 def test_no_flag_that_exists_is_explained_as_missing() -> None:
     assert not {setting.flag.strip("-") for setting in settings()} & set(INSTEAD)
+
+
+@pytest.mark.parametrize("name", ["nnodes", "node_rank", "master-addr"])
+def test_ranks_of_one_model_on_several_machines_are_refused_with_a_sentence(name: str) -> None:
+    found = hint(name, [])
+    assert found.startswith(": the ranks of a model share a machine; engines of other machines")
 
 
 def test_switches_and_enumerations() -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config import ConfigError, CpuPinning, WorkerConfig
+from protocol.config.settings import configure
 from protocol.lifecycle import Drain
 from protocol.process.host_agents import REPEAT_S
 from protocol.transport.curve import make_keys, read_client_keys
@@ -57,6 +59,22 @@ def test_an_address_for_all_is_reported_as_the_one_towards_the_other_machine() -
     listen, seen_at = agent._addresses(None, "127.0.0.1:1")
     assert listen == seen_at
     assert listen.startswith("127.0.0.1:")
+
+
+def test_an_agent_has_cpus_of_its_own_machine_for_each_rank() -> None:
+    """Machines differ: what the engine joined has chosen for its own does not count."""
+    asked = configure(model="null", tensor_parallel_size=2, cpu_pinning="auto")
+    flags = ["--join", "a:1", "--curve-keys", "keys"]
+
+    def worker_of(*cpus: str) -> WorkerConfig:
+        arguments = agent._parse([*flags, *cpus], "agent")
+        return agent._config_here(asked, "10.0.0.2:7000", arguments).worker
+
+    assert worker_of() == asked.worker
+    own = worker_of("--worker-cpus", "0-3:8")
+    assert (own.worker_cpus, own.cpu_pinning) == ("0-3:8", CpuPinning.OFF)
+    with pytest.raises(ConfigError, match="worker_cpus has 1 lists of CPUs for 2 workers"):
+        worker_of("--worker-cpus", "0-3")
 
 
 def test_an_agent_without_an_answer_gives_up_after_its_time(

@@ -27,15 +27,20 @@ def keys(tmp_path: Path) -> Path:
 class Head:
     """An engine without a core, which agents join."""
 
-    def __init__(self, start_engine: EngineFactory, keys: Path) -> None:
+    def __init__(
+        self, start_engine: EngineFactory, keys: Path, *flags: str, model: str = "null"
+    ) -> None:
+        """Start it with flags that all agents get, too."""
         self._start_engine = start_engine
         self._keys = keys
+        self._model, self._flags = model, flags
         self.address = f"127.0.0.1:{free_port()}"
         self.engine = self.start()
 
     def start(self, *flags: str) -> Engine:
         listen = ("--agents-listen", self.address, "--curve-keys", str(self._keys))
-        self.engine = self._start_engine(*FLAGS, *listen, *flags)
+        flags = (*FLAGS, *listen, *self._flags, *flags)
+        self.engine = self._start_engine(*flags, model=self._model)
         return self.engine
 
     def agent(self, name: str) -> Engine:

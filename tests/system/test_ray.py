@@ -11,7 +11,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from protocol.transport.curve import make_keys
-from scripts.testing import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, RunningEngine, eventually
 from tests.system.null_load import Stream
 from tests.system.test_host_agents import begin, check
 from tests.system.test_machines import free_port
@@ -26,11 +26,12 @@ START_S = 90.0
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Its machines have one CPU, or as many as the parameter."""
     head = {"num_cpus": 0, "include_dashboard": False}
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
-        made.add_node(num_cpus=1)
+        made.add_node(num_cpus=getattr(request, "param", 1))
     yield made
     made.shutdown()
 
@@ -162,3 +163,28 @@ def test_engines_stay_when_the_placer_or_the_head_of_the_cluster_is_gone(
     for pid in served.agents().values():  # the placer cannot end them
         os.kill(pid, signal.SIGTERM)
     eventually(lambda: not served.agents(), "no engine is left")
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_the_ranks_of_an_engine_have_one_machine_of_the_cluster(
+    cluster: Any, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """A rank dies, and then a machine: every stream goes on."""
+    flags = ("--replicas", "2", "--tensor-parallel-size", "2")
+    served = Served(start_engine, tmp_path, cluster.address, *flags)
+    served.until_ready(2)
+    streams = begin(served.engine)
+    [run_dir, other] = served.agents()
+    engine = RunningEngine(run_dir)
+    try:
+        pids = [engine.pid(Role.WORKER, rank) for rank in range(2)]
+        os.kill(pids[1], signal.SIGKILL)
+        check(streams)
+        assert not {engine.pid(Role.WORKER, rank) for rank in range(2)} & set(pids)
+    finally:
+        engine.close()
+    streams = begin(served.engine)
+    kill_tree(served.agents()[other])
+    check(streams)
+    served.until_ready(2)
+    served.stop()

@@ -29,6 +29,7 @@ from tests.system.test_offload import (
     PARAMS,
     PROMPT_LEN,
     PROMPTS,
+    STAGES,
     Tokens,
     damage,
     files_in,
@@ -38,6 +39,7 @@ from tests.system.test_offload import (
 )
 from tests.system.test_replicas import until_serving
 
+TENSOR = ("--tensor-parallel-size", "2")
 NUM_THERE = NUM_PROMPTS // 2
 """Of the requests, those at the machine that is lost."""
 
@@ -51,11 +53,13 @@ class Machine:
         keys: Path,
         *null_flags: str,
         begin: Callable[..., Engine] | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """Start it with the demo model, or with `null_flags` and the null model.
 
-        `begin` starts another model, with all flags.
+        `begin` starts another model, with all flags; `num_ranks`: that have a part of each block.
         """
+        self.num_ranks = num_ranks
         self.port = free_port()
         self.kv_port = free_port()
         listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
@@ -93,9 +97,15 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def machines(start_engine: EngineFactory, keys: Path) -> tuple[Machine, Machine]:
-    """The one that is lost, and the other one."""
-    lost, kept = Machine(start_engine, keys), Machine(start_engine, keys)
+def machines(
+    start_engine: EngineFactory, keys: Path, request: pytest.FixtureRequest
+) -> tuple[Machine, Machine]:
+    """The one that is lost, and the other one. A parameter divides the model between two ranks."""
+    flags = getattr(request, "param", ())
+    num_ranks = 2 if flags else 1
+    lost, kept = (
+        Machine(start_engine, keys, *flags, begin=start, num_ranks=num_ranks) for _ in range(2)
+    )
     for machine in (lost, kept):
         machine.engine.ready()
     return lost, kept
@@ -123,7 +133,8 @@ class Streams:
         requests = list(zip(PROMPTS, PARAMS, strict=True))
         streams = [self.client.submit(*one) for one in requests]
         self.before = [await tokens_left(stream) for stream in streams]
-        await asyncio.to_thread(wait_for_files, lost.files, NUM_THERE * (PROMPT_LEN // 16))
+        num_files = lost.num_ranks * NUM_THERE * (PROMPT_LEN // 16)
+        await asyncio.to_thread(wait_for_files, lost.files, num_files)
         self._streams = [self.client.submit(*one) for one in requests]
         self.first = [(await anext(stream)).token_ids for stream in self._streams]
         assert self.client.clients[0].num_open_requests == NUM_THERE
@@ -154,7 +165,15 @@ async def begun(lost: Machine, kept: Machine, keys: Path) -> AsyncIterator[Strea
         yield streams
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize(
+    ("is_killed", "machines"),
+    [
+        (True, ()),
+        (False, ()),
+        *[pytest.param(True, ranks, marks=pytest.mark.slow) for ranks in (TENSOR, STAGES)],
+    ],
+    indirect=["machines"],
+)
 def test_a_request_that_moves_to_another_machine_brings_its_blocks(
     is_killed: bool, machines: tuple[Machine, Machine], keys: Path
 ) -> None:
