@@ -1,5 +1,7 @@
-"""Prometheus metrics in a registry of their own: `troika:NAME` where vLLM has `vllm:NAME`, else
-`troika_NAME`, as Prometheus reserves the colon for recording rules.
+"""Prometheus metrics in a registry of their own.
+
+Names are `troika:NAME` where vLLM has `vllm:NAME`, else `troika_NAME`, as Prometheus reserves the
+colon for recording rules.
 
 The core's counters arrive with its status messages; the rest is measured here. With several API
 processes counters are sums over all of them (`api_proc.peers.shared_counters`), and so are gauges,

@@ -106,7 +106,7 @@ class ModelFacts(Record):
     """What computes the layers: "native", "triton" or "modules". Their results differ in bits. Of
     stages with different ones, each in turn, as "native, modules"."""
     speculation: Text = ""
-    """What guesses tokens ahead, for people; empty: nothing does."""
+    """What guesses tokens ahead, in words; empty: nothing does."""
     quantization: Text = ""
     """How weights were rounded, "w8a16", "w4a16" or "w8a8"; empty: not at all."""
     kv_cache_dtype: Text = ""

@@ -50,7 +50,7 @@ class Runner(Protocol):
 
     @property
     def attention(self) -> str:
-        """The attention path in use, for people; empty without a model; constant."""
+        """The attention path in use, in words; empty without a model; constant."""
 
     @property
     def grammars(self) -> GrammarCompiler | None:

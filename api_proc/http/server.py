@@ -34,10 +34,11 @@ class HttpServer(uvicorn.Server):
         is_shared: bool = False,
         limit: int | None = None,
     ) -> None:
-        """Serve `app`. A connection whose client reads nothing for `slow_reader_timeout_s` is
-        dropped, and `on_slow_reader` is called. With `tls` clients speak HTTPS. `is_shared`: other
-        processes serve the same socket. `limit`: of connections; by default as many as there are
-        descriptors.
+        """Serve `app`, with `tls` over HTTPS.
+
+        A connection whose client reads nothing for `slow_reader_timeout_s` is dropped, and
+        `on_slow_reader` is called. `is_shared`: other processes serve the same socket. `limit`: of
+        connections; by default as many as there are descriptors.
         """
         self._limit = limit
         super().__init__(

@@ -68,8 +68,10 @@ class Candidate(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Tokens that are computed before the request's first output, but for those of its prompt
-        that are cached nowhere."""
+        """Tokens to compute before the request's first output, compared with other replicas.
+
+        Its prompt is as long at all of them, so only its cached tokens count.
+        """
         return self.load.num_tokens - self.num_cached_tokens
 
 

@@ -16,7 +16,7 @@ def is_remote(address: str) -> bool:
 
 
 def check_tcp_address(address: str) -> None:
-    """Raise a ValueError, for people, if an address is not tcp://HOST:PORT."""
+    """Raise a ValueError, which users are shown, if an address is not tcp://HOST:PORT."""
     if not _PATTERN.match(address):
         raise ValueError(f"{address[:64]} is not tcp://HOST:PORT")
     if int(address.rpartition(":")[2]) >= 2**16:

@@ -170,7 +170,7 @@ class ChildProcess:
     def fatal(
         self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
     ) -> NoReturn:
-        """Report a fatal error, and exit. Without `retry` its text is a sentence for people."""
+        """Report a fatal error, and exit. Without `retry` users are shown its text alone."""
         text = f"{type(error).__name__}: {error}" if retry else str(error)
         is_printed = not retry and self._supervisor is not None  # by the supervisor
         severity = logging.DEBUG if is_printed else logging.ERROR

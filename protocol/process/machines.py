@@ -16,7 +16,7 @@ MOST_ADDRESSES = 1024
 
 
 def check_links(config: EngineConfig) -> None:
-    """Raise a ValueError, for people, if keys are missing or the address cannot be used."""
+    """Raise a ValueError, which users are shown, if keys are missing or an address is wrong."""
     parallel = config.parallel
     if parallel.curve_keys is None:
         return

@@ -510,7 +510,7 @@ One waiting request beside its token ids: {memory.bare_bytes:.0f} bytes, \
 
 
 def table(report: Report) -> str:
-    """The report for people; the ratio is vLLM's time over ours."""
+    """The report as text; the ratio is vLLM's time over ours."""
     steady = [
         f"{row.running:11} {row.schedule_us:9.1f} {row.update_us:9.1f} {row.total_us:9.1f}"
         f" {_against_vllm(row.total_us, row.vllm_total_us)}"

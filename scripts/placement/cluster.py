@@ -81,7 +81,7 @@ class Cluster:
             )
 
     def reconcile(self, num_wanted: int) -> list[str]:
-        """Start what is lacking, and end what is too much; returns what has changed, for people.
+        """Start what is lacking, and end what is too much; returns what has changed, in words.
 
         An exception of Ray: the cluster does not answer, or refuses.
         """

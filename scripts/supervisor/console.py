@@ -46,9 +46,7 @@ class PhaseClock:
 
 
 class Console:
-    """Writes to one stream. `is_quiet` leaves only the log; `is_log_only` makes all lines part of
-    it.
-    """
+    """Writes to one stream; `is_quiet`: only the log; `is_log_only`: all lines are part of it."""
 
     def __init__(
         self,

@@ -188,9 +188,7 @@ class SupervisorPolicy:
     def on_restart(
         self, role: Role, now: float, index: int | None = None
     ) -> tuple[str | None, list[Action]]:
-        """Replace the processes of a role, or one API process. Returns why not, or None; and
-        actions.
-        """
+        """Replace the processes of a role, or one API process; returns why not, and actions."""
         if self._shutdown.has_begun:
             return "the engine is stopping", []
         return self._planned.ask(role, now, index)

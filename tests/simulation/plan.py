@@ -312,8 +312,9 @@ def _draw_drafts(rng: random.Random, plan: Plan) -> None:
 def _draw_adapters(
     rng: random.Random, plan: Plan, duration_s: float, kinds: frozenset[str]
 ) -> None:
-    """Draw more adapters than have a turn at once, further requests, most of them for the first
-    one, and loads that end badly.
+    """Draw more adapters than have a turn at once, further requests, and loads that end badly.
+
+    Most of these requests are for the first adapter.
     """
     config, replace = plan.config, msgspec.structs.replace
     if config.parallel.tensor_parallel_size > 1 or rng.random() >= _ADAPTERS_RATE:

@@ -149,8 +149,7 @@ class Session:
                 self.snapshots.append(await self._snapshot())
 
     async def _settle(self, before: ResourceSnapshot | None) -> ResourceSnapshot:
-        """Take a snapshot when all processes and connections are back and no count changes any
-        more.
+        """Take a snapshot when all processes and connections are back and counts are stable.
 
         It is taken after a timeout, too, if counts do not come down to those of `before`.
         """

@@ -161,8 +161,7 @@ def test_streams_by_tcp_are_exact_through_kill_9_of_worker_and_core(
 def test_a_machine_that_is_started_again_is_paused_as_before(
     start_engine: EngineFactory, keys: Path
 ) -> None:
-    """Its new run directory knows no epoch of the engine before, and the client takes neither's
-    core for the other's."""
+    """The client takes neither core for the other, although their run directories know no epoch."""
     first, client_keys = Machine(start_engine, keys), read_client_keys(keys)
     first.engine.ready()
     with EngineClient(first.address, keys=client_keys) as client:

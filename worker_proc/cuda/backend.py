@@ -19,7 +19,7 @@ class StepAttention(Protocol):
 
     @property
     def name(self) -> str:
-        """The backend's name, for people."""
+        """The backend's name, as the start line shows it."""
 
     @property
     def depends_on_batch(self) -> bool:

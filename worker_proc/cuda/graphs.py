@@ -167,10 +167,10 @@ class DecodeGraphs:
         self._logits = None
 
     def compute(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Choose a step's tokens, and return its logits; None: no size fits, or
-        it is more than a decode.
+        """Choose a step's tokens, and return its logits; None: no graph computes it.
 
-        A size that was forgotten is captured here, which takes one step longer.
+        Graphs compute decodes alone, of at most the largest size. A size that was forgotten is
+        captured here, which takes one step longer.
         """
         num_parts = len(inputs.parts)
         # Rows of prompts are not in the order of the parts, so each part must sample.

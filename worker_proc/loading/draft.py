@@ -98,7 +98,7 @@ def group_without_window(groups: Sequence[KVGroup]) -> int:
 
 
 def describe_speculation(config: EngineConfig) -> str:
-    """Return what guesses tokens ahead, for people."""
+    """Return what guesses tokens ahead, in words."""
     most = config.scheduler.num_speculative_tokens
     if most == 0:
         return ""

@@ -69,7 +69,7 @@ class ExpertMatrices:
 
     @property
     def biases(self) -> torch.Tensor | None:
-        """`[num_experts, num_outputs]`"""
+        """What is added to each expert's outputs, `[num_experts, num_outputs]`, in this order."""
         if self._biases is None:
             return None
         return torch.stack([self._in_order(bias) for bias in self._biases])

@@ -177,9 +177,7 @@ def _products(
 def _prove(
     loaded: LoadedModel, layers: list[_Layer], library: NativeLibrary | None
 ) -> dict[str, Rotation]:
-    """Return the rotation of each module whose replacement agrees with it; ends at the first one
-    that does not.
-    """
+    """Return the rotations of the modules whose replacements agree, up to the first other."""
     proven: dict[str, Rotation] = {}
     with transformers_attention(loaded.model), own_forwards(loaded.model):
         calls = _record_calls(loaded, layers[0].module)

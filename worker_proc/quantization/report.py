@@ -29,7 +29,7 @@ class CodesReport:
 
     @property
     def description(self) -> str:
-        """The format and its codes that are in memory, for people; empty: there are none."""
+        """The format and its codes that are in memory, in words; empty: there are none."""
         if self._stated is not None:
             return self._stated
         kinds = {kind for layer, kind in self._kinds.items() if not self._reasons[layer]}

@@ -234,7 +234,7 @@ def _library_for(
 
 
 def describe_codes(loaded: LoadedModel, quantization: Quantization | None) -> str:
-    """Return the codes that weights have in memory, for people; empty: there are none."""
+    """Return the codes that weights have in memory, in words; empty: there are none."""
     if loaded.codes is None:
         return quantization or ""
     if quantization is None:
