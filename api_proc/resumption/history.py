@@ -22,10 +22,11 @@ class History:
         self,
         on_output: Callable[["History", RequestOutput | None], None] = lambda *_: None,
         on_rebind: Callable[[str, bool], None] = lambda *_: None,
+        on_place: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`on_output` gets each new output; None: the request has failed or was stopped.
 
-        `on_rebind` gets the arguments of `rebind`.
+        `on_rebind` gets the arguments of `rebind`, and `on_place` that of `stored_at`.
         """
         self.request_id = 0  # the engine client's number
         self.token_ids = array("i")
@@ -41,6 +42,7 @@ class History:
         self.resumed_inexactly = False  # see `Receiver.rebind`
         self._on_output = on_output
         self._on_rebind = on_rebind
+        self._on_place = on_place
         self._waiters: set[asyncio.Future[None]] = set()
 
     @property
@@ -97,6 +99,10 @@ class History:
         """Note that another engine continues the request, on behalf of the engine client."""
         self.resumed_inexactly = self.resumed_inexactly or not is_exact
         self._on_rebind(fingerprint, is_exact)
+
+    def stored_at(self, blocks_at: str) -> None:
+        """Note where the KV blocks are read, on behalf of the engine client."""
+        self._on_place(blocks_at)
 
     def stop(self) -> None:
         """End the sequence at its present length."""

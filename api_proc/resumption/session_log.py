@@ -9,6 +9,7 @@ import msgspec
 
 from api_proc.resumption.history import History
 from protocol.api_core import AddRequest, RequestOutput
+from protocol.core_worker import BlocksAddress
 from protocol.message import Decoder, Message, Record, TokenIds
 
 log = logging.getLogger("troika.api")
@@ -62,6 +63,14 @@ class BindRecord(Message, tag="Bound"):
     is_exact: bool
 
 
+class PlaceRecord(Message, tag="Placed"):
+    """The KV blocks of a sequence that was moved are read at this address from here on."""
+
+    number: int
+    index: int
+    blocks_at: BlocksAddress
+
+
 class RemoveRecord(Message, tag="Forgotten"):
     """A request is over, or its client has not come back."""
 
@@ -82,7 +91,14 @@ class DropRecord(Message, tag="Dropped"):
 
 
 _AnyRecord = (
-    AcceptRecord | OutputRecord | StopRecord | BindRecord | RemoveRecord | KeepRecord | DropRecord
+    AcceptRecord
+    | OutputRecord
+    | StopRecord
+    | BindRecord
+    | PlaceRecord
+    | RemoveRecord
+    | KeepRecord
+    | DropRecord
 )
 _decode: Decoder[_AnyRecord] = Decoder(_AnyRecord)
 
@@ -128,6 +144,10 @@ def with_fingerprint(add: AddRequest, fingerprint: str) -> AddRequest:
     return msgspec.structs.replace(add, fingerprint=fingerprint)
 
 
+def with_place(add: AddRequest, blocks_at: str) -> AddRequest:
+    return msgspec.structs.replace(add, blocks_at=blocks_at)
+
+
 class Replay:
     """Reconstructs the open requests from the records of a journal.
 
@@ -161,15 +181,22 @@ class Replay:
         elif isinstance(record, StopRecord):
             if history := self._history(record.number, record.index):
                 history.stop()
-        elif isinstance(record, BindRecord):
+        elif isinstance(record, BindRecord | PlaceRecord):
             if history := self._history(record.number, record.index):
-                adds = self._requests[record.number].accepted.adds
-                adds[record.index] = with_fingerprint(adds[record.index], record.fingerprint)
-                history.rebind(record.fingerprint, is_exact=record.is_exact)
+                self._move(record, history)
         else:
             for row in record.rows:
                 if history := self._history(row.number, row.index):
                     history.add(row.output)  # also after its end: a snapshot repeats outputs
+
+    def _move(self, record: BindRecord | PlaceRecord, history: History) -> None:
+        """Another engine computes a sequence from here on."""
+        adds, index = self._requests[record.number].accepted.adds, record.index
+        if isinstance(record, PlaceRecord):
+            adds[index] = with_place(adds[index], record.blocks_at)
+        else:
+            adds[index] = with_fingerprint(adds[index], record.fingerprint)
+            history.rebind(record.fingerprint, is_exact=record.is_exact)
 
     def _history(self, number: int, index: int) -> History | None:
         request = self._requests.get(number)

@@ -22,6 +22,7 @@ from api_proc.resumption.session_log import (
     AcceptRecord,
     BindRecord,
     OutputRecord,
+    PlaceRecord,
     RemoveRecord,
     Replay,
     ReplayedRequest,
@@ -30,6 +31,7 @@ from api_proc.resumption.session_log import (
     packed,
     resumed,
     with_fingerprint,
+    with_place,
 )
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
@@ -329,7 +331,13 @@ class Sessions:
                 adds[index] = with_fingerprint(adds[index], fingerprint)
             self.journaling.write(BindRecord(number, index, fingerprint, is_exact))
 
-        return History(on_output, on_rebind)
+        def on_place(blocks_at: str) -> None:
+            adds = session.accepted.adds
+            if index < len(adds):
+                adds[index] = with_place(adds[index], blocks_at)
+            self.journaling.write(PlaceRecord(number, index, blocks_at))
+
+        return History(on_output, on_rebind, on_place)
 
     # The journal --------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.message import Message, ProtocolError, encode
+from protocol.process.machines import blocks_address_seen_at
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
@@ -94,6 +95,7 @@ class AsyncEngineClient:
             keys: for a tcp address: see `protocol.transport.curve.read_client_keys`.
             make_link: takes the arguments of `CoreLink`.
         """
+        self._address = address
         self._stall_timeout_s = stall_timeout_s
         self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
         self._draining_text = _LAST_DRAINS if is_replica else "the engine is shutting down"
@@ -125,6 +127,15 @@ class AsyncEngineClient:
     def connected(self) -> bool:
         """Whether messages reach the core; it may be recovering nevertheless."""
         return self._link.is_agreed
+
+    @property
+    def blocks_at(self) -> str:
+        """Where other machines read the KV blocks that are stored beside the core; empty: nowhere.
+
+        It is that of the last status, so the core may be gone.
+        """
+        status = self.status
+        return "" if status is None else blocks_address_seen_at(status.blocks_at, self._address)
 
     @property
     def is_open(self) -> bool:
@@ -269,10 +280,13 @@ class AsyncEngineClient:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AddRequest:
-        """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
+        """As `submit`, for a receiver of the caller's; returns the request as it was accepted.
+
+        For `adopt` it names the place of its KV blocks.
+        """
         add, body = self._check(prompt_token_ids, params, options)
         self._open.accept(add, body, receiver)
-        return add
+        return msgspec.structs.replace(add, blocks_at=self.blocks_at)
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
         """Continue a request that an earlier incarnation of this client accepted.
@@ -319,7 +333,11 @@ class AsyncEngineClient:
         Not `is_exact`: also if that one cannot continue it exactly. `blocks_at`: where it reads the
         blocks of this one's machine.
         """
-        return self._open.move(request_id, other._open, is_exact=is_exact, blocks_at=blocks_at)
+        if not self._open.move(request_id, other._open, is_exact=is_exact, blocks_at=blocks_at):
+            return False
+        if other.blocks_at:
+            other._open.note_place(request_id, other.blocks_at)
+        return True
 
     def _check(
         self, prompt_token_ids: PromptIds, params: SamplingParams, options: RequestOptions

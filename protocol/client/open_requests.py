@@ -43,6 +43,9 @@ class Receiver(Protocol):
         Not `is_exact`: outputs were delivered before, and further ones may not fit them exactly.
         """
 
+    def stored_at(self, blocks_at: str) -> None:
+        """It was moved: from here on its KV blocks are read at this address."""
+
 
 class OpenRequests:
     """All requests that were accepted and have not ended."""
@@ -129,6 +132,11 @@ class OpenRequests:
         else:
             other._resume(request_id)
         return True
+
+    def note_place(self, request_id: int, blocks_at: str) -> None:
+        """Pass the place of its KV blocks on to the receiver of a request that was moved here."""
+        if (receiver := self._receivers.get(request_id)) is not None:
+            receiver.stored_at(blocks_at)
 
     def resend(self, fingerprint: str) -> Iterator[bytes]:
         """Begin to send everything open to a core that does not know it, oldest first."""

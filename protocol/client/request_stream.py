@@ -97,6 +97,9 @@ class RequestStream:
         """Called by the client when another engine continues the request; see `Receiver`."""
         self.resumed_inexactly = self.resumed_inexactly or not is_exact
 
+    def stored_at(self, blocks_at: str) -> None:
+        """Called by the client when the request was moved: of use for a journal only."""
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -173,6 +173,9 @@ class Receiver:
     def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
         """Nothing to do: tokens are not compared."""
 
+    def stored_at(self, blocks_at: str) -> None:
+        """Nothing to do: there is no journal."""
+
     def outcome(self) -> Outcome:
         """Return the whole output."""
         return self._outcome

@@ -361,3 +361,20 @@ async def test_engine_that_continues_a_request_is_known_after_a_restart(
         [add] = server.client.requests
         assert add.fingerprint == "second"
     server.sessions.close()
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+@play
+async def test_the_place_of_the_kv_blocks_is_known_after_a_restart(
+    tmp_path: Path, has_snapshot: bool
+) -> None:
+    server = await paused_server(tmp_path)
+    session = await server.accept("r")
+    session.histories[0].stored_at("tcp://10.0.0.2:7300")
+    session.histories[0].stored_at("tcp://10.0.0.3:7300")
+    for _ in range(1 + has_snapshot):  # every start begins with a snapshot
+        server.sessions.close()
+        server = await paused_server(tmp_path)
+        [add] = server.client.requests
+        assert add.blocks_at == "tcp://10.0.0.3:7300"
+    server.sessions.close()

@@ -64,6 +64,9 @@ class Reader:
         assert is_exact or self.may_change
         self.fingerprint = fingerprint
 
+    def stored_at(self, blocks_at: str) -> None:
+        """There is no journal."""
+
 
 class Replica:
     """A core with what it knows, and the client's side of the link to it."""

@@ -32,6 +32,9 @@ class Reader:
     def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
         pass
 
+    def stored_at(self, blocks_at: str) -> None:
+        pass
+
 
 class SlowClock:
     def __init__(self) -> None:

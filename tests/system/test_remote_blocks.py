@@ -4,8 +4,10 @@ Each engine here stands for a machine: it has a run directory and stores of its 
 """
 
 import asyncio
+import itertools
 import os
 import signal
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from protocol.sampling import SamplingParams
 from protocol.stores.tiers import memory_directory
 from protocol.transport.curve import make_keys, read_client_keys
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system import streams
 from tests.system.null_load import null_tokens
 from tests.system.test_machines import Proxy, free_port
 from tests.system.test_offload import (
@@ -38,6 +41,7 @@ from tests.system.test_offload import (
     wait_for_files,
 )
 from tests.system.test_replicas import until_serving
+from tests.system.test_resumption import body, ids_of
 
 TENSOR = ("--tensor-parallel-size", "2")
 NUM_THERE = NUM_PROMPTS // 2
@@ -113,6 +117,14 @@ def machines(
 
 def num_remote(client: AsyncEngineClient) -> int:
     return 0 if client.status is None else client.status.stats.kv_remote_tokens_loaded
+
+
+def remote_tokens(engine: Engine) -> float:
+    """Return the tokens that all replicas of an API have read from other machines."""
+    with urllib.request.urlopen(engine.url() + "/metrics", timeout=TIMEOUT_S) as response:
+        lines = response.read().decode().splitlines()
+    name = "troika_kv_remote_tokens_loaded_total"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 class Streams:
@@ -277,6 +289,36 @@ def test_prompts_are_computed_on_one_machine_and_go_on_at_the_other(
                     await asyncio.sleep(0.01)
 
     asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_requests_that_are_resumed_from_a_journal_bring_their_blocks(
+    start_engine: EngineFactory, keys: Path, tmp_path: Path
+) -> None:
+    """The API and a machine die together: its successor has only the journal."""
+    slow = ("--null-step-ms", "5", "--null-token-ms", "0.3")  # reading pays
+    machines = [Machine(start_engine, keys, *slow) for _ in range(2)]
+    addresses = [machine.address for machine in machines]
+    flags = ("--data-parallel-size", "0", "--routing-policy", "round_robin")
+    flags += ("--replica-addresses", *addresses, "--curve-keys", str(keys))
+    head = start_engine(*flags, "--journal-dir", str(tmp_path / "journal"))
+    eventually(lambda: head.readiness()["replicas"] == ["ready"] * 2, "both replicas serve")
+    bodies = [body(prompt=prompt, max_tokens=400, seed=1) for prompt in PROMPTS]
+    begun = [
+        streams.Stream(head.url(), each, headers={"X-Request-Id": f"request-{number}"})
+        for number, each in enumerate(bodies)
+    ]
+    first = [list(itertools.islice(iter(stream.next, None), 10)) for stream in begun]
+    wait_for_files(machines[0].files, NUM_THERE * (PROMPT_LEN // 16))
+    machines[0].lose_engine()
+    head.kill(Role.API)
+    for number, read in enumerate(first):
+        begun[number].close()
+        headers = {"X-Request-Id": f"request-{number}", "Last-Event-ID": read[-1].id or ""}
+        rest = streams.Stream(head.url(), bodies[number], headers=headers).events()
+        assert ids_of(read + rest) == {0: null_tokens(PROMPTS[number], 400)}
+
+    assert remote_tokens(head) >= PROMPT_LEN, "blocks are read from the other machine"
 
 
 def test_the_block_server_of_a_machine_comes_back(start_engine: EngineFactory, keys: Path) -> None:
