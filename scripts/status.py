@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +21,8 @@ TIMEOUT_S = 2.0
 _CHOICE_TIMEOUT_S = 0.5
 """For each of several engines, which are only listed."""
 _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")
-Replicas = Mapping[int, StatusReply | None]
-"""What the supervisors of the replicas answer; None: nothing in time."""
+Replicas = Mapping[int, StatusReply | str]
+"""What the supervisors of the replicas answer; a text: why there is no answer."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.status") -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
         if reply is None:
             raise LookupError(f"no supervisor answers in run dir {run_dir}")
         replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
-        inner = {number: _query(replica_dir(run_dir, number)) for number in replicas}
+        inner = _ask_replicas(run_dir, replicas)
     except (LookupError, ProtocolError, ValueError) as error:
         print(f"troika: {error.args[0]}", file=sys.stderr)
         return 1
@@ -54,23 +55,43 @@ def _query(run_dir: str, timeout_s: float = TIMEOUT_S) -> StatusReply | None:
         return link.query(timeout_s)
 
 
+def _ask_replicas(run_dir: str, numbers: Sequence[int]) -> Replicas:
+    """Ask all at the same time, so that several that do not answer take no longer than one."""
+
+    def ask(number: int) -> StatusReply | str:
+        with contextlib.closing(StatusLink(replica_dir(run_dir, number))) as link:
+            reply = link.query(TIMEOUT_S)
+            if reply is not None:
+                return reply
+            if link.unreadable:
+                return f"its answer cannot be read: {link.unreadable}"
+            return f"its supervisor has not answered within {TIMEOUT_S:g} s"
+
+    with ThreadPoolExecutor(max(1, len(numbers))) as threads:
+        return dict(zip(numbers, threads.map(ask, numbers), strict=True))
+
+
 def as_dict(reply: StatusReply, replicas: Replicas = MappingProxyType({})) -> dict[str, Any]:
     """The reply with names, as JSON shows it, and those of the replicas by their numbers."""
     rows = [msgspec.structs.asdict(row) for row in reply.processes]
     body = {**msgspec.structs.asdict(reply), "processes": rows}
     if replicas:
-        found = {str(number): inner and as_dict(inner) for number, inner in replicas.items()}
-        body["replicas"] = found
+        body["replicas"] = {
+            str(number): {"error": inner} if isinstance(inner, str) else as_dict(inner)
+            for number, inner in replicas.items()
+        }
     return body
 
 
 def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyType({})) -> str:
-    """Return a table of the processes, and a line about the engine."""
-    table = [_COLUMNS]
+    """Return a table of the processes, and lines about the engine and what is not in the table."""
+    table, unknown = [_COLUMNS], []
     for row in reply.processes:
         table.append(_cells(row, row.name))
         inner = replicas.get(row.rank) if row.role is Role.REPLICA else None
-        if inner is not None:
+        if isinstance(inner, str):
+            unknown.append(f"{row.name}: {inner}")
+        elif inner is not None:
             rows = [one for one in inner.processes if one.role is not Role.SUPERVISOR]
             table += [_cells(one, f"  {one.name}") for one in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -78,6 +99,7 @@ def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyTy
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
+    lines += unknown
     state = "ready" if reply.ready else "not ready"
     where = f" at {api_root(reply.url)}" if reply.url else ""
     lines.append(f"{state}{where}, run dir {run_dir}")

@@ -45,6 +45,13 @@ class StatusLink:
         """Send one query; None: no reply in time, the link is closed, or `watch_fd` is readable."""
         return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
 
+    @property
+    def unreadable(self) -> str:
+        """What is wrong with the last message that could not be read; empty: all could."""
+        if self._channel.last_bad_frame is not None:
+            return self._channel.last_bad_frame.reason
+        return "a damaged message" if self._channel.num_dropped_frames else ""
+
     def restart(
         self, role: Role, timeout_s: float, index: int | None = None
     ) -> RestartReply | None:

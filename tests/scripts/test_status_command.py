@@ -1,9 +1,21 @@
 """The status command with supervisors that answer as a test states."""
 
-import pytest
+import itertools
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-from protocol.lifecycle import StatusReply
-from protocol.message import ProtocolError
+import pytest
+import zmq
+
+from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
+from protocol.message import HEADER_BYTES, NO_EPOCH, ProtocolError, encode, pack_header
+from protocol.process.run_dir import replica_dir
+from protocol.transport.channel import lifecycle_address
 from scripts import status
 
 
@@ -23,3 +35,91 @@ def test_an_engine_whose_answer_cannot_be_read_is_one_of_the_choices(
         "  --run-dir /run/other",
         "  --run-dir /run/own   (http://127.0.0.1:8000/v1)",
     ]
+
+
+Answer = Callable[[int], list[bytes]]
+"""Returns the header and the body of the answer with a number."""
+
+
+def answer(reply: StatusReply) -> Answer:
+    body = encode(reply)
+    return lambda number: [pack_header(NO_EPOCH, number, body), body]
+
+
+def of_another_version(number: int) -> list[bytes]:
+    header = bytearray(pack_header(NO_EPOCH, number, b""))
+    header[2] ^= 1
+    fields = bytes(header[: HEADER_BYTES - 4])
+    return [fields + zlib.crc32(fields).to_bytes(4, "little"), b""]
+
+
+def of_another_shape(number: int) -> list[bytes]:
+    body = encode(["StatusReply", 7])
+    return [pack_header(NO_EPOCH, number, body), body]
+
+
+@contextmanager
+def supervisor(run_dir: str, make: Answer | None) -> Iterator[None]:
+    """Answer every question in this way; None: never."""
+    Path(run_dir).mkdir(parents=True)
+    ends = threading.Event()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(lifecycle_address(run_dir))
+
+    def serve() -> None:
+        for number in itertools.count():
+            while not socket.poll(20):
+                if ends.is_set():
+                    return
+            peer = socket.recv_multipart()[0]
+            if make is not None:
+                socket.send_multipart([peer, *make(number)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    ends.set()
+    thread.join()
+    context.destroy(linger=0)
+
+
+PROBLEMS: dict[str, tuple[Answer | None, str]] = {
+    "silent": (None, "its supervisor has not answered within 0.5 s"),
+    "version": (of_another_version, "its answer cannot be read: peer speaks protocol version"),
+    "shape": (of_another_shape, "its answer cannot be read: "),
+    "garbage": (lambda _: [b"x" * 24, b"y"], "its answer cannot be read: a damaged message"),
+}
+
+
+def test_a_replica_without_a_readable_answer_has_a_line_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are shown, and are not waited for any longer."""
+    run_dir = str(tmp_path)
+    monkeypatch.setattr(status, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(status, "is_live", lambda _: True)
+    well = StatusReply([row(Role.CORE, 0, 77)], True, "")
+    makes = [answer(well), *(make for make, _ in PROBLEMS.values())]
+    reply = StatusReply([row(Role.REPLICA, n, 10 + n) for n in range(len(makes))], True, "")
+    with ExitStack() as stack:
+        monkeypatch.setattr(status, "_query", lambda _: reply)
+        for number, make in enumerate(makes):
+            stack.enter_context(supervisor(replica_dir(run_dir, number), make))
+        began = time.monotonic()
+        assert status.main(["--run-dir", run_dir]) == 0
+        assert time.monotonic() - began < 0.5 * len(PROBLEMS)
+        shown = capsys.readouterr().out.splitlines()
+        assert any(line.split()[:2] == ["core", "77"] for line in shown)
+        for number, (_, text) in enumerate(PROBLEMS.values(), 1):
+            assert any(line.startswith(f"replica-{number}: {text}") for line in shown)
+        assert status.main(["--run-dir", run_dir, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["replicas"]
+        assert found["0"]["processes"][0]["pid"] == 77
+        for number, (_, text) in enumerate(PROBLEMS.values(), 1):
+            assert found[str(number)]["error"].startswith(text)
+
+
+def row(role: Role, rank: int, pid: int) -> ProcessStatus:
+    name = f"{role.value}-{rank}" if role is Role.REPLICA else role.value
+    return ProcessStatus(role, rank, pid, 1, ProcessState.READY, 0, 0, name)
