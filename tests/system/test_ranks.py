@@ -2,18 +2,28 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
+from transformers import LlamaConfig
 
 from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
-from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory
 from tests.system.kills import PROMPTS, params_of
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.parity import generate
+from tests.worker.quantized_checkpoints import (
+    WIDE,
+    Layout,
+    fp8_blocks,
+    int_quantized,
+    pack_quantized,
+    write_quantized,
+)
 from tests.worker.recurrent_models import RECURRENT
 from worker_proc.native.build import build, compiler
 
@@ -60,12 +70,47 @@ def test_streams_go_on_after_kill_9(
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
         assert all(len(tokens) == NUM_TOKENS for tokens in alone[:2])
-        for role, rank in victims:
-            streams = [client.submit(*request) for request in requests]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            os.kill(engine.pid(role, rank), signal.SIGKILL)
-            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
+        check_kills(engine, client, requests, alone, victims)
+
+
+def check_kills(
+    engine: Engine,
+    client: EngineClient,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    expected: Sequence[Sequence[int]],
+    victims: Sequence[tuple[Role, int]],
+) -> None:
+    """Kill each process when all streams have begun, and compare their tokens."""
+    for role, rank in victims:
+        streams = [client.submit(*request) for request in requests]
+        for stream in streams:
+            assert next(stream).finish_reason is None
+        os.kill(engine.pid(role, rank), signal.SIGKILL)
+        assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
+
+
+@SLOW
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "layout",
+    [pack_quantized(4, 32, is_symmetric=False), int_quantized(codes_rows=True), fp8_blocks()],
+    ids=lambda layout: layout.name,
+)
+def test_streams_of_a_quantized_checkpoint_go_on_after_kill_9(
+    layout: Layout, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """Each rank has its part of the codes."""
+    build()
+    config = LlamaConfig(**WIDE | {"max_position_embeddings": 512})
+    write_quantized(tmp_path / "model", layout, config)
+    flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", "2")
+    engine = start_engine(*flags, model=str(tmp_path / "model"), timeout_s=LOAD_TIMEOUT_S)
+    requests = list(zip(PROMPTS[:3], params_of(3, NUM_TOKENS), strict=True))
+    with EngineClient(engine.address) as client:
+        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        alone = [client.submit(*request).result(LOAD_TIMEOUT_S).token_ids for request in requests]
+        check_kills(engine, client, requests, alone, [(Role.WORKER, 1), (Role.CORE, 0)])
 
 
 @SLOW

@@ -55,8 +55,6 @@ def check_division(checked: CheckedModel, share: Share) -> None:
     probed, device = checked.inspected.probed, checked.device.type
     if device != "cpu":
         raise refuse(share, f"it works on the CPU only, and the device is {device}")
-    if checked.files is not None:
-        raise refuse(share, "the checkpoint is quantized")
     if checked.inspected.dtype not in NATIVE_DTYPES:
         dtype = str(checked.inspected.dtype).removeprefix("torch.")
         raise refuse(share, f"ranks exchange float32 and bfloat16, and the dtype is {dtype}")

@@ -178,9 +178,6 @@ def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> Checke
     """Return what is built and read of a model for a stage."""
     absent = parts.absent(stage)
     probed = checked.inspected.probed
-    if checked.files is not None:
-        weights = checked.files.weights.values()
-        checked.files.report.state(weight.kind.value for weight in weights)
     own = replace(
         probed,
         layers=[one for one in probed.layers if not is_within(one.module_name, absent)],

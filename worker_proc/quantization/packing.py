@@ -218,7 +218,7 @@ def _words(codes: torch.Tensor, kind: CodeKind, width: int) -> torch.Tensor:
 
 def _by_group(values: torch.Tensor, *, gates: bool) -> torch.Tensor:
     """Return `[pairs, groups, 2, 16]` of `[num_outputs, groups]`, flat."""
-    return by_panels(values, gates=gates).permute(0, 3, 1, 2).reshape(-1)
+    return by_panels(values, gates=gates).permute(0, 3, 1, 2).reshape(-1).contiguous()
 
 
 def _scale_type(scales: torch.Tensor, minimums: torch.Tensor | None) -> torch.dtype:

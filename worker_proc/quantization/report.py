@@ -23,7 +23,7 @@ class CodesReport:
     def state(self, kinds: Iterable[str]) -> None:
         """Let the description name these codes, whatever becomes of the weights that are loaded.
 
-        So stages, which load some of the weights each, describe the model alike.
+        So ranks, which load some of the weights each, describe the model alike.
         """
         self._stated = self._described(*sorted(set(kinds)))
 

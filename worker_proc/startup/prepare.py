@@ -168,6 +168,9 @@ def _check(
         max_model_len=config.model.max_model_len,
     )
     check_settings(checked, config)
+    if config.parallel.num_ranks > 1 and checked.files is not None:
+        weights = checked.files.weights.values()
+        checked.files.report.state(weight.kind.value for weight in weights)
     if (num_ranks := config.parallel.tensor_parallel_size) > 1:
         check_division(checked, Share(0, num_ranks))
     draft = check_draft(config.model, checked, progress) if has_draft else None

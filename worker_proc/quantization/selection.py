@@ -1,0 +1,107 @@
+"""Some outputs or inputs of a weight in codes, as a rank of a divided model has them."""
+
+from collections.abc import Callable
+
+import torch
+
+from worker_proc.quantization.files import CodedWeight
+from worker_proc.quantization.weight import CodeKind, Multiples, QuantizedWeight
+
+
+class SelectedWeight:
+    """A part of a stored weight, which is read whole: what is not selected is freed at once."""
+
+    def __init__(
+        self,
+        whole: CodedWeight,
+        shape: tuple[int, int],
+        select: Callable[[QuantizedWeight], QuantizedWeight],
+    ) -> None:
+        self.name = whole.name
+        self.shape = torch.Size(shape)
+        self.report = whole.report
+        self._whole, self._select = whole, select
+
+    @property
+    def kind(self) -> CodeKind:
+        return self._whole.kind
+
+    @property
+    def codes_rows(self) -> bool:
+        return self._whole.codes_rows
+
+    def read(self) -> QuantizedWeight:
+        """Read the codes of the part, and their scales."""
+        return self._select(self._whole.read())
+
+
+def with_outputs(stored: CodedWeight, outputs: torch.Tensor) -> SelectedWeight:
+    """Return the outputs with these numbers, in their order."""
+    shape = len(outputs), stored.shape[1]
+    return SelectedWeight(stored, shape, lambda weight: select_outputs(weight, outputs))
+
+
+def with_inputs(stored: CodedWeight, inputs: range) -> SelectedWeight:
+    """Return consecutive inputs."""
+    shape = stored.shape[0], len(inputs)
+    return SelectedWeight(stored, shape, lambda weight: select_inputs(weight, inputs))
+
+
+def select_outputs(weight: QuantizedWeight, outputs: torch.Tensor) -> QuantizedWeight:
+    """Return a weight with some outputs."""
+
+    def rows(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[outputs]
+
+    def multiples(values: Multiples | None) -> Multiples | None:
+        return None if values is None else Multiples(*(part[outputs] for part in values))
+
+    return weight._replace(
+        codes=weight.codes[outputs],
+        scales=weight.scales[outputs],
+        zeros=weight.zeros[outputs],
+        minimums=rows(weight.minimums),
+        scale_multiples=multiples(weight.scale_multiples),
+        minimum_multiples=multiples(weight.minimum_multiples),
+    )
+
+
+def select_inputs(weight: QuantizedWeight, inputs: range) -> QuantizedWeight:
+    """Return a weight with consecutive inputs, and the groups that these belong to.
+
+    The group of each is stated where the inputs begin or end within a group.
+    """
+    columns = slice(inputs.start, inputs.stop)
+    groups, order = _group_of(weight)[columns].unique(return_inverse=True)
+    is_consecutive = torch.equal(order, torch.arange(len(order)) // weight.group_size)
+    minimums = weight.minimums
+    weight = weight._replace(
+        codes=weight.codes[:, columns].clone(),
+        scales=weight.scales[:, groups],
+        zeros=weight.zeros[:, groups],
+        order=None if is_consecutive else order,
+        minimums=None if minimums is None else minimums[:, groups],
+    )
+    scales, lows = weight.scale_multiples, weight.minimum_multiples
+    return weight._replace(
+        scale_multiples=None if scales is None else _groups_of(scales, groups),
+        minimum_multiples=None if lows is None else _groups_of(lows, groups),
+    )
+
+
+def _group_of(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the group of each input, `[num_inputs]`."""
+    if weight.order is not None:
+        return weight.order
+    num_inputs = weight.codes.shape[1]
+    return torch.arange(num_inputs).div_(weight.group_size, rounding_mode="floor")
+
+
+def _groups_of(numbers: Multiples, groups: torch.Tensor) -> Multiples | None:
+    """Return the numbers of some groups as multiples; None: they are not whole sections."""
+    per_section = numbers.codes.shape[1] // numbers.units.shape[1]
+    first, count = int(groups[0]), len(groups)
+    if first % per_section or count % per_section or int(groups[-1]) - first + 1 != count:
+        return None
+    sections = slice(first // per_section, (first + count) // per_section)
+    return Multiples(numbers.codes[:, groups], numbers.units[:, sections])
