@@ -23,7 +23,9 @@ from worker_proc.native.build import build, compiler
 __all__ = ["keys"]
 TENSOR = ("--tensor-parallel-size", "2")
 STAGES = ("--pipeline-parallel-size", "2")
-NUM_TOKENS = 200
+NUM_TOKENS = 100
+END_TIMEOUT_S = 2 * LOAD_TIMEOUT_S
+"""While an engine beside it loads its ranks, a step takes long on a machine with two cores."""
 
 
 @functools.cache
@@ -46,9 +48,12 @@ def expected_tokens() -> list[list[int]]:
     return found
 
 
-def begin_greedy(engine: Engine) -> list[Stream]:
+def begin_greedy(head: Engine) -> list[Stream]:
+    """Start streams, half of them at each of two agents, and wait until all have begun."""
+    states = ["ready", "ready"]
+    eventually(lambda: head.readiness()["replicas"] == states, "both serve", LOAD_TIMEOUT_S)
     streams = [
-        Stream(engine.url(), prompt=prompt, max_tokens=NUM_TOKENS, temperature=0)
+        Stream(head.url(), prompt=prompt, max_tokens=NUM_TOKENS, temperature=0)
         for prompt in PROMPTS
     ]
     eventually(lambda: all(len(one.token_ids) > 3 for one in streams), "all have begun")
@@ -56,6 +61,7 @@ def begin_greedy(engine: Engine) -> list[Stream]:
 
 
 def check_greedy(streams: list[Stream]) -> None:
+    eventually(lambda: not any(one.is_open for one in streams), "all have ended", END_TIMEOUT_S)
     for stream, expected in zip(streams, expected_tokens(), strict=True):
         stream.join()
         assert stream.error is None
@@ -89,9 +95,9 @@ def until_replaced(agent: Engine, ranks: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("parallel", "ranks"), [(TENSOR, (0, 1)), (STAGES, (0, 1)), ((*TENSOR, *STAGES), (1, 2))]
+    ("parallel", "ranks"), [(TENSOR, (0, 1)), (STAGES, (0, 1)), ((*TENSOR, *STAGES), (2,))]
 )
 def test_greedy_tokens_are_those_of_transformers_whatever_dies_at_an_agent(
     parallel: tuple[str, ...], ranks: tuple[int, ...], start_engine: EngineFactory, keys: Path
@@ -101,7 +107,6 @@ def test_greedy_tokens_are_those_of_transformers_whatever_dies_at_an_agent(
     flags = ("--dtype", "float32", "--num-threads", "1", *parallel)
     head = Head(start_engine, keys, *flags, model="demo")
     one, other = head.agent("one"), head.agent("other")
-    head.until_states("ready", "ready")
     for role, rank in [*((Role.WORKER, rank) for rank in ranks), (Role.CORE, 0)]:
         streams = begin_greedy(head.engine)
         os.kill(one.pid(role, rank), signal.SIGKILL)
@@ -111,12 +116,6 @@ def test_greedy_tokens_are_those_of_transformers_whatever_dies_at_an_agent(
         kill(one)
         check_greedy(streams)
         one = head.agent("one")
-        one.ready()
-        eventually(
-            lambda: head.engine.readiness()["replicas"].count("ready") == 2,
-            "it has joined",
-            LOAD_TIMEOUT_S,
-        )
     streams = begin_greedy(head.engine)
     kill_machine(other)
     check_greedy(streams)
