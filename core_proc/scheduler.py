@@ -494,7 +494,7 @@ class Scheduler:
         return results
 
     def _update_speculated(self, output: ModelRunnerOutput) -> list[StepResult]:
-        """Do the same where a request may get several tokens; those after its end are cut."""
+        """Append a step's tokens where a request may get several; those after its end are cut."""
         _, sampling = self.in_flight.popleft()
         counts = output.num_sampled_tokens or [1] * len(sampling)
         drafts = output.num_draft_tokens or [0] * len(sampling)

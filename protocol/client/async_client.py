@@ -188,7 +188,7 @@ class AsyncEngineClient:
         self.connect()
 
     def connect(self) -> None:
-        """Do the same; to be called in the event loop."""
+        """Begin to connect; to be called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._link.open()
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -214,7 +214,7 @@ class AsyncEngineClient:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Do the same; to be called in the event loop."""
+        """Disconnect, as `close`; to be called in the event loop."""
         if not self._link.is_open:
             return
         self._timer.cancel()

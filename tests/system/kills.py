@@ -2,16 +2,20 @@
 
 import os
 import signal
+from collections.abc import Sequence
+
+import msgspec
 
 from protocol.client import EngineClient
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
-from protocol.sampling import SamplingParams
+from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine
 from tests.system.test_standby import pid_of, wait_for
 
 MAX_TOKENS = 500
 """Half a second of steps at least, so that a death comes before the end."""
+Request = tuple[list[int], SamplingParams]
 PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
 
@@ -21,6 +25,29 @@ def params_of(num_prompts: int, max_tokens: int = MAX_TOKENS) -> list[SamplingPa
         SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=1 + number, ignore_eos=True)
         for number in range(num_prompts)
     ]
+
+
+def requests_of(num_tokens: int, grammar: Grammar | None = None) -> list[Request]:
+    """Return three requests, of which the last one has the grammar."""
+    params = params_of(3, num_tokens)
+    params[2] = msgspec.structs.replace(params[2], grammar=grammar)
+    return list(zip(PROMPTS, params, strict=False))
+
+
+def repeating(num_tokens: int) -> Grammar:
+    """Return a grammar whose texts repeat themselves: there drafts are right."""
+    return Grammar(GrammarKind.REGEX, f"[ab]{{{num_tokens}}}[cd]*")
+
+
+def tokens_over_kill(
+    engine: Engine, client: EngineClient, requests: Sequence[Request], role: Role, rank: int
+) -> list[list[int]]:
+    """Return the tokens of streams during which a process dies, after the first one of each."""
+    streams = [client.submit(*request) for request in requests]
+    for stream in streams:
+        assert next(stream).finish_reason is None
+    os.kill(engine.pid(role, rank), signal.SIGKILL)
+    return [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams]
 
 
 def check_tokens_after_kills(

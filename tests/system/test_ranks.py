@@ -1,19 +1,15 @@
 """A model that is divided among workers: kill -9 of any rank, and of the core, changes no token."""
 
-import os
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from transformers import LlamaConfig
 
 from protocol.client import EngineClient
 from protocol.lifecycle import Role
-from protocol.sampling import Grammar, GrammarKind, SamplingParams
-from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory
-from tests.system.kills import PROMPTS, params_of
+from protocol.sampling import SamplingParams
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
+from tests.system.kills import repeating, requests_of, tokens_over_kill
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.parity import generate
 from tests.worker.quantized_checkpoints import (
@@ -55,38 +51,18 @@ def test_streams_go_on_after_kill_9(
 ) -> None:
     """The other ranks cannot go on alone: the whole group is started again.
 
-    One of the requests has a grammar, which every rank compiles, and which repeats itself: there
-    drafts are right.
+    One of the requests has a grammar, which every rank compiles.
     """
     build()
     flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks), *options)
     engine = start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
-    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
-    requests = list(zip(PROMPTS[:3], params, strict=True))
-    grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{NUM_TOKENS}}}[cd]*")
-    confined = msgspec.structs.replace(requests[2][1], grammar=grammar)
-    requests[2] = requests[2][0], confined
+    requests = requests_of(NUM_TOKENS, repeating(NUM_TOKENS))
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
         assert all(len(tokens) == NUM_TOKENS for tokens in alone[:2])
-        check_kills(engine, client, requests, alone, victims)
-
-
-def check_kills(
-    engine: Engine,
-    client: EngineClient,
-    requests: Sequence[tuple[list[int], SamplingParams]],
-    expected: Sequence[Sequence[int]],
-    victims: Sequence[tuple[Role, int]],
-) -> None:
-    """Kill each process when all streams have begun, and compare their tokens."""
-    for role, rank in victims:
-        streams = [client.submit(*request) for request in requests]
-        for stream in streams:
-            assert next(stream).finish_reason is None
-        os.kill(engine.pid(role, rank), signal.SIGKILL)
-        assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
+        for victim in victims:
+            assert tokens_over_kill(engine, client, requests, *victim) == alone
 
 
 @SLOW
@@ -106,11 +82,12 @@ def test_streams_of_a_quantized_checkpoint_go_on_after_kill_9(
     write_quantized(tmp_path / "model", layout, config)
     flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", "2")
     engine = start_engine(*flags, model=str(tmp_path / "model"), timeout_s=LOAD_TIMEOUT_S)
-    requests = list(zip(PROMPTS[:3], params_of(3, NUM_TOKENS), strict=True))
+    requests = requests_of(NUM_TOKENS)
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
         alone = [client.submit(*request).result(LOAD_TIMEOUT_S).token_ids for request in requests]
-        check_kills(engine, client, requests, alone, [(Role.WORKER, 1), (Role.CORE, 0)])
+        for victim in ((Role.WORKER, 1), (Role.CORE, 0)):
+            assert tokens_over_kill(engine, client, requests, *victim) == alone
 
 
 @SLOW
@@ -139,11 +116,6 @@ def test_streams_of_other_families_go_on_after_kill_9(
     engine = start_engine(*flags, model=str(tmp_path / "model"), timeout_s=LOAD_TIMEOUT_S)
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
-        for role, rank in ((Role.WORKER, 1), (Role.CORE, 0)):
-            streams = [client.submit(prompt, params) for _ in range(3)]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            os.kill(engine.pid(role, rank), signal.SIGKILL)
-            for stream in streams:
-                tokens = stream.result(LOAD_TIMEOUT_S).token_ids
+        for victim in ((Role.WORKER, 1), (Role.CORE, 0)):
+            for tokens in tokens_over_kill(engine, client, [(prompt, params)] * 3, *victim):
                 assert tokens[: len(expected)] == expected  # transformers stops at an end

@@ -3,18 +3,14 @@
 All tokens are those of an engine with one worker.
 """
 
-import os
-import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from protocol.client import EngineClient
 from protocol.lifecycle import Role
-from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
-from tests.system.kills import PROMPTS, params_of
+from tests.system.kills import repeating, requests_of, tokens_over_kill
 from tests.system.test_ranks import BY_MODEL, DRAFTS
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.recurrent_models import KEY_DECAYS, KINDS
@@ -55,17 +51,13 @@ def test_streams_go_on_after_kill_9(
 ) -> None:
     """The other stages cannot go on alone: all of them are started again.
 
-    One of the requests has a grammar, which every rank compiles, and which repeats itself: there
-    drafts are right. `num_shares` ranks divide each stage.
+    One of the requests has a grammar, which every rank compiles. `num_shares` ranks divide each
+    stage.
     """
     build()
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32")
     whole = start_engine(*flags, "--standby-workers", "0", model="demo", timeout_s=LOAD_TIMEOUT_S)
-    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
-    requests = list(zip(PROMPTS[:3], params, strict=True))
-    grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{NUM_TOKENS}}}[cd]*")
-    confined = msgspec.structs.replace(requests[2][1], grammar=grammar)
-    requests[2] = requests[2][0], confined
+    requests = requests_of(NUM_TOKENS, repeating(NUM_TOKENS))
     with EngineClient(whole.address) as client:
         client.wait_ready(LOAD_TIMEOUT_S)
         expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
@@ -76,12 +68,8 @@ def test_streams_go_on_after_kill_9(
     engine = start_engine(*flags, *stages, *options, model="demo", timeout_s=LOAD_TIMEOUT_S)
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
-        for role, rank in victims:
-            streams = [client.submit(*request) for request in requests]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            os.kill(engine.pid(role, rank), signal.SIGKILL)
-            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
+        for victim in victims:
+            assert tokens_over_kill(engine, client, requests, *victim) == expected
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -110,8 +98,7 @@ def test_streams_of_recurrent_layers_go_on_after_kill_9(
     model = str(tmp_path / "model")
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--mamba-block-size", "64")
     whole = start_engine(*flags, "--standby-workers", "0", model=model, timeout_s=LOAD_TIMEOUT_S)
-    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in params_of(3)]
-    requests = list(zip(PROMPTS[:3], params, strict=True))
+    requests = requests_of(NUM_TOKENS)
     with EngineClient(whole.address) as client:
         client.wait_ready(LOAD_TIMEOUT_S)
         expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
@@ -123,9 +110,5 @@ def test_streams_of_recurrent_layers_go_on_after_kill_9(
         facts = client.wait_ready(LOAD_TIMEOUT_S)
         assert facts.exact_resume
         assert facts.kv_groups[-1].is_state
-        for role, rank in [*((Role.WORKER, rank) for rank in ranks), (Role.CORE, 0)]:
-            streams = [client.submit(*request) for request in requests]
-            for stream in streams:
-                assert next(stream).finish_reason is None
-            os.kill(engine.pid(role, rank), signal.SIGKILL)
-            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == expected
+        for victim in [*((Role.WORKER, rank) for rank in ranks), (Role.CORE, 0)]:
+            assert tokens_over_kill(engine, client, requests, *victim) == expected
