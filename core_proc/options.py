@@ -5,10 +5,9 @@ from typing import Any
 
 import msgspec
 
-from protocol.config import EngineConfig
+from protocol.config import DEFAULT_MAMBA_BLOCK_SIZE, EngineConfig
 from protocol.core_worker import KVGroup, ModelFacts
 
-DEFAULT_MAMBA_BLOCK_SIZE = 512
 VICTIM_CHOICES = ("policy", "cheapest")
 
 
@@ -114,7 +113,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             facts,
         ):  # facts replace what was asked for
             values |= {name: getattr(source, name) for name in source.__struct_fields__}
-        spacing = -(-DEFAULT_MAMBA_BLOCK_SIZE // facts.block_size) * facts.block_size
         values |= {
             "num_blocks": facts.num_gpu_blocks,
             "max_steps_in_flight": max(
@@ -123,7 +121,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "kv_groups": tuple(facts.kv_groups),
             "eos_token_ids": tuple(facts.eos_token_ids),
             "swap_cost_tokens": swap_cost_tokens,
-            "mamba_block_size": config.cache.mamba_block_size or spacing,
+            "mamba_block_size": config.cache.snapshot_spacing(facts.block_size),
             "policy": config.scheduler.scheduling_policy,
             "has_draft_model": config.model.speculative_model is not None,
         }

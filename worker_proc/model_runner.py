@@ -205,6 +205,8 @@ class ModelRunner:
         if self._stage is not None:
             self._stage.pipe.begin(epoch)
         self._mirror.reset()
+        if self._draft_model is not None:
+            self._draft_model.reset()
         self._has_limited_states = False
         self._launched = None
         self._steady = None

@@ -1,5 +1,6 @@
 """The engine's settings: their types, bounds and defaults, and their sources."""
 
+from protocol.config.engine_config import DEFAULT_MAMBA_BLOCK_SIZE as DEFAULT_MAMBA_BLOCK_SIZE
 from protocol.config.engine_config import AccessLog as AccessLog
 from protocol.config.engine_config import ApiConfig as ApiConfig
 from protocol.config.engine_config import AttentionName as AttentionName

@@ -14,6 +14,8 @@ from msgspec import Meta, field
 
 from protocol.config.addresses import LISTEN_ADDRESS, TCP_ADDRESS
 
+DEFAULT_MAMBA_BLOCK_SIZE = 512
+
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
 PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
@@ -181,9 +183,9 @@ class CacheConfig(Section):
     enable_prefix_caching: bool = True
     """Share KV blocks between requests that begin alike."""
     mamba_block_size: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    """Of a model with recurrent layers: tokens between two states that are kept for the prefix
-    cache, beside the one at the end of each prompt; a multiple of block_size. Default: 512, or the
-    next multiple."""
+    """Of a model or draft model with recurrent layers: tokens between two states that are kept for
+    the prefix cache, beside the one at the end of each prompt; a multiple of block_size. Default:
+    512, or the next multiple."""
     swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
     """Host memory for the KV and the recurrent states of preempted requests, where copying is
     quicker than computing again; 0: always compute again."""
@@ -205,6 +207,11 @@ class CacheConfig(Section):
     def keeps_blocks(self) -> bool:
         """Whether workers keep KV blocks in stores."""
         return self.kv_offload_bytes > 0 or self.kv_offload_dir is not None
+
+    def snapshot_spacing(self, block_size: int) -> int:
+        """Return `mamba_block_size`, or its default for KV blocks of a size."""
+        default = -(-DEFAULT_MAMBA_BLOCK_SIZE // block_size) * block_size
+        return self.mamba_block_size or default
 
 
 class SchedulerConfig(Section):

@@ -147,3 +147,28 @@ def test_a_draft_model_drafts_for_recurrent_layers_in_stages(tmp_path: Path, dra
     )
     run = stages.drive(PROMPTS, PARAMS, **BY_MODEL)
     check_draft_model(stages.runners, 1, run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("divide", [Stages, Ranks])
+def test_a_recurrent_draft_model_is_whole_at_one_rank(
+    divide: type[Stages] | type[Ranks], name: str, tmp_path: Path
+) -> None:
+    """Nearly all drafts of the model itself are right: divided, its sums have other orders."""
+    [architecture] = [one for one in RECURRENT if one.name == name]
+    model = tmp_path / "model"
+    build_checkpoint(model, architecture.config())
+    expected = divide(model, 2).drive(PROMPTS, PARAMS, **PLAIN)
+    parts = divide(model, 2, speculative_model=str(model), num_speculative_tokens=NUM_DRAFTS)
+    answering_rank = 1 if divide is Stages else 0
+    having = [getattr(runner, "_draft_model", None) is not None for runner in parts.runners]
+    assert having == [rank == answering_rank for rank in range(2)]
+    few_blocks = {"num_blocks": 60, "num_host_blocks": 0}
+    for settings in ({}, {"max_num_batched_tokens": 17}, few_blocks):
+        run = parts.drive(PROMPTS, PARAMS, **BY_MODEL | {"mamba_block_size": 8} | settings)
+        assert run.output_token_ids == expected.output_token_ids
+        assert run.logprobs == expected.logprobs
+        assert 20 < 0.95 * run.num_drafts < run.num_accepted_drafts
+    assert run.num_preemptions > 0

@@ -190,13 +190,14 @@ class Intermittent:
 
     swap_cost_tokens, attention, grammars = 0.0, "", None
 
-    def __init__(self, runner: ModelRunner, num_without: int) -> None:
+    def __init__(self, runner: ModelRunner, num_without: int, num_drafts: int = NUM_DRAFTS) -> None:
         self.facts = runner.facts
         self.reset, self.sleep = runner.reset, runner.sleep
         self.num_with = 0
         """Steps in which drafts were wanted."""
         self._runner = runner
         self._num_without = num_without
+        self._num_drafts = num_drafts
         self._known: set[int] = set()
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -204,7 +205,7 @@ class Intermittent:
         self._known -= {*step.preempted_req_ids, *step.finished_req_ids}
         is_wanted = step.step_id % (self._num_without + 2) >= self._num_without
         self.num_with += is_wanted
-        limits = dict.fromkeys(self._known, NUM_DRAFTS if is_wanted else 0)
+        limits = dict.fromkeys(self._known, self._num_drafts if is_wanted else 0)
         return self._runner.execute(msgspec.structs.replace(step, draft_limits=limits))
 
     def launch(self, step: SchedulerOutput) -> ComputedStep:

@@ -1,27 +1,37 @@
 """Drafts change no token and no logprob of models with recurrent layers: their states roll back.
 
-Nor does a preemption, whether their states are swapped or computed again.
+Nor does a preemption, whether their states are swapped or computed again. A draft model may have
+such layers, too: where it is the model itself, each of its drafts is right.
 """
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from protocol.core_worker import SchedulerOutput, TokenLogprobs
+from protocol.core_worker import SchedulerOutput, StoreBlocks, TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.driving import Run, drive
 from tests.worker.parity import make_runner
 from tests.worker.recurrent_models import KINDS, RECURRENT
+from tests.worker.test_draft_model import Intermittent
 from tests.worker.test_speculation import Oracle
-from worker_proc.drafting import repetitions
+from worker_proc.drafting import draft_model, repetitions
+from worker_proc.drafting.draft_model_states import DraftModelStates
+from worker_proc.drafting.draft_progress import DraftProgress
 from worker_proc.drafting.draft_states import DraftStates
 from worker_proc.errors import UnsupportedModel
-from worker_proc.mirror import MirroredRequest
+from worker_proc.forward import state_pool_of
+from worker_proc.inputs import StepInputs, pack_step
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import LaunchedStep
 
+BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
+WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 NUM_DRAFTS = 4
 ROOMY, TIGHT = 400, 40
 SHARED = list(range(40, 61))
@@ -138,16 +148,230 @@ def test_a_draft_model_drafts_for_recurrent_layers(tmp_path: Path) -> None:
     assert run.num_drafts > 0
 
 
-def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_attention_takes_no_draft_model(tmp_path: Path) -> None:
     model, draft = tmp_path / "model", tmp_path / "draft"
-    build_checkpoint(model, ARCHITECTURES[0].config())
-    build_checkpoint(draft, KINDS[0].config())
-    with pytest.raises(UnsupportedModel, match=f"exclude speculative_model {draft}"):
-        make_runner(model, ROOMY, "float32", 2, draft)
-    mamba = next(one for one in RECURRENT if one.name == "mamba2")
-    build_checkpoint(draft, mamba.config())
+    build_checkpoint(model, BY_NAME["mamba2"].config())
+    build_checkpoint(draft, ARCHITECTURES[0].config())
     with pytest.raises(UnsupportedModel, match="a model without attention has none"):
-        make_runner(draft, None, "float32", 2, model)
+        make_runner(model, None, "float32", 2, draft)
+
+
+# Draft models with recurrent layers ---------------------------------------------------------------
+
+BY_MODEL: dict[str, object] = {
+    "num_speculative_tokens": NUM_DRAFTS,
+    "adaptive_speculation": False,
+    "has_draft_model": True,
+}
+FEW_BLOCKS = 45
+OFTEN: dict[str, object] = {"mamba_block_size": 8}
+"""Snapshots: so often that every text has some."""
+WAYS: dict[str, dict[str, object]] = {
+    "chunked": OFTEN | {"max_num_batched_tokens": 16, "num_blocks": ROOMY},
+    "prefix_cache": OFTEN | {"max_num_seqs": 2, "num_blocks": ROOMY},
+    "uncached": {"enable_prefix_caching": False, "num_blocks": ROOMY},
+    "preempted": OFTEN
+    | {"scheduler_reserve_full_isl": False, "num_host_blocks": 0, "max_num_seqs": 5},
+    "swapped": OFTEN | {"scheduler_reserve_full_isl": False, "swap_cost_tokens": 0.0},
+}
+
+
+def load(model: Path, draft: Path | None, dtype: str = "bfloat16", **cache: object) -> ModelRunner:
+    num_drafts = NUM_DRAFTS if draft else 0
+    settings = {"swap_space_bytes": 8 << 20, "mamba_block_size": 8} | cache
+    return make_runner(model, ROOMY, dtype, num_drafts, draft, **settings)
+
+
+def with_states(runner: ModelRunner, num_blocks: int | None) -> DraftModelStates:
+    """Let a draft model have as many state blocks; None: those that it has."""
+    draft = runner._draft_model
+    assert draft is not None
+    assert draft._states is not None
+    if num_blocks is not None:
+        draft._states = DraftModelStates(num_blocks, runner.facts.block_size, 8)
+    return draft._states
+
+
+@pytest.fixture
+def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return where a draft model adds how many tokens each of its forwards has computed."""
+    counts: list[int] = []
+
+    def count(parts: Sequence[ScheduledRequest], device: torch.device) -> StepInputs:
+        counts.append(sum(part.num_tokens for part in parts))
+        return pack_step(parts, device)
+
+    monkeypatch.setattr(draft_model, "pack_step", count)
+    return counts
+
+
+def drive_few(runner: ModelRunner, options: dict[str, object]) -> tuple[Run, Recording]:
+    """Drive a runner with few blocks, or all of them if the options say so."""
+    recording = Recording(runner)
+    return drive(recording, PROMPTS, PARAMS, **({"num_blocks": FEW_BLOCKS} | options)), recording
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ways"),
+    [
+        (BY_NAME["qwen3_5_text"], ("preempted",)),
+        *(
+            pytest.param(one, tuple(WAYS), marks=pytest.mark.slow)
+            for one in RECURRENT
+            if one.name not in (*WITHOUT_ATTENTION, "recurrent_gemma")
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Architecture) else f"{len(value)} ways",
+)
+def test_every_draft_of_a_recurrent_model_itself_is_right(
+    architecture: Architecture, ways: Sequence[str], tmp_path: Path
+) -> None:
+    """After preemptions and cached prefixes, too: one wrong state would make it draft others."""
+    build_checkpoint(tmp_path, architecture.config())
+    plain, guessing = load(tmp_path, None), load(tmp_path, tmp_path)
+    expected, logprobs = drive_few(plain, WAYS["uncached"])
+    happened = {"preempted": 0, "swapped": 0, "prefix_cache": 0}
+    for way in ways:
+        states = with_states(guessing, None if way == "chunked" else 24)
+        run, recording = drive_few(guessing, BY_MODEL | WAYS[way])
+        states.check_invariants()
+        assert run.output_token_ids == expected.output_token_ids, way
+        check_logprobs(recording, logprobs, is_exact=plain.facts.exact_resume)
+        assert run.num_accepted_drafts == run.num_drafts > 100, way
+        happened["preempted"] += run.num_preemptions
+        happened["swapped"] += run.num_swaps
+        happened["prefix_cache"] += run.num_cached_tokens
+    assert happened["preempted"] > 0
+    assert happened["prefix_cache"] > 0
+    assert bool(happened["swapped"]) == ("swapped" in ways)
+    guessing.reset()
+    assert (states.num_free, states.num_snapshots) == (23, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [*WITHOUT_ATTENTION, "lfm2"])
+def test_recurrent_models_draft_for_others(draft: str, tmp_path: Path) -> None:
+    """Right and wrong drafts, also where nothing but a state is behind them."""
+    build_checkpoint(tmp_path / "model", ARCHITECTURES[0].config())
+    build_checkpoint(tmp_path / "draft", BY_NAME[draft].config())
+    plain = load(tmp_path / "model", None)
+    expected, logprobs = drive_few(plain, WAYS["uncached"])
+    guessing = load(tmp_path / "model", tmp_path / "draft")
+    for way in ("chunked", "preempted"):
+        run, recording = drive_few(guessing, BY_MODEL | WAYS[way])
+        assert run.output_token_ids == expected.output_token_ids
+        check_logprobs(recording, logprobs, is_exact=True)
+        assert run.num_accepted_drafts < run.num_drafts
+
+
+@pytest.mark.slow
+def test_a_recurrent_draft_model_begins_from_snapshots(
+    tmp_path: Path, num_computed: list[int]
+) -> None:
+    """Where there is none, it computes a text from its first token on, as its budget allows."""
+    build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
+    guessing = load(tmp_path, tmp_path)
+    prefix = list(range(20, 20 + 96))
+    prompts = [[*prefix, 5 + number] for number in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    computed = {}
+    for spacing in (8, None):
+        draft = guessing._draft_model
+        assert draft is not None
+        draft._states = DraftModelStates(40, guessing.facts.block_size, spacing)
+        num_computed.clear()
+        run = drive(guessing, prompts, params, **BY_MODEL, **OFTEN, max_num_seqs=1)
+        assert run.num_cached_tokens == 5 * len(prefix)
+        assert run.num_accepted_drafts == run.num_drafts > 0
+        computed[spacing] = sum(num_computed)
+    assert computed[None] - computed[8] == 5 * len(prefix)
+
+
+@pytest.mark.slow
+def test_snapshots_are_kept_where_right_drafts_pass(tmp_path: Path) -> None:
+    """At each multiple of the spacing, whether a draft or a known token stands before it."""
+    build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
+    guessing = load(tmp_path, tmp_path)
+    states = with_states(guessing, 40)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    run = drive(guessing, [[5]], params, **BY_MODEL, **OFTEN)
+    assert run.num_accepted_drafts == run.num_drafts > 40
+    assert states.num_snapshots == 7
+
+
+@pytest.mark.slow
+def test_a_recurrent_draft_model_catches_up_within_the_budget_of_a_step(
+    tmp_path: Path, num_computed: list[int]
+) -> None:
+    build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
+    guessing = load(tmp_path, tmp_path)
+    draft = guessing._draft_model
+    assert draft is not None
+    draft._states, draft._max_tokens = DraftModelStates(40, 4, None), 20
+    prompts = [[*range(20, 20 + 96), 5 + number] for number in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    run = drive(guessing, prompts, params, **BY_MODEL, max_num_seqs=1)
+    assert max(num_computed) == 20
+    assert run.num_accepted_drafts == run.num_drafts > 40
+
+
+@pytest.mark.slow
+def test_a_recurrent_draft_model_catches_up_when_drafts_are_wanted_again(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, BY_NAME["bamba"].config())
+    expected = drive(load(tmp_path, None), PROMPTS, PARAMS).output_token_ids
+    guessing = load(tmp_path, tmp_path)
+    for max_num_seqs in (8, 2):
+        states = with_states(guessing, 40)
+        options = {"num_speculative_tokens": NUM_DRAFTS, "max_num_seqs": max_num_seqs}
+        run = drive(Intermittent(guessing, 5, NUM_DRAFTS), PROMPTS, PARAMS, **options, **OFTEN)
+        assert run.output_token_ids == expected
+        assert run.num_accepted_drafts == run.num_drafts > 20
+        states.check_invariants()
+
+
+@pytest.mark.slow
+def test_blocks_of_a_recurrent_draft_model_are_in_no_store(tmp_path: Path) -> None:
+    """One that is read for the model counts as missing there, and so does the state at its end."""
+    build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
+    runner = load(tmp_path, tmp_path, kv_offload_bytes=2**20)
+    draft, drafts = runner._draft_model, runner.draft_blocks
+    assert draft is not None
+    assert drafts is not None
+    assert not drafts.are_kept
+    prompt = list(range(20, 20 + 32))
+    drive(runner, [prompt], PARAMS[0], **BY_MODEL, **OFTEN)
+    states = with_states(runner, None)
+    assert draft.holds(1)
+    assert states.num_snapshots > 3
+    assert drafts.beside(StoreBlocks([1], [bytes(36)])) == StoreBlocks([], [])
+    for block_id in range(1, 9):
+        drafts.note(block_id, is_filled=False)
+    request = MirroredRequest(9, prompt, 32, PARAMS[0], [array("i", range(1, 9))] * 2, 31, 31)
+    assert draft._progress(request).position == 0
+    draft._computed(request, DraftProgress(0), 32)
+    assert states.begin(9, range(1, 9)) == 0
+
+
+@pytest.mark.slow
+def test_states_are_taken_from_the_memory_of_the_cache(tmp_path: Path) -> None:
+    """Of a draft model with recurrent layers: the null block, and some for each request."""
+    build_checkpoint(tmp_path, BY_NAME["qwen3_5_text"].config())
+    blocks = {}
+    for num_bytes in (2 << 20, 4 << 20):
+        runner = make_runner(
+            tmp_path, None, "bfloat16", NUM_DRAFTS, tmp_path, kv_cache_memory_bytes=num_bytes
+        )
+        draft = runner._draft_model
+        assert draft is not None
+        model, drafts = (state_pool_of(one) for one in (runner._model, draft._loaded.model))
+        assert model is not None
+        assert drafts is not None
+        tensors = [*runner._pool.all_tensors, *draft._pool.all_tensors]
+        tensors += [*model.all_tensors, *drafts.all_tensors]
+        num_taken = sum(tensor.nbytes for tensor in tensors)
+        assert 0.95 * num_bytes < num_taken <= num_bytes
+        blocks[num_bytes] = len(drafts.all_tensors[0])
+    assert 3 <= blocks[2 << 20] < blocks[4 << 20] <= 1 + (NUM_DRAFTS + 1) * 64
 
 
 # Blocks for the states before drafts ------------------------------------------------------------

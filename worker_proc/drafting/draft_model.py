@@ -8,18 +8,21 @@ Its KV is kept under the block ids of the model's requests, in tensors of its ow
 when drafts are wanted, from the first position on for which it is missing: that of a new prompt, of
 a prefix whose blocks were filled while no drafts were made, or of a request that returns from a
 preemption, from the host or from a worker that died. Blocks are also written to stores and read
-from them, with those of the model (`worker_proc/offload/drafts.py`). A draft is never trusted, so
-KV that is missing or outdated costs time, and no token.
+from them, with those of the model (`worker_proc/offload/drafts.py`). Recurrent layers have states
+beside the KV (`DraftModelStates`), and compute a request from the last position on for which there
+is one. A draft is never trusted, so KV that is missing or outdated costs time, and no token.
 """
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from protocol.core_worker import ModelFacts, SchedulerOutput
+from protocol.core_worker import NULL_BLOCK, ModelFacts, SchedulerOutput
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.drafting.draft_model_states import DraftModelStates, StatePath
 from worker_proc.drafting.draft_progress import DraftProgress
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import pack_step
@@ -48,11 +51,13 @@ class DraftModel:
         group: int,
         num_spare: int,
         max_tokens: int,
+        states: DraftModelStates | None = None,
     ) -> None:
         """Take a model that is attached to `pool`: the model's blocks, then spare ones.
 
         `group` is the KV group whose tables it follows, `num_spare` the spare blocks of a request,
-        and `max_tokens` the most tokens that it computes in one step.
+        and `max_tokens` the most tokens that it computes in one step. `states`: of its recurrent
+        layers, if it has any.
         """
         self._loaded = loaded
         self._backend = backend
@@ -62,12 +67,19 @@ class DraftModel:
         self._group = group
         self._num_spare = num_spare
         self._max_tokens = max_tokens
+        self._states = states
         self._max_len = min(facts.max_model_len, loaded.model_len)
         self._is_filled = bytearray(facts.num_gpu_blocks)
         """By block: 1 if it holds this model's KV of the tokens that the model's KV is of."""
 
+    def reset(self) -> None:
+        """Forget every request."""
+        if self._states is not None:
+            self._states.clear()
+
     def sleep(self) -> None:
         self._pool.sleep()
+        self.reset()
         self._is_filled = bytearray(len(self._is_filled))
 
     def holds(self, block_id: int) -> bool:
@@ -79,8 +91,11 @@ class DraftModel:
         self._is_filled[block_id] = is_filled
 
     def follow(self, step: SchedulerOutput) -> None:
-        """Note the blocks that get other contents in this step."""
+        """Note the requests that leave, and the blocks that get other contents in this step."""
         size, group, is_filled = self._facts.block_size, self._group, self._is_filled
+        if self._states is not None:
+            for req_id in (*step.preempted_req_ids, *step.finished_req_ids):
+                self._states.release(req_id)
         for new in step.scheduled_new_reqs:
             for block_id in new.block_ids[group][-(-new.num_cached_tokens // size) :]:
                 is_filled[block_id] = 0
@@ -96,49 +111,89 @@ class DraftModel:
         The KV of the step's other tokens is computed, too, where drafts will follow. A request for
         which more is missing than one step may compute gets no drafts yet.
         """
-        parts: list[ScheduledRequest] = []
-        drafting: list[MirroredRequest] = []
+        parts: list[_Part] = []
+        num_drafting = 0
         num_left = self._max_tokens
-        for part in scheduled:
-            request = part.request
-            if part.samples:
+        for scheduled_part in scheduled:
+            request, samples = scheduled_part.request, scheduled_part.samples
+            if samples:
                 request.draft_token_ids = []
+            if request.draft_limit == 0 and self._states is not None and request.draft_progress:
+                self._progress(request)  # the states of its last drafts are free now
             if request.draft_limit == 0 or num_left == 0:
                 continue
-            end = request.num_tokens if part.samples else part.end
+            end = request.num_tokens if samples else scheduled_part.end
             progress = self._progress(request)
-            start = min(progress.position, end - 1) if part.samples else progress.position
+            start = min(progress.position, end - 1) if samples else progress.position
             num_tokens = min(end - start, num_left)
             if num_tokens <= 0 or end > self._max_len:
                 continue
+            num_drafts = 0
+            if samples and start + num_tokens == end:
+                num_drafts = self._num_drafts(request)
+                if num_drafts <= 0:
+                    continue  # its end is near, and no draft could be accepted
+            stop = start + num_tokens
+            path = self._state_path(request, start, stop, num_drafts)
+            if path is None:
+                continue  # until other requests leave
             num_left -= num_tokens
-            is_ready = part.samples and start + num_tokens == end and self._num_drafts(request) > 0
-            if is_ready:
-                drafting.append(request)
-            elif part.samples and start + num_tokens == end:
-                continue  # its end is near, and no draft could be accepted
-            table = self._table(request, len(drafting) - 1 if is_ready else None)
-            parts.append(_part(request, table, start, num_tokens, samples=is_ready))
-            self._computed(request, progress, start + num_tokens)
+            table = self._table(request, num_drafting if path.num_drafts else None)
+            num_drafting += path.num_drafts > 0
+            parts.append(_Part(request, table, start, stop, path))
+            self._computed(request, progress, stop)
         if parts:
             self._pool.wake()
-            self._draft(parts, drafting)
+            self._draft(parts)
 
     def _progress(self, request: MirroredRequest) -> DraftProgress:
-        progress = request.draft_progress
+        progress, states = request.draft_progress, self._states
         if progress is None:
-            num_filled = 0
-            for block_id in request.block_tables[self._group]:
-                if not self._is_filled[block_id]:
-                    break
-                num_filled += self._facts.block_size
-            progress = request.draft_progress = DraftProgress(num_filled)
+            blocks = self._filled_blocks(request)
+            position = len(blocks) * self._facts.block_size
+            if states is not None:
+                num_before_last = (request.num_tokens - 1) // self._facts.block_size
+                position = states.begin(request.req_id, blocks[:num_before_last])
+            progress = request.draft_progress = DraftProgress(position)
         else:
             before = progress.position
             progress.settle(request.token_ids)
             self._fill(request, before, progress.position)
+            if states is not None:
+                self._keep_snapshots(states, request, before, progress.position)
+                states.settle(request.req_id, progress.position)
         progress.position = min(progress.position, request.num_tokens)
         return progress
+
+    def _state_path(
+        self, request: MirroredRequest, start: int, stop: int, num_drafts: int
+    ) -> StatePath | None:
+        """Return where the states of a part and of its drafts go; None: there is no room."""
+        if self._states is None:
+            return StatePath(NULL_BLOCK, {}, num_drafts)
+        num_slots = len(request.block_tables[self._group]) * self._facts.block_size
+        return self._states.take(request.req_id, start, stop, num_slots, num_drafts)
+
+    def _filled_blocks(self, request: MirroredRequest) -> "array[int]":
+        """Return the first blocks of a request that hold this model's KV of its tokens."""
+        table = request.block_tables[self._group]
+        missing = (index for index, block_id in enumerate(table) if not self._is_filled[block_id])
+        return table[: next(missing, len(table))]
+
+    def _keep_snapshots(
+        self, states: DraftModelStates, request: MirroredRequest, start: int, stop: int
+    ) -> dict[int, int]:
+        """Keep snapshots of what is computed from `start` to `stop`, in the request's own blocks.
+
+        Returns the state blocks that must receive states, by position.
+        """
+        table, size, path = request.block_tables[self._group], self._facts.block_size, {}
+        stop = min(stop, len(table) * size)
+        for end in states.ends_of_snapshots(start, stop, request.num_prompt_tokens):
+            block_id = states.keep(request.req_id, table[end // size - 1], end)
+            if block_id is not None:
+                path[end] = block_id
+        return path
 
     def _num_drafts(self, request: MirroredRequest) -> int:
         """Return how many drafts could be accepted before the request's end."""
@@ -167,34 +222,34 @@ class DraftModel:
     def _fill(self, request: MirroredRequest, start: int, end: int) -> None:
         size, table = self._facts.block_size, request.block_tables[self._group]
         for index in range(start // size, end // size):
-            self._is_filled[table[index]] = 1
+            if not self._is_filled[table[index]]:
+                self._is_filled[table[index]] = 1
+                if self._states is not None:
+                    self._states.forget(table[index])
 
-    def _draft(self, parts: list[ScheduledRequest], drafting: list[MirroredRequest]) -> None:
+    def _draft(self, parts: Sequence["_Part"]) -> None:
         """Compute all parts; then one more token for each request and further draft."""
-        known = [request.num_tokens for request in drafting]
-        counts = [self._num_drafts(request) for request in drafting]
-        choosing = [part for part in parts if part.samples]
-        chosen = self._compute(parts, drafting)
+        drafting = [part for part in parts if part.num_drafts]
+        known = [part.request.num_tokens for part in drafting]
+        if self._states is not None:
+            for part in parts:
+                snapshots = self._keep_snapshots(self._states, part.request, part.start, part.stop)
+                part.path.blocks.update(snapshots)
+        chosen = self._compute(parts)
+        if self._states is not None:
+            self._states.end_step()
         places = list(range(len(drafting)))
-        for number in range(1, max(counts, default=0) + 1):
+        most = max((part.num_drafts for part in drafting), default=0)
+        for number in range(1, most + 1):
             # The draft becomes the request's last token until all drafts are made.
             for place, token_id in zip(places, chosen, strict=True):
-                drafting[place].token_ids.append(token_id)
-            places = [place for place in places if counts[place] > number]
+                drafting[place].request.token_ids.append(token_id)
+            places = [place for place in places if drafting[place].num_drafts > number]
             if not places:
                 break
-            next_parts = [
-                _part(
-                    drafting[place],
-                    choosing[place].request.block_tables[0],
-                    known[place] + number - 1,
-                    1,
-                    samples=True,
-                )
-                for place in places
-            ]
-            chosen = self._compute(next_parts, [drafting[place] for place in places])
-        for request, length in zip(drafting, known, strict=True):
+            chosen = self._compute([drafting[place].after(number) for place in places])
+        for part, length in zip(drafting, known, strict=True):
+            request = part.request
             drafts = request.token_ids[length:]
             del request.token_ids[length:]
             request.draft_token_ids = drafts
@@ -208,13 +263,14 @@ class DraftModel:
         if progress.position == length:
             progress.ahead = drafts[: num_slots - length]
 
-    def _compute(self, parts: list[ScheduledRequest], choosing: list[MirroredRequest]) -> list[int]:
-        """Compute the parts, and choose the next token of those that sample."""
+    def _compute(self, parts: Sequence["_Part"]) -> list[int]:
+        """Compute the parts, and choose the next token of those with drafts."""
         loaded, vocab_size = self._loaded, self._facts.vocab_size
-        inputs = pack_step(parts, loaded.device)
+        inputs = pack_step([self._scheduled(part) for part in parts], loaded.device)
         if loaded.vocab_size < vocab_size:  # the rows of the model's vocabulary that pad it
             inputs.input_ids.clamp_(max=loaded.vocab_size - 1)
         logits = compute_logits(loaded.model, self._backend, inputs, vocab_size)
+        choosing = [part.request for part in parts if part.num_drafts]
         if not choosing:
             return []
         if logits.shape[1] < vocab_size:
@@ -222,15 +278,52 @@ class DraftModel:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return self._sampler.choose(logits, choosing)
 
+    def _scheduled(self, part: "_Part") -> ScheduledRequest:
+        """Return a part as the draft model computes it: without prompt logprobs."""
+        tables = [part.table]
+        if self._states is not None:
+            tables.append(part.state_table(self._facts.block_size))
+        computed = MirroredRequest(
+            part.request.req_id,
+            part.request.token_ids,
+            part.request.num_prompt_tokens,
+            _NO_PARAMS,
+            tables,
+            0,
+            0,
+            state_block=part.path.source,
+        )
+        num_tokens = part.stop - part.start
+        return ScheduledRequest(computed, part.start, num_tokens, part.num_drafts > 0)
+
 
 _NO_PARAMS = SamplingParams()
 
 
-def _part(
-    request: MirroredRequest, table: "array[int]", start: int, num_tokens: int, *, samples: bool
-) -> ScheduledRequest:
-    """Return a part of a request as the draft model computes it: without prompt logprobs."""
-    computed = MirroredRequest(
-        request.req_id, request.token_ids, request.num_prompt_tokens, _NO_PARAMS, [table], 0, 0
-    )
-    return ScheduledRequest(computed, start, num_tokens, samples)
+class _Part(NamedTuple):
+    """What the draft model computes of a request at once."""
+
+    request: MirroredRequest
+    table: "array[int]"
+    start: int
+    stop: int
+    path: StatePath
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts to make behind it; 0: it does not reach the end of the known tokens."""
+        return self.path.num_drafts
+
+    def after(self, number: int) -> "_Part":
+        """Return the part that computes a draft behind this one, by its number from 1 on."""
+        end = self.stop + number
+        path = self.path._replace(source=self.path.blocks.get(end - 1, NULL_BLOCK))
+        return self._replace(start=end - 1, stop=end, path=path)
+
+    def state_table(self, block_size: int) -> "array[int]":
+        """Return a table in which each block that receives a state is where its tokens end."""
+        table = array("i", [NULL_BLOCK]) * -(-self.stop // block_size)
+        for position, block_id in self.path.blocks.items():
+            if self.start < position <= self.stop:
+                table[(position - 1) // block_size] = block_id
+        return table

@@ -39,6 +39,8 @@ class CacheSize(NamedTuple):
     num_state_blocks: int = 0
     num_draft_states: int = 0
     """State blocks behind these, for the states before drafts."""
+    num_draft_model_states: int = 0
+    """State blocks of the draft model, with a null block of its own."""
 
 
 MIN_BLOCKS = 2

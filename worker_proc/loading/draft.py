@@ -29,7 +29,6 @@ def check_draft(
         checked.device,
         progress,
         max_model_len=model.max_model_len,
-        settings_without_states=[f"speculative_model {model.speculative_model}"],
         other_bytes=_least_bytes(checked, model.quantization),
     )
     if draft.inspected.kind is not ModelKind.GENERATES:

@@ -6,7 +6,7 @@ uses. What cannot be served is refused with the reason.
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -74,22 +74,23 @@ def inspect_config(
     device: torch.device,
     proofs: StartCache | None = None,
     *,
-    settings_without_states: Sequence[str] = (),
     max_model_len: int | None = None,
     other_bytes: int = 0,
 ) -> InspectedModel:
     """Check everything that is known without weights; they need not be there.
 
-    `settings_without_states` are those, with their values, that layers with a recurrent state
-    exclude. `max_model_len` is the context that the engine asks for, if it asks for one.
+    `max_model_len` is the context that the engine asks for, if it asks for one.
     `other_bytes` are those of the weights of another model, which will be in memory, too.
     """
     config = read_config(directory)
     with unsupported_failures(config.model_type):
         inspected = _inspect(directory, config, dtype, device, proofs, max_model_len=max_model_len)
     probed = inspected.probed
-    if probed.recurrent and (reason := _why_no_states(device, settings_without_states)):
-        raise UnsupportedModel(f"{config.model_type}: layers with a recurrent state {reason}")
+    if probed.recurrent and device.type != "cpu":
+        raise UnsupportedModel(
+            f"{config.model_type}: layers with a recurrent state are computed on the CPU only, not"
+            f" on {device.type}"
+        )
     if inspected.format is None:
         check_room(probed.num_weights * inspected.dtype.itemsize, device, other_bytes)
     return inspected
@@ -155,13 +156,6 @@ def _inspect(
     return InspectedModel(
         config, text_config, probed, model_len, torch_dtype, format, kind, modules
     )
-
-
-def _why_no_states(device: torch.device, settings: Sequence[str]) -> str:
-    """Return why layers with a recurrent state cannot be computed, if they cannot."""
-    if device.type != "cpu":
-        return f"are computed on the CPU only, not on {device.type}"
-    return f"exclude {settings[0]}; leave the setting out" if settings else ""
 
 
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:

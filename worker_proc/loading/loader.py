@@ -160,7 +160,6 @@ def check_model(
     progress: ReportProgress,
     proofs: StartCache | None = None,
     *,
-    settings_without_states: Sequence[str] = (),
     max_model_len: int | None = None,
     other_bytes: int = 0,
 ) -> CheckedModel:
@@ -175,7 +174,6 @@ def check_model(
         dtype,
         device,
         proofs,
-        settings_without_states=settings_without_states,
         max_model_len=max_model_len,
         other_bytes=other_bytes,
     )

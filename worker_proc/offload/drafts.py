@@ -24,19 +24,27 @@ class DraftKV(Protocol):
 class DraftBlocks:
     """The draft model's blocks as stores see them."""
 
-    def __init__(self, memory: BlockMemory, kv: DraftKV, group: int, layout: str) -> None:
+    def __init__(self, memory: BlockMemory, kv: DraftKV, group: int, layout: str | None) -> None:
         """`group`: the KV group whose tables it follows; `layout` names what the bytes stand for.
+
+        None: none of its blocks are kept. Those of a model with recurrent layers are of no use
+        without its states, which are in no store.
 
         The memory has as many slots for readers as that of the model's blocks.
         """
         self.memory = memory
         self._kv = kv
         self._group = group
-        self._layout = layout.encode()
+        self._layout = None if layout is None else layout.encode()
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether blocks are written to stores and read from them."""
+        return self._layout is not None
 
     def name(self, key: bytes) -> bytes | None:
         """Return the name beside that of a model's block; None: of its group there are none."""
-        if int.from_bytes(key[_HASH_BYTES:], "little") != self._group:
+        if self._layout is None or int.from_bytes(key[_HASH_BYTES:], "little") != self._group:
             return None
         return hashlib.blake2b(key + self._layout, digest_size=_HASH_BYTES).digest()
 

@@ -38,7 +38,7 @@ def make_service(
         return None
     stores = []
     num_ranks = config.parallel.num_ranks
-    memories = (memory, states, None if drafts is None else drafts.memory)
+    memories = (memory, states, drafts.memory if drafts is not None and drafts.are_kept else None)
     least_bytes = min(one.block_bytes for one in memories if one is not None)
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)

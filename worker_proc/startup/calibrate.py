@@ -139,7 +139,7 @@ def _calibrate_draft(
     attach_cache(own.loaded, backend, layout, num_blocks_needed(layout))
     uninstall(own)
     stepwise = check_forward(own.loaded, backend, layout)
-    if config.worker.native_decoder is not NativeDecoder.AUTO:
+    if config.worker.native_decoder is not NativeDecoder.AUTO or own.loaded.has_states:
         return [], False
     settings = find_settings(own, backend, layout, stepwise)
     return settings, is_whole_exact(own, backend, layout, settings)

@@ -13,6 +13,7 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.decoder.install import install
 from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
+from worker_proc.drafting.draft_model_states import DraftModelStates
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache, state_pool_of
 from worker_proc.kv import kv_tensors
@@ -128,7 +129,9 @@ def build_runner(
         )
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, cache.facts, config)
-    draft_model, draft_blocks = _build_draft_model(prepared, config, calibration, cache.facts)
+    draft_model, draft_blocks = _build_draft_model(
+        prepared, config, calibration, cache.facts, num_states=size.num_draft_model_states
+    )
     progress("allocate_cache", 1, 1)
     return ModelRunner(
         loaded,
@@ -269,7 +272,7 @@ def _size_cache(
         most = 1 + config.scheduler.max_num_seqs * per_request
         return kv_tensors.CacheSize(num_blocks or most, longest)
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
-    states = StateBlockCounts(0)
+    states, num_draft_model_states = StateBlockCounts(0), 0
     if loaded.has_states:
         states, num_bytes = _size_states(loaded, available_bytes, config, logs_sizes=logs_sizes)
         available_bytes -= num_bytes
@@ -285,6 +288,10 @@ def _size_cache(
         )
         draft_block_bytes = block_bytes_of(draft, draft_layout)
         available_bytes = min(available_bytes, draft_bytes)
+        num_draft_model_states, num_bytes = _size_draft_model_states(
+            draft, available_bytes, config, states, logs_sizes=logs_sizes
+        )
+        available_bytes -= num_bytes
         available_bytes -= _num_all_spare_blocks(config) * draft_block_bytes
         block_bytes += draft_block_bytes
     size = kv_tensors.size_cache(
@@ -302,7 +309,11 @@ def _size_cache(
             size.max_model_len,
             loaded.model_len,
         )
-    return size._replace(num_state_blocks=states.num_blocks, num_draft_states=states.num_for_drafts)
+    return size._replace(
+        num_state_blocks=states.num_blocks,
+        num_draft_states=states.num_for_drafts,
+        num_draft_model_states=num_draft_model_states,
+    )
 
 
 def _size_states(
@@ -325,6 +336,42 @@ def _size_states(
     if logs_sizes and block_bytes and counts.num_for_drafts:
         _log.info("%d of these states are for drafts", counts.num_for_drafts)
     return counts, number * block_bytes
+
+
+def _size_draft_model_states(
+    draft: LoadedModel,
+    available_bytes: int,
+    config: EngineConfig,
+    states: StateBlockCounts,
+    *,
+    logs_sizes: bool,
+) -> tuple[int, int]:
+    """Return the number of a draft model's state blocks, and the bytes that they take.
+
+    `states` are those of the model, each of whose requests may have drafts.
+    """
+    block_bytes = state_bytes(draft.recurrent, draft.dtype)
+    if not block_bytes:
+        return 0, 0
+    scheduler = config.scheduler
+    num_requests = scheduler.max_num_seqs
+    if states.num_blocks:
+        num_requests = min(num_requests, states.num_blocks - 1)
+    number = sum(
+        choose_num_state_blocks(
+            available_bytes,
+            block_bytes,
+            max_num_seqs=num_requests,
+            has_attention=True,  # of the model, with which its KV shares the memory
+            num_speculative_tokens=scheduler.num_speculative_tokens - 1,
+        )
+    )
+    if logs_sizes:
+        one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
+        _log.info(
+            "recurrent states of the draft model: %s each, %s for %d", one, all_of_them, number - 1
+        )
+    return number, number * block_bytes
 
 
 def _facts_of(
@@ -377,9 +424,16 @@ def _facts_of(
 
 
 def _build_draft_model(
-    prepared: PreparedModel, config: EngineConfig, calibration: Calibration, facts: ModelFacts
+    prepared: PreparedModel,
+    config: EngineConfig,
+    calibration: Calibration,
+    facts: ModelFacts,
+    *,
+    num_states: int,
 ) -> tuple[DraftModel | None, DraftBlocks | None]:
     """Allocate the draft model's KV cache, for the blocks of the model and some spare ones.
+
+    `num_states` is the number of its state blocks, if it has recurrent layers.
 
     Also returns its blocks as stores see them, if blocks are kept there.
     """
@@ -390,9 +444,14 @@ def _build_draft_model(
     layout = make_draft_layout(loaded, config)
     backend = make_backend(loaded, layout, own.kernels)
     num_blocks = facts.num_gpu_blocks + _num_all_spare_blocks(config)
-    pool = attach_cache(loaded, backend, layout, num_blocks)
+    pool = attach_cache(loaded, backend, layout, num_blocks, num_state_blocks=num_states)
     install(own, calibration.draft_decoder, is_whole=calibration.draft_is_whole)
     group = group_without_window(facts.kv_groups)
+    states = None
+    if loaded.has_states:
+        cache, block_size = config.cache, facts.block_size
+        spacing = cache.snapshot_spacing(block_size) if cache.enable_prefix_caching else None
+        states = DraftModelStates(num_states, block_size, spacing)
     draft_model = DraftModel(
         loaded,
         backend,
@@ -402,9 +461,13 @@ def _build_draft_model(
         group=group,
         num_spare=_num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
         max_tokens=config.scheduler.max_num_batched_tokens,
+        states=states,
     )
     if not facts.kv_layout:
         return draft_model, None
+    if loaded.has_states:
+        none = NoMemory(num_slots(config, facts, 0))
+        return draft_model, DraftBlocks(none, draft_model, group, None)
     memory = PoolMemory(pool, num_slots(config, facts, block_bytes_of(loaded, layout)))
     path = str(config.model.speculative_model)
     name = describe_draft(checkpoint_identity(path) or path, backend.name, pool.all_tensors)

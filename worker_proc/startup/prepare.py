@@ -102,10 +102,9 @@ def prepare_model(
     longest = config.model.max_model_len
     loaded = _replace_attention(loaded, library, proofs, longest)
     if draft is not None:
+        _compute_states(draft, library, proofs, progress, "_draft")
         draft = _replace_attention(draft, library, proofs, longest, "_draft")
-    if device.type == "cpu":
-        for layer in loaded.layers:
-            compute_rowwise(loaded.model.get_submodule(layer.module_name))
+    _compute_gates_rowwise(loaded, draft)
     _pack_head(loaded, library)
     others = None if parts is None else parts.others(stage)
     sites = find_sites(loaded, shared, others) if config.lora.enable_lora else None
@@ -281,15 +280,17 @@ def _compute_states(
     library: NativeLibrary | None,
     proofs: StartCache | None,
     progress: ReportProgress,
+    suffix: str = "",
 ) -> None:
     """Let recurrent modules compute packed rows, and keep the proof."""
     if not loaded.recurrent:
         return
     progress("check_recurrent", 0, 1)
-    known = None if proofs is None else proofs.get("recurrent", dict[str, ProvenModule])
+    name = f"recurrent{suffix}"
+    known = None if proofs is None else proofs.get(name, dict[str, ProvenModule])
     proven = install_recurrent(loaded, library, known)
     if proofs is not None and known is None:
-        proofs.put("recurrent", proven)
+        proofs.put(name, proven)
 
 
 def _replace_attention(
@@ -315,6 +316,13 @@ def _take_own_attention(
     if proofs is not None and known is None:
         proofs.put(name, proven)
     return loaded
+
+
+def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
+    """Let attention modules on the CPU give a row the same bits in every step."""
+    for one in filter(None, models):
+        for layer in one.layers if one.device.type == "cpu" else ():
+            compute_rowwise(one.model.get_submodule(layer.module_name))
 
 
 def _attend_to_latent_rows(
