@@ -88,6 +88,10 @@ _OTHER: Mapping[str, dict[str, Any]] = {
     "axk1": {"head_dim": 8},
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text"), _INDEXED),
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), _INDEXED | {"indexer_types": ["full", "shared"]}),
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": THREE_ROWS, "full_attention": None},
+    },
     "dbrx": {
         **{"d_model": 64, "n_heads": 4, "n_layers": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
@@ -126,7 +130,17 @@ _AROUND_TEXT: Mapping[str, dict[str, Any]] = {
 
 TYPES = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere"),
-    *("cohere2", "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "dots1", "ernie4_5", "ernie4_5_moe"),
+    *(
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass_text",
+        "ctrl",
+        "cwm",
+        "deepseek_v2",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+    ),
     *("exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma3n_text", "gemma4_text"),
     *("gemma4_unified_text", "glm", "gpt-sw3", "kolibri1", "minimax_m3_vl_text"),
     *("glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe"),
@@ -149,7 +163,13 @@ TYPES = (
     *("qianfan_ocr", "qwen2_audio", "qwen3_5_moe", "qwen3_asr", "video_llama_3", "video_llava"),
     *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
     *("ernie4_5_vl_moe", "hunyuan_vl", "janus", "mistral4", "mistral_large4", "muse_glimmer"),
-    *("nemotron_h_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7", "vipllava"),
+    *(
+        "nemotron_h_omni",
+        "qwen2_5_omni_thinker",
+        "qwen3_omni_moe_thinker",
+        "step3p7",
+        "vipllava",
+    ),
 )
 """Model types beside those of the worker's tests; their configurations need only sizes."""
 

@@ -13,6 +13,7 @@ from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfi
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_loader import change_config, load, silent
 from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.startup.load_runner import load_model_runner
 
 LLAMA = ARCHITECTURES[0].config
@@ -245,3 +246,13 @@ def test_json_of_the_checkpoints_is_as_expected(llama: Path) -> None:
     """The values that the cases above change are there."""
     config = json.loads((llama / "config.json").read_text())
     assert {"hidden_size", "hidden_act", "rope_parameters", "dtype", "eos_token_id"} <= set(config)
+
+
+def test_latent_attention_may_have_no_rotated_part(tmp_path: Path) -> None:
+    """As in GLM-5.3-Flash, whose `head_dim` is the size of that part."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"head_dim": 0, "kv_lora_rank": 16}))
+    check_config_files(str(tmp_path))
+    path.write_text(json.dumps({"head_dim": 0}))
+    with pytest.raises(CheckpointError, match="head_dim is 0, and must be an integer of at least"):
+        check_config_files(str(tmp_path))

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PhimoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_runner
 from worker_proc.loading.context import context_length
+from worker_proc.loading.frequencies import fix_frequencies
 
 ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -83,6 +85,28 @@ def test_all_texts_have_the_factors_of_the_longest_one(max_model_len: int, tmp_p
     for prompt, found, of_own in zip(prompts, run.output_token_ids, own, strict=True):
         if max_model_len == 64 or len(prompt) > 64:
             assert found == of_own
+
+
+@pytest.mark.parametrize(("model_len", "factor", "scale"), [(64, 1.0, 1.2), (256, 2.0, 1.3)])
+def test_a_forward_that_looks_at_positions_sees_the_longest_text(
+    model_len: int, factor: float, scale: float
+) -> None:
+    """That of Phi-3.5-MoE chooses a scale, and computes frequencies for short texts each time."""
+    scales = {"short_mscale": 1.2, "long_mscale": 1.3, "rope_theta": 10_000.0}
+    shape = {key: SHAPE[key] for key in ("hidden_size", "num_attention_heads")}
+    rotary = PhimoeRotaryEmbedding(
+        PhimoeConfig(
+            **shape, max_position_embeddings=256, rope_parameters=LONGROPE | ORIGINAL | scales
+        )
+    )
+    fix_frequencies(rotary, model_len)
+    positions = torch.tensor([[0, 1, 5, 63]])
+    cosines, sines = rotary(torch.zeros(1, 4, 1), positions)
+    angles = positions[..., None] / 10_000.0 ** (torch.arange(0, 16, 2) / 16) / factor
+    torch.testing.assert_close(cosines, torch.cat([angles.cos()] * 2, -1) * scale)
+    torch.testing.assert_close(sines, torch.cat([angles.sin()] * 2, -1) * scale)
+    on_meta = rotary(torch.zeros(1, 4, 1, device="meta"), positions.to("meta"))
+    assert [(part.shape, part.device.type) for part in on_meta] == [(cosines.shape, "meta")] * 2
 
 
 def test_dynamic_ntk_has_the_base_of_its_longest_text(tmp_path: Path) -> None:

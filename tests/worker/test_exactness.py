@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Gemma3TextConfig
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from tests.worker.bitwise import CONFIGS, load
@@ -103,6 +104,24 @@ def test_rows_are_tried_among_more_and_fewer(shape: tuple[int, ...]) -> None:
     assert not exactness._is_rowwise(FirstRowRules(), (hidden,), 17)
     for num_rows in exactness.ROW_COUNTS:
         assert exactness._is_rowwise(Shaped(), (hidden,), num_rows)
+
+
+def test_factors_of_each_head_count_as_no_matrix() -> None:
+    """Those of norms, as in Command R+; a product with a weight of that shape is found."""
+
+    class Product(CohereLayerNorm):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bthd,hd->bth", hidden, self.weight).unsqueeze(-1) * hidden
+
+    class FirstRowRules(CohereLayerNorm):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            normed: torch.Tensor = super().forward(hidden)
+            return normed + hidden.shape[1] // 17
+
+    assert exactness._multiplies_by_elements(CohereLayerNorm((4, 16)))
+    for other in (Product((4, 16)), FirstRowRules((4, 16)), nn.Linear(16, 16, bias=False)):
+        assert not exactness._multiplies_by_elements(other)
+        assert list(exactness._plain_products(nn.ModuleList([other])))
 
 
 def test_a_vision_tower_that_text_never_reaches_does_not_count(tmp_path: Path) -> None:

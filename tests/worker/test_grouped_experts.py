@@ -12,6 +12,7 @@ from transformers import (
     AriaTextConfig,
     DeepseekV3Config,
     GptOssConfig,
+    Lfm2MoeConfig,
     NemotronHConfig,
     PhimoeConfig,
     PretrainedConfig,
@@ -21,6 +22,7 @@ from transformers.models.afmoe.modeling_afmoe import AfmoeSparseMoeBlock
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
 
@@ -277,6 +279,12 @@ BLOCKS: dict[str, tuple[type[nn.Module], Callable[[int], PretrainedConfig]]] = {
     "gpt_oss": (
         GptOssMLP,
         lambda n: GptOssConfig(**_SIZES, intermediate_size=SIZE, num_local_experts=n),
+    ),
+    "lfm2_moe": (  # whose router takes biases that it does not have here
+        Lfm2MoeSparseMoeBlock,
+        lambda n: Lfm2MoeConfig(
+            **_SIZES, moe_intermediate_size=SIZE, num_experts=n, use_expert_bias=False
+        ),
     ),
 }
 

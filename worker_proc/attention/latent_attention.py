@@ -65,6 +65,9 @@ class LatentAttention(nn.Module):
         row = torch.cat([latent, row[:, shape.rank :]], dim=-1)
         query = self._products.queries(query, row, angles_of(position_embeddings))
         name = self.config._attn_implementation
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            # It shows padding, of which the module made a mask of its own; there is none.
+            attention_mask = _causal_mask(query) if name == "eager" else None
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, self._eager)
         keys = row.unsqueeze(0).unsqueeze(0)
         attended, _ = attend(
@@ -96,6 +99,12 @@ class LatentAttention(nn.Module):
         gates = rowwise(torch.sigmoid, self.g_proj(hidden)[0].float()).to(values.dtype)
         heads = values.view(*gates.shape, self._shape.value_dim) * gates.unsqueeze(2)
         return heads.flatten(1)
+
+
+def _causal_mask(query: torch.Tensor) -> torch.Tensor:
+    """Return a mask for `[T, ...]` queries of one text."""
+    hidden = query.new_full((len(query), len(query)), torch.finfo(query.dtype).min)
+    return hidden.triu(1)[None, None]
 
 
 def angles_of(position_embeddings: Any) -> Angles | None:

@@ -5,7 +5,7 @@ What a forward asks of them is recorded; see probe.py.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ class ProbedMask:
 
     visible: Visibility
     problem: str = ""  # raised only if a layer uses the mask
+    ndim: ClassVar[int] = 4
+    shape: ClassVar[tuple[int, ...]] = (1, 1, NUM_PROBE_TOKENS, NUM_PROBE_TOKENS)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -197,6 +199,8 @@ class Recorder:
         is_causal = is_causal and kwargs.get("is_causal") is not False
         if mask is None and not is_causal:
             mask = ProbedMask(Visibility(None, is_causal=False))
+        if mask is ALL_TOKENS:
+            mask = ProbedMask(Visibility(None))
         if not isinstance(mask, ProbedMask):
             raise UnsupportedModel(f"{name} does not attend under a causal mask of its own row")
         if mask.problem:
@@ -217,7 +221,9 @@ class Recorder:
 
     @staticmethod
     def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
-        """Return what a mask shows instead of the mask."""
+        """Return what a mask shows instead of the mask; one that is made already stays."""
+        if isinstance(made := kwargs.get("attention_mask"), ProbedMask):
+            return made
         try:
             with _disable_current_modes():  # it computes with positions, a thousand times
                 return ProbedMask(observe(mask_function))
@@ -240,3 +246,9 @@ class Recorder:
         self.storages.add(module.parameters())
         self.experts_names.append(self._module_names[module])
         return torch.empty_like(hidden)
+
+    def sized_experts(self, module: nn.Module, inputs: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Do the same for experts that take sorted rows."""
+        self.storages.add(module.parameters())
+        self.experts_names.append(self._module_names[module])
+        return inputs.new_empty(len(inputs), module.get_parameter("weight").shape[1])

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -21,6 +23,7 @@ PROBE = "troika_probe"
 _BLOCKS = "blockwise_overlay"
 """Of transformers: makes the part of a mask that shows blocks."""
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_SIZED_ARGUMENTS = ("inputs", "expert_size")
 
 
 @contextmanager
@@ -91,19 +94,42 @@ def _texts_without_blocks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _experts_by_signature(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Let the probe take the place of experts whose own code takes rows, experts and weights."""
-    found = [
-        module
-        for module in model.modules()
-        if tuple(signature(type(module).forward).parameters)[1:4] == _EXPERTS_ARGUMENTS
-    ]
+    """Let the probe take the place of experts whose own code takes rows, experts and weights.
+
+    Also of those that take sorted rows, and how many of them each expert has.
+    """
+    found, sized = _experts(model, _EXPERTS_ARGUMENTS), _experts(model, _SIZED_ARGUMENTS)
     for module in found:
         module.__dict__["forward"] = partial(recorder.experts, module)
+    for module in sized:
+        module.__dict__["forward"] = partial(recorder.sized_experts, module)
     try:
-        yield
+        with _EmptyLists() if sized else nullcontext():
+            yield
     finally:
-        for module in found:
+        for module in (*found, *sized):
             del module.__dict__["forward"]
+
+
+def _experts(model: nn.Module, arguments: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules whose forward takes these arguments first."""
+    end = 1 + len(arguments)
+    return [
+        module
+        for module in model.modules()
+        if tuple(signature(type(module).forward).parameters)[1:end] == arguments
+    ]
+
+
+class _EmptyLists(TorchFunctionMode):
+    """While it is entered, lists of values are zeros: the meta device has no values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.tolist and args[0].is_meta and args[0].dim() == 1:
+            return [0] * len(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.no_attention import NoAttention
 from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
 from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.modules.left_factors import ObservedProducts
 from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
 from worker_proc.modules.rowwise_linear import is_rowwise
 from worker_proc.recurrent.layers import PackedLayer
@@ -25,6 +27,8 @@ from worker_proc.recurrent.rowwise import RowwiseFunctions, computes_rowwise
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
+NUM_TRIAL_ROWS = 5
+MAX_FACTORS = 2**17  # of a norm of heads: 512 heads of 256 dimensions
 MAX_PRODUCTS = 2**28  # most multiplications in one trial of a module: some milliseconds
 
 
@@ -89,7 +93,7 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
             continue
-        if is_rowwise(module):
+        if is_rowwise(module) or _multiplies_by_elements(module):
             continue
         layer: PackedLayer | None = module.__dict__.get("recurrent_layer")
         if any(
@@ -98,6 +102,31 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
             if layer is None or own_name in layer.plain_products
         ):
             yield f"{name} ({type(module).__name__})"
+
+
+@torch.inference_mode()
+def _multiplies_by_elements(module: nn.Module) -> bool:
+    """Return whether a module without parts multiplies rows of its weights' shape by elements.
+
+    Such as norms of heads, each with factors of its own. Its rows must have the same bits among
+    others, too.
+    """
+    weights = [weight for weight in module.parameters() if not weight.is_meta]
+    if len({weight.shape for weight in weights}) != 1 or next(module.children(), None) is not None:
+        return False
+    if weights[0].numel() > MAX_FACTORS:
+        return False
+    rows = torch.randn(1, NUM_TRIAL_ROWS, *weights[0].shape, generator=make_generator(1))
+    rows = rows.to(weights[0].dtype)
+    try:
+        with ObservedProducts(module) as products:
+            out = module(rows)
+        used = products.left | products.right | products.added | products.others
+        if used or not isinstance(out, torch.Tensor) or out.shape != rows.shape:
+            return False
+        return all(_is_rowwise(module, (rows,), count) for count in ROW_COUNTS)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+        return False  # it takes something else
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -62,7 +62,8 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
     def require(holds: bool, key: str, expected: str) -> None:
         _require(holds, path, prefix + key, section[key], expected)
 
-    for key, least in _LEAST.items():
+    rotated = {"head_dim": 0} if section.get("kv_lora_rank") else {}  # latent attention may not be
+    for key, least in (_LEAST | rotated).items():
         if section.get(key) is not None:
             require(_is_int(section[key], least), key, f"an integer of at least {least}")
     found = (section.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))

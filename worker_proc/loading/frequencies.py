@@ -7,7 +7,9 @@ must not depend on each other. So each module chooses once, for the longest text
 keeps these frequencies for all texts, as in vLLM.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch import nn
 CHOSEN_BY_LENGTH = ("longrope", "dynamic")
 """Values of `rope_type` with which transformers looks at the positions of a forward."""
 _FIXED = "fixed"
+_GREATEST = frozenset({"max", "amax"})
+Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def fix_frequencies(model: nn.Module, model_len: int | None) -> None:
@@ -24,7 +28,10 @@ def fix_frequencies(model: nn.Module, model_len: int | None) -> None:
     None: those that they have, as the values are not used.
     """
     for module in model.modules():
-        for layer_type in list(_types_chosen_by_length(module)):
+        layer_types = list(_types_chosen_by_length(module))
+        if layer_types and _looks_at_positions(module):
+            _fix_forward(module, model_len)
+        for layer_type in layer_types:
             if model_len is not None:
                 _choose(module, layer_type, model_len)
             if layer_type is None:
@@ -47,3 +54,31 @@ def _choose(module: nn.Module, layer_type: str | None, model_len: int) -> None:
     row = torch.zeros(1, 1, 1, device=device)
     position = torch.tensor([[model_len - 1]], device=device)
     module(row, position, **({} if layer_type is None else {"layer_type": layer_type}))
+
+
+def _looks_at_positions(module: nn.Module) -> bool:
+    """Return whether a module's own forward asks for the last position, too (Phi-3.5-MoE)."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and bool(_GREATEST.intersection(code.co_names))
+
+
+def _fix_forward(module: nn.Module, model_len: int | None) -> None:
+    """Show a module's own forward the last position of the longest text, behind all others.
+
+    Frequencies that it computes in each forward are those of that text, too.
+    """
+    own: Callable[..., Angles] = module.forward
+    last = 0 if model_len is None else model_len - 1
+    compute: Any = getattr(module, "rope_init_fn", None)
+    if model_len is not None and compute is not None:
+        module.__dict__["rope_init_fn"] = partial(compute, seq_len=model_len)
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Angles:
+        device = position_ids.device
+        if position_ids.is_meta:  # which has no values to look at
+            x, position_ids = (torch.zeros(t.shape, dtype=t.dtype) for t in (x, position_ids))
+        end = position_ids.new_full((*position_ids.shape[:-1], 1), last)
+        cosines, sines = own(x, torch.cat([position_ids, end], dim=-1))
+        return cosines[..., :-1, :].to(device), sines[..., :-1, :].to(device)
+
+    module.__dict__["forward"] = forward

@@ -147,7 +147,7 @@ def find_shape(module: nn.Module, spec: LayerSpec) -> LatentShape | None:
     )
     fits = (
         spec.num_heads == spec.num_kv_heads
-        and rope_dim > 0
+        and rope_dim >= 0
         and rope_dim % 2 == 0
         and shape.nope_dim > 0
         and shape.head_dim % 2 == 0

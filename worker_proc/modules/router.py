@@ -133,9 +133,18 @@ def _width(
 
 
 def _further_arguments(parent: nn.Module, router: nn.Module) -> list[Any]:
-    """Return what a router takes beside the rows: its parent has it under the same name."""
-    _, *names = inspect.signature(router.forward).parameters
-    return [getattr(parent, name) for name in names]
+    """Return what a router takes beside the rows: its parent has it under the same name.
+
+    A parent without it leaves it out, if the router has a default for it.
+    """
+    _, *others = inspect.signature(router.forward).parameters.values()
+    empty = inspect.Parameter.empty
+    return [
+        getattr(parent, one.name)
+        if one.default is empty
+        else getattr(parent, one.name, one.default)
+        for one in others
+    ]
 
 
 @contextmanager

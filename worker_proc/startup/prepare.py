@@ -42,6 +42,7 @@ from worker_proc.modules.quantization import (
     load_coding_library,
 )
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
+from worker_proc.modules.sized_experts import pack_sized_experts
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
@@ -122,6 +123,7 @@ def prepare_model(
                 _fuse(one, library, proofs, role, own.layers, on_tried=on_tried)
                 if quantization is not None and own.layers is not PLAIN.layers:
                     check_experts(one, quantization)
+            pack_sized_experts(one.model, library)
             pack_linears(one.model, library, partial(progress, "pack_weights"), own)
         _finish_codes(one)
     return_freed_memory()
