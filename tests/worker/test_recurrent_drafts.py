@@ -206,7 +206,7 @@ def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def drive_few(runner: ModelRunner, options: dict[str, object]) -> tuple[Run, Recording]:
-    """Drive a runner with few blocks, or all of them if the options say so."""
+    """Drive a runner with few blocks, unless the options state another number."""
     recording = Recording(runner)
     return drive(recording, PROMPTS, PARAMS, **({"num_blocks": FEW_BLOCKS} | options)), recording
 

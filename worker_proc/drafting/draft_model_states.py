@@ -203,7 +203,7 @@ class DraftModelStates:
             self._free.append(block_id)
 
     def check_invariants(self) -> None:
-        """Compare the numbers of holders with those who hold blocks."""
+        """Compare the numbers of holders with the requests and snapshots that hold blocks."""
         holders = [0] * self._num_blocks
         held: list[Mapping[int, int]] = [*self._held.values(), self._snapshots]
         for block_id in (*(each for one in held for each in one.values()), *self._used):
