@@ -77,10 +77,23 @@ struct Tokens {
     for (auto* values : {&scores, &weights}) values->resize(count + kLanes);
   }
 
-  // Without a branch, since it could not be predicted.
-  void append(int32_t first_id, uint32_t bits) {
-    compress(lane_numbers() + first_id, bits, &ids[size]);
-    size += __builtin_popcount(bits);
+  // Adds the tokens from an id on that have a bit. Few do, of which there is no branch for each one,
+  // since it could not be predicted.
+  void append(int32_t first_id, uint64_t bits) {
+    constexpr int kFew = 4;
+    int32_t* to = &ids[size];
+    size += __builtin_popcountll(bits);
+    for (; bits != 0; to += kFew)
+      for (int i = 0; i < kFew; i++, bits &= bits - 1) to[i] = first_id + lowest_bit(bits);
+  }
+
+ private:
+  static int lowest_bit(uint64_t bits) {
+#ifdef __BMI__
+    return static_cast<int>(_tzcnt_u64(bits));
+#else
+    return bits == 0 ? 64 : __builtin_ctzll(bits);
+#endif
   }
 };
 
@@ -92,15 +105,19 @@ struct Scratch {
   std::vector<float> edited, saved;
   Tokens tokens;
   std::vector<Candidate> candidates, sorted;
-  std::vector<float> weights;  // of the candidates
+  std::vector<float> weights, weights_of_sorted;  // of the candidates
   int64_t buckets[kNumBuckets];
 };
 
 template <typename T>
 class Row {
  public:
-  Row(const T* scores, int32_t size, Scratch& scratch)
-      : scores_(scores), size_(size), scratch_(scratch) {}
+  // `upcoming` are scores that the thread probably reads next, as many, or null.
+  Row(const T* scores, int32_t size, Scratch& scratch, const void* upcoming = nullptr)
+      : scores_(scores),
+        size_(size),
+        scratch_(scratch),
+        upcoming_(static_cast<const char*>(upcoming)) {}
 
   // Finds the best score; returns whether no score is NaN.
   bool scan() {
@@ -336,13 +353,21 @@ class Row {
     sorted = scratch_.candidates;
     std::sort(sorted.begin(), sorted.end());
     const int64_t least = top_p_bound(total, top_p), most = top_p_bound(total + others, top_p);
+    weigh_all(sorted, scratch_.weights_of_sorted);
     int64_t sum = 0;
-    for (const Candidate& candidate : sorted) {
-      sum += whole(weigh(splat_part(candidate.score))[0]);
-      if (sum >= most) return candidate;
+    for (size_t i = 0; i < sorted.size(); i++) {
+      sum += whole(scratch_.weights_of_sorted[i]);
+      if (sum >= most) return sorted[i];
       if (sum >= least) break;
     }
     return {0.0f, -1};
+  }
+
+  // Fetches the chunk of the upcoming row, while this one is computed.
+  void fetch_upcoming(int chunk) const {
+    constexpr int kLine = 64, kBytes = kChunk * sizeof(T);
+    if (upcoming_ == nullptr) return;
+    for (int i = 0; i < kBytes; i += kLine) __builtin_prefetch(upcoming_ + chunk * kBytes + i, 0, 2);
   }
 
   // The sum of a chunk's weights.
@@ -365,6 +390,7 @@ class Row {
     scratch_.sums.clear();
     int64_t total = 0;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
+      fetch_upcoming(chunk);
       scratch_.sums.push_back(sum_chunk(chunk));
       total += scratch_.sums.back();
     }
@@ -437,32 +463,43 @@ class Row {
     scratch_.sums.clear();
     int64_t total = 0;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
+      fetch_upcoming(chunk);
       scratch_.sums.push_back(0);
       if (!(scratch_.best_of_chunks[chunk] > bracket.low)) {
         total += sum_chunk(chunk);
         continue;
       }
       if (!any_within(chunk, no_weight_)) continue;
-      WideSum sum, sum_above;
-      const int last = std::min((chunk + 1) * kChunk, size_);
-      for (int i = chunk * kChunk; i < last; i += kBlock) {
-        const Block scores = block_at(i, last);
-        const Block weights = weigh(scores);
-        for (int p = 0; p < kBlockParts; p++) {
-          const Halves halves(weights.parts[p]);
-          const Part s = scores.parts[p];
-          const Lanes is_high = above(s, splat_part(bracket.high));
-          const uint32_t bits = bits_of(above(s, splat_part(bracket.low)));
-          sum.add(halves);
-          sum_above.add(is_high, halves);
-          tokens.append(i + p * kPartLanes, bits & ~bits_of(is_high));
-        }
-      }
-      total += sum.total();
-      scratch_.sums.back() = sum_above.total();
+      total += split_chunk(chunk, bracket);
       before += scratch_.sums.back();
     }
     return total;
+  }
+
+  // The same of one chunk. What it writes is no part of what it reads: so that stays in registers.
+  int64_t split_chunk(int chunk, Bracket bracket) {
+    const Row row = *this;
+    const Part low = splat_part(bracket.low), high = splat_part(bracket.high);
+    uint64_t within[kChunk / 64] = {};
+    WideSum sum, sum_above;
+    const int last = std::min((chunk + 1) * kChunk, size_);
+    for (int i = chunk * kChunk; i < last; i += kBlock) {
+      const Block scores = row.block_at(i, last);
+      const Halves<kBlockParts> weights(row.weigh(scores).parts);
+      Lanes is_high[kBlockParts];
+      uint64_t bits = 0, high_bits = 0;
+      for (int p = 0; p < kBlockParts; p++) {
+        is_high[p] = above(scores.parts[p], high);
+        bits |= uint64_t{bits_of(above(scores.parts[p], low))} << p * kPartLanes;
+        high_bits |= uint64_t{bits_of(is_high[p])} << p * kPartLanes;
+      }
+      sum.add(weights);
+      sum_above.add(is_high, weights);
+      within[i % kChunk / 64] |= (bits & ~high_bits) << i % 64;
+    }
+    for (int i = 0; i < kChunk / 64; i++) scratch_.tokens.append(chunk * kChunk + i * 64, within[i]);
+    scratch_.sums.back() = sum_above.total();
+    return sum.total();
   }
 
   static constexpr int kFewTokens = 512, kManyTokens = 1024;
@@ -515,25 +552,27 @@ class Row {
     }
     auto& sample = scratch_.sample;
     auto& weights = scratch_.weights_of_sample;
-    sample.clear();
-    weights.clear();
+    const int most = (num_chunks() * kGroups + kBlock - 1) / kBlock * kBlock;
+    sample.resize(most);
+    weights.resize(most);
+    int count = 0;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       int i = chunk * kChunk + chunk * 7 % kGroupSize * kGroups;
       if (i + kGroups > size_) continue;
-      for (const int last = i + kGroups; i < last; i += kPartLanes) {
+      for (const int last = i + kGroups; i < last; i += kPartLanes, count += kPartLanes) {
         const Part s = part_at(scores_ + i);
         const Part w = select(above(s, splat_part(limit)), Part{}, weigh(s)) / kUnit;
-        append_part(s, sample);
-        append_part(w, weights);
+        save_part(s, &sample[count]);
+        save_part(w, &weights[count]);
         light_sums += w;
         squares += w * w;
       }
     }
-    if (sample.empty()) return {kNegInf, kInfinity};
-    const float each = static_cast<float>(size_) / sample.size();
-    while (sample.size() % kBlock != 0) {
-      append_part(splat_part(kNegInf), sample);
-      append_part(Part{}, weights);
+    if (count == 0) return {kNegInf, kInfinity};
+    const float each = static_cast<float>(size_) / count;
+    for (; count < most; count += kPartLanes) {
+      save_part(splat_part(kNegInf), &sample[count]);
+      save_part(Part{}, &weights[count]);
     }
     const float heavy = sum_of(heavy_sums), total = heavy + each * sum_of(light_sums);
     const float target = static_cast<float>(top_p) * total;
@@ -545,11 +584,6 @@ class Row {
     if (target - error > heavy) bracket.high = score_at((target - error - heavy) / each, limit);
     if (target + error < total) bracket.low = score_at((target + error - heavy) / each, limit);
     return bracket;
-  }
-
-  static void append_part(Part v, std::vector<float>& to) {
-    to.resize(to.size() + kPartLanes);
-    save_part(v, &to[to.size() - kPartLanes]);
   }
 
   // The sum of the weights of the sample's tokens with a better score.
@@ -600,8 +634,15 @@ class Row {
     for (; part < kNumParts && before + sums[part] < bound; part++) before += sums[part];
     if (part == kNumParts) return {0.0f, -1};
     scratch_.candidates.clear();
-    for (int i = 0; i < tokens.size; i++) {
-      if (tokens.parts[i] == part) scratch_.candidates.push_back({tokens.scores[i], tokens.ids[i]});
+    std::fill_n(&tokens.parts[tokens.size], kPartLanes, -1);
+    for (int i = 0; i < tokens.size; i += kPartLanes) {
+      const PartInt number = splat_int(part), parts = int_at(&tokens.parts[i]);
+      const Lanes is_number = at_most(parts, number) & at_most(number, parts);
+      uint32_t bits = bits_of(is_number);
+      for (; bits != 0; bits &= bits - 1) {
+        const int k = i + __builtin_ctz(bits);
+        scratch_.candidates.push_back({tokens.scores[k], tokens.ids[k]});
+      }
     }
     return last_kept_of_candidates(before, bound);
   }
@@ -646,7 +687,9 @@ class Row {
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       WideSum sum;
       each_part(chunk, [&](int i, Part s) {
-        sum.add(lanes_kept(s, lane_numbers() + i, last), Halves(weigh(s)));
+        const Part weights = weigh(s);
+        const Lanes kept = lanes_kept(s, lane_numbers() + i, last);
+        sum.add(&kept, Halves<1>(&weights));
       });
       scratch_.sums.push_back(sum.total());
       total += scratch_.sums.back();
@@ -697,15 +740,16 @@ class Row {
     }
   }
 
-  void weigh_candidates() {
-    const auto& candidates = scratch_.candidates;
-    scratch_.weights.resize(candidates.size() + kPartLanes);
+  void weigh_candidates() { weigh_all(scratch_.candidates, scratch_.weights); }
+
+  void weigh_all(const std::vector<Candidate>& candidates, std::vector<float>& weights) const {
+    weights.resize(candidates.size() + kPartLanes);
     for (size_t i = 0; i < candidates.size(); i += kPartLanes) {
       Part s = splat_part(kNegInf);
       for (size_t lane = 0; lane < kPartLanes && i + lane < candidates.size(); lane++) {
         s[lane] = candidates[i + lane].score;
       }
-      save_part(weigh(s), &scratch_.weights[i]);
+      save_part(weigh(s), &weights[i]);
     }
   }
 
@@ -750,6 +794,7 @@ class Row {
   const T* scores_;
   const int32_t size_;
   Scratch& scratch_;
+  const char* upcoming_;
   float best_ = 0.0f, per_nat_ = 1.0f, least_weight_ = 0.0f, no_weight_ = kNoWeight;
   Weigher weigher_;
 };

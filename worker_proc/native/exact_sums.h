@@ -48,8 +48,12 @@ inline Lanes lanes_of(uint32_t bits) { return static_cast<Lanes>(bits); }
 inline Part select(Lanes lanes, Part v, Part other) {
   return (Part)_mm512_mask_blend_ps(lanes, (__m512)other, (__m512)v);
 }
-inline PartInt only(Lanes lanes, PartInt v) {
-  return (PartInt)_mm512_maskz_mov_epi32(lanes, (__m512i)v);
+// The sum with v where the lanes are, and as it was elsewhere.
+inline PartInt sum_where(Lanes lanes, PartInt sum, PartInt v) {
+  return (PartInt)_mm512_mask_add_epi32((__m512i)sum, lanes, (__m512i)sum, (__m512i)v);
+}
+inline Part sum_where(Lanes lanes, Part sum, Part v) {
+  return (Part)_mm512_mask_add_ps((__m512)sum, lanes, (__m512)sum, (__m512)v);
 }
 #else
 typedef PartInt Lanes;
@@ -77,7 +81,8 @@ inline Lanes lanes_of(uint32_t bits) {
   return (splat_int(static_cast<int32_t>(bits)) & own) != 0;
 }
 inline Part select(Lanes lanes, Part v, Part other) { return lanes ? v : other; }
-inline PartInt only(Lanes lanes, PartInt v) { return lanes & v; }
+inline PartInt sum_where(Lanes lanes, PartInt sum, PartInt v) { return sum + (lanes & v); }
+inline Part sum_where(Lanes lanes, Part sum, Part v) { return sum + (Part)(lanes & (PartInt)v); }
 #endif
 
 // `b` where `a` is not a number.
@@ -109,6 +114,9 @@ inline float max_of(Part v) {
 }
 
 inline float sum_of(Part v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
   float sum = v[0];
   for (int lane = 1; lane < kPartLanes; lane++) sum += v[lane];
   return sum;
@@ -197,41 +205,71 @@ class Weigher {
   float best_ = 0.0f, factor_ = 1.0f, farthest_ = 0.0f;
 };
 
-// Weights as whole numbers of two halves: high · 2^20 + low.
+// Weights as sums of two halves: a multiple of kHigh, and a whole number. Their fractions are dropped.
+template <int kCount>
 struct Halves {
-  explicit Halves(Part weights) {
-    high = __builtin_convertvector(weights * 0x1p-20f, PartInt);
-    const Part above = __builtin_convertvector(high, Part);
-    low = __builtin_convertvector(fused(above, splat_part(-0x1p20f), weights), PartInt);
+  // A sum of 512 / kPartLanes weights is 2^24 · kHigh at most, and so exact.
+  static constexpr float kHigh = 0x1p21f * 16 / kPartLanes;
+
+  [[gnu::always_inline]] explicit Halves(const Part* weights) {
+#ifdef __AVX512F__
+    // Adding 1.5 · 2^23 · kHigh rounds to the nearest multiple of kHigh: the rest may be negative.
+    Part rest[kCount];
+    for (int i = 0; i < kCount; i++) high[i] = weights[i] + kHigh * kWhole;
+    for (int i = 0; i < kCount; i++) high[i] -= kHigh * kWhole;
+    for (int i = 0; i < kCount; i++) rest[i] = weights[i] - high[i];
+    for (int i = 0; i < kCount; i++)
+      low[i] = (PartInt)_mm512_cvt_roundps_epi32((__m512)rest[i],
+                                                 _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    for (int i = 0; i < kCount; i++) {
+      const PartInt multiples = __builtin_convertvector(weights[i] / kHigh, PartInt);
+      high[i] = __builtin_convertvector(multiples, Part) * kHigh;
+      low[i] = __builtin_convertvector(weights[i] - high[i], PartInt);
+    }
+#endif
   }
 
-  PartInt high, low;
+  Part high[kCount];
+  PartInt low[kCount];
 };
 
 inline int64_t total_of(PartInt sums) {
+#ifdef __AVX512F__
+  const __m512i halves[] = {_mm512_cvtepi32_epi64(_mm512_castsi512_si256((__m512i)sums)),
+                            _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64((__m512i)sums, 1))};
+  return _mm512_reduce_add_epi64(_mm512_add_epi64(halves[0], halves[1]));
+#else
   int64_t total = 0;
   for (int lane = 0; lane < kPartLanes; lane++) total += sums[lane];
   return total;
+#endif
 }
 
-// A sum of weights, each rounded down; up to 2^10 of them for each lane.
+// A sum of weights, each rounded down: those of a chunk of 512.
 class WideSum {
  public:
-  [[gnu::always_inline]] void add(const Block& weights) {
-    for (const Part part : weights.parts) add(Halves(part));
+  [[gnu::always_inline]] void add(const Block& weights) { add(Halves<kBlockParts>(weights.parts)); }
+  template <int kCount>
+  [[gnu::always_inline]] void add(const Halves<kCount>& weights) {
+    for (int i = 0; i < kCount; i++) high_ += weights.high[i];
+    for (int i = 0; i < kCount; i++) low_ += weights.low[i];
   }
-  void add(Halves weights) {
-    high_ += weights.high;
-    low_ += weights.low;
+  template <int kCount>
+  [[gnu::always_inline]] void add(const Lanes* lanes, const Halves<kCount>& weights) {
+    for (int i = 0; i < kCount; i++) high_ = sum_where(lanes[i], high_, weights.high[i]);
+    for (int i = 0; i < kCount; i++) low_ = sum_where(lanes[i], low_, weights.low[i]);
   }
-  void add(Lanes lanes, Halves weights) {
-    high_ += only(lanes, weights.high);
-    low_ += only(lanes, weights.low);
+  int64_t total() const {
+    const PartInt high = __builtin_convertvector(high_ / kHigh, PartInt);
+    return total_of(high) * static_cast<int64_t>(kHigh) + total_of(low_);
   }
-  int64_t total() const { return (total_of(high_) << 20) + total_of(low_); }
 
  private:
-  PartInt high_ = {}, low_ = {};
+  static constexpr float kHigh = Halves<1>::kHigh;
+
+  Part high_ = {};
+  PartInt low_ = {};
 };
 
 constexpr float kNarrowNats = 11.8f;  // from here on under the best score, weights are below 2^23

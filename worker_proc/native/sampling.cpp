@@ -3,6 +3,10 @@
 // A row is read where it lies. Only the scores of a row with edits or a mask are copied, to memory
 // of the thread that treats it.
 
+#include <omp.h>
+
+#include <atomic>
+
 #include "choice.h"
 #include "edits.h"
 
@@ -31,18 +35,23 @@ class Chooser {
   Chooser(const Logits& logits, const Edit* edits, const Masks& masks, Scratch& scratch)
       : logits_(logits), edits_(edits), masks_(masks), scratch_(scratch) {}
 
-  // Returns the state of the row, and sets the token.
-  int32_t choose(const Order& order, int64_t& token) {
+  // Returns the state of the row, and sets the token. The thread takes the `upcoming` order next, if
+  // there is one.
+  int32_t choose(const Order& order, const Order* upcoming, int64_t& token) {
     token = 0;
-    const T* raw = static_cast<const T*>(logits_.data) + order.row * logits_.stride;
+    const T* raw = scores_of(order);
     if (order.mask >= 0 || order.num_edits > 0) return choose_edited(order, raw, token);
-    Row<T> row(raw, logits_.vocab_size, scratch_);
+    Row<T> row(raw, logits_.vocab_size, scratch_, upcoming ? scores_of(*upcoming) : nullptr);
     if (!row.scan() || !std::isfinite(row.best())) return kNotFinite;
     token = row.choose(order);
     return kChosen;
   }
 
  private:
+  const T* scores_of(const Order& order) const {
+    return static_cast<const T*>(logits_.data) + order.row * logits_.stride;
+  }
+
   int32_t choose_edited(const Order& order, const T* raw, int64_t& token) {
     const int32_t size = logits_.vocab_size;
     const uint32_t* mask =
@@ -113,12 +122,21 @@ void choose_all(const Logits& logits, const Order* orders, int32_t num_orders, c
                 const Masks& masks, int64_t* tokens, int32_t* states) {
   // For few scores, waking the other threads takes longer than the work.
   constexpr int64_t kFewScores = 1 << 17;
+  std::atomic<int32_t> num_taken{0};
 #pragma omp parallel if (num_orders > 1 && int64_t{num_orders} * logits.vocab_size > kFewScores)
   {
     thread_local Scratch scratch;
     Chooser<T> chooser(logits, edits, masks, scratch);
-#pragma omp for schedule(dynamic, 1)
-    for (int32_t i = 0; i < num_orders; i++) states[i] = chooser.choose(orders[i], tokens[i]);
+    // Except for the last ones, an order is taken before the one ahead of it is chosen, so that its
+    // scores can be fetched.
+    const int32_t num_last = 2 * omp_get_num_threads();
+    for (int32_t i = num_taken++, next; i < num_orders; i = next) {
+      const bool is_last = i + num_last >= num_orders;
+      if (!is_last) next = num_taken++;
+      const Order* const upcoming = is_last || next >= num_orders ? nullptr : &orders[next];
+      states[i] = chooser.choose(orders[i], upcoming, tokens[i]);
+      if (is_last) next = num_taken++;
+    }
   }
 }
 
