@@ -340,8 +340,8 @@ class Executor {
   template <class Sums>
   void store(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
     T* out = row(i.target, r) + i.column + pair * kPairOutputs;
-    save(finished(i, r, place, 0, low), out, kLanes);
-    save(finished(i, r, place, 1, high), out + kLanes, kLanes);
+    save(biased(i, r, place * kPairOutputs, low), out, kLanes);
+    save(biased(i, r, place * kPairOutputs + kLanes, high), out + kLanes, kLanes);
   }
 
   // target = f(gate) * up, likewise

@@ -281,11 +281,11 @@ void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int
   multiply_tiles_of<T>(w, rows, row, num_rows, 0, num_tiles, pair, ahead, out);
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. After a pair, the thread
-// reads the next one; or probably the one at a distance from it, if other threads take those between.
+// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. `skipped` is that of
+// weights_after.
 template <typename T, class W, class Out>
 void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                           int64_t last_pair, const Out& out, int64_t distance = 1) {
+                           int64_t last_pair, const Out& out, int64_t skipped = 0) {
   const int64_t num_rows = last_row - row;
   if (num_rows == 0) return;
   WeightsAhead none;
@@ -293,10 +293,9 @@ void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_
     for (; pair + kPairsOfOneRow <= last_pair; pair += kPairsOfOneRow)
       multiply_rows<T>(w, rows, row, 1, pair, kPairsOfOneRow, none, out);
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
-  const int64_t last_ahead = distance == 1 ? last_pair : w.num_pairs;
   for (; pair < last_pair; pair++)
     multiply_pair<T>(w, rows, row, num_rows, num_tiles, pair,
-                     weights_ahead(w, pair + distance, last_ahead, num_tiles), out);
+                     weights_after(w, pair, last_pair, skipped, num_tiles), out);
 }
 
 #ifndef __AVX512F__
@@ -676,7 +675,7 @@ int64_t rows_at_once() {
 
 template <typename T, class W, class Out>
 void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                   int64_t last_pair, const Out& out, int64_t distance = 1) {
+                   int64_t last_pair, const Out& out, int64_t skipped = 0) {
 #ifdef __AMX_BF16__
   if constexpr (!std::is_same<T, float>::value)
     if (uses_tiles<T>())
@@ -687,7 +686,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     if (troika_uses_floats && last_row - row >= kLeastFloatRows) {
       FloatRows own(rows, w.num_units);
       return multiply_floats(w, rows.floats ? *rows.floats : own, row, last_row, pair, last_pair,
-                             distance, out);
+                             skipped, out);
     }
 #endif
 #ifndef __AVX512F__
@@ -697,7 +696,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     if (last_row - row >= kManyRows)
       return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
-  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, distance);
+  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, skipped);
 }
 
 template <typename T>
@@ -745,11 +744,11 @@ bool unpacks(int64_t num_rows) {
 // Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
 template <typename T, class W, class Out>
 void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                    int64_t last_pair, const Out& out, int64_t distance = 1) {
+                    int64_t last_pair, const Out& out, int64_t skipped = 0) {
   if constexpr (kHasManyRegisters && W::kAreCodes)
     if (unpacks<T, W>(last_row - row))
       return multiply_unpacked<T>(w, rows, row, last_row, pair, last_pair, out);
-  multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, distance);
+  multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, skipped);
 }
 
 // Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
@@ -772,16 +771,21 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   const int64_t most = rows_in_cache<T>(w.num_units);
   const int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
-  // Single pairs, so that threads end together; or few and long pieces, within which the next weights
-  // are fetched while the present ones are used.
-  const int64_t num_pieces =
-      takes_pairs ? w.num_pairs : std::min<int64_t>(w.num_pairs, 2 * team.size);
+  // One or two pairs, so that threads end together; or few and long pieces, within which the next
+  // weights are fetched while the present ones are used. Of two pairs, the outputs of a row are whole
+  // lines, also where a pair has 16 of them.
+  constexpr int64_t kManyPieces = 16;  // of a thread
+  const int64_t piece_pairs = num_groups * w.num_pairs >= 2 * kManyPieces * team.size ? 2 : 1;
+  const int64_t num_pieces = takes_pairs ? (w.num_pairs + piece_pairs - 1) / piece_pairs
+                                         : std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {
     const int64_t row = task / num_pieces * group, piece = task % num_pieces;
-    multiply_block<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows),
-                      w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces, out,
-                      takes_pairs ? team.size : 1);
+    const int64_t first = takes_pairs ? piece * piece_pairs : w.num_pairs * piece / num_pieces;
+    const int64_t last = takes_pairs ? std::min(first + piece_pairs, w.num_pairs)
+                                     : w.num_pairs * (piece + 1) / num_pieces;
+    multiply_block<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows), first, last,
+                      out, takes_pairs ? (team.size - 1) * piece_pairs : 0);
   }
 }
 
