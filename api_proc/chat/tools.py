@@ -12,7 +12,15 @@ MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 2**20
 """Bound on the JSON of the tools in one request; a template needs about 30 ms for as much."""
 
-ToolName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.:/-]+\Z")]
+ToolName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=256,
+        pattern=r"^[A-Za-z0-9_.:/-]+\Z",
+        description="1 to 256 of A-Z a-z 0-9 _ . : / -",
+    ),
+]
 
 
 _OPEN_KEYWORDS = frozenset(

@@ -1,4 +1,4 @@
-"""What a field may hold that has one of a few values, for errors about other values."""
+"""What a field may hold, one of a few values or a text of a form, for errors about other values."""
 
 import re
 from collections.abc import Iterator
@@ -9,11 +9,12 @@ from msgspec import inspect
 
 _type_info = cache(inspect.type_info)
 _WRONG = re.compile(r"Invalid enum value (?P<value>.*)")
+_OTHER_FORM = "Expected `str` matching regex "
 _INDEX = re.compile(r"\[[^]]*\]")
 
 
 def with_choices(reason: str, kind: Any, path: str) -> str:
-    """Return msgspec's complaint about a value, with the values that the field may have.
+    """Return msgspec's complaint about a value, with what the field may have.
 
     Args:
         reason: the complaint, which is returned as it is if it is another one.
@@ -21,12 +22,15 @@ def with_choices(reason: str, kind: Any, path: str) -> str:
         path: of the field, as `messages[0].role`.
     """
     wrong = _WRONG.fullmatch(reason)
-    if wrong is None or kind is None:
+    if kind is None or not (wrong or reason.startswith(_OTHER_FORM)):
         return reason
     names = filter(None, _INDEX.sub("", path).split("."))
     found = [_type_info(kind)]
     for name in names:
         found = [inner for outer in _flat(found) for inner in _fields(outer, name)]
+    if wrong is None:
+        form = next((text for each in found for text in _descriptions(each)), None)
+        return f"must be {form}" if form else reason
     choices = list(dict.fromkeys(value for each in _flat(found) for value in _values(each)))
     if not choices:
         return reason
@@ -50,6 +54,17 @@ def _flat(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
 def _fields(kind: inspect.Type, name: str) -> Iterator[inspect.Type]:
     if isinstance(kind, inspect.StructType):
         yield from (field.type for field in kind.fields if field.encode_name == name)
+
+
+def _descriptions(kind: inspect.Type) -> Iterator[str]:
+    match kind:
+        case inspect.UnionType(types=types):
+            for member in types:
+                yield from _descriptions(member)
+        case inspect.CollectionType(item_type=inner):
+            yield from _descriptions(inner)
+        case inspect.Metadata(extra_json_schema={"description": str(text)}):
+            yield text
 
 
 def _values(kind: inspect.Type) -> Iterator[object]:

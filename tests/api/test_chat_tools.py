@@ -218,7 +218,8 @@ def test_arguments_have_a_bound_on_their_values(
     [call] = history[1]["tool_calls"]
     call["function"]["arguments"] = arguments
     history[1]["tool_calls"] *= num_calls
-    response = httpx.post(live.url + PATH, json={"messages": history, "truncate_prompt_tokens": 5})
+    body = {"messages": history, "truncate_prompt_tokens": 5}
+    response = httpx.post(live.url + PATH, json=body, timeout=30)
     assert response.status_code == status, response.text
     if status == 400:
         where = f"messages[1].tool_calls[{num_calls - 1}].function.arguments"
@@ -307,6 +308,12 @@ def test_bad_tools_are_named(live: LiveServer, case: str) -> None:
     assert response.json()["error"]["param"] == param
     assert len(response.content) < 1000
     assert time.process_time() - began < 1
+
+
+def test_a_name_of_another_form_is_answered_with_the_form(live: LiveServer) -> None:
+    body = {"messages": [USER], "tools": [tool(), tool(name="a b")]}
+    error = httpx.post(live.url + PATH, json=body).json()["error"]
+    assert error["message"] == "tools[1].function.name: must be 1 to 256 of A-Z a-z 0-9 _ . : / -"
 
 
 def test_a_model_without_a_format_refuses_tools(make_server: MakeServer) -> None:
