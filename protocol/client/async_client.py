@@ -35,6 +35,7 @@ from protocol.api_core import (
 )
 from protocol.client.controls import Controls
 from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
+from protocol.client.deadlines import deadline
 from protocol.client.errors import failure_of
 from protocol.client.kv_feed import KVEventFeed
 from protocol.client.ledger import Entry, Ledger, RequestOptions, Room, check_request
@@ -233,7 +234,7 @@ class AsyncEngineClient:
 
         TimeoutError: not within `timeout_s`. RequestFailed: it is not open, or was closed.
         """
-        async with asyncio.timeout(timeout_s):
+        async with deadline(timeout_s, "the engine has not been ready"):
             while True:
                 is_ready = self.status is not None and self.status.state is EngineState.READY
                 if self.connected and is_ready and self.facts is not None:
@@ -437,7 +438,7 @@ class AsyncEngineClient:
         self._answers[control.number] = answer
         try:
             self._link.send(encode(control))
-            async with asyncio.timeout(timeout_s):
+            async with deadline(timeout_s, "the engine has not answered"):
                 return await answer
         finally:
             del self._answers[control.number]

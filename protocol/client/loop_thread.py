@@ -44,6 +44,10 @@ class LoopThread:
             return future.result(timeout_s)
         except concurrent.futures.CancelledError:
             raise _failure("the client was closed") from None
+        except TimeoutError:
+            if future.cancel() and timeout_s is not None:  # the work has raised no error of its own
+                raise TimeoutError(f"no result within {timeout_s:g} s") from None
+            raise
         except BaseException:
             future.cancel()
             raise

@@ -45,6 +45,7 @@ from protocol.client.async_client import (
     AsyncEngineClient,
 )
 from protocol.client.cache_follower import follow
+from protocol.client.deadlines import deadline
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
@@ -283,7 +284,7 @@ class ReplicatedClient:
         """Wait until one of the replicas serves; errors as `AsyncEngineClient.wait_ready`."""
         if self._only is not None:
             return await self._only.wait_ready(timeout_s)
-        async with asyncio.timeout(timeout_s):
+        async with deadline(timeout_s, "no replica has been ready"):
             while True:
                 if not any(client.is_open for client in self.clients):
                     raise failure_of(RequestError(ErrorCode.INTERNAL, "the client is not open"))

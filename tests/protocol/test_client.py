@@ -106,7 +106,7 @@ def test_ready_means_ready(core: FakeCore) -> None:
             status = Status(state, FACTS, EngineStats())
             core.send(status)
             await core.until(lambda expected=status: client.status == expected)
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match=r"engine has not been ready within 0\.02 s"):
                 await client.wait_ready(timeout_s=0.02)
             assert client.connected
         waiting = asyncio.create_task(client.wait_ready(timeout_s=5))

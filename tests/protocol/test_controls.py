@@ -199,7 +199,7 @@ def test_without_an_answer_the_deadline_ends_the_call_and_nothing_is_sent_again(
     core: FakeCore,
 ) -> None:
     async def play(client: AsyncEngineClient) -> None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"engine has not answered within 0\.05 s"):
             await client.pause(timeout_s=0.05)
         await core.until(lambda: core.controls)
         core.done(ALL)

@@ -67,7 +67,7 @@ def test_result_has_all_tokens_however_often_and_after_iterating(client: EngineC
 
 def test_result_after_a_timeout_has_lost_nothing(core: FakeCore, client: EngineClient) -> None:
     stream = client.submit([1], PARAMS)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"no result within 0\.1 s"):
         stream.result(timeout_s=0.1)
     core.on_add = lambda core, add: core.emit(
         RequestOutput(stream._stream.request_id, 2, [12], FinishReason.STOP)

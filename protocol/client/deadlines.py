@@ -1,0 +1,15 @@
+"""A deadline whose TimeoutError states what did not happen in time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float, complaint: str) -> AsyncIterator[None]:
+    """Bound the body's time; past it a TimeoutError has the complaint and the bound."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise TimeoutError(f"{complaint} within {timeout_s:g} s") from None
