@@ -352,7 +352,9 @@ class ProcessTable:
     def status(self, processes: Iterable[Process], state: ProcessState) -> list[ProcessStatus]:
         """A line for each process; the first is the supervisor, with the state of the engine."""
         own = (Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)
-        lines = [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
+        lines = [
+            (p.slot, self.pid(p.slot), p.epoch, p.state, max(p.num_restarts, 0)) for p in processes
+        ]
         return [
             ProcessStatus(
                 slot.role,

@@ -9,10 +9,11 @@ import zmq
 
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
-from protocol.lifecycle import Ready, Role, Stop
+from protocol.lifecycle import ProcessState, Ready, Role, Stop
 from protocol.process.child_handle import ChildHandle
 from protocol.transport.channel import RouterChannel
 from scripts.supervisor.actions import Origin, Slot, Start, api_slot
+from scripts.supervisor.process_state import Process
 from scripts.supervisor.process_table import ProcessTable
 from scripts.supervisor.system import System
 
@@ -123,6 +124,12 @@ def test_helpers_are_reaped_first(bench: Bench) -> None:
     """A dead standby must not be promoted."""
     dead = bench.table.dead({3, 4})
     assert [bench.table.slot_of(child) for child in dead] == [STANDBY_CORE, CORE]
+
+
+def test_a_process_that_has_not_been_started_has_no_restarts(bench: Bench) -> None:
+    process = Process(STANDBY_CORE)
+    [_, line] = bench.table.status([process], ProcessState.READY)
+    assert (line.state, line.num_restarts) == (ProcessState.STOPPED, 0)
 
 
 def test_successor_of_an_api_process_has_its_index() -> None:
