@@ -21,6 +21,26 @@ Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
 PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 LoraText = Annotated[str, Meta(min_length=1, max_length=8192, extra={"metavar": "NAME=PATH"})]
+ListenAddress = Annotated[
+    str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT, as 10.0.0.2:7000")
+]
+CoreAddress = Annotated[
+    str, Meta(pattern=TCP_ADDRESS, description="tcp://HOST:PORT, as tcp://10.0.0.2:7000")
+]
+BlocksListenAddress = Annotated[
+    str,
+    Meta(
+        pattern=LISTEN_ADDRESS,
+        description="HOST:PORT, as 10.0.0.2:7001, with a port of 1 to 65535 and * for all hosts",
+    ),
+]
+SessionKey = Annotated[
+    str,
+    Meta(
+        pattern="^[A-Za-z0-9_-]{1,64}$",
+        description="cache_salt or a header's name of 1 to 64 letters, digits, - or _",
+    ),
+]
 Origin = Annotated[
     str,
     Meta(
@@ -305,23 +325,21 @@ class ParallelConfig(Section):
     data_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 1
     """Replicas of the engine, each with a core and workers of its own. A request whose replica is
     lost goes on at another one. 0: all replicas are on other machines."""
-    core_listen: Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None = None
+    core_listen: ListenAddress | None = None
     """Address HOST:PORT at which the core also serves clients of other machines, encrypted, with
     curve_keys; of several replicas, each takes the next port. Default: none."""
-    replica_addresses: Annotated[
-        tuple[Annotated[str, Meta(pattern=TCP_ADDRESS)], ...], Meta(max_length=64)
-    ] = ()
+    replica_addresses: Annotated[tuple[CoreAddress, ...], Meta(max_length=64)] = ()
     """Cores of other machines, as tcp://HOST:PORT, which serve requests beside those here: replicas
     that were started there with core_listen."""
     replica_file: PathText | None = None
     """File with addresses of further cores, one a line, as in replica_addresses. It is read again
     when it changes: new cores get requests, and those of others go on elsewhere."""
-    agents_listen: Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None = None
+    agents_listen: ListenAddress | None = None
     """Address HOST:PORT at which host agents of other machines join: see `troika agent`. Each
     starts an engine there with these settings, which serves beside those here. Default: none."""
     curve_keys: PathText | None = None
     """Directory with the keys of links between machines: see `troika keys`."""
-    kv_listen: Annotated[str, Meta(pattern=LISTEN_ADDRESS)] | None = None
+    kv_listen: BlocksListenAddress | None = None
     """Address HOST:PORT at which other machines read the KV blocks that are stored here, for
     requests that move to them, encrypted, with curve_keys. Default: a free port at the host of
     core_listen or agents_listen, where blocks are stored, as with kv_offload_bytes."""
@@ -332,7 +350,7 @@ class ParallelConfig(Section):
     prefill_replicas: Annotated[int, Meta(ge=0, le=63)] = 0
     """Of the replicas, those that compute long prompts for the others, which decode. Needs blocks
     that are kept, as with kv_offload_bytes. 0: each does both."""
-    session_key: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    session_key: SessionKey | None = None
     """Requests with an equal value of this go to the same replica while it serves: cache_salt, or
     the name of a header, as X-Session-Id. Others are routed by the policy."""
 
