@@ -54,6 +54,7 @@ VARIANTS = {
     },
     "system/test_chaos.py": {
         "test_clients_read_on_after_the_death_of_the_api": "",
+        "test_kills_at_a_steady_rate_change_no_stream": "",
         "test_clients_that_come_back_too_late_have_lost_their_stream": "",
         "test_death_at_a_failpoint_changes_no_answer": (
             "exc-worker.mid_step-worker kill9-worker.after_step-worker exc-core.before_reply-core"

@@ -113,13 +113,14 @@ def test_eight_adapters_in_a_batch_of_32_survive_the_worker_and_the_core(
                 assert_greedy(model, stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "num_stages", "ranks"),
     [
         (2, 1, (1,)),
-        pytest.param(2, 1, (0,), marks=pytest.mark.slow),
-        pytest.param(1, 2, (0, 1), marks=pytest.mark.slow),
-        pytest.param(2, 2, (0, 1, 2, 3), marks=pytest.mark.slow),
+        (2, 1, (0,)),
+        (1, 2, (0, 1)),
+        (2, 2, (0, 1, 2, 3)),
     ],
 )
 def test_adapters_of_a_divided_model_survive_each_rank_and_the_core(
