@@ -15,10 +15,12 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4Config,
+    Glm5NextConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
     GraniteSWAConfig,
+    HYV4Config,
     KimiLinearConfig,
     Lfm2Config,
     Llama4TextConfig,
@@ -97,6 +99,14 @@ _KDA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 """The sizes of Kimi Delta Attention beside latent attention and experts."""
+_INDEXED: dict[str, Any] = {
+    **{key: value for key, value in _LATENT.items() if key != "qk_rope_head_dim"},
+    **{key: value for key, value in ODD_SIZES.items() if key != "head_dim"},
+    **{"num_key_value_heads": 6, "mlp_layer_types": ["dense", "sparse"], "hc_mult": 3},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 44},
+    **{"index_topk": 512, "index_head_dim": 20, "index_n_heads": 3, "pad_token_id": 0},
+}
+"""The sizes of hyper-connections around latent attention with indexers."""
 
 
 def make_gemma3(**more: Any) -> PretrainedConfig:
@@ -201,6 +211,22 @@ CONFIGS: dict[str, PretrainedConfig] = {
         mamba_n_groups=3,
         mamba_chunk_size=16,
         mamba_rms_norm=False,
+    ),
+    "hy_v4": HYV4Config(
+        **_INDEXED,
+        qk_rope_head_dim=6,
+        layer_types=["indexed_attention"] * 2,
+        indexer_types=["full", "shared"],
+    ),
+    "glm5_next": Glm5NextConfig(
+        text_config=_INDEXED
+        | {"layer_types": ["linear_attention", "indexed_attention"], "index_kpool": 4}
+        | {"linear_head_dim": 20, "linear_num_heads": 3},
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+            **{"out_hidden_size": 72, "image_size": 28, "projection_intermediate_size": 16},
+        },
+        **{"image_token_id": 500, "video_token_id": 501, "tie_word_embeddings": False},
     ),
     "lfm2": Lfm2Config(**ODD_SIZES, layer_types=["conv", "full_attention"]),
     "kimi_linear": KimiLinearConfig(**_KDA),

@@ -49,6 +49,8 @@ class ProbedModel:
     """How many outputs the modules in lists have, of those that return several."""
     indexed_length: int | None = None
     """Of texts whose tokens are all chosen by indexers, if there are some (indexers.py)."""
+    row_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What modules with matrices of their own take, by name, without the dimensions of texts."""
 
 
 def probe_model(
@@ -111,6 +113,7 @@ def probe_model(
         has_states=bool(recurrent),
         num_outputs=_num_outputs(model, recorder.num_outputs),
         indexed_length=indexed_length,
+        row_shapes=recorder.row_shapes,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers.pytorch_utils import Conv1D
 
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
@@ -19,6 +20,8 @@ from worker_proc.kv.kv_groups import LayerSpec
 
 NUM_PROBE_TOKENS = 8
 
+_LAYERS = (nn.Linear, nn.Embedding, Conv1D)
+"""Which have matrices, and are packed as what they are."""
 _HARMLESS_ARGUMENTS = frozenset(
     {
         *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
@@ -108,6 +111,19 @@ class Recorder:
         """Of those that return tuples."""
         self.experts_names: list[str] = []
         """Of the mixtures of experts whose place has been taken."""
+        self.row_shapes: dict[str, tuple[int, ...]] = {}
+        """What modules with matrices of their own take, without the dimensions of texts."""
+
+    def take_rows(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """Note the rows that a module with matrices of its own takes."""
+        own = module.named_parameters(recurse=False)
+        if isinstance(module, _LAYERS) or not any(weight.dim() == 2 for _, weight in own):
+            return
+        rows = args[0] if len(args) == 1 else None
+        if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+            return
+        if rows.dim() > 2 and rows.shape[:2] == (1, NUM_PROBE_TOKENS):
+            self.row_shapes[self._module_names[module]] = tuple(rows.shape[2:])
 
     def attention(
         self,

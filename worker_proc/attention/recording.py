@@ -136,7 +136,8 @@ class _EmptyLists(TorchFunctionMode):
 def _running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Keep the modules whose forward runs or ran."""
 
-    def begin(module: nn.Module, args: object) -> None:
+    def begin(module: nn.Module, args: tuple[object, ...]) -> None:
+        recorder.take_rows(module, args)
         recorder.running.append(module)
         recorder.called.add(module)
 

@@ -15,12 +15,19 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.no_attention import NoAttention
-from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
+from worker_proc.calibration.self_check import (
+    TEXT_LENGTHS,
+    check_texts,
+    compute_whole,
+    have_same_bits,
+)
+from worker_proc.calibration.token_products import TokenProducts
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.left_factors import ObservedProducts
 from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
+from worker_proc.modules.packed_matrix import PackedMatrix
 from worker_proc.modules.rowwise_linear import is_rowwise
 from worker_proc.recurrent.layers import PackedLayer
 from worker_proc.recurrent.rowwise import RowwiseFunctions, computes_rowwise
@@ -137,7 +144,8 @@ def _difference(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
 ) -> str:
     """Compute the self check's texts at once, and each module among other numbers of rows."""
-    with _recorded_calls(loaded.model) as calls:
+    products = TokenProducts(sum(TEXT_LENGTHS))
+    with _recorded_calls(loaded.model) as calls, products:
         whole = compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
     for (name, module, is_entered), args in _distinct(loaded.model, calls):
         weights = sum(p.weight.numel() for p in module.modules() if isinstance(p, PackedLinear))
@@ -147,6 +155,8 @@ def _difference(
                 if not _is_rowwise(module, args, num_rows):
                     kind = type(module).__name__
                     return f"{name} ({kind}) gives rows other bits among {num_rows}"
+    if reason := products.difference(ROW_COUNTS):
+        return reason
     if not all(map(have_same_bits, whole, stepwise)):
         return "a text's logits have other bits computed at once than computed step by step"
     return ""
@@ -159,7 +169,8 @@ def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A part with other arguments is tried only as a part of the whole forward.
-        if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() == 3 for v in args):
+        dims = (3, 4) if _has_packed_matrices(module) else (3,)
+        if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() in dims for v in args):
             return
         if len({value.shape[1] for value in args}) == 1:
             calls[module] = args
@@ -196,6 +207,11 @@ def _parts_without_attention(
         if not isinstance(child, nn.Embedding):  # which computes nothing
             path = f"{name}.{child_name}".lstrip(".")
             yield from _parts_without_attention(path, child, is_entered)
+
+
+def _has_packed_matrices(module: nn.Module) -> bool:
+    """Return whether a module multiplies by packed matrices itself; its rows may have streams."""
+    return any(isinstance(value, PackedMatrix) for value in module.__dict__.values())
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ tensors.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -118,6 +118,8 @@ class LoadedModel:
     """Whether the model has attention layers, of which a stage may have none."""
     has_states: bool = False
     """Whether the model has modules with a state, of which a stage may have none."""
+    row_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """What modules with matrices of their own take, by name, without the dimensions of texts."""
     summed: Sequence[str] = ()
     """Modules whose outputs the ranks add up, if several divide the model."""
 
@@ -248,6 +250,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         recurrent=probed.recurrent,
         has_attention=probed.has_attention,
         has_states=probed.has_states,
+        row_shapes=probed.row_shapes,
     )
     return _with_head(loaded, model, checked)
 
@@ -300,8 +303,15 @@ def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedMode
         activate_dense_rows(model)
     layers = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.layers]
     recurrent = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.recurrent]
+    row_shapes = {f"{INNER}.{name}": shape for name, shape in loaded.row_shapes.items()}
     wrapped = PoolingModel(model, inspected.probed.position_offset)
-    return replace(loaded, model=wrapped.eval(), layers=layers, recurrent=recurrent)
+    return replace(
+        loaded,
+        model=wrapped.eval(),
+        layers=layers,
+        recurrent=recurrent,
+        row_shapes=row_shapes,
+    )
 
 
 def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) -> PreTrainedModel:

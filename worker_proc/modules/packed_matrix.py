@@ -26,6 +26,7 @@ class PackedMatrix:
         self._library = library
         self._weight = weight.detach()
         self._casts: dict[torch.dtype, PackedMatrix] = {}
+        self._was_used = False
         self._packed = library.pack(self._weight.to(self.dtype), None)
         self._instruction = projection(self._packed)
 
@@ -39,6 +40,11 @@ class PackedMatrix:
 
     type = to
 
+    @property
+    def is_used(self) -> bool:
+        """Whether rows have been multiplied by it, in one type at least."""
+        return self._was_used or any(cast.is_used for cast in self._casts.values())
+
     def float(self) -> "PackedMatrix":
         return self.to(torch.float32)
 
@@ -46,6 +52,7 @@ class PackedMatrix:
         """Return `rows @ weight.T + bias`, for `[..., in_features]`, contiguous."""
         if rows.dtype != self.dtype:
             raise TypeError(f"rows of {rows.dtype} and a weight of {self.dtype}")
+        self._was_used = True
         out = self._library.project(self._instruction, rows, self._packed.num_outputs)
         out = out[:, : self.shape[0]]
         out = out.contiguous() if bias is None else out + bias

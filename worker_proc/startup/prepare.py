@@ -32,6 +32,7 @@ from worker_proc.modules.coded_weights import dequantize_weights, without_kernel
 from worker_proc.modules.fused import fuse_modules
 from worker_proc.modules.latent import install_latent
 from worker_proc.modules.own_attention import OwnLayer, install_own_attention
+from worker_proc.modules.own_matrices import pack_own_matrices
 from worker_proc.modules.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.modules.quantization import (
     FORMATS,
@@ -366,13 +367,25 @@ def _fuse(
     *,
     on_tried: Callable[[int, int], None],
 ) -> None:
-    """Fuse modules, with weights in a format, and keep which ones under a name."""
+    """Fuse modules, with weights in a format, and keep which ones under a name.
+
+    Then matrices in modules' own code are packed, and it is kept which modules have them.
+    """
     known = None if proofs is None else proofs.get(name, dict[str, int])
     fused = fuse_modules(
         loaded.model, library, loaded.dtype, known, format=format, on_tried=on_tried
     )
     if proofs is not None and known is None:
         proofs.put(name, fused)
+    if not loaded.row_shapes:
+        return
+    name = f"{name}_matrices"
+    packed_before = None if proofs is None else proofs.get(name, list[str])
+    packed = pack_own_matrices(
+        loaded.model, loaded.row_shapes, library, loaded.dtype, packed_before
+    )
+    if proofs is not None and packed_before is None:
+        proofs.put(name, packed)
 
 
 def _load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:

@@ -1,0 +1,106 @@
+"""Packs matrices of modules that multiply by `functional.linear` in their own code.
+
+Such as those that mix the streams of hyper-connections (GLM-5.3-Flash, Hy-V4). The run on the meta
+device shows which modules have such matrices, and what rows they take. Each of them must give the
+results that it gave before, on rows of three scales.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.modules.packed_matrix import PackedMatrix
+from worker_proc.modules.trial_errors import greatest, greatest_error
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.recurrent.rowwise import compute_rowwise
+
+NUM_TRIAL_ROWS = 5
+_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
+_MIXING = {"paged_layer", "recurrent_layer"}
+"""Attributes of modules that mix the tokens of a text; others treat their matrices."""
+TRIAL_SCALES = (0.1, 1.0, 30.0)
+MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Relative to the greatest value of each result."""
+
+
+@torch.inference_mode()
+def pack_own_matrices(
+    model: nn.Module,
+    row_shapes: Mapping[str, Sequence[int]],
+    library: NativeLibrary,
+    dtype: torch.dtype,
+    proven: Collection[str] | None = None,
+) -> list[str]:
+    """Pack the matrices of modules, given the shapes of their rows by name, and return which ones.
+
+    Their elementwise functions give a value the same bits at each place, too. `proven` is this
+    result of an earlier start, with which nothing is tried.
+    """
+    packed = []
+    modules = dict(model.named_modules())
+    for name, shape in row_shapes.items():
+        module = modules.get(name)  # None: a module around it was replaced
+        if module is None or _MIXING.intersection(module.__dict__):
+            continue
+        if proven is not None and name not in proven:
+            continue
+        trials = []
+        if proven is None:
+            rows = torch.randn(1, NUM_TRIAL_ROWS, *shape, generator=make_generator(1))
+            trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
+        if _pack(module, trials, library, MAX_ERROR.get(dtype, 0.0)):
+            packed.append(name)
+    return packed
+
+
+def _pack(
+    module: nn.Module, trials: Sequence[torch.Tensor], library: NativeLibrary, max_error: float
+) -> bool:
+    """Pack the matrices of a module, unless it gives other results with them for trial rows."""
+    matrices = {n: p for n, p in module.named_parameters(recurse=False) if is_own_matrix(p)}
+    if not matrices or any(m.is_meta or m.dtype not in NATIVE_DTYPES for m in matrices.values()):
+        return False
+    try:
+        expected = [_results(module(rows)) for rows in trials]
+    except _FAILURES:
+        return False  # it takes something else
+    before = dict(module.__dict__)
+    packed = {name: PackedMatrix(library, matrix) for name, matrix in matrices.items()}
+    for name in packed:
+        del module._parameters[name]
+    module.__dict__.update(packed)
+    compute_rowwise(module)
+    try:
+        found = [_results(module(rows)) for rows in trials]
+        is_same = all(map(_agree, found, expected, [max_error] * len(found)))
+        if is_same and (not trials or all(matrix.is_used for matrix in packed.values())):
+            return True
+    except _FAILURES:
+        pass  # it computes something else with a matrix
+    module.__dict__.clear()
+    module.__dict__.update(before)
+    module._parameters.update(matrices)
+    return False
+
+
+def is_own_matrix(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has rows and columns."""
+    return parameter.dim() == 2 and min(parameter.shape) > 1
+
+
+def _results(out: object) -> tuple[torch.Tensor, ...]:
+    results = out if isinstance(out, tuple) else (out,)
+    if not all(isinstance(result, torch.Tensor) for result in results):
+        raise TypeError("a module returns something other than tensors")
+    return results
+
+
+def _agree(
+    found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], max_error: float
+) -> bool:
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return False
+    pairs = zip(found, expected, strict=True)
+    return greatest(greatest_error(one.float(), two.float()) for one, two in pairs) <= max_error
