@@ -30,6 +30,7 @@ from worker_proc.modules.fused import FusedMLP
 from worker_proc.modules.grouped_experts import GroupedExperts
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.packed_weights import GROUPED, Format, PackedWeight
+from worker_proc.quantization.coded_tensor import CodedTensor
 from worker_proc.quantization.packing import obstacle
 from worker_proc.quantization.selection import select_inputs, select_outputs
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
@@ -107,6 +108,24 @@ def test_ranks_have_parts_of_the_codes(
     """Tokens in fp32 are those of one worker; in bfloat16 they do not depend on the batch."""
     write_quantized(tmp_path / "model", layout, config)
     check_ranks(tmp_path / "model", num_ranks)
+
+
+def test_the_proof_of_a_division_dequantizes_no_layer_like_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each rank would dequantize all layers once more. Attention is tried nowhere else."""
+    dequantized: list[str] = []
+    own = CodedTensor.dequantize
+
+    def note(tensor: CodedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dequantized.append(tensor.experts[0][0].name)
+        return own(tensor, dtype)
+
+    monkeypatch.setattr(CodedTensor, "dequantize", note)
+    config = LlamaConfig(**WIDE | {"num_hidden_layers": 3})
+    write_quantized(tmp_path / "model", int_quantized(codes_rows=False), config)
+    Ranks(tmp_path / "model", 2)
+    assert {name.split(".")[2] for name in dequantized if "self_attn" in name} == {"0"}
 
 
 @pytest.mark.slow

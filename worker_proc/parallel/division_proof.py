@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +28,10 @@ class _Call(NamedTuple):
     output: torch.Tensor
 
 
+class _AllRecorded(Exception):
+    """Ends a forward: the modules behind are not computed, nor are codes of theirs dequantized."""
+
+
 @torch.inference_mode()
 def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) -> None:
     """Show for a module of every shape that the ranks' outputs add up to its own.
@@ -37,9 +41,11 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
     shapes = {_shape(part): part for part in reversed(divisions)}
     model = loaded.model
     with transformers_attention(model), own_forwards(model):
-        with _recorded(model, [part.module_name for part in shapes.values()]) as calls:
+        names = [part.module_name for part in shapes.values()]
+        with _recorded(model, names, ends_forward=True) as calls:
             text = check_texts(loaded.vocab_size)[0]
-            model(input_ids=torch.tensor([text]), use_cache=False)
+            with suppress(_AllRecorded):
+                model(input_ids=torch.tensor([text]), use_cache=False)
         for part in shapes.values():
             if part.module_name not in calls:
                 raise refuse(Share(0, num_ranks), f"{part.module_name} is not computed in a step")
@@ -106,13 +112,17 @@ def _shape(part: Division) -> str:
 
 
 @contextmanager
-def _recorded(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, _Call]]:
-    """Record the calls of some modules."""
+def _recorded(
+    model: nn.Module, names: Sequence[str], *, ends_forward: bool = False
+) -> Iterator[dict[str, _Call]]:
+    """Record the calls of some modules; `ends_forward`: by `_AllRecorded`, once each was called."""
     calls: dict[str, _Call] = {}
 
     def record(name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls[name] = _Call(args, kwargs, _first(output))
+            if ends_forward and calls.keys() >= set(names):
+                raise _AllRecorded
 
         return hook
 
