@@ -167,9 +167,10 @@ def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
         parallel.data_parallel_size == 0 and not parallel.has_other_machines,
         "data_parallel_size 0 needs agents_listen, replica_file or replica_addresses",
     )
-    for address in (*parallel.replica_addresses, *_listening(config).values()):
+    addresses = [("replica_addresses", one) for one in parallel.replica_addresses]
+    for name, address in (*addresses, *_listening(config).items()):
         port = int(address.rpartition(":")[2])
-        yield not 0 < port < 2**16, f"the port of {address} must be 1 to 65535"
+        yield not 0 < port < 2**16, f"{name}: the port of {address} must be 1 to 65535"
     last = int((parallel.core_listen or ":0").rpartition(":")[2]) + parallel.data_parallel_size - 1
     yield (
         last >= 2**16,
@@ -324,7 +325,7 @@ def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
     num_workers = parallel.num_ranks * max(1, parallel.data_parallel_size)
     yield (
         len(lists) != num_workers,
-        f"worker_cpus has {len(lists)} lists of CPUs for {num_workers} workers",
+        f"worker_cpus must have a list of CPUs for each worker: {num_workers}, not {len(lists)}",
     )
     fewest = min(map(len, lists))
     yield (

@@ -22,7 +22,7 @@ from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir, wait_for_epoch_by_clock
-from scripts.supervisor.startup import complete_config, open_listener
+from scripts.supervisor.startup import check_directories, complete_config, open_listener
 from scripts.supervisor.system import System
 
 
@@ -120,6 +120,7 @@ def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
     ConfigError or ValueError: it cannot be served here.
     """
     config = complete_config(config)
+    check_directories(config, has_api=has_api)
     if has_api:
         validate_api_port(config)
     divide_gpus(config, os.environ)

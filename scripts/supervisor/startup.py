@@ -1,10 +1,12 @@
 """What happens before an engine starts: flags, the model's directory, the HTTP socket, signals."""
 
 import argparse
+import errno
 import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +41,25 @@ def complete_config(config: EngineConfig) -> EngineConfig:
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         raise ConfigError(f"chat_template {model.chat_template} is not a file")
     return msgspec.structs.replace(config, model=resolve(model))
+
+
+def check_directories(config: EngineConfig, *, has_api: bool) -> None:
+    """Make the directories that this machine's processes write to; ConfigError: one cannot be."""
+    has_engine = config.parallel.data_parallel_size > 0
+    directories = {
+        "kv_offload_dir": config.cache.kv_offload_dir if has_engine else None,
+        "journal_dir": config.api.journal_dir if has_api else None,
+    }
+    for name, directory in directories.items():
+        if directory is None:
+            continue
+        try:
+            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # there may be room later
+                raise ConfigError(f"{name} {directory}: {error.strerror}") from error
 
 
 def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> int:

@@ -30,10 +30,10 @@ def test_a_list_is_read_as_it_was_written(cpus: set[int]) -> None:
         ({"worker_cpus": "2-1"}, "worker_cpus: 2-1 must be a range of CPUs from 0 to 8191"),
         ({"worker_cpus": "0-9000"}, "worker_cpus: 0-9000 must be a range"),
         ({"worker_cpus": "0-2:2-4"}, "worker_cpus: workers 0 and 1 share CPU 2"),
-        ({"worker_cpus": "0:1"}, "worker_cpus has 2 lists of CPUs for 1 workers"),
+        ({"worker_cpus": "0:1"}, "worker_cpus must have a list of CPUs for each worker: 1, not 2"),
         (
             {"worker_cpus": "0:1", "tensor_parallel_size": 2, "data_parallel_size": 2},
-            "worker_cpus has 2 lists of CPUs for 4 workers",
+            "worker_cpus must have a list of CPUs for each worker: 4, not 2",
         ),
         ({"worker_cpus": "0-1", "num_threads": 3}, "num_threads 3 must be at most 2"),
         ({"worker_cpus": "0", "cpu_pinning": "auto"}, "worker_cpus works without cpu_pinning"),

@@ -164,7 +164,10 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             for host in ("0.0.0.0", "*")
         ],
         ({"ray": "auto", "ray_cpus": 0.0, **ALONE}, "ray_cpus 0 needs ray_gpus"),
-        ({"worker_cpus": "0:1", **ALONE}, "worker_cpus has 2 lists of CPUs for 1 workers"),
+        (
+            {"worker_cpus": "0:1", **ALONE},
+            "worker_cpus must have a list of CPUs for each worker: 1, not 2",
+        ),
         ({"replicas": 3, "max_replicas": 2}, "replicas 3 must be min_replicas 3 to max_replicas 2"),
         ({"ray": "", "replicas": 2}, "--ray"),
         (

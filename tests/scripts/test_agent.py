@@ -73,7 +73,9 @@ def test_an_agent_has_cpus_of_its_own_machine_for_each_rank() -> None:
     assert worker_of() == asked.worker
     own = worker_of("--worker-cpus", "0-3:8")
     assert (own.worker_cpus, own.cpu_pinning) == ("0-3:8", CpuPinning.OFF)
-    with pytest.raises(ConfigError, match="worker_cpus has 1 lists of CPUs for 2 workers"):
+    with pytest.raises(
+        ConfigError, match="worker_cpus must have a list of CPUs for each worker: 2, not 1"
+    ):
         worker_of("--worker-cpus", "0-3")
 
 

@@ -70,6 +70,21 @@ def test_wrong_files_beside_the_model(models: Path, setting: str, sentence: str)
     assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize("setting", ["kv_offload_dir", "journal_dir"])
+def test_directories_that_cannot_be_written(models: Path, setting: str) -> None:
+    """They are made if they are missing; those of a role that is not here are not looked at."""
+    made = models / "new" / "directory"
+    startup.check_directories(configure(**{setting: str(made)}), has_api=True)
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert list(made.iterdir()) == []
+    within = models / "weights.bin" / "directory"
+    config = configure(**{setting: str(within)})
+    with pytest.raises(ConfigError, match=f"^{setting} {within}: Not a directory$"):
+        startup.check_directories(config, has_api=True)
+    if setting == "journal_dir":
+        startup.check_directories(config, has_api=False)
+
+
 def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     """They keep their names until their snapshots are there."""
     draft = {"speculative_model": "Qwen/Qwen3-0.6B-draft"}
