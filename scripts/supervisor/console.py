@@ -1,6 +1,7 @@
 """Terminal output: seconds per phase, a bar while a model loads, and the address.
 
-Without a terminal the same facts are printed as plain lines. A closed terminal is not an error.
+Without a terminal the same facts are printed as plain lines, and a long load prints one every ten
+seconds in place of the bar. A closed terminal is not an error.
 """
 
 import logging
@@ -15,13 +16,16 @@ from scripts.supervisor.process_state import phase_name
 
 _BAR_CELLS = 24
 _REDRAW_S = 0.1
+_LINE_S = 10.0
+"""Between two lines about a load where no bar can be drawn."""
 _SHORTEST_SHOWN_S = 0.05
 _CLEAR_LINE = "\r\x1b[K"
 _CLEAR_BELOW = "\r\x1b[J"
 _LINE_UP = "\x1b[A"
 _BEFORE_FIRST_PHASE = "start"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_FIRST_WORKER = Slot(Role.WORKER)
+_LOADERS = (Slot(Role.ZYGOTE), Slot(Role.WORKER))
+"""The processes that load the model, and whose progress is shown: the first that starts."""
 
 log = logging.getLogger("troika.supervisor")
 
@@ -61,22 +65,22 @@ class Console:
         self._is_quiet = is_quiet
         self._is_log_only = is_log_only
         self._clocks: dict[Slot, PhaseClock] = {}
-        self._loading: Progress | None = None
-        """Progress of the first worker, the slowest process; None while it is not starting."""
+        self._loading: tuple[Slot, Progress] | None = None
+        """The process that loads the model, the slowest one; None while none does."""
         self._has_bar = False
         self._drawn_at = 0.0
 
     def starting(self, slot: Slot, now: float) -> None:
         """Begin the times of a process that was started."""
         self._clocks[slot] = PhaseClock(now)
-        if slot == _FIRST_WORKER:
-            self._loading = Progress(_BEFORE_FIRST_PHASE)
+        if slot in _LOADERS and self._loading is None:
+            self._loading = slot, Progress(_BEFORE_FIRST_PHASE)
             self._drawn_at = now
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
         self._clocks[slot].enter(phase_name(message.phase), now)
-        if slot == _FIRST_WORKER:
-            self._loading = message
+        if self._is_loading(slot):
+            self._loading = slot, message
             self.tick(now)
 
     def ready(self, slot: Slot, message: Ready, now: float) -> None:
@@ -87,20 +91,28 @@ class Console:
 
     def ended(self, slot: Slot) -> None:
         """End the progress of a process that is ready or dead."""
-        if slot == _FIRST_WORKER:
+        if self._is_loading(slot):
             self._loading = None
 
+    def _is_loading(self, slot: Slot) -> bool:
+        return self._loading is not None and self._loading[0] == slot
+
     def next_tick(self) -> float | None:
-        """When `tick` must be called; None while no bar is shown."""
-        is_shown = self._loading is not None and self._is_terminal
-        return self._drawn_at + _REDRAW_S if is_shown else None
+        """When `tick` must be called; None while no progress is shown."""
+        if self._loading is None or self._is_quiet:
+            return None
+        return self._drawn_at + (_REDRAW_S if self._is_terminal else _LINE_S)
 
     def tick(self, now: float) -> None:
         due = self.next_tick()
         if due is None or now < due or self._loading is None:
             return
         self._drawn_at = now
-        bar = render_bar(str(_FIRST_WORKER), self._clocks[_FIRST_WORKER], self._loading, now)
+        slot, message = self._loading
+        bar = render_bar(str(slot), self._clocks[slot], message, now, has_cells=self._is_terminal)
+        if not self._is_terminal:
+            self.line(bar)
+            return
         # The cursor stays in an empty line above the bar, where a child may log a whole line.
         self._write(f"{_CLEAR_BELOW}\n{bar[: _num_columns()]}\r{_LINE_UP}")
         self._has_bar = True
@@ -164,12 +176,16 @@ def render_row(
     return head + body.replace("\n", "\n" + " " * len(head)).replace(_NO_BREAK, " ")
 
 
-def render_bar(name: str, clock: PhaseClock, message: Progress, now: float) -> str:
-    """Return the row of a start that goes on, with a bar if its phase has several steps."""
+def render_bar(
+    name: str, clock: PhaseClock, message: Progress, now: float, *, has_cells: bool = True
+) -> str:
+    """Return the row of a start that goes on; a phase of several steps has a bar and its share."""
     row = _head(name, now - clock.started_at) + phase_name(message.phase)
     if message.total <= 1:
         return row
     share = min(message.done / message.total, 1.0)
+    if not has_cells:
+        return f"{row} {share:.0%}"
     cells = "#" * round(share * _BAR_CELLS)
     return f"{row}  [{cells:.<{_BAR_CELLS}}] {share:4.0%}"
 

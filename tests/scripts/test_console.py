@@ -101,7 +101,30 @@ def test_time_goes_on_while_nothing_is_reported_and_stops_with_the_start() -> No
         end(console)
         assert console.next_tick() is None
     console.starting(Slot(Role.CORE), 5.0)
-    assert console.next_tick() is None, "only the first worker has a bar"
+    assert console.next_tick() is None, "only what loads a model has a bar"
+
+
+def test_a_long_load_without_a_terminal_prints_a_line_every_ten_seconds() -> None:
+    """Of the zygote, if one loads the model for the worker."""
+    zygote = Slot(Role.ZYGOTE)
+    stream = io.StringIO()
+    console = Console(stream, is_terminal=False)
+    console.starting(zygote, 1.0)
+    console.starting(WORKER, 1.0)
+    console.progress(zygote, Progress("load_weights", 1, 4), 10.9)
+    console.progress(WORKER, Progress("import"), 10.95)
+    assert stream.getvalue() == ""
+    assert console.next_tick() == pytest.approx(11.0)
+    console.tick(11.1)
+    console.progress(zygote, Progress("check_model"), 21.0)
+    console.tick(21.2)
+    assert stream.getvalue() == (
+        "  zygote      10.1 s   load weights 25%\n  zygote      20.2 s   check model\n"
+    )
+    console.ready(zygote, Ready(), 22.0)
+    assert console.next_tick() is None
+    console.starting(WORKER, 22.0)
+    assert console.next_tick() == pytest.approx(32.0)
 
 
 def test_a_long_fact_goes_on_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
