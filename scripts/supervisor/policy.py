@@ -243,7 +243,8 @@ class SupervisorPolicy:
         text = f"{what} has shown no progress for {report.age_s:.1f} s"
         if report.status is HangStatus.SUSPECT:
             suspicion = self._death_notices.suspicion(process, 1.5 * mark.limit_s + 1.0)
-            return [Note(logging.WARNING, text), DumpStacks(slot), *suspicion]
+            note = Note(logging.WARNING, f"{text}; the stacks of its threads follow")
+            return [note, DumpStacks(slot), *suspicion]
         return [Note(logging.ERROR, f"{text}; it is killed"), *process.kill(is_overdue=True)]
 
     def _start(self, group: Group, now: float) -> list[Action]:
