@@ -68,6 +68,7 @@ def check_greedy(streams: list[Stream]) -> None:
         assert stream.token_ids == expected
 
 
+@pytest.mark.slow
 def test_streams_go_on_after_kill_9_of_a_rank_and_of_the_core_of_an_agent(
     start_engine: EngineFactory, keys: Path
 ) -> None:

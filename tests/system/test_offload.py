@@ -114,7 +114,8 @@ def test_after_kill_9_blocks_are_read_and_streams_go_on(
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("role", [Role.WORKER, pytest.param(Role.CORE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
 def test_the_draft_models_blocks_are_kept_too(
     role: Role, start_engine: EngineFactory, tmp_path: Path
 ) -> None:

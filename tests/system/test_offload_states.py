@@ -27,7 +27,6 @@ from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.recurrent_models import KEY_DECAYS, KINDS, RECURRENT
 from worker_proc.native.build import build, compiler
 
-SLOW = pytest.mark.slow
 BARE = next(one for one in RECURRENT if one.name == "mamba")
 """It has no attention, and so no KV."""
 SPACING = 64
@@ -84,17 +83,16 @@ def check_kill(engine: Engine, client: EngineClient, role: Role, expected: Token
     eventually(lambda: stats_of(client).states_loaded > before, "states are read")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "flags"),
     [
-        (KINDS[0], ()),
-        (BARE, ()),
-        *(pytest.param(kind, (), marks=SLOW) for kind in (*KINDS[1:], *KEY_DECAYS)),
-        pytest.param(KINDS[0], ("--num-speculative-tokens", "3"), marks=SLOW),
-        pytest.param(KINDS[0], ("--swap-space-bytes", str(2**24)), marks=SLOW),
-        pytest.param(KINDS[0], ("--pipeline-parallel-size", "2"), marks=SLOW),
+        *((one, ()) for one in (BARE, *KINDS, *KEY_DECAYS)),
+        (KINDS[0], ("--num-speculative-tokens", "3")),
+        (KINDS[0], ("--swap-space-bytes", str(2**24))),
+        (KINDS[0], ("--pipeline-parallel-size", "2")),
         # Its first stage has no attention, and so a layout of its own.
-        pytest.param(KINDS[1], ("--pipeline-parallel-size", "2"), marks=SLOW),
+        (KINDS[1], ("--pipeline-parallel-size", "2")),
     ],
     ids=lambda value: getattr(value, "name", None) or "-".join(value) or "plain",
 )

@@ -72,14 +72,14 @@ def test_streams_go_on_after_kill_9(
             assert tokens_over_kill(engine, client, requests, *victim) == expected
 
 
+@SLOW
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("architecture", "options", "ranks"),
     [
-        (KINDS[2], DRAFTS, (0,)),  # short convolutions load quickly
-        *(pytest.param(kind, (), (0, 1), marks=SLOW) for kind in (*KINDS, *KEY_DECAYS)),
-        *(pytest.param(kind, DRAFTS, (1, 0), marks=SLOW) for kind in (*KINDS, *KEY_DECAYS)),
+        *((kind, (), (0, 1)) for kind in (*KINDS, *KEY_DECAYS)),
+        *((kind, DRAFTS, (1, 0)) for kind in (*KINDS, *KEY_DECAYS)),
     ],
     ids=lambda value: getattr(value, "name", None) or "-".join(map(str, value)) or "plain",
 )

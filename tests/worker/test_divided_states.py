@@ -162,6 +162,7 @@ def check_preempted(stages: Stages, expected: Run, **settings: Any) -> list[Run]
     return runs
 
 
+@pytest.mark.slow
 def test_states_are_kept_copied_and_computed_again(tmp_path: Path) -> None:
     """Snapshots for the prefix cache, and states of preempted requests, reach every stage."""
     build_checkpoint(tmp_path / "model", deep("qwen3_5_text")())

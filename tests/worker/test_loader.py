@@ -81,7 +81,6 @@ def change_config(directory: Path, **changes: Any) -> None:
     [
         ("blt", "cannot be prepared (AttributeError"),
         ("pi0", "cannot be prepared (AttributeError"),
-        ("jetmoe", "its forward over one row of tokens with positions fails (NotImplementedError"),
         ("idefics", "tokens with positions fails (ValueError"),
         ("doge", "its own code computes with a mask"),
     ],
