@@ -120,8 +120,8 @@ def test_tokens_and_logprobs_are_those_without_drafts(
         states = runner._mirror._draft_states
         runner.reset()
         assert states.num_free == len(states._ids) >= NUM_DRAFTS
-    assert sum(run.num_cached_tokens for run in runs) > 0
-    if plain.facts.num_blocks_for(9):
+    if architecture in KINDS:  # others may need fewer blocks, or evict other states
+        assert sum(run.num_cached_tokens for run in runs) > 0
         assert runs[1].num_swaps > 0 == runs[2].num_swaps
         assert runs[2].num_preemptions > 0
 
