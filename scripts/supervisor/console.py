@@ -25,7 +25,7 @@ _LINE_UP = "\x1b[A"
 _BEFORE_FIRST_PHASE = "start"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _LOADERS = (Slot(Role.ZYGOTE), Slot(Role.WORKER))
-"""The processes that load the model, and whose progress is shown: the first that starts."""
+"""The processes that may load the model: the progress of the first to start is shown."""
 
 log = logging.getLogger("troika.supervisor")
 

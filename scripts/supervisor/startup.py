@@ -44,7 +44,7 @@ def complete_config(config: EngineConfig) -> EngineConfig:
 
 
 def check_directories(config: EngineConfig, *, has_api: bool) -> None:
-    """Make the directories that this machine's processes write to; ConfigError: one cannot be."""
+    """Make the directories that processes here write to; ConfigError: one cannot be written."""
     has_engine = config.parallel.data_parallel_size > 0
     directories = {
         "kv_offload_dir": config.cache.kv_offload_dir if has_engine else None,

@@ -29,6 +29,7 @@ from worker_proc.modules.left_factors import ObservedProducts
 from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
 from worker_proc.modules.packed_matrix import PackedMatrix
 from worker_proc.modules.rowwise_linear import is_rowwise
+from worker_proc.modules.trial_errors import TRIAL_FAILURES
 from worker_proc.recurrent.layers import PackedLayer
 from worker_proc.recurrent.rowwise import RowwiseFunctions, computes_rowwise
 
@@ -132,7 +133,7 @@ def _multiplies_by_elements(module: nn.Module) -> bool:
         if used or not isinstance(out, torch.Tensor) or out.shape != rows.shape:
             return False
         return all(_is_rowwise(module, (rows,), count) for count in ROW_COUNTS)
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+    except TRIAL_FAILURES:
         return False  # it takes something else
 
 

@@ -38,13 +38,13 @@ from worker_proc.loading.layer_executor import LayerExecutor, Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.trial_errors import TRIAL_SCALES
 from worker_proc.native.structures import Rotation
 
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Of what a layer adds to a row, relative to its length."""
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """Share of a row's own length that counts as what the layer adds, since sums are rounded."""
-TRIAL_SCALES = (0.1, 1.0, 30.0)
 
 
 def install(

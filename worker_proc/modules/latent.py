@@ -29,13 +29,12 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantize_weights, dequantized
-from worker_proc.modules.trial_errors import greatest
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import Rotation
 from worker_proc.recurrent.layers import own_forwards
 
 NUM_TOKENS = 7
-TRIAL_SCALES = (0.1, 1.0, 30.0)
 MAX_ERROR = 1e-4
 """Of a row, relative to its length: larger rows make scores of some hundreds."""
 _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}

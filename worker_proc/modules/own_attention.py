@@ -38,12 +38,11 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
-from worker_proc.modules.trial_errors import greatest
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 
 NUM_TOKENS = 7
 MAX_PROOF_LEN = 2048
 """Positions of a proof's keys, at most."""
-TRIAL_SCALES = (0.1, 1.0, 30.0)
 MAX_BIASED_LEN = 2**20
 """Most tokens of a context: the tables of biases, and tensors of modules, have as many columns."""
 MAX_ERROR = 1e-4

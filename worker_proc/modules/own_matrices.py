@@ -12,15 +12,13 @@ from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.packed_matrix import PackedMatrix
-from worker_proc.modules.trial_errors import greatest, greatest_error
+from worker_proc.modules.trial_errors import TRIAL_FAILURES, TRIAL_SCALES, greatest, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.rowwise import compute_rowwise
 
 NUM_TRIAL_ROWS = 5
-_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
 _MIXING = {"paged_layer", "recurrent_layer"}
 """Attributes of modules that mix the tokens of a text; others treat their matrices."""
-TRIAL_SCALES = (0.1, 1.0, 30.0)
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Relative to the greatest value of each result."""
 
@@ -64,7 +62,7 @@ def _pack(
         return False
     try:
         expected = [_results(module(rows)) for rows in trials]
-    except _FAILURES:
+    except TRIAL_FAILURES:
         return False  # it takes something else
     before = dict(module.__dict__)
     packed = {name: PackedMatrix(library, matrix) for name, matrix in matrices.items()}
@@ -77,7 +75,7 @@ def _pack(
         is_same = all(map(_agree, found, expected, [max_error] * len(found)))
         if is_same and (not trials or all(matrix.is_used for matrix in packed.values())):
             return True
-    except _FAILURES:
+    except TRIAL_FAILURES:
         pass  # it computes something else with a matrix
     module.__dict__.clear()
     module.__dict__.update(before)

@@ -23,6 +23,7 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.left_factors import ObservedProducts
+from worker_proc.modules.trial_errors import TRIAL_SCALES
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.layers import install, make_layer
 from worker_proc.recurrent.lightning import is_lightning, widen_decays
@@ -30,7 +31,6 @@ from worker_proc.recurrent.rowwise import RowwiseFunctions
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
-TRIAL_SCALES = (0.1, 1.0, 30.0)
 STEPS = (1, 21, 44, 1, 3)
 """Tokens of each text that a step computes: more in all than transformers' chunks of 64."""
 MAX_ERROR = 1e-3

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.packed_linear import make_linear
 from worker_proc.modules.packed_matrix import PackedMatrix
-from worker_proc.modules.trial_errors import greatest_error
+from worker_proc.modules.trial_errors import TRIAL_FAILURES, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 ROUTER_NAMES = ("gate", "router")
@@ -127,7 +127,7 @@ def _width(
         width = max(part.shape[-1] for part in expected)
         with _packed(matrices, library):
             found = RowBlocks(router.forward, width)(hidden, *args)
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+    except TRIAL_FAILURES:
         return None  # it has another interface
     return width if _are_close(found, expected) else None
 

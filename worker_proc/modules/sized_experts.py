@@ -12,11 +12,10 @@ from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.packed_linear import PackedLinear, make_linear
-from worker_proc.modules.trial_errors import greatest_error
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest_error
 from worker_proc.native.kernels import NativeLibrary
 
 ARGUMENTS = ["inputs", "expert_size"]
-TRIAL_SCALES = (0.1, 1.0, 30.0)
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Relative to the largest value."""
 

@@ -1,9 +1,14 @@
-"""How far the results of a replacement are from those of the module that it would replace."""
+"""Trials of what would replace a module: rows, failures, and how far results are from its own."""
 
 import math
 from collections.abc import Iterable
 
 import torch
+
+TRIAL_SCALES = (0.1, 1.0, 30.0)
+"""Of random rows, where a kind of module needs no others."""
+TRIAL_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
+"""What a module raises if it takes or computes something other than it is tried for."""
 
 
 def greatest(errors: Iterable[float]) -> float:
