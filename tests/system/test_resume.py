@@ -4,23 +4,16 @@ Real processes with the demo model. Compared are: text, token ids, log-probabili
 bit, as they were sent), finish reason and usage, for every choice of every stream.
 """
 
-import json
-import os
-import signal
-import threading
-import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from protocol.lifecycle import Role
-from scripts.testing import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory
+from tests.system.readers import MAX_TOKENS, Reader, finish, start, start_and_kill
 
-MAX_TOKENS = 200
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
-STREAM_TIMEOUT_S = 60.0
 KILL_AFTER = (10, 30)
 """Events that every open stream has received before each kill, long before its end."""
 STOP_TOKEN_ID = 5
@@ -81,106 +74,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Choice:
-    """The concatenated stream of one choice."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    prompt_logprobs: list[Any] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, event: dict[str, Any]) -> None:
-        """Add one event."""
-        assert self.finish_reason is None, "nothing comes after the end"
-        self.text += event.get("text") or event.get("delta", {}).get("content") or ""
-        self.token_ids += event.get("token_ids") or []
-        for name, values in (event.get("logprobs") or {}).items():
-            self.logprobs.setdefault(name, []).extend(values or [])
-        self.prompt_logprobs += event.get("prompt_logprobs") or []
-        self.finish_reason = event.get("finish_reason")
-        self.stop_reason = event.get("stop_reason")
-
-
-class Stream(threading.Thread):
-    """Reads one answer to its end."""
-
-    def __init__(self, url: str, name: str, body: dict[str, Any]) -> None:
-        super().__init__(name=name, daemon=True)
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        body = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **body}
-        self.is_streamed = body.get("stream", True)
-        if self.is_streamed:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        self._request = urllib.request.Request(
-            url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        self.choices: dict[int, Choice] = {}
-        self.usage: dict[str, int] = {}
-        self.num_events = 0
-        self.is_done = False
-        self.error: object = None
-
-    def run(self) -> None:
-        """Read."""
-        try:
-            with urllib.request.urlopen(self._request, timeout=STREAM_TIMEOUT_S) as response:
-                if not self.is_streamed:
-                    self._take(response.read())
-                    self.is_done = True
-                for line in response:
-                    if line.startswith(b"data: "):
-                        self._take(line[6:].strip())
-        except Exception as error:
-            self.error = error
-
-    def _take(self, data: bytes) -> None:
-        if data == b"[DONE]":
-            self.is_done = True
-            return
-        event = json.loads(data)
-        assert "error" not in event, event
-        for choice in event["choices"]:
-            self.choices.setdefault(choice["index"], Choice()).add(choice)
-        if event.get("usage"):
-            names = ("prompt_tokens", "completion_tokens", "total_tokens")
-            self.usage = {name: event["usage"][name] for name in names}
-        self.num_events += 1
-
-
-def start(engine: Engine, cases: dict[str, dict[str, Any]]) -> dict[str, Stream]:
-    """Open a stream for each case."""
-    streams = {name: Stream(engine.url(), name, body) for name, body in cases.items()}
-    for stream in streams.values():
-        stream.start()
-    return streams
-
-
-def kill_in_turn(
-    engine: Engine, roles: Sequence[Role], streams: dict[str, Stream], kill_after: Sequence[int]
-) -> None:
-    """Kill each role once every stream has a number of events, and none of them has ended."""
-    for role, num_events in zip(roles, kill_after, strict=True):
-
-        def all_have(num_events: int = num_events) -> bool:
-            opened = [stream for stream in streams.values() if stream.is_streamed]
-            return all(s.error is not None or s.num_events >= num_events for s in opened)
-
-        eventually(all_have, f"every stream has {num_events} events", STREAM_TIMEOUT_S)
-        os.kill(engine.pid(role), signal.SIGKILL)
-        assert not any(stream.is_done for stream in streams.values()), "killed in the middle"
-
-
-def finish(streams: dict[str, Stream]) -> None:
-    """Wait for the ends of all streams."""
-    for name, stream in streams.items():
-        stream.join(STREAM_TIMEOUT_S)
-        assert stream.error is None, (name, stream.error)
-        assert stream.is_done, name
-
-
 @pytest.fixture(scope="module")
 def module_engines() -> Iterator[EngineFactory]:
     """Starts engines that serve all tests of this module."""
@@ -191,7 +84,7 @@ def module_engines() -> Iterator[EngineFactory]:
 @pytest.fixture(scope="module")
 def engine_and_undisturbed(
     module_engines: EngineFactory,
-) -> tuple[Engine, dict[str, dict[str, Any]], dict[str, Stream]]:
+) -> tuple[Engine, dict[str, dict[str, Any]], dict[str, Reader]]:
     """An engine with the demo model, the cases, and their streams without faults."""
     engine = module_engines("--num-gpu-blocks-override", "512", "--num-threads", "1", model="demo")
     readiness = engine.readiness()
@@ -214,7 +107,7 @@ def late_string(text: str) -> str:
     return next(part for part in found if part not in text[: first + 5])
 
 
-def check_features(streams: dict[str, Stream]) -> None:
+def check_features(streams: dict[str, Reader]) -> None:
     """Assert that the compared streams exercise every feature."""
     ends = {name: stream.choices[0].finish_reason for name, stream in streams.items()}
     stopped = {"stop string", "min_tokens, stop token"}
@@ -238,11 +131,10 @@ def check_features(streams: dict[str, Stream]) -> None:
 )
 def test_killed_streams_equal_undisturbed_ones(
     roles: tuple[Role, Role],
-    engine_and_undisturbed: tuple[Engine, dict[str, dict[str, Any]], dict[str, Stream]],
+    engine_and_undisturbed: tuple[Engine, dict[str, dict[str, Any]], dict[str, Reader]],
 ) -> None:
     engine, cases, undisturbed = engine_and_undisturbed
-    streams = start(engine, cases)
-    kill_in_turn(engine, roles, streams, KILL_AFTER)
+    streams = start_and_kill(engine, cases, roles, KILL_AFTER)
     finish(streams)
     for name, want in undisturbed.items():
         got = streams[name]

@@ -9,8 +9,8 @@ import pytest
 from api_proc.text.tokenizer import FIRST_BYTE_ID
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
-from tests.system.test_resume import KILL_AFTER, Choice, finish, kill_in_turn, start
-from tests.system.test_resume import Stream as Reader
+from tests.system.readers import Choice, Reader, finish, start, start_and_kill
+from tests.system.test_resume import KILL_AFTER
 
 BUDGET = 60
 END = [FIRST_BYTE_ID + byte for byte in b"</think>"]
@@ -88,8 +88,7 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine) -> None:
     finish(undisturbed)
     for name, reader in undisturbed.items():
         check(reader.choices, name)
-    streams = start(engine, CASES)
-    kill_in_turn(engine, (Role.WORKER, Role.CORE), streams, KILL_AFTER)
+    streams = start_and_kill(engine, CASES, (Role.WORKER, Role.CORE), KILL_AFTER)
     finish(streams)
     for name, want in undisturbed.items():
         got = streams[name]

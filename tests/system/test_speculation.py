@@ -11,15 +11,8 @@ from protocol.lifecycle import Role
 from scripts.bench.make_draft_model import make_draft
 from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import Engine, EngineFactory, eventually
-from tests.system.test_resume import (
-    COMPLETION,
-    PROMPT,
-    SEEDED,
-    Stream,
-    finish,
-    kill_in_turn,
-    start,
-)
+from tests.system.readers import Reader, finish, start, start_and_kill
+from tests.system.test_resume import COMPLETION, PROMPT, SEEDED
 
 FLAGS = ("--num-gpu-blocks-override", "512", "--num-threads", "1")
 CASES: dict[str, dict[str, Any]] = {
@@ -40,7 +33,7 @@ def module_engines() -> Iterator[EngineFactory]:
 
 
 @pytest.fixture(scope="module")
-def expected(module_engines: EngineFactory) -> dict[str, Stream]:
+def expected(module_engines: EngineFactory) -> dict[str, Reader]:
     """The streams of an engine without speculation."""
     streams = start(module_engines(*FLAGS, model="demo"), CASES)
     finish(streams)
@@ -76,10 +69,9 @@ def num_drafts(engine: Engine) -> tuple[float, float]:
     "roles", [(), (Role.CORE, Role.WORKER)], ids=["undisturbed", "core-worker"]
 )
 def test_streams_equal_those_without_drafts(
-    roles: tuple[Role, ...], engine: Engine, expected: dict[str, Stream]
+    roles: tuple[Role, ...], engine: Engine, expected: dict[str, Reader]
 ) -> None:
-    streams = start(engine, CASES)
-    kill_in_turn(engine, roles, streams, KILL_AFTER[: len(roles)])
+    streams = start_and_kill(engine, CASES, roles, KILL_AFTER[: len(roles)])
     finish(streams)
     for name, want in expected.items():
         assert streams[name].choices == want.choices, name

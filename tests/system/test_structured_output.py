@@ -15,7 +15,7 @@ import pytest
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
 from tests.system.constrained_gaps import measure
-from tests.system.test_resume import STREAM_TIMEOUT_S, finish, kill_in_turn, start
+from tests.system.readers import TIMEOUT_S, finish, start, start_and_kill
 
 PROMPT = "# the numbers\nvalues = "
 MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 120}
@@ -64,7 +64,7 @@ def post(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(engine.url() + "/v1/completions", data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=STREAM_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             return dict(json.load(response))
     except urllib.error.HTTPError as error:
         return {"status": error.code, **json.load(error)["error"]}
@@ -148,8 +148,7 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine, roles: tuple[Role
     assert undisturbed["schema, logprobs"].choices[0].text.startswith("[")
     for choice in undisturbed["regex, n=2"].choices.values():
         assert re.fullmatch("[a-z ]+", choice.text)
-    streams = start(engine, CASES)
-    kill_in_turn(engine, roles, streams, KILL_AFTER)
+    streams = start_and_kill(engine, CASES, roles, KILL_AFTER)
     finish(streams)
     for name, want in undisturbed.items():
         got = streams[name]

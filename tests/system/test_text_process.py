@@ -10,7 +10,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
-from tests.system.test_resume import Stream, finish, kill_in_turn, start
+from tests.system.readers import Reader, finish, start, start_and_kill
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "def read(self, path):  # <|endoftext|>\n" * 600
@@ -41,7 +41,7 @@ def helpers(engine: Engine) -> list[int]:
     return [int(p) for p in children if Path(f"/proc/{p}/comm").read_text() == "troika-text\n"]
 
 
-def undisturbed(engine: Engine) -> dict[str, Stream]:
+def undisturbed(engine: Engine) -> dict[str, Reader]:
     streams = start(engine, CASES)
     finish(streams)
     return streams
@@ -53,8 +53,7 @@ def test_streams_with_long_prompts_are_exact(engine: Engine) -> None:
     expected = undisturbed(engine)
     assert all(stream.usage["prompt_tokens"] > 5000 for stream in expected.values())
     [helper] = helpers(engine)
-    streams = start(engine, CASES)
-    kill_in_turn(engine, [Role.WORKER, Role.CORE], streams, (10, 30))
+    streams = start_and_kill(engine, CASES, [Role.WORKER, Role.CORE], (10, 30))
     os.kill(helper, signal.SIGKILL)
     finish(streams)
     again = undisturbed(engine)
