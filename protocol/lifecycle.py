@@ -193,7 +193,10 @@ class StatusReply(Message):
     processes: list[ProcessStatus]
     ready: bool
     url: str | None
+    """Of the API; None: this engine has none."""
     failure: str | None = None
+    cores: list[str] = []
+    """Where clients find the cores."""
 
 
 ToSupervisor = Hello | Progress | Ready | Fatal | Drained | StatusQuery | RestartQuery

@@ -101,7 +101,7 @@ def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyTy
     ]
     lines += unknown
     state = "ready" if reply.ready else "not ready"
-    where = f" at {api_root(reply.url)}" if reply.url else ""
+    where = f" at {_place(reply)}" if _place(reply) else ""
     lines.append(f"{state}{where}, run dir {run_dir}")
     return "\n".join([*lines, *([reply.failure] if reply.failure else [])])
 
@@ -131,12 +131,18 @@ def chosen_run_dir(given: str | None) -> str:
 
 
 def _where(run_dir: str) -> str:
-    """Return the address in brackets; empty: the engine has none, or no answer that can be read."""
+    """Return the address in brackets; empty: no answer that can be read."""
     try:
         reply = _query(run_dir, _CHOICE_TIMEOUT_S)
     except ProtocolError:  # of another version, perhaps
         return ""
-    return f"   ({api_root(reply.url)})" if reply is not None and reply.url else ""
+    place = "" if reply is None else _place(reply)
+    return f"   ({place})" if place else ""
+
+
+def _place(reply: StatusReply) -> str:
+    """Return the address of the API, or those of the cores of an engine without one."""
+    return api_root(reply.url) if reply.url else ", ".join(reply.cores)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.config import EngineConfig
 from protocol.config.addresses import LISTEN_ADDRESS, check_tcp_address, is_remote
+from protocol.process.run_dir import core_addresses
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
 
 MOST_ADDRESSES = 1024
@@ -48,10 +49,26 @@ def _check_listen(name: str, address: str) -> None:
 def tcp_address(config: EngineConfig) -> str | None:
     """Return the address for clients of the core on other machines, if it has one."""
     listen = config.parallel.core_listen
-    if listen is None:
-        return None
+    return None if listen is None else _nth_address(listen, config.run.replica or 0)
+
+
+def _nth_address(listen: str, number: int) -> str:
+    """Return the address of a replica: each takes the next port."""
     host, _, port = listen.rpartition(":")
-    return f"tcp://{host}:{int(port) + (config.run.replica or 0)}"
+    return f"tcp://{host}:{int(port) + number}"
+
+
+def core_places(config: EngineConfig) -> list[str]:
+    """Return where clients find the cores of this engine: with core_listen, also other machines'.
+
+    `config`: with the run directory. An address of the run directory is of no use elsewhere.
+    """
+    count = config.parallel.data_parallel_size
+    listen = config.parallel.core_listen
+    if listen is None:
+        return core_addresses(str(config.run.run_dir), count)
+    first = config.run.replica or 0
+    return [_nth_address(listen, first + number) for number in range(count)]
 
 
 def with_kv_listen(config: EngineConfig) -> EngineConfig:

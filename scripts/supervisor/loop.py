@@ -28,7 +28,7 @@ from protocol.message import ProtocolError
 from protocol.process.child_handle import ChildHandle
 from protocol.process.child_runtime import EXIT_FATAL
 from protocol.process.failpoints import failpoint
-from protocol.process.run_dir import core_addresses
+from protocol.process.machines import core_places
 from protocol.transport.channel import (
     HighWaterMark,
     Received,
@@ -83,6 +83,7 @@ class Supervisor:
         self._console = console
         is_tls = config.api.ssl_certfile is not None
         self._url = None if listener is None else url_of(listener, is_tls=is_tls)
+        self._cores = core_places(config)
         # Both: a fork of the parent may hold the pipe open beyond the parent's end.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
@@ -253,7 +254,7 @@ class Supervisor:
     def _status(self) -> StatusReply:
         policy = self.policy
         rows = self._table.status(policy.processes, policy.state)
-        return StatusReply(rows, policy.is_ready, self._url, policy.failure)
+        return StatusReply(rows, policy.is_ready, self._url, policy.failure, self._cores)
 
     # Actions ------------------------------------------------------------------------------------
 
@@ -307,9 +308,7 @@ class Supervisor:
         if self._reports is not None:
             self._reports.ready(self._facts)
         name = served_name(self._config)
-        num_replicas = self._config.parallel.data_parallel_size
-        cores = ", ".join(core_addresses(str(self._config.run.run_dir), num_replicas))
-        place = cores if self._url is None else api_root(self._url)
+        place = ", ".join(self._cores) if self._url is None else api_root(self._url)
         seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")
         for fact in self._facts:

@@ -4,7 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from protocol.process.machines import MOST_ADDRESSES, read_addresses
+from protocol.config.settings import configure
+from protocol.process.machines import MOST_ADDRESSES, core_places, read_addresses, tcp_address
+from scripts.supervisor.replica import replica_config
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_cores_that_listen_are_found_at_their_ports_by_other_machines(num_replicas: int) -> None:
+    values = {"run_dir": "/run/t", "data_parallel_size": num_replicas}
+    here = core_places(configure(model="null", **values))
+    assert len(here) == num_replicas
+    assert all(place.startswith("ipc:///run/t/") for place in here)
+    config = configure(model="null", core_listen="10.0.0.2:7000", curve_keys="keys", **values)
+    places = core_places(config)
+    assert places == [f"tcp://10.0.0.2:{7000 + number}" for number in range(num_replicas)]
+    for number, place in enumerate(places):
+        replica = replica_config(config, number)
+        assert core_places(replica) == [place] == [tcp_address(replica)]
 
 
 def test_addresses_are_read_from_all_files(tmp_path: Path) -> None:

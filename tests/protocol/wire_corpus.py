@@ -288,6 +288,8 @@ DIRECTIONS = [
                 ],
                 True,
                 "http://127.0.0.1:8000",
+                "worker failed",
+                ["tcp://10.0.0.2:7000"],
             ),
             RestartReply(False, "it is being replaced"),
         ],

@@ -37,6 +37,12 @@ def test_an_engine_whose_answer_cannot_be_read_is_one_of_the_choices(
     ]
 
 
+def test_an_engine_without_an_api_is_shown_with_the_addresses_of_its_cores() -> None:
+    cores = ["tcp://10.0.0.2:7000", "tcp://10.0.0.2:7001"]
+    [_, line] = status.render(StatusReply([], True, None, None, cores), "/run/t").splitlines()
+    assert line == "ready at tcp://10.0.0.2:7000, tcp://10.0.0.2:7001, run dir /run/t"
+
+
 Answer = Callable[[int], list[bytes]]
 """Returns the header and the body of the answer with a number."""
 
