@@ -60,11 +60,11 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
         return _why_refused(name, revision, error)
     if isinstance(error, OfflineModeIsEnabled):
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-        text = (
-            f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
-            f"HF_HUB_OFFLINE is set; start once without it, or run `HF_HUB_OFFLINE=0 {command}`"
+        return _absent(
+            name,
+            f"is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; "
+            f"start once without it, or run `HF_HUB_OFFLINE=0 {command}`",
         )
-        return Refusal(text, is_absent=True)
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         text = (
             f"model {name} cannot be fetched: the disk of {constants.HF_HUB_CACHE} is full; free "
@@ -76,8 +76,7 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
         where = error.filename or constants.HF_HUB_CACHE
         return Refusal(f"model {name} cannot be fetched: {where}: {reason}")
     if isinstance(error, HFValidationError):
-        text = f"model {name} is not a local directory, and no model of a hub has such a name"
-        return Refusal(text, is_absent=True)
+        return _absent(name, "no model of a hub has such a name")
     if not is_transient(error):
         return Refusal(f"model {name} cannot be fetched: {why_unreachable(error)}")
     return _incomplete(name, why_unreachable(error))
@@ -86,26 +85,31 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
 def _why_refused(name: str, revision: str | None, error: HfHubHTTPError) -> Refusal:
     hub, status = hub_address(), error.response.status_code
     if status == UNAUTHORIZED:  # also for names that do not exist
-        text = (
-            f"model {name} does not exist at {hub}, or is private or gated: check the name, or "
-            f"{_how_to_enter(name)}"
+        return _absent(
+            name,
+            f"does not exist at {hub}, or is private or gated: check the name, or "
+            f"{_how_to_enter(name)}",
         )
-        return Refusal(text, is_absent=True)
     if status == FORBIDDEN:
         return Refusal(f"model {name}: {hub} denies access: {_how_to_enter(name)}")
     if status == NOT_FOUND:
         is_revision = revision and not isinstance(error, RepositoryNotFoundError)
-        what = f"model {name}" + (f" or its revision {revision}" if is_revision else "")
-        return Refusal(f"{what} does not exist at {hub}, nor as a local directory", is_absent=True)
+        which = f"it or its revision {revision} " if is_revision else ""
+        return _absent(name, f"{which}does not exist at {hub}")
     return _incomplete(name, f"{hub} answers {status}")
 
 
 def _incomplete(name: str, reason: str) -> Refusal:
-    text = (
-        f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; "
-        "start again to continue"
+    return _absent(
+        name,
+        f"is not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; "
+        "start again to continue",
     )
-    return Refusal(text, is_absent=True)
+
+
+def _absent(name: str, reason: str) -> Refusal:
+    """Return the sentence about a name that may be a path with a mistake in it."""
+    return Refusal(f"model {name} is not a local path, and {reason}", is_absent=True)
 
 
 def why_unreachable(error: Exception) -> str:

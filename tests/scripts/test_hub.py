@@ -305,7 +305,7 @@ def test_a_repository_without_what_the_engine_reads_is_refused(
 
 def test_wrong_names_and_models_without_access(hub: Hub, tmp_path: Path) -> None:
     wrong = refusal(name="tiny/wrong")
-    assert str(wrong) == f"model tiny/wrong does not exist at {hub.url}, nor as a local directory"
+    assert str(wrong) == f"model tiny/wrong is not a local path, and does not exist at {hub.url}"
     assert wrong.is_absent
     assert "no model of a hub has such a name" in str(refusal(name="tiny/--"))
     text = f"model {NAME} has no revision nothing at {hub.url}"

@@ -114,7 +114,7 @@ def test_an_embedded_engine_that_fetches_closes_at_once(
     assert time.monotonic() - begun_at < CLOSE_GRACE_S, "it was not killed"
     with pytest.raises(EngineStartError) as caught:
         EngineProcesses.start(configure(model="tiny/wrong"), timeout_s=60)
-    assert str(caught.value).startswith("model tiny/wrong does not exist at ")
+    assert str(caught.value).startswith("model tiny/wrong is not a local path, and does not ")
 
 
 @pytest.mark.timeout(300)
@@ -177,6 +177,6 @@ def test_a_wrong_name_is_refused_with_a_directory_that_may_be_meant(
     engine = start_engine(model="scripts/demo-model")
     assert engine.process.wait(90) == 1
     assert engine.log == (
-        f"troika: model scripts/demo-model does not exist at {hub.url}, nor as a local directory; "
+        f"troika: model scripts/demo-model is not a local path, and does not exist at {hub.url}; "
         f"did you mean {ROOT}/scripts/demo_model?\n"
     )
