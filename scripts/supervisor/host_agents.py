@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ _LONGEST_TURN_S = 1.0
 _COMPLAINT_S = 60.0
 """Between two lines about messages that cannot be read, and two about one failure of an agent,
 which may be started again every second."""
+_MOST_FAILURES = 3
+"""Of one agent, which are reported within `_COMPLAINT_S`."""
+_NUMBER = re.compile("0x[0-9a-f]+|[0-9]+")
+"""Process ids, sizes and addresses: failures that differ only in them count as one."""
 
 log = logging.getLogger("troika.supervisor")
 
@@ -116,8 +121,8 @@ class HostAgents:
         self._is_file_late = False
         self._turned_at: float | None = None
         self._complain_at = 0.0
-        self._failures: dict[str, tuple[str, float]] = {}
-        """By name, the failure of an agent that was last reported, and when."""
+        self._failures: dict[str, dict[str, float]] = {}
+        """By name, failures of an agent that were reported, without numbers, and when."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ClientAuthenticator(self._context, keys.directory)
         self._link = RouterChannel(
@@ -170,14 +175,17 @@ class HostAgents:
                 yield logging.INFO, text
 
     def _on_failed(self, failed: Failed, now: float) -> Iterator[Note]:
-        last = self._failures.pop(failed.name, None)
-        if last is not None and last[0] == failed.reason and now < last[1] + _COMPLAINT_S:
-            self._failures[failed.name] = last
-            return
+        reported = self._failures.pop(failed.name, {})
+        reported = {text: at for text, at in reported.items() if now < at + _COMPLAINT_S}
+        text = _NUMBER.sub("", failed.reason)
+        is_due = text not in reported and len(reported) < _MOST_FAILURES
+        if is_due:
+            reported[text] = now
         if len(self._failures) >= MOST_AGENTS:
             del self._failures[next(iter(self._failures))]
-        self._failures[failed.name] = failed.reason, now
-        yield logging.WARNING, f"agent {failed.name} has failed: {one_line(failed.reason)}"
+        self._failures[failed.name] = reported
+        if is_due:
+            yield logging.WARNING, f"agent {failed.name} has failed: {one_line(failed.reason)}"
 
     def _on_join(self, peer: bytes, join: Join) -> Iterator[str]:
         if not join.settings:

@@ -196,7 +196,7 @@ def test_messages_that_cannot_be_read_bring_a_line_now_and_then(bench: Bench) ->
     assert send_noise() == 2
 
 
-def test_the_failure_of_an_agent_is_reported_once_a_minute(bench: Bench) -> None:
+def test_failures_of_an_agent_are_reported_three_times_a_minute_at_most(bench: Bench) -> None:
     """It may be started again every second. Its reason is a line without control characters."""
     agent = bench.connect()
     bench.join(agent, "one")
@@ -213,6 +213,12 @@ def test_the_failure_of_an_agent_is_reported_once_a_minute(bench: Bench) -> None
     assert fail("one", "no CPU") == ["agent one has failed: no CPU"]
     bench.now += 60.0
     assert fail("one", "no CPU") == ["agent one has failed: no CPU"]
+    assert fail("one", "pid 71 at 0x7f3a") == ["agent one has failed: pid 71 at 0x7f3a"]
+    assert fail("one", "pid 72 at 0x81bc") == [], "only numbers differ"
+    texts = [list(fail("one", f"/tmp/{letter}")) for letter in "abc"]
+    assert texts == [["agent one has failed: /tmp/a"], [], []], "three a minute"
+    bench.now += 60.0
+    assert fail("one", "/tmp/c") == ["agent one has failed: /tmp/c"]
 
 
 def test_an_agent_sends_why_its_engine_could_not_start(bench: Bench) -> None:
