@@ -58,8 +58,12 @@ class Offload:
         least_tokens: int = LEAST_TOKENS,
         most_loads: int = MAX_LOADS,
         reads_machines: bool = False,
+        server_here: str = "",
     ) -> None:
-        """Take the index of each store. `reads_machines`: workers can read those of others, too."""
+        """Take the index of each store. `reads_machines`: workers can read those of others, too.
+
+        `server_here`: the address at which others read the stores of this machine.
+        """
         self._indexes = indexes
         self._most_loads = most_loads
         self.least_tokens = least_tokens
@@ -68,7 +72,7 @@ class Offload:
         self._new_states: list[tuple[int, bytes]] = []
         self._unsent: list[LoadBlocks] = []
         self._loads: dict[int, _Load] = {}
-        self.remote = RemoteBlocks(is_on=reads_machines)
+        self.remote = RemoteBlocks(is_on=reads_machines, here=server_here)
         self.costs = LoadCosts()
         self.num_stored = 0
         self.num_loaded_tokens = 0

@@ -15,9 +15,13 @@ from protocol.stores.block_link import MAX_KEYS
 class RemoteBlocks:
     """The questions and answers, by request."""
 
-    def __init__(self, *, is_on: bool) -> None:
-        """`is_on`: whether workers can reach other machines."""
+    def __init__(self, *, is_on: bool, here: str = "") -> None:
+        """`is_on`: whether workers can reach other machines; `here`: the block server of this one.
+
+        What is stored on this machine is read from the stores.
+        """
         self._is_on = is_on
+        self._here = here
         self._asked: dict[int, Sequence[bytes]] = {}
         """Keys of which the answer is missing."""
         self._found: dict[int, frozenset[bytes]] = {}
@@ -29,7 +33,7 @@ class RemoteBlocks:
     def may_ask(self, request: Request) -> bool:
         """Whether it is not known yet what its machine has."""
         is_new = request.req_id not in self._found and request.req_id not in self._asked
-        return self._is_on and bool(request.blocks_at) and is_new
+        return self._is_on and request.blocks_at not in ("", self._here) and is_new
 
     def ask(
         self, request: Request, num_here: int, num_groups: int, *, is_trial: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from core_proc.kv.offload import Index, Offload
 from protocol.config import EngineConfig, ParallelConfig
 from protocol.core_worker import OF_STAGES, ModelFacts
+from protocol.process.machines import blocks_address
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import check_private, index_path, tiers
 
@@ -30,7 +31,11 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
     if not indexes:
         return None
-    return Offload(indexes, reads_machines=config.parallel.curve_keys is not None)
+    return Offload(
+        indexes,
+        reads_machines=config.parallel.curve_keys is not None,
+        server_here=blocks_address(config),
+    )
 
 
 def _layouts_of_ranks(kv_layout: str, parallel: ParallelConfig) -> list[str]:

@@ -23,6 +23,7 @@ from tests.core.test_offload_states import PROMPT as LONG_PROMPT
 from tests.core.test_state_blocks import STATES
 
 THERE = "tcp://10.0.0.2:7300"
+HERE = "tcp://10.0.0.1:7300"
 
 
 class Bench(Harness):
@@ -30,7 +31,7 @@ class Bench(Harness):
 
     def __init__(self, there: FakeStore | None = None, **config: object):
         self.here, self.there = FakeStore(), there or FakeStore()
-        self.offload = Offload([self.here.index], reads_machines=True)
+        self.offload = Offload([self.here.index], reads_machines=True, server_here=HERE)
         super().__init__(caching=True, offload=self.offload, **config)  # type: ignore[arg-type]
         self.questions: list[FindBlocks] = []
         self.loads: list[LoadBlocks] = []
@@ -103,6 +104,14 @@ def test_a_request_waits_for_the_answer_and_for_its_blocks_and_computes_the_rest
     bench.run()
     bench.transfer()
     assert filled.index <= bench.here.index, "what came from there is stored here"
+
+
+def test_a_request_that_returns_to_its_machine_asks_no_server(filled: FakeStore) -> None:
+    bench = Bench(filled)
+    bench.come("a", blocks_at=HERE)
+    assert bench.step() == {"a": len(PROMPT)}
+    bench.transfer()
+    assert not bench.questions
 
 
 @pytest.mark.parametrize("are_there", [b"", b"\1", bytes(6), b"\0" + bytes([1]) * 5])

@@ -34,7 +34,7 @@ from tests.worker.test_offload_service import Bench, key, state_key
 from tests.worker.test_remote_blocks import LAYOUT, Machine, Reader
 from worker_proc.offload import remote
 from worker_proc.offload.block_store import Unpacking
-from worker_proc.offload.remote import Wanted, _Ahead, _part_sizes
+from worker_proc.offload.remote import BlockReader, Outcome, Wanted, _Ahead, _part_sizes
 from worker_proc.offload.service import MAX_READERS
 
 PART_BYTES = 48
@@ -182,6 +182,27 @@ def test_more_parts_come_than_the_queues_hold(two: Two, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "PART_BYTES", 2)
     two.check(answer := two.load())
     assert (answer.num_blocks, answer.has_state) == (3, True)
+
+
+def test_of_a_block_that_is_missing_no_further_parts_are_asked_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "WINDOW_BYTES", 2 * PART_BYTES)
+    asked: list[bytes] = []
+    ask_for = BlockReader._ask_for
+
+    def counted(reader: BlockReader, name: bytes, start: int) -> None:
+        asked.append(name)
+        ask_for(reader, name, start)
+
+    monkeypatch.setattr(BlockReader, "_ask_for", counted)
+    block = two.bench.memory.parts(0)
+    with two.reader.peers.reader(two.there.address) as connection:
+        wanted = [Wanted(key(number), block) for number in (8, 1, 9)]
+        outcomes = list(connection.read(wanted, time.monotonic() + 10))
+        assert connection.is_at_rest
+    assert outcomes == [Outcome.NOT_THERE, Outcome.READ, Outcome.NOT_THERE]
+    assert [asked.count(key(number)) for number in (8, 1, 9)] == [2, NUM_PARTS, 2]
 
 
 def test_whatever_happens_to_the_parts_no_wrong_byte_counts(

@@ -124,15 +124,17 @@ class BlockReader:
         So several blocks may have one memory. It ends at `limit`, in seconds of `time.monotonic`.
         """
         ahead = _Ahead(wanted)
-        for key, block in wanted:
+        for number, (key, block) in enumerate(wanted):
             unpacking = Unpacking(key, block)
             num_bytes, outcome = unpacking.num_bytes, Outcome.READ
-            for part_bytes in _part_sizes(num_bytes):
+            left = deque(_part_sizes(num_bytes))
+            while left:
                 for asked_key, start in ahead.take():
                     self._ask_for(asked_key, start)
                 answer = self._receive_content(limit)
                 if answer is None:
                     return
+                part_bytes = left.popleft()
                 ahead.answered(part_bytes)
                 if outcome is not Outcome.READ:
                     continue
@@ -142,6 +144,9 @@ class BlockReader:
                     outcome = Outcome.DAMAGED
                 else:
                     unpacking.add(answer.content)
+                    continue
+                for _ in range(ahead.drop(number)):
+                    left.pop()
             if outcome is Outcome.READ and not unpacking.is_intact:
                 outcome = Outcome.DAMAGED
             yield outcome
@@ -211,23 +216,32 @@ class _Ahead:
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._parts = deque(
-            (key, number * PART_BYTES, part_bytes)
-            for key, block in wanted
-            for number, part_bytes in enumerate(_part_sizes(file_bytes(block)))
+            (number, key, index * PART_BYTES, part_bytes)
+            for number, (key, block) in enumerate(wanted)
+            for index, part_bytes in enumerate(_part_sizes(file_bytes(block)))
         )
+        """Not asked for yet: the number of the block, its key, first byte and size."""
         self._num_bytes = self._num_answers = 0
         """On their way."""
 
     def take(self) -> Iterator[tuple[bytes, int]]:
         """Yield keys and first bytes."""
         while self._parts and self._num_answers < MAX_WINDOW:
-            key, start, part_bytes = self._parts[0]
+            _, key, start, part_bytes = self._parts[0]
             if self._num_bytes + part_bytes > WINDOW_BYTES:
                 return
             self._parts.popleft()
             self._num_bytes += part_bytes
             self._num_answers += 1
             yield key, start
+
+    def drop(self, number: int) -> int:
+        """Ask for no more of a block, of which a part has come; returns the parts not asked for."""
+        num_parts = 0
+        while self._parts and self._parts[0][0] == number:
+            self._parts.popleft()
+            num_parts += 1
+        return num_parts
 
     def answered(self, part_bytes: int) -> None:
         self._num_bytes -= part_bytes
