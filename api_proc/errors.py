@@ -5,16 +5,21 @@ from typing import Any
 
 import msgspec
 
-from api_proc.http.choices import with_choices
+from api_proc.http.choices import choices
 from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import RequestFailed
+from protocol.config.complaints import read_complaint
 from protocol.sampling import FinishReason
 
 RETRY_AFTER_S = 1
 UNSUPPORTED = "unsupported_parameter"
 
-_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
-_MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
+_STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+"""Of a path: an index, or a name."""
+_MOST_SEARCHED = 2**16
+"""Bytes of a body that is decoded again to show a wrong value."""
+_LONGEST_SHOWN = 32
+"""Characters of a string."""
 _FAULTS = frozenset(
     (
         *(ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED),
@@ -99,31 +104,50 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
     return ApiError(400, error.message, param=param, code=error.code)
 
 
-def from_decoding(error: Exception, kind: Any = None) -> ApiError:
-    """Translate an error of msgspec's decoder for a type; `param` is the path of the field."""
+def from_decoding(error: Exception, kind: Any = None, raw: bytes = b"") -> ApiError:
+    """Translate an error of msgspec's decoder for a type; `param` is the path of the field.
+
+    The message shows the wrong value, if that is short and `raw` is the body.
+    """
     text = str(error)
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON body is nested too deeply", code="too_deep")
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
-    found = _PATH.search(text)
-    reason = text[: found.start()] if found else text
-    param = found["path"].replace("[...]", "") if found else ""
-    if missing := _MISSING.search(reason):
-        param = f"{param}.{missing['field']}" if param else missing["field"]
-        reason, code = "the field is missing", "missing_required_parameter"
+    complaint = read_complaint(text)
+    param = complaint.place
+    if complaint.is_missing:
+        code, reason = "missing_required_parameter", complaint.reason
     else:
-        code = _code(param, reason)
-        reason = with_choices(reason, kind, param)
+        code = _code(param, complaint.original)
+        reason = choices(complaint.original, kind, param) or (
+            read_complaint(text, _shown(raw, param)).reason
+        )
     return ApiError(400, f"{param or 'body'}: {reason}", param=param or None, code=code)
 
 
-def _code(param: str, reason: str) -> str:
-    if param == "prompt" and ("length >= 1" in reason or "`null`" in reason):
+def _code(param: str, complaint: str) -> str:
+    if param == "prompt" and ("length >= 1" in complaint or "`null`" in complaint):
         return "empty_prompt"
     if param.startswith("prompt["):
-        return "empty_prompt" if "length >= 1" in reason else "token_out_of_range"
+        return "empty_prompt" if "length >= 1" in complaint else "token_out_of_range"
     return ErrorCode.INVALID
+
+
+def _shown(raw: bytes, path: str) -> str | None:
+    """Return the JSON text of a number or a short string in a body; None: there is none."""
+    if not path or len(raw) > _MOST_SEARCHED:
+        return None
+    try:
+        value = msgspec.json.decode(raw)
+        for index, name in _STEP.findall(path):
+            value = value[int(index)] if index else value[name]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return None
+    is_long = isinstance(value, list | dict) or (
+        isinstance(value, str) and len(value) > _LONGEST_SHOWN
+    )
+    return None if is_long else msgspec.json.encode(value).decode()
 
 
 def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from protocol.message import Record
@@ -49,33 +48,6 @@ class Adapter(Record):
     def adapter_id(self) -> int:
         """The number under which its KV is cached: equal for equal files, and never 0."""
         return (int.from_bytes(self.digest[:8], "little") >> 11) or 1
-
-
-class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that is named when the engine is started."""
-
-    name: AdapterName
-    path: AdapterPath
-    base_model_name: str | None = None
-    """Shown as its parent in /v1/models."""
-
-
-def parse_lora_module(text: str) -> LoraModule:
-    """Read `name=path` or a JSON object with name, path and base_model_name, as vLLM does.
-
-    ValueError: the text is neither.
-    """
-    if text.startswith("{"):
-        try:
-            return msgspec.json.decode(text, type=LoraModule)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{text!r}: {error}") from error
-    name, separator, path = text.partition("=")
-    try:
-        return msgspec.convert({"name": name, "path": path}, LoraModule)
-    except msgspec.ValidationError as error:
-        what = "is not name=path" if not separator else str(error)
-        raise ValueError(f"{text!r} {what}") from error
 
 
 def digest_of(config: bytes, weights: Iterable[bytes | memoryview]) -> bytes:

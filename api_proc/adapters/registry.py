@@ -21,11 +21,10 @@ from protocol.adapters import (
     ADAPTERS_FILE,
     Adapter,
     AdapterError,
-    LoraModule,
-    parse_lora_module,
     read_adapter,
 )
 from protocol.config import LoraConfig
+from protocol.config.lora_modules import LoraModule, parse_lora_module
 from protocol.peft_config import read_config
 
 MAX_NAMES = 65_536

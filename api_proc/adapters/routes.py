@@ -7,11 +7,13 @@ import msgspec
 from msgspec import Meta
 
 from api_proc.adapters.registry import MAX_NAMES, NamesLocked, NameTaken
-from api_proc.errors import ApiError, from_decoding, from_request_error, invalid, unavailable
+from api_proc.errors import ApiError, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
+from api_proc.http.json_body import Body, BodyDecoder, Turn
 from api_proc.state import ApiState
-from protocol.adapters import Adapter, AdapterError, AdapterName, AdapterPath, LoraModule
+from protocol.adapters import Adapter, AdapterError, AdapterName, AdapterPath
 from protocol.client.errors import RequestFailed
+from protocol.config.lora_modules import LoraModule
 
 _TEXT = b"text/plain; charset=utf-8"
 
@@ -35,19 +37,13 @@ class UnloadAdapterBody(msgspec.Struct, kw_only=True):
     """Of vLLM's; not read."""
 
 
-_decode_load = msgspec.json.Decoder(LoadAdapterBody)
-_decode_unload = msgspec.json.Decoder(UnloadAdapterBody)
+_decode_load = BodyDecoder(LoadAdapterBody)
+_decode_unload = BodyDecoder(UnloadAdapterBody)
 
 
 async def load_adapter(state: ApiState, connection: Connection) -> None:
     """POST /v1/load_lora_adapter: answered once the workers have loaded or checked it."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
-    state.require_facts()
-    _require_enabled(state)
-    try:
-        body = _decode_load.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_decoding(error) from error
+    body = await _decoded(state, connection, _decode_load)
     name = body.lora_name
     if state.is_base_model(name):
         raise invalid("lora_name", f"{name!r} is a name of the model")
@@ -73,13 +69,7 @@ async def load_adapter(state: ApiState, connection: Connection) -> None:
 
 async def unload_adapter(state: ApiState, connection: Connection) -> None:
     """POST /v1/unload_lora_adapter: its name is gone at once; open requests are finished."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
-    state.require_facts()
-    _require_enabled(state)
-    try:
-        body = _decode_unload.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_decoding(error) from error
+    body = await _decoded(state, connection, _decode_unload)
     try:
         removed = await asyncio.to_thread(state.adapters.remove, body.lora_name)
     except NamesLocked as error:
@@ -94,9 +84,15 @@ async def unload_adapter(state: ApiState, connection: Connection) -> None:
     await connection.send(200, text.encode(), content_type=_TEXT)
 
 
-def _require_enabled(state: ApiState) -> None:
+async def _decoded(state: ApiState, connection: Connection, decode: BodyDecoder[Body]) -> Body:
+    """Read and decode a body, if adapters are enabled."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    state.require_facts()
     if not state.config.lora.enable_lora:
         raise ApiError(400, "the server was started without --enable-lora", code="lora_disabled")
+    with Turn(state.large_requests) as turn:
+        body, _ = await decode.in_turn(raw, turn)
+    return body
 
 
 def _taken(name: str) -> ApiError:

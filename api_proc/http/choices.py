@@ -13,28 +13,28 @@ _OTHER_FORM = "Expected `str` matching regex "
 _INDEX = re.compile(r"\[[^]]*\]")
 
 
-def with_choices(reason: str, kind: Any, path: str) -> str:
-    """Return msgspec's complaint about a value, with what the field may have.
+def choices(reason: str, kind: Any, path: str) -> str | None:
+    """Return what the field may have, for an error; None: it may have any value of a type.
 
     Args:
-        reason: the complaint, which is returned as it is if it is another one.
+        reason: msgspec's complaint about a value.
         kind: what was decoded; None: not known.
         path: of the field, as `messages[0].role`.
     """
     wrong = _WRONG.fullmatch(reason)
     if kind is None or not (wrong or reason.startswith(_OTHER_FORM)):
-        return reason
+        return None
     names = filter(None, _INDEX.sub("", path).split("."))
     found = [_type_info(kind)]
     for name in names:
         found = [inner for outer in _flat(found) for inner in _fields(outer, name)]
     if wrong is None:
         form = next((text for each in found for text in _descriptions(each)), None)
-        return f"must be {form}" if form else reason
-    choices = list(dict.fromkeys(value for each in _flat(found) for value in _values(each)))
-    if not choices:
-        return reason
-    return f"{wrong['value']} is not one of {', '.join(map(str, choices))}"
+        return f"must be {form}" if form else None
+    possible = list(dict.fromkeys(value for each in _flat(found) for value in _values(each)))
+    if not possible:
+        return None
+    return f"{wrong['value']} is not one of {', '.join(map(str, possible))}"
 
 
 def _flat(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:

@@ -153,7 +153,7 @@ class _Decoding(Generic[Body]):
             yield
             yield from self._decode_ids()
         except _ERRORS as error:
-            raise from_decoding(error, self._decoder.type) from error
+            raise from_decoding(error, self._decoder.type, self._raw) from error
 
     def _without_ids(self) -> bytes:
         """Return the body with a single id in each array of ids."""

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from api_proc.llm.outputs import Logprob, candidates
+from api_proc.llm.sampling import convert_fields
 from api_proc.openai.beam_search import LengthPenalty
 from api_proc.params import room_for_output
 from api_proc.text.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchOptions
@@ -31,11 +32,7 @@ class BeamSearchParams(msgspec.Struct):
     """Stop at `beam_width` beams that have ended; else go on until none can get better."""
 
     def __post_init__(self) -> None:
-        for name, hint in _HINTS.items():
-            try:
-                setattr(self, name, msgspec.convert(getattr(self, name), hint))
-            except msgspec.ValidationError as error:
-                raise ValueError(f"{name}: {error}; got {getattr(self, name)!r:.100}") from None
+        convert_fields(self, _HINTS)
         if self.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature: must be 0 or 1; got {self.temperature}")
 

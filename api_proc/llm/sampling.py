@@ -2,6 +2,8 @@
 
 import enum
 import typing
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -12,6 +14,7 @@ from api_proc.params import bad_word_ids, nth_seed, room_for_output
 from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import TextTokenizer
 from protocol import sampling
+from protocol.config.complaints import read_complaint
 from protocol.core_worker import ModelFacts
 
 
@@ -68,12 +71,7 @@ class SamplingParams(msgspec.Struct):
     """Tokens of reasoning, after which its end is forced; None or -1: no bound."""
 
     def __post_init__(self) -> None:
-        for name, hint in _HINTS.items():
-            try:
-                value = msgspec.convert(getattr(self, name), hint)
-            except msgspec.ValidationError as error:
-                raise ValueError(f"{name}: {error}; got {getattr(self, name)!r:.100}") from None
-            setattr(self, name, value)
+        convert_fields(self, _HINTS)
         try:
             self.grammar()
             self.detection()
@@ -99,6 +97,16 @@ class SamplingParams(msgspec.Struct):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def convert_fields(params: msgspec.Struct, hints: Mapping[str, Any]) -> None:
+    """Make the fields of a struct what their types demand; ValueError names a field that is not."""
+    for name, hint in hints.items():
+        value = getattr(params, name)
+        try:
+            setattr(params, name, msgspec.convert(value, hint))
+        except msgspec.ValidationError as error:
+            raise ValueError(read_complaint(str(error), repr(value)).about(name)) from None
 
 
 class _Constrained(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from protocol.config import ConfigError
+from protocol.config.complaints import read_complaint
 from protocol.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 log = logging.getLogger("troika.api")
@@ -60,7 +61,8 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
         try:
             values[item.name] = msgspec.convert(value, item.type)
         except msgspec.ValidationError as error:
-            log.warning("generation_config.json: %s is ignored: %s", item.name, error)
+            reason = read_complaint(str(error), repr(value)).reason
+            log.warning("generation_config.json: %s is ignored: %s", item.name, reason)
     return SamplingDefaults(**values)
 
 

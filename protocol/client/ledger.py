@@ -41,6 +41,7 @@ from protocol.api_core import (
 )
 from protocol.client.errors import failure_of
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
+from protocol.config.complaints import read_complaint
 from protocol.core_worker import ModelFacts, PromptLogprobs
 from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
 from protocol.sampling import SamplingParams
@@ -129,7 +130,7 @@ def _out_of_bounds(problem: str) -> RequestError:
     if name == "sampling_params" and match[2] is not None:
         name = SamplingParams.__struct_fields__[int(match[2])]
     param = "prompt" if name in ("prompt_token_ids", "packed_prompt") else name
-    text = f"{param}: {_PATH.sub('', problem)}"
+    text = f"{param}: {read_complaint(_PATH.sub('', problem)).reason}"
     return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
 
 

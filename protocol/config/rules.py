@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from protocol.adapters import parse_lora_module
 from protocol.config.cpu_lists import parse_cpu_lists
 from protocol.config.engine_config import (
     AttentionName,
@@ -15,6 +14,7 @@ from protocol.config.engine_config import (
     EngineConfig,
     KVCacheDtype,
 )
+from protocol.config.lora_modules import parse_lora_module
 
 _NULL = "null"
 _ANY_HOST = ("*", "0.0.0.0")

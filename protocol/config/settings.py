@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
+from protocol.config.complaints import read_complaint
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
 from protocol.config.vllm_flags import INSTEAD, OTHER_VALUES
 
@@ -327,7 +328,7 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
     if isinstance(value, str) and ", got `str`" in error:
         kind = "a whole number" if _base_type(setting.type) is int else "a number"
         return f"{shown!r} is not {kind}"
-    return f"{error} (got {shown!r})"
+    return read_complaint(error, repr(shown)).reason
 
 
 def _parse_size(text: str) -> int | str:

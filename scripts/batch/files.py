@@ -10,6 +10,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 
+from protocol.config.complaints import in_words
+
 MAX_LINE_BYTES = 2**26
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
 
@@ -85,7 +87,7 @@ def requests(path: Path) -> Iterator[Request]:
         try:
             yield _decode_request(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BatchError(f"{path} line {number}: {error}") from error
+            raise BatchError(f"{path} line {number}: {in_words(error)}") from error
 
 
 def custom_ids(path: Path) -> set[str]:
@@ -165,7 +167,7 @@ class Output:
             name = _decode_named(line).custom_id
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BatchError(
-                f"{self._path} line {number} is not an answer of a batch ({error}); "
+                f"{self._path} line {number} is not an answer of a batch ({in_words(error)}); "
                 "choose another output file"
             ) from error
         if name not in wanted:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Raw
 
+from protocol.config.complaints import in_words
 from scripts.batch.files import Answer, BatchError, LineError, Request, Response
 
 URLS = (
@@ -161,7 +162,7 @@ def problem_of(request: Request) -> LineError | None:
     try:
         flags = msgspec.json.decode(request.body, type=_Flags)
     except msgspec.ValidationError as error:
-        return LineError("invalid_body", f"body: {error}")
+        return LineError("invalid_body", in_words(error, "body"))
     if flags.stream:
         return LineError("invalid_body", "body: stream is not possible in a batch")
     return None

@@ -18,11 +18,11 @@ from protocol.adapters import (
     WEIGHTS_FILE,
     Adapter,
     AdapterError,
-    LoraModule,
     read_adapter,
 )
 from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import failure_of
+from protocol.config.lora_modules import LoraModule
 from protocol.config.settings import configure
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer

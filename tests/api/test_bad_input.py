@@ -266,6 +266,23 @@ def test_messages_name_the_bound(http: httpx.Client) -> None:
     assert "vocabulary of 1000" in message(prompt=[1000])
 
 
+def test_messages_show_a_short_value_that_is_wrong(http: httpx.Client) -> None:
+    def message(path: str = COMPLETIONS, **fields: Any) -> str:
+        body = completion(**fields) if path == COMPLETIONS else chat(**fields)
+        return str(http.post(path, json=body).json()["error"]["message"])
+
+    assert message(n=129) == "n: must be an integer <= 128, got 129"
+    assert message(n="many") == 'n: must be an integer or null, got "many"'
+    assert message(n="m" * 99) == "n: must be an integer or null, got a string"
+    assert message(n=[1]) == "n: must be an integer or null, got an array"
+    assert message(prompt="x" * 70_000, n="many").endswith("got a string"), "a large body"
+    biases = {"5": 200}
+    assert message(logit_bias=biases) == "logit_bias: a value in it must be a number <= 100.0"
+    found = message(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}])
+    assert found.startswith("messages[0].content[0].text: must be a string")
+    assert found.endswith(", got 5")
+
+
 def test_messages_name_the_values_of_a_choice(http: httpx.Client) -> None:
     def message(**fields: Any) -> str:
         return str(http.post(CHAT, json=chat(**fields)).json()["error"]["message"])

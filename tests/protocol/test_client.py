@@ -81,7 +81,7 @@ def test_parameters_of_another_type_are_named(core: FakeCore) -> None:
 
 def test_error_of_a_bound_names_field_and_bound(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
-        with pytest.raises(RequestFailed, match=r"temperature: Expected `float` <= 2\.0$"):
+        with pytest.raises(RequestFailed, match=r"temperature: must be a number <= 2\.0$"):
             client.submit([1], SamplingParams(temperature=5.0))
 
     run_connected(core, play)

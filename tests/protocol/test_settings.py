@@ -135,7 +135,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"tenant_weights": "gold"}, "--tenant-weights.*'gold' is not name=value"),
         ({"tenant_weights": "gold=1,gold=2"}, "--tenant-weights.*'gold=2' comes twice"),
         ({"tenant_weights": "gold=0"}, "--tenant-weights.*> 0"),
-        ({"tenant_weights": {"gold": "4"}}, "--tenant-weights.*float"),
+        ({"tenant_weights": {"gold": "4"}}, "--tenant-weights.*must be a number"),
         ({"tenant_weights": "x" * 257 + "=1"}, "--tenant-weights.*<= 256"),
         ({"swap_space_bytes": -1}, "--swap-space-bytes.*>= 0"),
         ({"data_parallel_size": 0}, "data_parallel_size 0 needs agents_listen, replica_file or"),
@@ -232,7 +232,7 @@ def test_a_wrong_unit_is_refused(text: str) -> None:
 
 
 def test_a_number_with_a_unit_has_the_bounds_of_the_setting() -> None:
-    with pytest.raises(ConfigError, match="--max-num-seqs: Expected `int` <= 16384"):
+    with pytest.raises(ConfigError, match="--max-num-seqs: must be an integer <= 16384"):
         configure(max_num_seqs="1M")
 
 

@@ -93,9 +93,9 @@ def test_closed_output_takes_no_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (line("a") + "{\n", "line 2: Input data was truncated"),
-        ("{}\n", "line 1: Object missing required field `custom_id`"),
-        (line("a") + "\n" + line(""), "line 3: Expected `str` of length >= 1"),
+        (line("a") + "{\n", "line 2: is not valid JSON: Input data was truncated"),
+        ("{}\n", "line 1: custom_id: the field is missing"),
+        (line("a") + "\n" + line(""), "line 3: custom_id: must be a string of length >= 1"),
         (line("a") + line("b") + line("a"), "custom_id 'a' occurs twice"),
         ("[" * 100_000, "line 1: "),
         ('{"custom_id":"' + "a" * 5000 + '"}', "line 1: is longer than 4096 bytes"),

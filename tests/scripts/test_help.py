@@ -85,7 +85,7 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
         (["--port"], "--port needs a value"),
         (["--enforce-eager=yes"], "--enforce-eager takes no value\n"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
-        (["--port", "70000"], "--port: Expected `int` <= 65535 (got '70000')"),
+        (["--port", "70000"], "--port: must be an integer <= 65535, got '70000'"),
         (["--watermark", "x"], "--watermark: 'x' is not a number"),
         (["--dtype", "int3"], "--dtype: 'int3' is not one of auto, float32, bfloat16, float16"),
         (["--scheduling-policy", "lifo"], "'lifo' is not one of fcfs, priority, shortest, fair"),

@@ -391,7 +391,7 @@ def test_stop_strings_and_stop_tokens_end_a_sequence(llm: LLM) -> None:
         ([{"prompt": "x", "multi_modal_data": 1}], "'multi_modal_data' is not supported"),
         ([{}], "a prompt is a text, a list of token ids"),
         ([None], "a prompt is a text, a list of token ids"),
-        ([["x"]], "Expected `int`"),
+        ([["x"]], "must be an integer, got a string"),
         (5, "must be a prompt or a list of prompts"),
     ],
 )
@@ -403,13 +403,13 @@ def test_bad_prompt_is_named_before_any_runs(llm: LLM, prompts: Any, text: str) 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"temperature": 3.0}, r"temperature: Expected `float` <= 2.0; got 3.0"),
-        ({"n": 0}, "n: Expected `int` >= 1"),
-        ({"logprobs": 21}, "logprobs: Expected `int` <= 20"),
-        ({"stop": [""]}, "stop: Expected `str` of length >= 1"),
+        ({"temperature": 3.0}, r"temperature: must be a number <= 2\.0, got 3\.0"),
+        ({"n": 0}, "n: must be an integer >= 1, got 0"),
+        ({"logprobs": 21}, "logprobs: must be an integer <= 20, got 21"),
+        ({"stop": [""]}, r"stop\[0\]: must be a string of length >= 1"),
         ({"max_tokens": 2, "min_tokens": 3}, "min_tokens: 3 is greater than max_tokens 2"),
         ({"stop": "x", "detokenize": False}, "stop: stop strings need detokenize"),
-        ({"logit_bias": {5: 200.0}}, "logit_bias: Expected `float` <= 100.0"),
+        ({"logit_bias": {5: 200.0}}, "logit_bias: a value in it must be a number <= 100.0"),
     ],
 )
 def test_bad_parameter_is_named(fields: dict[str, Any], text: str) -> None:
@@ -423,7 +423,7 @@ def test_bad_parameter_is_named(fields: dict[str, Any], text: str) -> None:
         ({"quantization": "awq"}, "quantization: .*'awq'"),
         ({"load_format": "gguf"}, "load_format: 'gguf' is not supported, only 'auto' is"),
         ({"max_num_sequences": 4}, "unknown setting max_num_sequences .* max_num_seqs"),
-        ({"max_num_seqs": 0}, "max-num-seqs: Expected `int` >= 1"),
+        ({"max_num_seqs": 0}, "max-num-seqs: must be an integer >= 1"),
         ({"dtype": "int4"}, "dtype"),
     ],
 )

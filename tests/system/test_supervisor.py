@@ -307,7 +307,7 @@ def test_wrong_flag_names_flag_and_bound(start_engine: EngineFactory) -> None:
     """The error names flag and bound, and --help loads no heavy library."""
     done = run_command(start_engine, "scripts.supervisor", "null", "--block-size", "0")
     assert done.returncode == 2
-    assert "--block-size: Expected `int` >= 1" in done.stderr
+    assert "--block-size: must be an integer >= 1" in done.stderr
 
     def show_help() -> dict[str, float]:
         started = time.monotonic()
