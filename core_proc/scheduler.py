@@ -29,12 +29,10 @@ Theory of operation:
 """
 
 import logging
-import math
 from bisect import bisect_right
 from collections import deque
 from itertools import islice
 from operator import attrgetter
-from typing import NamedTuple
 
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.kv.offload import Offload
@@ -42,8 +40,9 @@ from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, FOR_WORKER, Request, RequestStatus
-from core_proc.scheduling.admission import Admission, Capacity
+from core_proc.scheduling.admission import Admission
 from core_proc.scheduling.loads import Loads, Outcome
+from core_proc.scheduling.making_room import RoomMaking
 from core_proc.scheduling.partial_prefills import PartialPrefills
 from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
@@ -70,16 +69,6 @@ log = logging.getLogger("troika.core")
 _admission_index = attrgetter("admission_index")
 
 
-class _Futile(NamedTuple):
-    """An attempt to make room by preemption that would have failed. The counts are from then."""
-
-    request: Request
-    num_moves: int
-    num_freed: int
-    num_lacking: float
-    """Blocks; infinite if no running request is less important."""
-
-
 class Scheduler:
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
@@ -101,12 +90,14 @@ class Scheduler:
         self.stages = Stages(options)
         self.prompt_budget = PromptBudget(options)
         self._admission = Admission(options, self.kv, self.partial_prefills)
-        self._futile: _Futile | None = None
 
         self.queues = RequestQueues(WaitingQueue(self.policy, self.partial_prefills.is_long))
         self.requests = self.queues.requests
         self.waiting = self.queues.waiting
         self.loads = Loads(self.kv, self.queues, self._admission, self.policy, offload)
+        self._room_making = RoomMaking(
+            self.kv, self.queues, self.loads, self._admission, self.victims
+        )
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
         self.is_preparing = False
@@ -365,49 +356,12 @@ class Scheduler:
 
     def _make_room(self, request: Request, step: ScheduledStep) -> bool:
         """Preempt less important requests if that lets the front in; returns whether any was."""
-        if not self.options.preempt_for_priority or step.new_reqs or self._is_futile(request):
-            return False
-        rank = self.policy.rank(request)
-        lesser = [other for other in self.running if self.policy.rank(other) > rank]
-        if not lesser:
-            self._give_up(request, math.inf)
-            return False
-        candidate = self._admission.candidate(request)
-        without_them = Capacity(
-            step.budget + step.num_granted_to(lesser),
-            self._num_in_slots - len(lesser),
-            self.kv.num_blocks_gained(lesser, candidate.hits),
-        )
-        num_lacking = self._admission.num_lacking(candidate, step, without_them)
-        if num_lacking is None or num_lacking > 0:
-            self._admission.refuse(candidate)
-            if num_lacking is not None:
-                self._give_up(request, num_lacking)
+        if not self.options.preempt_for_priority:
             return False
         before = self.num_preemptions
-        while lesser:
-            capacity = Capacity(step.budget, self._num_in_slots)
-            num_lacking = self._admission.num_lacking(candidate, step, capacity)
-            if num_lacking is not None and num_lacking <= 0:
-                break
-            victim = self.victims.choose(lesser)
-            lesser.remove(victim)
+        for victim in self._room_making.choose_victims(request, step):
             self._preempt_in(step, victim)
         return self.num_preemptions > before
-
-    def _give_up(self, request: Request, num_lacking: float) -> None:
-        freed = self.kv.pool.num_freed
-        self._futile = _Futile(request, self.queues.num_moves, freed, num_lacking)
-
-    def _is_futile(self, request: Request) -> bool:
-        """Whether nothing has changed that would let preemptions make room for the request."""
-        futile = self._futile
-        if futile is None or futile[:2] != (request, self.queues.num_moves):
-            return False
-        if futile.num_lacking == math.inf:
-            return True
-        is_known = self._admission.knows(request)
-        return is_known and self.kv.pool.num_freed - futile.num_freed < futile.num_lacking
 
     def _stretch(self, step: ScheduledStep) -> None:
         """While no request waits, give what the step has left to prompts that it has cut."""

@@ -31,6 +31,11 @@ class VictimChoice:
         """Return the victim among all that run (at least one)."""
         return max(running, key=self._key)
 
+    def less_important(self, request: Request, running: Sequence[Request]) -> list[Request]:
+        """Return those that run although a waiting request is more important."""
+        rank = self._policy.rank(request)
+        return [other for other in running if self._policy.rank(other) > rank]
+
     def is_swapped(self, victim: Request) -> bool:
         """Whether the victim's KV is to be copied instead of computed again.
 
