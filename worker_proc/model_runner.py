@@ -9,28 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from protocol.core_worker import (
-    ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
     SchedulerOutput,
     TokenLogprobs,
 )
 from protocol.process.failpoints import failpoint
-from worker_proc.adapters.store import AdapterStore
-from worker_proc.attention.interface import AttentionBackend
 from worker_proc.drafting.draft_model import DraftModel
 from worker_proc.drafting.repetitions import propose_repetitions
 from worker_proc.forward import compute_logits, state_pool_of
-from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks
 from worker_proc.inputs import SteadyDecode, StepInputs, pack_step, with_token_types
-from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.offload.drafts import DraftBlocks
-from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.shared_drafts import SharedDrafts
 from worker_proc.parallel.stage_part import StagePart
@@ -129,64 +123,57 @@ class ModelRunner:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        facts: ModelFacts,
-        backend: AttentionBackend,
-        pool: KVPool,
+        model: ModelWithCache,
         sampler: Sampler,
         *,
-        swap_cost_tokens: float,
-        num_speculative_tokens: int = 0,
         draft_model: DraftModel | None = None,
-        grammars: GrammarCompiler | None = None,
-        device_sampler: "DeviceSampler | None" = None,
-        graphs: "DecodeGraphs | None" = None,
-        adapters: AdapterStore | None = None,
-        num_draft_states: int = 0,
-        exchange: RankExchange | None = None,
-        stage: StagePart | None = None,
-        block_memory: BlockMemory | None = None,
-        state_memory: BlockMemory | None = None,
         draft_blocks: DraftBlocks | None = None,
         shared_drafts: SharedDrafts | None = None,
+        device_sampler: "DeviceSampler | None" = None,
+        graphs: "DecodeGraphs | None" = None,
+        exchange: RankExchange | None = None,
+        stage: StagePart | None = None,
     ) -> None:
-        """Take a model whose attention modules are attached to `backend` and `pool`.
+        """Compute all steps of a model, whose tokens `sampler` or `device_sampler` chooses.
 
-        `num_draft_states` is the number of state blocks in the pool beyond those that are
-        announced. `exchange` connects the ranks that compute the same steps. `stage` is this part
-        of a model in several stages, of which it is the last. `block_memory`, `state_memory` and
-        `draft_blocks` are what stores keep. `shared_drafts` gives all ranks the drafts of the one
-        that has the draft model.
+        Args:
+            draft_blocks: those of `draft_model` that stores keep.
+            shared_drafts: gives all ranks the drafts of the one that has the draft model.
+            exchange: connects the ranks that compute the same steps.
+            stage: this part of a model in several stages, of which it is the last.
         """
+        loaded, adapters = model.loaded, model.adapters
         self._model = loaded.model
         self._head = loaded.head
         self._has_token_types = loaded.has_token_types
         self._device = loaded.device
-        self.facts = facts
-        self.attention = backend.name
-        self._backend = backend
-        self._pool = pool
+        self.facts = model.facts
+        self.attention = model.backend.name
+        self._backend = model.backend
+        self._pool = model.pool
         self._states = state_pool_of(loaded.model)
         self._sampler = sampler
         self._adapters = adapters
         self.adapters = None if adapters is None else adapters.kept
-        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters, num_draft_states)
-        self.swap_cost_tokens = swap_cost_tokens
-        self._num_draft_states = num_draft_states
+        self._mirror = Mirror(
+            model.facts, model.num_speculative_tokens, self.adapters, model.num_draft_states
+        )
+        self.swap_cost_tokens = model.swap_cost_tokens
+        self._num_draft_states = model.num_draft_states
         self._has_limited_states = False
         """Whether the ranks of this adoption have agreed on the number of draft states."""
-        self._is_drafting = num_speculative_tokens > 0
+        self._is_drafting = model.num_speculative_tokens > 0
         self._draft_model = draft_model
         self._shared_drafts = shared_drafts
         self._times = _StepTimes()
-        self.grammars = grammars
+        self.grammars = model.grammars
         self._mask_computer: MaskComputer | None = None
         self._device_sampler = device_sampler
         self._graphs = graphs
         self._exchange = exchange
         self._stage = stage
-        self.block_memory = block_memory
-        self.state_memory = state_memory
+        self.block_memory = model.block_memory
+        self.state_memory = model.state_memory
         self.draft_blocks = draft_blocks
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""

@@ -16,17 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.process.failpoints import failpoint
-from worker_proc.adapters.store import AdapterStore
-from worker_proc.attention.interface import AttentionBackend
 from worker_proc.forward import state_pool_of
-from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.inputs import pack_step
-from worker_proc.kv.kv_pool import KVPool
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.mirror import Mirror, MirrorError, ScheduledRequest
-from worker_proc.offload.memory import BlockMemory
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.step_results import unpack_results
@@ -49,46 +44,30 @@ class StageRunner:
     draft_blocks = None
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        facts: ModelFacts,
-        backend: AttentionBackend,
-        pool: KVPool,
-        part: StagePart,
-        *,
-        swap_cost_tokens: float,
-        num_speculative_tokens: int = 0,
-        grammars: GrammarCompiler | None = None,
-        adapters: AdapterStore | None = None,
-        num_draft_states: int = 0,
-        exchange: RankExchange | None = None,
-        block_memory: BlockMemory | None = None,
-        state_memory: BlockMemory | None = None,
+        self, model: ModelWithCache, part: StagePart, exchange: RankExchange | None = None
     ) -> None:
-        """Take a model whose attention modules are attached to `backend` and `pool`.
-
-        `num_draft_states`: blocks of states in the pool, beyond those that are announced.
-        `exchange`: with the other ranks of the stage. `block_memory` and `state_memory`: of blocks
-        that are kept in stores.
-        """
+        """Compute the layers of a stage; `exchange` connects it with its other ranks."""
+        loaded, adapters = model.loaded, model.adapters
         self._model = loaded.model
         self._device = loaded.device
-        self.facts = facts
-        self.attention = backend.name
-        self._backend = backend
-        self._pool = pool
+        self.facts = model.facts
+        self.attention = model.backend.name
+        self._backend = model.backend
+        self._pool = model.pool
         self._states = state_pool_of(loaded.model)
         self._part = part
         self._pipe = part.pipe
         self._exchange = exchange
         self._adapters = adapters
         self.adapters = None if adapters is None else adapters.kept
-        self._mirror = Mirror(facts, num_speculative_tokens, self.adapters, num_draft_states)
-        self._is_drafting = num_speculative_tokens > 0
-        self.swap_cost_tokens = swap_cost_tokens
-        self.grammars = grammars
-        self.block_memory = block_memory
-        self.state_memory = state_memory
+        self._mirror = Mirror(
+            model.facts, model.num_speculative_tokens, self.adapters, model.num_draft_states
+        )
+        self._is_drafting = model.num_speculative_tokens > 0
+        self.swap_cost_tokens = model.swap_cost_tokens
+        self.grammars = model.grammars
+        self.block_memory = model.block_memory
+        self.state_memory = model.state_memory
         self._num_computed = 0
         self._pending: deque[_Sampling] = deque()
         """Steps whose tokens are stand-ins in the mirror, of the stages that take tokens."""

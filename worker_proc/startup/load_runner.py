@@ -2,28 +2,26 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.process.run_dir import make_run_dir
-from worker_proc.attention.interface import AttentionBackend
-from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.decoder.install import install
-from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
+from worker_proc.drafting.draft_model import DraftModel
 from worker_proc.drafting.draft_model_states import DraftModelStates
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache, state_pool_of
-from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_pool import KVPool
+from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
+from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.offload.drafts import DraftBlocks
@@ -39,11 +37,11 @@ from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.stage_runner import StageRunner
 from worker_proc.parallel.stages import hidden_size, places
 from worker_proc.parallel.step_results import max_words
-from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress, Runner
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.startup.build import describe_build, kernels_of
+from worker_proc.startup.cache_size import choose_cache_size, num_all_spare_blocks
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.cpu_pinning import is_confined
 from worker_proc.startup.parts import (
@@ -93,97 +91,61 @@ def build_runner(
 
     A fork passes `logs_sizes=False`: its sizes were logged by the process that chose them.
     """
-    loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
-    layout = make_layout(loaded, config)
-    backend = make_backend(loaded, layout, prepared.kernels, config.worker)
-    sampler = make_sampler(loaded, prepared.kernels)
     if prepared.adapters is not None:
         calibration.adapters.apply(prepared.adapters.sites)
-    size = _size_cache(prepared, layout, backend, sampler, config, logs_sizes=logs_sizes)
-    facts = _facts_of(prepared, config, calibration, layout, size)
-    cache = _allocate_cache(
-        prepared, config, layout, backend, facts, num_draft_states=size.num_draft_states
-    )
+    sampler = make_sampler(prepared.loaded, prepared.kernels)
+    model, size = _with_cache(prepared, config, calibration, sampler, logs_sizes=logs_sizes)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
-    row_dtype = getattr(torch, calibration.row_dtype or cache.facts.dtype)
+    row_dtype = getattr(torch, calibration.row_dtype or model.facts.dtype)
     exchange, part = _join_ranks(prepared, config, rank, row_dtype, size.num_draft_states)
     if exchange is not None:
-        connect(loaded, stack, exchange)
+        connect(model.loaded, stack, exchange)
+    runner: Runner
     if part is not None and not part.pipe.stage.is_last:
-        progress("allocate_cache", 1, 1)
-        return StageRunner(
-            loaded,
-            cache.facts,
-            backend,
-            cache.pool,
-            part,
-            swap_cost_tokens=calibration.swap_cost_tokens,
-            num_speculative_tokens=config.scheduler.num_speculative_tokens,
-            grammars=prepared.grammars,
-            adapters=prepared.adapters,
-            num_draft_states=size.num_draft_states,
-            exchange=exchange,
-            block_memory=cache.block_memory,
-            state_memory=cache.state_memory,
+        runner = StageRunner(model, part, exchange)
+    else:
+        device_sampler = make_device_sampler(model.loaded, model.backend, config)
+        graphs = make_graphs(model.loaded, model.backend, device_sampler, model.facts, config)
+        draft_model, draft_blocks = _build_draft_model(
+            prepared, config, calibration, model.facts, num_states=size.num_draft_model_states
         )
-    device_sampler = make_device_sampler(loaded, backend, config)
-    graphs = make_graphs(loaded, backend, device_sampler, cache.facts, config)
-    draft_model, draft_blocks = _build_draft_model(
-        prepared, config, calibration, cache.facts, num_states=size.num_draft_model_states
-    )
+        runner = ModelRunner(
+            model,
+            sampler,
+            draft_model=draft_model,
+            draft_blocks=draft_blocks,
+            shared_drafts=_share_drafts(config, exchange),
+            device_sampler=device_sampler,
+            graphs=graphs,
+            exchange=exchange,
+            stage=part,
+        )
     progress("allocate_cache", 1, 1)
-    return ModelRunner(
-        loaded,
-        cache.facts,
-        backend,
-        cache.pool,
-        sampler,
-        swap_cost_tokens=calibration.swap_cost_tokens,
-        num_speculative_tokens=config.scheduler.num_speculative_tokens,
-        draft_model=draft_model,
-        grammars=prepared.grammars,
-        device_sampler=device_sampler,
-        graphs=graphs,
-        adapters=prepared.adapters,
-        num_draft_states=size.num_draft_states,
-        exchange=exchange,
-        stage=part,
-        block_memory=cache.block_memory,
-        state_memory=cache.state_memory,
-        draft_blocks=draft_blocks,
-        shared_drafts=_share_drafts(config, exchange),
-    )
+    return runner
 
 
-class _Cache(NamedTuple):
-    """The allocated KV cache and recurrent states, and the facts that describe them."""
-
-    facts: ModelFacts
-    pool: KVPool
-    block_memory: BlockMemory | None
-    state_memory: BlockMemory | None
-    """Both as stores see them, if blocks are kept there."""
-
-
-def _allocate_cache(
+def _with_cache(
     prepared: PreparedModel,
     config: EngineConfig,
-    layout: KVLayout,
-    backend: AttentionBackend,
-    facts: ModelFacts,
+    calibration: Calibration,
+    sampler: Sampler,
     *,
-    num_draft_states: int,
-) -> _Cache:
-    """Allocate the blocks and states that the facts announce, and add their layout to the facts."""
+    logs_sizes: bool,
+) -> tuple[ModelWithCache, CacheSize]:
+    """Size and allocate the blocks and states of a model, and attach it to them."""
     loaded = prepared.loaded
+    layout = make_layout(loaded, config)
+    backend = make_backend(loaded, layout, prepared.kernels, config.worker)
+    size = choose_cache_size(prepared, layout, backend, sampler, config, logs_sizes=logs_sizes)
+    facts = _facts_of(prepared, config, calibration, layout, size)
     pool = attach_cache(
         loaded,
         backend,
         layout,
         facts.num_gpu_blocks,
         facts.num_host_blocks,
-        num_state_blocks=facts.num_state_blocks + num_draft_states,
+        num_state_blocks=facts.num_state_blocks + size.num_draft_states,
         num_swap_states=facts.num_host_state_blocks,
     )
     kernels = f"{backend.name} {kernels_of(prepared)}"
@@ -198,7 +160,20 @@ def _allocate_cache(
         block_memory = _block_memory(config, facts, pool, block_bytes_of(loaded, layout))
     if facts.kv_layout and states is not None:
         state_memory = _state_memory(loaded, pool, state_tensors)
-    return _Cache(facts, pool, block_memory, state_memory)
+    model = ModelWithCache(
+        loaded,
+        facts,
+        backend,
+        pool,
+        calibration.swap_cost_tokens,
+        config.scheduler.num_speculative_tokens,
+        size.num_draft_states,
+        prepared.grammars,
+        prepared.adapters,
+        block_memory,
+        state_memory,
+    )
+    return model, size
 
 
 def _block_memory(
@@ -254,132 +229,12 @@ def _join_ranks(
     return exchange, StagePart(loaded, prepared.stage, pipe, row_dtype)
 
 
-def _size_cache(
-    prepared: PreparedModel,
-    layout: KVLayout,
-    backend: AttentionBackend,
-    sampler: Sampler,
-    config: EngineConfig,
-    *,
-    logs_sizes: bool,
-) -> kv_tensors.CacheSize:
-    """Share the memory for KV among the blocks of the model and those of its draft model."""
-    loaded, draft = prepared.loaded, prepared.draft
-    if not loaded.is_causal:  # blocks take no memory: there are enough of them
-        longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
-        per_request = layout.num_blocks_for(longest)
-        num_blocks = config.cache.num_gpu_blocks_override
-        most = 1 + config.scheduler.max_num_seqs * per_request
-        return kv_tensors.CacheSize(num_blocks or most, longest)
-    available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
-    states, num_draft_model_states = StateBlockCounts(0), 0
-    if loaded.has_states:
-        states, num_bytes = _size_states(loaded, available_bytes, config, logs_sizes=logs_sizes)
-        available_bytes -= num_bytes
-    block_bytes = block_bytes_of(loaded, layout)
-    if prepared.adapters is not None:
-        available_bytes -= prepared.adapters.most_bytes
-    if draft is not None:
-        draft_layout = make_draft_layout(draft, config)
-        draft_backend = make_backend(draft, draft_layout, prepared.kernels)
-        draft_sampler = make_sampler(draft, prepared.kernels)
-        draft_bytes = available_cache_bytes(
-            draft, draft_backend, draft_layout, draft_sampler, config
-        )
-        draft_block_bytes = block_bytes_of(draft, draft_layout)
-        available_bytes = min(available_bytes, draft_bytes)
-        num_draft_model_states, num_bytes = _size_draft_model_states(
-            draft, available_bytes, config, states, logs_sizes=logs_sizes
-        )
-        available_bytes -= num_bytes
-        available_bytes -= _num_all_spare_blocks(config) * draft_block_bytes
-        block_bytes += draft_block_bytes
-    size = kv_tensors.size_cache(
-        available_bytes=available_bytes,
-        block_bytes=block_bytes,
-        layout=layout,
-        model_len=loaded.model_len,
-        max_model_len=config.model.max_model_len,
-        num_blocks_override=config.cache.num_gpu_blocks_override,
-    )
-    is_shortened = config.model.max_model_len is None and size.max_model_len < loaded.model_len
-    if logs_sizes and is_shortened:
-        _log.warning(
-            "max_model_len is %d instead of the model's %d: the KV cache holds no more",
-            size.max_model_len,
-            loaded.model_len,
-        )
-    return size._replace(
-        num_state_blocks=states.num_blocks,
-        num_draft_states=states.num_for_drafts,
-        num_draft_model_states=num_draft_model_states,
-    )
-
-
-def _size_states(
-    loaded: LoadedModel, available_bytes: int, config: EngineConfig, *, logs_sizes: bool
-) -> tuple[StateBlockCounts, int]:
-    """Return the numbers of state blocks, and the bytes that they take."""
-    block_bytes = state_bytes(loaded.recurrent, loaded.dtype)
-    counts = choose_num_state_blocks(
-        available_bytes,
-        block_bytes,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        has_attention=bool(loaded.layers),
-        num_speculative_tokens=config.scheduler.num_speculative_tokens,
-        override=config.cache.num_state_blocks_override,
-    )
-    number = sum(counts)
-    if logs_sizes and block_bytes:
-        one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
-        _log.info("recurrent states: %s for each request, %s for %d", one, all_of_them, number - 1)
-    if logs_sizes and block_bytes and counts.num_for_drafts:
-        _log.info("%d of these states are for drafts", counts.num_for_drafts)
-    return counts, number * block_bytes
-
-
-def _size_draft_model_states(
-    draft: LoadedModel,
-    available_bytes: int,
-    config: EngineConfig,
-    states: StateBlockCounts,
-    *,
-    logs_sizes: bool,
-) -> tuple[int, int]:
-    """Return the number of a draft model's state blocks, and the bytes that they take.
-
-    `states` are those of the model, each of whose requests may have drafts.
-    """
-    block_bytes = state_bytes(draft.recurrent, draft.dtype)
-    if not block_bytes:
-        return 0, 0
-    scheduler = config.scheduler
-    num_requests = scheduler.max_num_seqs
-    if states.num_blocks:
-        num_requests = min(num_requests, states.num_blocks - 1)
-    number = sum(
-        choose_num_state_blocks(
-            available_bytes,
-            block_bytes,
-            max_num_seqs=num_requests,
-            has_attention=True,  # of the model, with which its KV shares the memory
-            num_speculative_tokens=scheduler.num_speculative_tokens - 1,
-        )
-    )
-    if logs_sizes:
-        one, all_of_them = kv_tensors.format_sizes(block_bytes, number * block_bytes)
-        _log.info(
-            "recurrent states of the draft model: %s each, %s for %d", one, all_of_them, number - 1
-        )
-    return number, number * block_bytes
-
-
 def _facts_of(
     prepared: PreparedModel,
     config: EngineConfig,
     calibration: Calibration,
     layout: KVLayout,
-    size: kv_tensors.CacheSize,
+    size: CacheSize,
 ) -> ModelFacts:
     loaded, exactness = prepared.loaded, calibration.exactness
     head = loaded.head
@@ -443,7 +298,7 @@ def _build_draft_model(
     loaded = own.loaded
     layout = make_draft_layout(loaded, config)
     backend = make_backend(loaded, layout, own.kernels)
-    num_blocks = facts.num_gpu_blocks + _num_all_spare_blocks(config)
+    num_blocks = facts.num_gpu_blocks + num_all_spare_blocks(config)
     pool = attach_cache(loaded, backend, layout, num_blocks, num_state_blocks=num_states)
     install(own, calibration.draft_decoder, is_whole=calibration.draft_is_whole)
     group = group_without_window(facts.kv_groups)
@@ -459,7 +314,7 @@ def _build_draft_model(
         make_sampler(loaded, own.kernels, facts),
         facts,
         group=group,
-        num_spare=_num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
+        num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
         max_tokens=config.scheduler.max_num_batched_tokens,
         states=states,
     )
@@ -479,10 +334,3 @@ def _share_drafts(config: EngineConfig, exchange: RankExchange | None) -> Shared
     if exchange is None or config.model.speculative_model is None:
         return None
     return SharedDrafts(exchange, config.scheduler.num_speculative_tokens)
-
-
-def _num_all_spare_blocks(config: EngineConfig) -> int:
-    """Return the draft model's blocks beyond those of the model, for all requests."""
-    scheduler = config.scheduler
-    per_request = num_spare_blocks(config.cache.block_size, scheduler.num_speculative_tokens)
-    return scheduler.max_num_seqs * per_request

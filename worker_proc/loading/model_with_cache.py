@@ -1,0 +1,32 @@
+"""A model and the memory in which it computes steps, as all runners take it."""
+
+from typing import NamedTuple
+
+from protocol.core_worker import ModelFacts
+from worker_proc.adapters.store import AdapterStore
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.kv.kv_pool import KVPool
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.offload.memory import BlockMemory
+
+
+class ModelWithCache(NamedTuple):
+    """A model whose attention modules are attached to a backend and the blocks of a pool."""
+
+    loaded: LoadedModel
+    facts: ModelFacts
+    """As announced to the core."""
+    backend: AttentionBackend
+    pool: KVPool
+    swap_cost_tokens: float
+    """Cost of copying a block to the host and back, in computed prompt tokens."""
+    num_speculative_tokens: int = 0
+    """Most drafts of a request in one step."""
+    num_draft_states: int = 0
+    """State blocks in the pool beyond those that are announced."""
+    grammars: GrammarCompiler | None = None
+    adapters: AdapterStore | None = None
+    block_memory: BlockMemory | None = None
+    state_memory: BlockMemory | None = None
+    """Blocks and states as stores see them, if they are kept there."""
