@@ -1,4 +1,4 @@
-"""Reasons why a checkpoint cannot be served; raised while loading, and final."""
+"""Why a checkpoint cannot be served, raised while loading, and why a step cannot be computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +16,10 @@ class CheckpointError(ValueError):
 
 class InsufficientMemory(ValueError):
     """The weights do not fit, or the KV cache cannot hold a sequence of the configured length."""
+
+
+class MirrorError(Exception):
+    """A step contradicts the steps before it, or exceeds a bound."""
 
 
 @contextmanager

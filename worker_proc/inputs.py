@@ -10,7 +10,8 @@ from typing import NamedTuple, overload
 
 import torch
 
-from worker_proc.mirror import MirroredRequest, MirrorError, ScheduledRequest
+from worker_proc.errors import MirrorError
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 NULL_SLOT = 0  # of the null block, for KV that is not kept
 

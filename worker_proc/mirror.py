@@ -23,12 +23,10 @@ from protocol.sampling import SamplingParams
 from worker_proc.drafting.draft_progress import DraftProgress
 from worker_proc.drafting.draft_states import DraftStates, state_after
 from worker_proc.drafting.ngram_index import NgramIndex
+from worker_proc.errors import MirrorError
 from worker_proc.grammar.state import GrammarState
+from worker_proc.kv.step_bounds import StepBounds
 from worker_proc.sampling.row_edits import RowEdits
-
-
-class MirrorError(Exception):
-    """A step contradicts the steps before it, or exceeds a bound."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,11 +117,6 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
         return max(self.start + self.num_tokens - len(self.request.token_ids), 0)
 
 
-def first_visible(window: int | None, position: int) -> int:
-    """Return the first position that a token at `position` attends to."""
-    return 0 if window is None else max(position - window + 1, 0)
-
-
 class Mirror:
     """The running requests in admission order; every step is applied to them."""
 
@@ -139,6 +132,7 @@ class Mirror:
         `num_draft_states`: state blocks behind those of the core, for the states before drafts.
         """
         self._facts = facts
+        self._bounds = StepBounds(facts)
         self._has_states = facts.kv_groups[-1].is_state
         self._draft_states = DraftStates(facts.num_state_blocks, num_draft_states)
         self._adapters = () if adapters is None else adapters
@@ -298,26 +292,9 @@ class Mirror:
         if new.req_id in self.requests:
             raise MirrorError(f"{name} is mirrored already")
         token_ids = unpack_token_ids(new.token_ids)
-        known = len(token_ids)
-        if not new.num_prompt_tokens <= known <= self._facts.max_model_len:
-            raise MirrorError(
-                f"{name} has {known} tokens, outside num_prompt_tokens {new.num_prompt_tokens}"
-                f" to max_model_len {self._facts.max_model_len}"
-            )
-        if not new.num_computed_tokens < known:
-            raise MirrorError(f"{name} has all of its {known} tokens computed")
-        if new.num_cached_tokens - new.num_computed_tokens not in (0, 1):
-            raise MirrorError(
-                f"{name} has {new.num_cached_tokens} cached tokens"
-                f" and {new.num_computed_tokens} computed ones"
-            )
-        if max(token_ids) >= self._facts.vocab_size:
-            raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
+        self._bounds.check_new(new, token_ids)
         if new.adapter_id and new.adapter_id not in self._adapters:
             raise MirrorError(f"{name} has adapter {new.adapter_id}, which is not loaded")
-        self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
-        if self._has_states and new.num_cached_tokens > new.num_computed_tokens:
-            raise MirrorError(f"{name} has a cached token after the state that it begins from")
         self._record_use(new.block_ids)
         params = new.sampling_params
         self.num_constrained += params.grammar is not None
@@ -343,7 +320,7 @@ class Mirror:
             request = self.requests.get(req_id)
             if request is None:
                 raise MirrorError(f"scheduled_cached_reqs names {req_id}, which is not mirrored")
-            self._check_tables(req_id, columns, None)
+            self._bounds.check_tables(req_id, columns, None)
             self._record_use(columns)
             for table, block_ids in zip(request.block_tables, columns, strict=True):
                 table.extend(block_ids)
@@ -352,35 +329,6 @@ class Mirror:
         for table, group in zip(tables, self._facts.kv_groups, strict=True):
             if table and not group.is_state:
                 self.highest_block = max(self.highest_block, *table)
-
-    def _check_tables(self, req_id: int, tables: list[list[int]], start: int | None) -> None:
-        """Check the tables of a request that starts at `start`, or blocks added to them."""
-        groups = self._facts.kv_groups
-        if [len(table) for table in tables] != [len(tables[0]) if tables else 0] * len(groups):
-            raise MirrorError(
-                f"request {req_id} got block tables of lengths {list(map(len, tables))},"
-                f" instead of {len(groups)} equal ones"
-            )
-        for group, table in zip(groups, tables, strict=True):
-            if group.is_state:
-                self._check_state_table(req_id, table)
-                continue
-            first = 0
-            if start is not None:
-                first = first_visible(group.window, start) // self._facts.block_size
-            self._check_blocks(f"request {req_id}", table[:first], lowest=NULL_BLOCK)
-            self._check_blocks(f"request {req_id}", table[first:])
-
-    def _check_state_table(self, req_id: int, table: list[int]) -> None:
-        """Check a state table, or what is added to one."""
-        bound = self._facts.num_state_blocks
-        for block_id in table:
-            if not NULL_BLOCK <= block_id < bound:
-                raise MirrorError(
-                    f"request {req_id} got state block {block_id}, outside 0 to {bound - 1}"
-                )
-        if table and table[-1] == NULL_BLOCK:
-            raise MirrorError(f"request {req_id} got no state block at the end of its table")
 
     def _check_states(self, scheduled: list[ScheduledRequest]) -> None:
         """Check that each part has a state block to begin from, and one for its last state."""
@@ -394,19 +342,6 @@ class Mirror:
                         f" {position} tokens"
                     )
 
-    def _check_blocks(
-        self,
-        name: str,
-        block_ids: list[int],
-        lowest: int = NULL_BLOCK + 1,
-        num_blocks: int | None = None,
-    ) -> None:
-        num_blocks = self._facts.num_gpu_blocks if num_blocks is None else num_blocks
-        for block_id in block_ids:
-            if not lowest <= block_id < num_blocks:
-                bounds = f"{lowest} to {num_blocks - 1}"
-                raise MirrorError(f"{name} got block {block_id}, outside {bounds}")
-
     def _take_copies(self, step: SchedulerOutput, states: Mapping[int, int]) -> None:
         """Check the copies of a step, and note where the states are that it copies.
 
@@ -415,27 +350,13 @@ class Mirror:
         for field_name in ("swap_out", "swap_in", "state_swap_out", "state_swap_in"):
             copies: BlockCopies = getattr(step, field_name)
             if copies.device_block_ids or copies.host_block_ids:
-                self._check_copies(copies, field_name)
+                self._bounds.check_copies(copies, field_name)
         out = step.state_swap_out
         for block_id in out.device_block_ids:
             if block_id not in states:
                 raise MirrorError(f"state_swap_out names {block_id}, of no preempted request")
         sources = [states[block_id] for block_id in out.device_block_ids]
         self.state_swap_out = BlockCopies(sources, out.host_block_ids)
-
-    def _check_copies(self, copies: BlockCopies, field: str) -> None:
-        facts, of_states = self._facts, field.startswith("state")
-        if len(copies.device_block_ids) != len(copies.host_block_ids):
-            raise MirrorError(f"columns of {field} differ in length")
-        num_blocks = facts.num_state_blocks if of_states else facts.num_gpu_blocks
-        self._check_blocks(field, copies.device_block_ids, num_blocks=num_blocks)
-        num_host_blocks = facts.num_host_state_blocks if of_states else facts.num_host_blocks
-        for block_id in copies.host_block_ids:
-            if not 0 <= block_id < num_host_blocks:
-                raise MirrorError(f"{field} names host block {block_id} of {num_host_blocks}")
-        targets = copies.host_block_ids if field.endswith("out") else copies.device_block_ids
-        if len(set(targets)) != len(targets):
-            raise MirrorError(f"{field} copies two blocks to one")
 
     def _schedule(self, step: SchedulerOutput) -> list[ScheduledRequest]:
         counts = step.num_scheduled_tokens

@@ -23,10 +23,12 @@ from protocol.message import pack_token_ids
 from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
 from worker_proc.adapters.kept import KeptAdapters
+from worker_proc.errors import MirrorError
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.kv.null_states import NullStates
-from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
+from worker_proc.kv.window import first_visible
+from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.offload.memory import NoMemory
 from worker_proc.offload.null_state_memory import NullStateMemory
 from worker_proc.runner import ComputedStep

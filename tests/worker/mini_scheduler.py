@@ -22,7 +22,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import MAX_STEPS, across_the_wire
-from worker_proc.mirror import first_visible
+from worker_proc.kv.window import first_visible
 from worker_proc.model_runner import ModelRunner
 
 MAX_RUNNING = 5

@@ -22,9 +22,8 @@ from tests.worker.parity import (
     make_runner,
 )
 from tests.worker.test_mirror import new, step
-from worker_proc.errors import InsufficientMemory
+from worker_proc.errors import InsufficientMemory, MirrorError
 from worker_proc.kv.kv_tensors import CacheSize
-from worker_proc.mirror import MirrorError
 from worker_proc.startup.parts import SwapSpace, share_swap_space
 
 WINDOWED = [a for a in ARCHITECTURES if a.name in {"mistral_window", "gemma2", "gemma3"}]

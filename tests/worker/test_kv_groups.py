@@ -10,7 +10,7 @@ from protocol.core_worker import KVGroup, ModelFacts
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_groups import MAX_GROUPS, KVLayout, LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
-from worker_proc.mirror import first_visible
+from worker_proc.kv.window import first_visible
 
 FAR = 10_000
 

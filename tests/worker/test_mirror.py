@@ -15,7 +15,8 @@ from protocol.core_worker import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from worker_proc.mirror import Mirror, MirrorError
+from worker_proc.errors import MirrorError
+from worker_proc.mirror import Mirror
 from worker_proc.sampling.row_edits import TokenCounts
 
 BLOCK_SIZE = 4

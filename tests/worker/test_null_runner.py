@@ -19,7 +19,7 @@ from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
-from worker_proc.mirror import MirrorError
+from worker_proc.errors import MirrorError
 from worker_proc.null_runner import NullRunner, draft_token_ids, next_token_id
 
 EOS = [2]

@@ -9,7 +9,8 @@ from protocol.core_worker import BlockCopies, KVGroup, ModelFacts, NewRequestDat
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
 from tests.worker.test_null_runner import PARAMS, expected, facts, prompts
-from worker_proc.mirror import Mirror, MirrorError
+from worker_proc.errors import MirrorError
+from worker_proc.mirror import Mirror
 from worker_proc.null_runner import NullRunner
 
 BLOCK_SIZE = 4

@@ -10,9 +10,9 @@ from transformers.models.mamba import modeling_mamba
 
 from protocol.core_worker import NULL_BLOCK
 from protocol.sampling import SamplingParams
-from worker_proc.errors import UnsupportedModel
+from worker_proc.errors import MirrorError, UnsupportedModel
 from worker_proc.inputs import BegunBlock
-from worker_proc.mirror import MirroredRequest, MirrorError
+from worker_proc.mirror import MirroredRequest
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.convolution import CausalConvolution

@@ -23,8 +23,9 @@ from tests.worker.driving import across_the_wire, make_scheduler
 from worker_proc import model_runner
 from worker_proc.attention.step_memory import SPARE_BLOCKS, StepMemory
 from worker_proc.attention.work import SECTION
+from worker_proc.errors import MirrorError
 from worker_proc.inputs import SteadyDecode, StepInputs
-from worker_proc.mirror import Mirror, MirrorError
+from worker_proc.mirror import Mirror
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
 from worker_proc.startup.load_runner import load_model_runner

@@ -19,7 +19,8 @@ from worker_proc.inputs import StepInputs, slot_mappings
 from worker_proc.kv.kv_format import CODE_DTYPE, KVFormat
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
-from worker_proc.mirror import ScheduledRequest, first_visible
+from worker_proc.kv.window import first_visible
+from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.structures import LayerArgs, StepArgs
 

@@ -16,7 +16,8 @@ from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.inputs import StepInputs, slot_mappings, to_device
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
-from worker_proc.mirror import ScheduledRequest, first_visible
+from worker_proc.kv.window import first_visible
+from worker_proc.mirror import ScheduledRequest
 from worker_proc.runner import PORTABLE_ATTENTION
 
 MAX_GROUP_TOKENS = 2**17  # most padded tokens of one group, which bounds its memory

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocol.core_worker import NULL_BLOCK
-from worker_proc.mirror import ScheduledRequest, first_visible
+from worker_proc.kv.window import first_visible
+from worker_proc.mirror import ScheduledRequest
 
 
 class PageTable(NamedTuple):

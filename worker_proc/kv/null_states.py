@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from protocol.core_worker import BlockCopies
 from protocol.message import pack_token_ids
+from worker_proc.errors import MirrorError
 from worker_proc.kv.state_cuts import state_cuts, state_source
-from worker_proc.mirror import MirroredRequest, MirrorError, ScheduledRequest
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 
 class State(NamedTuple):

@@ -1,7 +1,8 @@
 """Where a part of a step begins, in states, and where the states on its way are saved."""
 
 from protocol.core_worker import NULL_BLOCK
-from worker_proc.mirror import MirrorError, ScheduledRequest
+from worker_proc.errors import MirrorError
+from worker_proc.mirror import ScheduledRequest
 
 
 def state_source(part: ScheduledRequest, block_size: int) -> int | None:

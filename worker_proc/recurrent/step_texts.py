@@ -6,9 +6,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from protocol.core_worker import NULL_BLOCK
+from worker_proc.errors import MirrorError
 from worker_proc.inputs import BegunBlock, StepInputs
 from worker_proc.kv.state_cuts import state_cuts, state_source
-from worker_proc.mirror import MirrorError, ScheduledRequest
+from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.recurrence import RecurrentTexts
 
 NO_STATE = -1

@@ -11,7 +11,7 @@ from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from worker_proc.attention.interface import Scoring
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.mirror import first_visible
+from worker_proc.kv.window import first_visible
 
 prepare_triton()
 from worker_proc.cuda.attention import (  # noqa: E402
