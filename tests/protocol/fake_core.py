@@ -1,6 +1,7 @@
 """A core without an engine: it records what clients send, and sends what a test asks for."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,6 @@ from protocol.api_core import (
     decode_from_client,
 )
 from protocol.client import AsyncEngineClient
-from protocol.client.core_link import STATUS_TIMEOUT_S
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import Message, encode
@@ -38,6 +38,9 @@ from protocol.transport.channel import (
 
 FAST_TICK_S = 0.02
 """Period of the status reports under the fixture `fast_ticks`."""
+REPORT_S = 1.0
+"""Period of a core's status reports: without them a client connects again."""
+TIMEOUT_S = 30.0
 FACTS = ModelFacts("fake", 1000, 4096, 16, 1000, [2], embedding_size=3)
 READY = Status(EngineState.READY, FACTS, EngineStats())
 RECOVERING = Status(EngineState.RECOVERING, FACTS, EngineStats())
@@ -50,6 +53,7 @@ class FakeCore:
         self.address = client_address(run_dir)
         self.epoch = epoch
         self.status = READY
+        """The newest one; it answers `Connect`, and is repeated by `report`."""
         self.answers = True
         """Whether Connect is answered."""
         self.on_add: Callable[[FakeCore, AddRequest], None] = lambda core, add: None
@@ -62,6 +66,7 @@ class FakeCore:
         self.received: list[Message] = []
         """All messages of the right epoch, in order."""
         self.num_fenced = 0
+        self._next_report = time.monotonic() + REPORT_S
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = RouterChannel(self._context, self.address, HighWaterMark.CLIENT_LINK)
 
@@ -79,6 +84,13 @@ class FakeCore:
     def pump(self) -> None:
         for received in self.link.drain(10_000):
             self._on_frame(received)
+
+    def report(self) -> None:
+        """Send the status to the newest client if a report is due, as a core does."""
+        if self.connects and self.answers and time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + REPORT_S
+            with contextlib.suppress(PeerGone):
+                self.send(self.status)
 
     def _on_frame(self, received: Received) -> None:
         message = decode_from_client(received.body)
@@ -108,6 +120,8 @@ class FakeCore:
         self.send(ControlDone(self.controls[-1].number, ok, pause_mode))
 
     def send(self, message: CoreToClient, epoch: int | None = None) -> None:
+        if isinstance(message, Status):
+            self.status = message
         self.send_raw(encode(message), epoch)
 
     def send_raw(self, body: bytes, epoch: int | None = None) -> None:
@@ -125,10 +139,11 @@ class FakeCore:
         await self.until(lambda: self.num_added >= num_adds)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Pump until `condition` holds, for less time than the client waits for a core."""
-        async with asyncio.timeout(STATUS_TIMEOUT_S - 1.5):
+        """Pump until `condition` holds."""
+        async with asyncio.timeout(TIMEOUT_S):
             while not condition():
                 self.pump()
+                self.report()
                 await asyncio.sleep(0.001)
 
 
@@ -145,20 +160,14 @@ class ServingThread:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        self._thread.join(5.0)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive(), "a socket has one thread at a time"
 
     def _run(self) -> None:
-        next_status = time.monotonic() + 1.0
         while not self._stopped.is_set():
             self._core.link.socket.poll(10)
             self._core.pump()
-            if self._core.connects and time.monotonic() > next_status:
-                next_status += 1.0
-                try:
-                    self._core.send(self._core.status)
-                except PeerGone:
-                    return
+            self._core.report()
 
 
 def run_connected(
@@ -167,7 +176,10 @@ def run_connected(
     """Run a test with a client that is connected to the core."""
 
     async def main() -> None:
-        async with asyncio.timeout(20), AsyncEngineClient(core.address, **options) as client:
+        async with (
+            asyncio.timeout(2 * TIMEOUT_S),
+            AsyncEngineClient(core.address, **options) as client,
+        ):
             await core.until(lambda: client.connected)
             await play(client)
 

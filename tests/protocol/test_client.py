@@ -21,7 +21,15 @@ from protocol.client.errors import InvalidRequest, RequestFailed
 from protocol.client.request_stream import RequestStream
 from protocol.message import encode, unpack_token_ids
 from protocol.sampling import FinishReason, SamplingParams
-from tests.protocol.fake_core import FACTS, FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
+from tests.protocol.fake_core import (
+    FACTS,
+    FAST_TICK_S,
+    READY,
+    RECOVERING,
+    TIMEOUT_S,
+    FakeCore,
+    run_connected,
+)
 
 PARAMS = SamplingParams(max_tokens=1000)
 
@@ -32,7 +40,7 @@ async def failure_of(stream: RequestStream) -> RequestError:
             pass
 
     with pytest.raises(RequestFailed) as caught:
-        await asyncio.wait_for(read(), 5)
+        await asyncio.wait_for(read(), TIMEOUT_S)
     return caught.value.error
 
 
@@ -109,7 +117,7 @@ def test_ready_means_ready(core: FakeCore) -> None:
             with pytest.raises(TimeoutError, match=r"engine has not been ready within 0\.02 s"):
                 await client.wait_ready(timeout_s=0.02)
             assert client.connected
-        waiting = asyncio.create_task(client.wait_ready(timeout_s=5))
+        waiting = asyncio.create_task(client.wait_ready(timeout_s=TIMEOUT_S))
         core.send(READY)
         await core.until(waiting.done)
         assert waiting.result() == FACTS
@@ -127,7 +135,7 @@ def test_waiting_for_an_engine_fails_when_the_client_closes(core: FakeCore) -> N
         await client.close()
         for waits in (waiting, client.wait_ready(timeout_s=600)):
             with pytest.raises(RequestFailed, match="closed"):
-                await asyncio.wait_for(waits, 5)
+                await asyncio.wait_for(waits, TIMEOUT_S)
 
     core.status = RECOVERING
     run_connected(core, play)
@@ -175,7 +183,7 @@ def test_one_gap_is_repaired_once_and_the_stream_goes_on(core: FakeCore) -> None
         await core.until(lambda: core.num_added == 2)
         assert core.adds[-1].output_token_ids == [10]
         core.emit(RequestOutput(stream.request_id, 1, [11], FinishReason.STOP))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(TIMEOUT_S):
             tokens = [token async for output in stream for token in output.token_ids]
         assert tokens == [10, 11]
         core.pump()

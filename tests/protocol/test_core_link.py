@@ -17,7 +17,14 @@ from protocol.client.request_stream import RequestStream
 from protocol.message import pack_header
 from protocol.sampling import FinishReason, SamplingParams
 from protocol.transport.channel import MAX_FRAME_BYTES, DealerChannel, client_address
-from tests.protocol.fake_core import FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
+from tests.protocol.fake_core import (
+    FAST_TICK_S,
+    READY,
+    RECOVERING,
+    TIMEOUT_S,
+    FakeCore,
+    run_connected,
+)
 from tests.protocol.relay import Relay
 
 PARAMS = SamplingParams(max_tokens=1000)
@@ -107,7 +114,7 @@ def test_connection_that_breaks_while_the_core_is_busy_costs_nothing_else(
     address = client_address(str(tmp_path / "front"))
 
     async def main(relay: Relay) -> None:
-        async with asyncio.timeout(20), AsyncEngineClient(address) as client:
+        async with asyncio.timeout(2 * TIMEOUT_S), AsyncEngineClient(address) as client:
             await core.until(lambda: client.connected)
             stream = client.submit([5], PARAMS)
             await core.until(lambda: core.num_added == 1)
@@ -203,8 +210,11 @@ def test_everything_arrives_once_the_core_reads_again(core: FakeCore) -> None:
     run_connected(core, play)
 
 
-def test_output_is_read_though_a_failed_send_swallowed_its_sign(core: FakeCore) -> None:
+def test_output_is_read_though_a_failed_send_swallowed_its_sign(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The descriptor is edge-triggered; an attempt to send resets it."""
+    monkeypatch.setattr(core_link, "STATUS_TIMEOUT_S", 10 * TIMEOUT_S)  # it connects once
 
     async def play(client: AsyncEngineClient) -> None:
         stream = fill_queue(client)[0]
@@ -216,9 +226,7 @@ def test_output_is_read_though_a_failed_send_swallowed_its_sign(core: FakeCore) 
         while select.select([descriptor], [], [], 0.05)[0]:
             client._link._flush()
         assert client._link._outbox
-        async with asyncio.timeout(
-            0.8 * core_link.STATUS_TIMEOUT_S
-        ):  # after it the client reconnects
+        async with asyncio.timeout(TIMEOUT_S):
             assert (await anext(stream)).token_ids == [10]
 
     run_connected(core, play)

@@ -11,7 +11,7 @@ from protocol.client.errors import EngineFailed, InvalidRequest
 from protocol.client.sync_client import EngineClient
 from protocol.sampling import FinishReason, Pooling, PoolingType
 from scripts.testing import eventually
-from tests.protocol.fake_core import FakeCore, ServingThread
+from tests.protocol.fake_core import TIMEOUT_S, FakeCore, ServingThread
 
 VECTOR = [0.5, -1.25, 3.0]
 NEVER, WITHOUT = 7, 8
@@ -36,13 +36,13 @@ def core(tmp_path: Path) -> Iterator[FakeCore]:
 @pytest.fixture
 def client(core: FakeCore) -> Iterator[EngineClient]:
     with EngineClient(core.address) as connected:
-        connected.wait_ready(timeout_s=5)
+        connected.wait_ready(timeout_s=TIMEOUT_S)
         yield connected
 
 
 def test_vector_of_a_prompt(core: FakeCore, client: EngineClient) -> None:
     pooling = Pooling(PoolingType.MEAN, 3, normalize=False)
-    vector = client.embed([5, 6], pooling, tenant="gold", timeout_s=5)
+    vector = client.embed([5, 6], pooling, tenant="gold", timeout_s=TIMEOUT_S)
     assert (vector.typecode, vector.tolist()) == ("f", VECTOR)
     [add] = core.adds
     assert (add.sampling_params.pooling, add.sampling_params.max_tokens) == (pooling, 1)
@@ -61,7 +61,7 @@ def test_vector_that_comes_too_late_is_aborted(core: FakeCore, client: EngineCli
 
 def test_end_without_a_vector_is_an_error(client: EngineClient) -> None:
     with pytest.raises(EngineFailed, match="without its vector"):
-        client.embed([WITHOUT], timeout_s=5)
+        client.embed([WITHOUT], timeout_s=TIMEOUT_S)
 
 
 def test_bounds_are_checked_first(core: FakeCore, client: EngineClient) -> None:

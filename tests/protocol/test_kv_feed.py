@@ -19,7 +19,7 @@ from protocol.kv_events import (
     UnsubscribeKVEvents,
 )
 from protocol.sampling import SamplingParams
-from tests.protocol.fake_core import FakeCore, run_connected
+from tests.protocol.fake_core import TIMEOUT_S, FakeCore, run_connected
 
 CLEARED = AllBlocksCleared()
 
@@ -41,7 +41,7 @@ def num_taken(core: FakeCore) -> int:
 
 
 async def take(feed: KVEventFeed, count: int) -> list[tuple[int | None, KVEvent]]:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(2 * TIMEOUT_S):
         return [await anext(feed) for _ in range(count)]
 
 
@@ -163,7 +163,7 @@ def test_without_an_engine_a_feed_ends_as_streams_do(core: FakeCore, fast_ticks:
 
     async def main() -> None:
         client = AsyncEngineClient(core.address, stall_timeout_s=0.2)
-        async with asyncio.timeout(10), client:
+        async with asyncio.timeout(TIMEOUT_S), client:
             with pytest.raises(ConnectionError, match="no engine has served"):
                 await take(client.kv_events(), 1)
 

@@ -38,7 +38,7 @@ from protocol.kv_events import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.protocol.fake_core import FACTS, READY, FakeCore
+from tests.protocol.fake_core import FACTS, READY, TIMEOUT_S, FakeCore
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 Cores = list[FakeCore]
@@ -56,15 +56,9 @@ def cores(tmp_path: Path) -> Iterator[Cores]:
 def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]], **options: Any) -> None:
     """Run a test with a connected client; the cores answer meanwhile."""
 
-    async def pump() -> None:
-        while True:
-            for core in cores:
-                core.pump()
-            await asyncio.sleep(0.001)
-
     async def main() -> None:
         async with ReplicatedClient([core.address for core in cores], **options) as client:
-            task = asyncio.create_task(pump())
+            task = asyncio.create_task(pump(cores))
             await until(lambda: all(each.serves for each in client.clients))
             await act(client)
             task.cancel()
@@ -74,8 +68,17 @@ def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]], **opt
     asyncio.run(main())
 
 
+async def pump(cores: Cores) -> None:
+    """Let the cores answer and report until the task is cancelled."""
+    while True:
+        for core in cores:
+            core.pump()
+            core.report()
+        await asyncio.sleep(0.001)
+
+
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -502,16 +505,10 @@ def joining(
 ) -> None:
     """Run a test with a client whose replicas change; `first`: those that it begins with."""
 
-    async def pump() -> None:
-        while True:
-            for core in cores:
-                core.pump()
-            await asyncio.sleep(0.001)
-
     async def main() -> None:
         addresses = [core.address for core in first]
         async with ReplicatedClient(addresses, may_change=True, failover_s=0.1) as client:
-            task = asyncio.create_task(pump())
+            task = asyncio.create_task(pump(cores))
             await act(client)
             task.cancel()
 

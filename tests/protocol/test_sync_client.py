@@ -14,7 +14,7 @@ from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.errors import RequestFailed
 from protocol.client.sync_client import EngineClient
 from protocol.sampling import FinishReason, SamplingParams
-from tests.protocol.fake_core import FACTS, RECOVERING, FakeCore, ServingThread
+from tests.protocol.fake_core import FACTS, RECOVERING, TIMEOUT_S, FakeCore, ServingThread
 
 PARAMS = SamplingParams(max_tokens=1000)
 
@@ -37,7 +37,7 @@ def core(tmp_path: Path) -> Iterator[FakeCore]:
 @pytest.fixture
 def client(core: FakeCore) -> Iterator[EngineClient]:
     with EngineClient(core.address) as connected:
-        assert connected.wait_ready(timeout_s=5) == FACTS
+        assert connected.wait_ready(timeout_s=TIMEOUT_S) == FACTS
         yield connected
 
 
@@ -60,7 +60,7 @@ def test_result_has_all_tokens_however_often_and_after_iterating(client: EngineC
     first = next(stream).token_ids
     assert first[:2] == [10, 11]
     for _ in range(2):
-        whole = stream.result(timeout_s=5)
+        whole = stream.result(timeout_s=TIMEOUT_S)
         assert (whole.token_ids, whole.first_index) == ([10, 11, 12], 0)
         assert whole.finish_reason is FinishReason.STOP
 
@@ -73,7 +73,7 @@ def test_result_after_a_timeout_has_lost_nothing(core: FakeCore, client: EngineC
         RequestOutput(stream._stream.request_id, 2, [12], FinishReason.STOP)
     )
     client.submit([1], PARAMS)
-    assert stream.result(timeout_s=5).token_ids == [10, 11, 12]
+    assert stream.result(timeout_s=TIMEOUT_S).token_ids == [10, 11, 12]
 
 
 def test_result_of_a_cancelled_request_fails(client: EngineClient) -> None:
@@ -81,12 +81,12 @@ def test_result_of_a_cancelled_request_fails(client: EngineClient) -> None:
     assert next(stream).token_ids == [10, 11]
     stream.cancel()
     with pytest.raises(RequestFailed, match="cancelled"):
-        stream.result(timeout_s=5)
+        stream.result(timeout_s=TIMEOUT_S)
 
 
 def test_close_ends_what_other_threads_wait_for(core: FakeCore) -> None:
     client = EngineClient(core.address)
-    client.wait_ready(timeout_s=5)
+    client.wait_ready(timeout_s=TIMEOUT_S)
     stream = client.submit([1], PARAMS)
     assert next(stream).token_ids == [10, 11]
     core.status = RECOVERING
@@ -98,7 +98,7 @@ def test_close_ends_what_other_threads_wait_for(core: FakeCore) -> None:
             waiting.result(timeout=0.05)
         waited_for.close()
         with pytest.raises(RequestFailed, match="closed"):
-            waiting.result(timeout=5)
+            waiting.result(timeout=TIMEOUT_S)
 
 
 def test_closed_client_fails_every_call_and_waits_for_nothing(client: EngineClient) -> None:
@@ -109,9 +109,9 @@ def test_closed_client_fails_every_call_and_waits_for_nothing(client: EngineClie
     stream.cancel()
     for call in (
         lambda: next(stream),
-        lambda: stream.result(timeout_s=5),
+        lambda: stream.result(timeout_s=TIMEOUT_S),
         lambda: client.submit([1], PARAMS),
-        lambda: client.wait_ready(timeout_s=5),
+        lambda: client.wait_ready(timeout_s=TIMEOUT_S),
     ):
         with pytest.raises(RequestFailed, match="closed"):
             call()
