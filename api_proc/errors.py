@@ -18,8 +18,8 @@ _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 """Of a path: an index, or a name."""
 _MOST_SEARCHED = 2**16
 """Bytes of a body that is decoded again to show a wrong value."""
-_LONGEST_SHOWN = 32
-"""Characters of a string."""
+_LONGEST_SHOWN = 34
+"""Bytes of a value's JSON."""
 _FAULTS = frozenset(
     (
         *(ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED),
@@ -144,10 +144,10 @@ def _shown(raw: bytes, path: str) -> str | None:
             value = value[int(index)] if index else value[name]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
         return None
-    is_long = isinstance(value, list | dict) or (
-        isinstance(value, str) and len(value) > _LONGEST_SHOWN
-    )
-    return None if is_long else msgspec.json.encode(value).decode()
+    if isinstance(value, list | dict):
+        return None
+    shown = msgspec.json.encode(value)
+    return shown.decode() if len(shown) <= _LONGEST_SHOWN else None
 
 
 def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...]:
