@@ -32,6 +32,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
+    Qwen4ExpTextConfig,
+    ZayaConfig,
 )
 
 from protocol.config import (
@@ -228,11 +230,30 @@ CONFIGS: dict[str, PretrainedConfig] = {
         },
         **{"image_token_id": 500, "video_token_id": 501, "tie_word_embeddings": False},
     ),
+    "zaya": ZayaConfig(
+        **ODD_SIZES | {"pad_token_id": 0},
+        **{"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 44},
+        **{"router_hidden_size": 27, "sliding_window": 37},
+        layer_types=["hybrid", "hybrid_sliding"],
+    ),
+    "qwen4_exp": Qwen4ExpTextConfig(
+        **ODD_SIZES | {"pad_token_id": 0, "eos_token_id": 2, "head_dim": 22},
+        layer_types=["linear_attention", "indexed_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 3]},
+        **{"linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        **{"linear_key_head_dim": 20, "linear_value_head_dim": 28},
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 44},
+        **{"shared_expert_intermediate_size": 44, "hc_count": 3, "hc_lowrank": 26},
+        **{"ple_layer_ids": [1], "ple_embed_dim": 36, "heads_per_ngram": 3},
+        **{"ngram_vocab_size_base": 100, "split_ngram_parts": 1},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 22},
+        **{"indexer_budget": 512, "indexer_compress_ratio": 4},
+    ),
     "lfm2": Lfm2Config(**ODD_SIZES, layer_types=["conv", "full_attention"]),
     "kimi_linear": KimiLinearConfig(**_KDA),
     "bailing_hybrid": BailingHybridConfig(**_KDA, n_group=2, topk_group=1),
 }
-"""In the last five, each block of a text has a state, from which other requests begin."""
+"""In the last seven, each block of a text has a state, from which other requests begin."""
 
 
 class Recorder:

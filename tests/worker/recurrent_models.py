@@ -9,7 +9,14 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from scripts.supervisor.model_names import BUNDLED_MODELS
-from tests.worker.checkpoints import LATENT, SHAPE, Architecture, build_checkpoint
+from tests.worker.checkpoints import (
+    LATENT,
+    SHAPE,
+    THREE_ROWS,
+    WINDOW,
+    Architecture,
+    build_checkpoint,
+)
 
 _HYBRID: dict[str, Any] = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
 _SHORT: dict[str, Any] = SHAPE | {"layer_types": ["conv", "full_attention"]}
@@ -98,6 +105,24 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
         **{"use_shared_attention_adapter": True, "use_mem_rope": True, "chunk_size": 16},
         "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
+    },
+    # with states in transformers' cache
+    "qwen4_exp_text": {
+        **SHAPE,
+        **_DELTA,
+        **_EXPERTS,
+        **{"hc_count": 2, "hc_lowrank": 24, "rope_parameters": THREE_ROWS},
+        **{"ple_layer_ids": [1], "ple_embed_dim": 32, "heads_per_ngram": 2},
+        **{"ngram_vocab_size_base": 100, "split_ngram_parts": 2},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 1024, "indexer_compress_ratio": 4},
+        "layer_types": ["linear_attention", "indexed_attention"],
+    },
+    "zaya": {
+        **SHAPE,
+        **{"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 48},
+        **{"router_hidden_size": 24, "sliding_window": WINDOW},
+        "layer_types": ["hybrid", "hybrid_sliding"],
     },
 }
 RECURRENT_LATENT_NAMES = {"bailing_hybrid", "kimi_linear"}

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MoshiConfig, PretrainedConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MoshiConfig,
+    PretrainedConfig,
+    Qwen4ExpTextConfig,
+)
 
 from tests.families.configs import FAMILIES, small_config
 from worker_proc.attention.recorder import ProbedLayer
@@ -67,6 +73,14 @@ def test_a_context_ends_where_indexers_choose_some_tokens_only(
     config = small_config("glm_moe_dsa")
     config.index_topk = chosen
     assert inspect(config, tmp_path).model_len == length
+
+
+def test_a_context_ends_behind_the_blocks_that_indexers_choose(tmp_path: Path) -> None:
+    """And behind the tokens after the last whole block, which are always chosen."""
+    config = FAMILIES["qwen4_exp_text"]()
+    assert isinstance(config, Qwen4ExpTextConfig)
+    config.indexer_budget = 24
+    assert inspect(config, tmp_path).model_len == 24 + 3
 
 
 class _WithoutRows(LlamaForCausalLM):

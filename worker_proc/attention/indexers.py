@@ -1,7 +1,9 @@
 """Sparse attention whose indexers choose some of the tokens before each one (DeepSeek-V3.2, GLM-5).
 
-An indexer chooses `index_topk` tokens, and all where there are no more. The context of such a model
-ends there, so that attention is that to all tokens, and no indexer is computed.
+An indexer chooses `index_topk` tokens, and all where there are no more. That of Qwen4-Exp chooses
+`block_topk` blocks of `compress_ratio` tokens, and those behind the last whole block. The context
+of such a model ends where not all are chosen, so that attention is that to all tokens, and no
+indexer is computed.
 """
 
 import inspect
@@ -10,6 +12,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,7 +26,12 @@ _MASK_ARGUMENTS = {"topk_indices", "kv_length"}
 class _AllTokens:
     """Takes the place of chosen tokens, and of a mask that shows which may be chosen."""
 
+    dtype = torch.bool
+
     def __getitem__(self, place: object) -> "_AllTokens":
+        return self
+
+    def __and__(self, other: object) -> "_AllTokens":
         return self
 
 
@@ -34,11 +42,21 @@ def indexers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yield the attention modules that have an indexer, with it."""
     for module in model.modules():
         indexer = getattr(module, "indexer", None)
-        has_number = isinstance(getattr(indexer, "index_topk", None), int)
-        if isinstance(indexer, nn.Module) and has_number:
+        if isinstance(indexer, nn.Module) and _num_chosen(indexer) is not None:
             names = _takes(type(indexer).forward)
             if names >= _ARGUMENTS:
                 yield module, indexer
+
+
+def _num_chosen(indexer: nn.Module) -> int | None:
+    """Return how many tokens a text has at most of which an indexer chooses all."""
+    number: Any = getattr(indexer, "index_topk", None)
+    num_blocks: Any = getattr(indexer, "block_topk", None)
+    size: Any = getattr(indexer, "compress_ratio", None)
+    if isinstance(number, int):
+        return number
+    has_blocks = isinstance(num_blocks, int) and isinstance(size, int)
+    return num_blocks * size + size - 1 if has_blocks else None
 
 
 def choose_all(model: PreTrainedModel) -> int | None:
@@ -46,9 +64,10 @@ def choose_all(model: PreTrainedModel) -> int | None:
 
     Returns how many tokens a text has for which that is right; None: there are no indexers.
     """
-    lengths = []
+    lengths: list[Any] = []
     for module, indexer in indexers_of(model):
-        lengths.append(indexer.index_topk)
+        lengths.append(_num_chosen(indexer))
+        indexer.__dict__.setdefault("config", module.config)  # which names the form of attention
         indexer.__dict__["forward"] = MethodType(_choose, indexer)
         module.register_forward_pre_hook(_give_mask, with_kwargs=True)
     for module in model.modules() if lengths else ():

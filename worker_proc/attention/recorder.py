@@ -41,6 +41,7 @@ class ProbedMask:
     problem: str = ""  # raised only if a layer uses the mask
     ndim: ClassVar[int] = 4
     shape: ClassVar[tuple[int, ...]] = (1, 1, NUM_PROBE_TOKENS, NUM_PROBE_TOKENS)
+    dtype: ClassVar[torch.dtype] = torch.bool
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -49,6 +50,12 @@ class ProbedMask:
 
     def __getitem__(self, place: object) -> "ProbedMask":
         """Return what an indexer is given."""
+        return self
+
+    def __and__(self, other: object) -> "ProbedMask":
+        """Return what is shown of the tokens that an indexer has chosen."""
+        if other is not ALL_TOKENS:
+            raise UnsupportedModel("its own code computes with a mask (and)")
         return self
 
 

@@ -205,7 +205,8 @@ def _parts_without_attention(
         return
     is_entered |= computes_rowwise(module)
     for child_name, child in module.named_children():
-        if not isinstance(child, nn.Embedding):  # which computes nothing
+        # Embeddings compute nothing; convolutions take columns, in recurrent layers.
+        if not isinstance(child, nn.Embedding | nn.Conv1d):
             path = f"{name}.{child_name}".lstrip(".")
             yield from _parts_without_attention(path, child, is_entered)
 

@@ -149,8 +149,8 @@ def _inspect(
     if probed.indexed_length is not None and probed.indexed_length < model_len:
         model_len = probed.indexed_length
         _log.info(
-            "the context is %d tokens at most (index_topk): sparse attention is that to all tokens"
-            " up to there, and is not computed beyond",
+            "the context is %d tokens at most: its indexers choose all of them, and sparse"
+            " attention beyond is not computed",
             model_len,
         )
     return InspectedModel(

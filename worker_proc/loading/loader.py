@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
+    core_model_loading,
     modeling_utils,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -405,10 +406,16 @@ def _straight_to(device: torch.device) -> Iterator[dict[str, Any]]:
         yield {}
         return
     modeling_utils.check_and_set_device_map = lambda device_map: device_map
+    copy_tensor = core_model_loading._materialize_copy
+    if device.type == "meta":  # tensors that are put together on the host have no values, either
+        core_model_loading._materialize_copy = lambda tensor, _, dtype: copy_tensor(
+            tensor, device, dtype
+        )
     try:
         yield {"device_map": {"": device}}
     finally:
         modeling_utils.check_and_set_device_map = check
+        core_model_loading._materialize_copy = copy_tensor
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -138,10 +138,10 @@ def _request(number: int, num_tokens: int, num_blocks: int) -> MirroredRequest:
 def _computed(
     module: nn.Module, rows: torch.Tensor, positions: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the rows that a module makes of others.
+    """Return the rows that a module makes of others; several results are joined.
 
-    It gets positions if it takes them, by default those of whole texts, no cache, and None for all
-    else that it requires.
+    It gets positions if it takes them, by default those of whole texts, ids of tokens that follow
+    from the rows, no cache, and None for all else that it requires.
     """
     _, _, *others = signature(type(module).forward).parameters.values()
     given: dict[str, Any] = {}
@@ -152,11 +152,16 @@ def _computed(
                 given["position_ids"] = torch.arange(rows.shape[1]).expand(len(rows), -1)
         elif parameter.name == "use_cache":
             given["use_cache"] = False
+        elif parameter.name == "input_ids":
+            given["input_ids"] = (rows[..., 0] > 0).long() + (rows[..., 1] > 0).long()
         elif (
             parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             and parameter.default is Parameter.empty
         ):
             given[parameter.name] = None
     result: Any = module(rows, **given)
-    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return out
+    if not isinstance(result, tuple):
+        return cast(torch.Tensor, result)
+    same = (one for one in result if isinstance(one, torch.Tensor) and one.dim() > 2)
+    parts = [one.flatten(2) for one in same if one.shape[:2] == rows.shape[:2]]
+    return torch.cat(parts, dim=-1)

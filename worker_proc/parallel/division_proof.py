@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from worker_proc.attention.interface import transformers_attention
 from worker_proc.calibration.self_check import check_texts
@@ -40,7 +41,7 @@ def prove(loaded: LoadedModel, divisions: Sequence[Division], num_ranks: int) ->
     """
     shapes = {_shape(part): part for part in reversed(divisions)}
     model = loaded.model
-    with transformers_attention(model), own_forwards(model):
+    with transformers_attention(model), own_forwards(model), _plain_experts(model):
         names = [part.module_name for part in shapes.values()]
         with _recorded(model, names, ends_forward=True) as calls:
             text = check_texts(loaded.vocab_size)[0]
@@ -138,6 +139,25 @@ def _recorded(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _plain_experts(model: nn.Module) -> Iterator[None]:
+    """Let experts compute by their own code: torch's grouped products need 16 bytes in a row."""
+    found = {id(config): config for config in map(_config_of, model.modules())}
+    before = [(one, one._experts_implementation) for one in found.values() if one is not None]
+    for config, _ in before:
+        config._experts_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for config, experts in before:
+            config._experts_implementation_internal = experts
+
+
+def _config_of(module: nn.Module) -> PretrainedConfig | None:
+    config = getattr(module, "config", None)
+    return config if isinstance(config, PretrainedConfig) else None
 
 
 def _first(output: Any) -> torch.Tensor:

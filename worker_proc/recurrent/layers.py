@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.recurrent.functions import RecurrentLayer
+from worker_proc.recurrent.cached_states import CachedStatesLayer
+from worker_proc.recurrent.functions import RecurrentLayer, is_recurrent
 from worker_proc.recurrent.griffin import GriffinLayer, is_griffin
 from worker_proc.recurrent.lightning import LightningLayer, is_lightning
 from worker_proc.recurrent.rwkv import RwkvLayer, is_rwkv
@@ -41,7 +42,9 @@ def make_layer(
         return GriffinLayer(module, spec, library)
     if is_rwkv(module):
         return RwkvLayer(module, spec, library)
-    return RecurrentLayer(module, spec, library)
+    if is_recurrent(module):
+        return RecurrentLayer(module, spec, library)
+    return CachedStatesLayer(module, spec, library)
 
 
 def install(module: nn.Module, layer: PackedLayer) -> None:

@@ -1,13 +1,23 @@
 """Records the states of recurrent modules while a model runs on the meta device."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from worker_proc.errors import UnsupportedModel
+from worker_proc.recurrent.cached_states import (
+    CACHE,
+    StandInCache,
+    describe_states,
+    keeps_states,
+)
 from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent
 from worker_proc.recurrent.griffin import griffin_spec, is_griffin
 from worker_proc.recurrent.lightning import is_lightning, lightning_spec
@@ -44,9 +54,32 @@ class _Recorder:
         return result
 
 
+class _CacheRecorder:
+    """The forward of one module that keeps its states in a cache, which records them."""
+
+    def __init__(
+        self, module: nn.Module, name: str, dtype: torch.dtype, found: list[RecurrentSpec]
+    ) -> None:
+        self._name = name
+        self._dtype = dtype
+        self._found = found
+        self._forward = MethodType(type(module).forward, module)
+        self._signature = inspect.signature(self._forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and add what it wrote."""
+        bound = self._signature.bind(*args, **kwargs)
+        cache = bound.arguments[CACHE] = StandInCache(None)
+        result = self._forward(*bound.args, **bound.kwargs)
+        states = describe_states(cache, self._dtype)
+        rows = next(one for one in bound.arguments.values() if isinstance(one, torch.Tensor))
+        self._found.append(RecurrentSpec(self._name, rows.shape[-1], states))
+        return result
+
+
 @contextmanager
 def recorded_states(
-    model: nn.Module, on_used: Callable[[Any], None]
+    model: PreTrainedModel, on_used: Callable[[Any], None]
 ) -> Iterator[list[RecurrentSpec]]:
     """Yield a list that gets the recurrent modules in the order in which a forward calls them.
 
@@ -58,14 +91,28 @@ def recorded_states(
         for name, module in model.named_modules()
         if is_recurrent(module) or _spec_by_parts(module, name) is not None
     }
+    caching = _modules_with_cached_states(model)
     for name, module in modules.items():
         module.__dict__["forward"] = _Recorder(module, name, found).forward
         on_used(module.parameters())
+    for name, module in caching.items():
+        recorder = _CacheRecorder(module, name, model.dtype, found)
+        module.__dict__["forward"] = recorder.forward
     try:
         yield found
     finally:
-        for module in modules.values():
+        for module in (*modules.values(), *caching.values()):
             del module.__dict__["forward"]
+
+
+def _modules_with_cached_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules whose states no function of transformers makes."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inner = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inner and not is_recurrent(module) and keeps_states(module):
+            found[name] = module
+    return found
 
 
 def _spec_by_parts(module: nn.Module, name: str) -> RecurrentSpec | None:

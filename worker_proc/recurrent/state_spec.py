@@ -17,9 +17,13 @@ class StateSpec:
     """Of one block."""
     is_window: bool
     """Whether it holds rows of the model's type; else it holds float32."""
+    holds_ids: bool = False
+    """Whether it holds whole numbers, such as ids of tokens."""
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the type of its numbers, for a model of some type."""
+        if self.holds_ids:
+            return torch.int32
         return model_dtype if self.is_window else torch.float32
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+from torch import nn
 
 from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
 from worker_proc.adapters.sites import MatrixPart, Sites
@@ -322,10 +323,21 @@ def _take_own_attention(
 
 
 def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
-    """Let attention modules on the CPU give a row the same bits in every step."""
+    """Let modules on the CPU give a row the same bits in every step, whose own code has gates.
+
+    These are those of attention, and those around linear layers, such as hyper-connections. Rows
+    of mixtures are gated by themselves.
+    """
     for one in filter(None, models):
-        for layer in one.layers if one.device.type == "cpu" else ():
+        if one.device.type != "cpu":
+            continue
+        for layer in one.layers:
             compute_rowwise(one.model.get_submodule(layer.module_name))
+        for module in one.model.modules():
+            is_taken = {"paged_layer", "recurrent_layer", "forward"}.intersection(module.__dict__)
+            kinds = {type(child) for child in module.children()}
+            if not is_taken and nn.Linear in kinds and not hasattr(module, "experts"):
+                compute_rowwise(module)
 
 
 def _attend_to_latent_rows(

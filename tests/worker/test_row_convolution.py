@@ -1,0 +1,36 @@
+"""Convolutions of torch, computed by rows, give its results, and a row the same bits anywhere."""
+
+import pytest
+import torch
+from torch import nn
+
+from worker_proc.native.kernels import load_library
+from worker_proc.recurrent.row_convolution import RowConvolutions
+
+LENGTHS = (40, 5, 1)
+"""Places that a convolution gives at once."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("channels", "groups", "size", "dilation", "has_bias"),
+    [(21, 21, 4, 3, False), (24, 3, 2, 1, True), (21, 21, 2, 1, True)],
+)
+@torch.inference_mode()
+def test_results_are_those_of_torch_and_of_each_place_alone(
+    *, channels: int, groups: int, size: int, dilation: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    layer = nn.Conv1d(
+        channels, channels, size, groups=groups, dilation=dilation, bias=has_bias, dtype=dtype
+    )
+    reach = dilation * (size - 1)
+    columns = torch.randn(2, channels, max(LENGTHS) + reach).to(dtype)
+    with RowConvolutions(load_library()):
+        whole = layer(columns)
+        for length in LENGTHS:
+            for start in range(0, max(LENGTHS), length):
+                part = layer(columns[..., start : start + length + reach].contiguous())
+                assert torch.equal(part, whole[..., start : start + length])
+    expected = layer.float()(columns.float())
+    torch.testing.assert_close(whole.float(), expected, atol=0.03, rtol=0.02)

@@ -1,0 +1,200 @@
+"""Modules that keep their states in transformers' cache, over packed rows.
+
+Such as ZAYA's projections with convolutions and delayed values, or the n-grams of Qwen4-Exp. Their
+own forward runs with a stand-in for the cache, which returns the states of some texts and takes
+those behind them. Texts with as many rows are one batch, so that a step in which each text decodes
+a token calls a module once. A text whose states are saved on its way is computed in pieces.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.row_convolution import RowConvolutions
+from worker_proc.recurrent.state_pool import StatePool
+from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
+from worker_proc.recurrent.step_texts import NO_STATE
+
+CACHE = "past_key_values"
+"""The argument of a module that takes the cache."""
+_METHODS = {
+    "conv_state": ("get_conv_state", "update_conv_state"),
+    "recurrent_state": ("get_recurrent_state", "update_recurrent_state"),
+}
+"""Of the cache, by the kind of state: what reads it and what writes it."""
+_WRITING = {names[1] for names in _METHODS.values()}
+
+
+def keeps_states(module: nn.Module) -> bool:
+    """Return whether the code of a module itself writes states to a cache that it is given."""
+    kind = type(module)
+    if CACHE not in inspect.signature(kind.forward).parameters:
+        return False
+    methods = (inspect.unwrap(method) for method in vars(kind).values() if callable(method))
+    return any(
+        _WRITING.intersection(method.__code__.co_names)
+        for method in methods
+        if isinstance(method, FunctionType)
+    )
+
+
+class StandInCache:
+    """Takes the place of transformers' cache in one call: the states of some texts."""
+
+    def __init__(self, states: dict[str, torch.Tensor] | None) -> None:
+        """Take the states before the first rows, by name; None: the texts begin here."""
+        self._before = states or {}
+        self.after: dict[str, torch.Tensor] = {}
+        """The states behind the last rows, in the order in which they were written."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._before.get(f"conv_state {state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._before.get(f"recurrent_state {state_idx}")
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> torch.Tensor:
+        """Return the columns behind those that are kept, and keep the last ones."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        if before is not None:
+            conv_states = torch.cat([before, conv_states], dim=-1)
+        elif conv_states.shape[-1] < size:
+            conv_states = functional.pad(conv_states, (size - conv_states.shape[-1], 0))
+        self.after[f"conv_state {state_idx}"] = conv_states[..., -size:]
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+    ) -> torch.Tensor:
+        self.after[f"recurrent_state {state_idx}"] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+def describe_states(cache: StandInCache, model_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    """Return what a call on the meta device has written."""
+    found = []
+    for name, state in cache.after.items():
+        holds_ids = state.dtype == torch.long
+        if not holds_ids and state.dtype not in (torch.float32, model_dtype):
+            raise UnsupportedModel(f"a state of type {state.dtype}")
+        is_window = not holds_ids and state.dtype == model_dtype
+        found.append(StateSpec(name, tuple(state.shape[1:]), is_window, holds_ids))
+    return tuple(found)
+
+
+class _Piece(NamedTuple):
+    """Some rows of a text, and where its states are."""
+
+    first_row: int
+    source: int
+    blocks: list[int]
+    """Which receive the states behind the rows."""
+
+
+class CachedStatesLayer:
+    """The forward of one module over packed rows."""
+
+    def __init__(
+        self, module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None
+    ) -> None:
+        self.spec = spec
+        self.is_rowwise = True
+        self.plain_products: Sequence[str] = ()
+        self._own = MethodType(type(module).forward, module)
+        self._signature = inspect.signature(self._own)
+        self._functions = RowConvolutions(library)
+        self._pool: StatePool | None = None
+
+    def attach(self, pool: StatePool) -> None:
+        """Compute with the states of a pool from now on."""
+        self._pool = pool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward returns, for packed rows."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        num_rows = next(one.shape[1] for one in given.values() if isinstance(one, torch.Tensor))
+        batches = list(self._batches(num_rows))
+        indices = [index for _, index in batches]
+        with self._functions:
+            results = [self._compute(given, num_rows, *batch) for batch in batches]
+        if not isinstance(results[0], tuple):
+            return _in_order(results, indices, num_rows)
+        return tuple(_in_order(parts, indices, num_rows) for parts in zip(*results, strict=True))
+
+    def _batches(self, num_rows: int) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
+        """Yield pieces that are computed at once, and their rows, `[pieces, rows of each]`."""
+        assert self._pool is not None
+        batches: dict[tuple[int, int, bool], list[_Piece]] = {}
+        for text in self._pool.texts_with(num_rows):
+            ends: dict[int, list[int]] = {}
+            for block, end in text.cuts.items():
+                ends.setdefault(end, []).append(block)
+            start, source = 0, text.source
+            for number, (end, blocks) in enumerate(ends.items()):
+                key = number, end - start, source != NO_STATE
+                piece = _Piece(text.first_row + start, source, blocks)
+                batches.setdefault(key, []).append(piece)
+                start, source = end, blocks[0]
+        for (_, count, _), pieces in sorted(batches.items()):
+            firsts = torch.tensor([piece.first_row for piece in pieces])
+            yield pieces, firsts.unsqueeze(1) + torch.arange(count)
+
+    def _compute(
+        self, given: dict[str, Any], num_rows: int, pieces: list[_Piece], index: torch.Tensor
+    ) -> Any:
+        """Return the results for some rows, and keep the states behind them."""
+        assert self._pool is not None
+        tensors = self._pool.tensors[self.spec.module_name]
+        kept = list(zip(self.spec.states, tensors, strict=True))
+        before = None
+        if pieces[0].source != NO_STATE:
+            sources = torch.tensor([piece.source for piece in pieces])
+            found = {state.function: states[sources] for state, states in kept}
+            before = {
+                state.function: found[state.function].long()
+                if state.holds_ids
+                else found[state.function]
+                for state, _ in kept
+            }
+        cache = StandInCache(before)
+        rows = {
+            name: value[0][index]
+            if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_rows)
+            else value
+            for name, value in given.items()
+        }
+        result = self._own(**rows | {CACHE: cache})
+        for state, states in kept:
+            after = cache.after[state.function]
+            for number, piece in enumerate(pieces):
+                states[piece.blocks] = after[number].to(states.dtype)
+        return result
+
+
+def _in_order(
+    parts: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], num_rows: int
+) -> torch.Tensor:
+    """Return `[1, rows, ...]` of results for `[pieces, rows of each, ...]`."""
+    first = parts[0]
+    out = first.new_empty(num_rows, *first.shape[2:])
+    for part, index in zip(parts, indices, strict=True):
+        out[index.flatten()] = part.flatten(0, 1)
+    return out.unsqueeze(0)

@@ -1,0 +1,94 @@
+"""Convolutions of torch that give a row the same bits beside any others.
+
+Each output of a convolution of channels is one chain of sums over its taps. One of groups of
+channels is a product of the rows in its reach by a packed matrix for each group.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from worker_proc.native.instructions import projection
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.rowwise import RowwiseFunctions
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Of rows by a matrix."""
+
+
+class RowConvolutions(RowwiseFunctions):
+    """While it is entered, torch's elementwise functions and convolutions are computed by rows."""
+
+    def __init__(self, library: NativeLibrary | None) -> None:
+        super().__init__()
+        self._library = library
+        self._products: dict[int, list[Product]] = {}
+        """By the matrices of the groups of a weight, by its address."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.conv1d:
+            return self._convolve(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _convolve(  # noqa: PLR0917 (the signature is torch's)
+        self,
+        columns: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        """Return `[texts, outputs, places]` for `[texts, channels, columns]`."""
+        one_stride, before, apart = _single(stride), _single(padding), _single(dilation)
+        if one_stride != 1:
+            raise TypeError(f"a convolution with a stride of {one_stride}")
+        if before:
+            columns = functional.pad(columns, (before, before))
+        num_taps = weight.shape[2]
+        num_places = columns.shape[2] - apart * (num_taps - 1)
+        taps = [columns[..., tap * apart : tap * apart + num_places] for tap in range(num_taps)]
+        if weight.shape[1] == 1 and len(weight) == groups:
+            sums = torch.zeros(len(columns), groups, num_places)
+            if bias is not None:
+                sums += bias.float()[:, None]
+            for tap, factors in zip(taps, weight.float().unbind(2), strict=True):
+                sums += tap.float() * factors
+            return sums.to(columns.dtype)
+        rows = torch.stack(taps, dim=2).unflatten(1, (groups, -1))
+        rows = rows.permute(1, 0, 4, 2, 3).flatten(3)  # [groups, texts, places, inputs]
+        pairs = zip(rows.contiguous(), self._products_of(weight, groups), strict=True)
+        out = torch.cat([product(own) for own, product in pairs], dim=-1).transpose(1, 2)
+        return out if bias is None else out + bias[:, None]
+
+    def _products_of(self, weight: torch.Tensor, groups: int) -> list[Product]:
+        """Return the products by matrices of groups, `[outputs, channels of the group * taps]`."""
+        key = weight.data_ptr()
+        if key not in self._products:
+            matrices = weight.detach().flatten(1).chunk(groups)
+            self._products[key] = [self._product(matrix.contiguous()) for matrix in matrices]
+        return self._products[key]
+
+    def _product(self, matrix: torch.Tensor) -> Product:
+        library = self._library
+        if library is None:
+            return lambda rows: functional.linear(rows, matrix)
+        packed = library.pack(matrix, None)
+        instruction = projection(packed)
+
+        def multiply(rows: torch.Tensor) -> torch.Tensor:
+            out = library.project(instruction, rows, packed.num_outputs)[:, : len(matrix)]
+            return out.reshape(*rows.shape[:-1], len(matrix))
+
+        return multiply
+
+
+def _single(value: Any) -> int:
+    """Return a number that torch takes alone, or as the only one of a tuple."""
+    [number] = value if isinstance(value, tuple | list) else [value]
+    return int(number)
