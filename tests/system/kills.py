@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.client import EngineClient
+from protocol.client import EngineClient, SyncStream
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
@@ -15,6 +15,7 @@ from tests.system.test_standby import pid_of, wait_for
 
 MAX_TOKENS = 500
 """Half a second of steps at least, so that a death comes before the end."""
+NUM_TRIES = 5
 Request = tuple[list[int], SamplingParams]
 PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
@@ -43,11 +44,24 @@ def tokens_over_kill(
     engine: Engine, client: EngineClient, requests: Sequence[Request], role: Role, rank: int
 ) -> list[list[int]]:
     """Return the tokens of streams during which a process dies, after the first one of each."""
-    streams = [client.submit(*request) for request in requests]
-    for stream in streams:
-        assert next(stream).finish_reason is None
-    os.kill(engine.pid(role, rank), signal.SIGKILL)
+    pid = engine.pid(role, rank)
+    streams = begin(client, requests)
+    os.kill(pid, signal.SIGKILL)
     return [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams]
+
+
+def begin(client: EngineClient, requests: Sequence[Request]) -> list[SyncStream]:
+    """Begin requests, and return their streams once each has had tokens, and none has ended.
+
+    On a busy machine a stream may end before another one is read: then all begin anew.
+    """
+    for _ in range(NUM_TRIES):
+        streams = [client.submit(*request) for request in requests]
+        if all(next(stream).finish_reason is None for stream in streams):
+            return streams
+        for stream in streams:
+            stream.result(LOAD_TIMEOUT_S)
+    raise AssertionError(f"some of the streams have ended at once, {NUM_TRIES} times")
 
 
 def check_tokens_after_kills(
@@ -71,9 +85,7 @@ def check_tokens_after_kills(
         assert len(set(map(tuple, alone))) == num_prompts
         for role in (Role.WORKER, Role.CORE):
             victim = wait_for(engine, role)
-            streams = [client.submit(*request) for request in zip(prompts, params, strict=True)]
-            for stream in streams:
-                assert next(stream).finish_reason is None
+            streams = begin(client, list(zip(prompts, params, strict=True)))
             os.kill(pid_of(victim), signal.SIGKILL)
             wait_for(engine, role, victim.epoch, LOAD_TIMEOUT_S)
             assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone

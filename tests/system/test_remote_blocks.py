@@ -34,6 +34,7 @@ from tests.system.test_offload import (
     PROMPTS,
     STAGES,
     Tokens,
+    begin_and_hold,
     damage,
     files_in,
     start,
@@ -147,9 +148,7 @@ class Streams:
         self.before = [await tokens_left(stream) for stream in streams]
         num_files = lost.num_ranks * NUM_THERE * (PROMPT_LEN // 16)
         await asyncio.to_thread(wait_for_files, lost.files, num_files)
-        self._streams = [self.client.submit(*one) for one in requests]
-        self.first = [(await anext(stream)).token_ids for stream in self._streams]
-        assert self.client.clients[0].num_open_requests == NUM_THERE
+        self._streams, self.first = await begin_and_hold(self.client, 0)
 
     async def end(self) -> None:
         """Read to the ends, and compare all tokens."""
