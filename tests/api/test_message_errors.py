@@ -89,7 +89,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "thinking": ({"thinking": {"type": "on"}}, "thinking.type"),
     "budget": ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     "effort": ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-    "task budget": ({"output_config": {"task_budget": {"total": 1}}}, "output_config"),
+    "task budget": (
+        {"output_config": {"task_budget": {"total": 1}}},
+        "output_config.task_budget",
+    ),
     "empty schema": (
         {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
         "output_config.format.schema",
