@@ -116,7 +116,7 @@ class InprocEngine:
         return self._control(ControlAction.SLEEP)
 
     def wake_up(self) -> bool:
-        """The same as `resume`."""
+        """End a sleep, or a pause, as `resume` does."""
         return self.resume()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -63,7 +63,7 @@ class ProcessEngine:
         return self._processes.run_dir
 
     async def start(self, timeout_s: float) -> ModelFacts:
-        """As `Engine.start`; EngineStartError: it has ended, or is not ready in time."""
+        """Start an engine of its own; EngineStartError: it has ended, or is not ready in time."""
         self._processes = EngineProcesses(self._config)
         recovery, parallel = self._config.recovery, self._config.parallel
         self._client = ReplicatedClient(

@@ -183,7 +183,7 @@ class HistoryReader:
 
     @property
     def resumed_inexactly(self) -> bool:
-        """As `RequestStream.resumed_inexactly`."""
+        """Whether an engine with another fingerprint has continued outputs of the one before."""
         return self._history.resumed_inexactly
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:

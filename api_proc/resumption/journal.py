@@ -41,7 +41,7 @@ BlockingIOError where another process has locked the directory."""
 
 
 class Threads(Protocol):
-    """As much of the module `threading` as a journal uses."""
+    """The part of the module `threading` that a journal uses."""
 
     def Condition(self) -> threading.Condition: ...
 

@@ -76,7 +76,7 @@ class TokenIdLists(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackedTokenIds(msgspec.Struct, frozen=True, tag=True):
-    """The same in four bytes per id."""
+    """The ids of each text, in four bytes per id."""
 
     lists: list[bytes]
 

@@ -281,9 +281,9 @@ class AsyncEngineClient:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AddRequest:
-        """As `submit`, for a receiver of the caller's; returns the request as it was accepted.
+        """Accept a request for a receiver of the caller's, as `submit` does for a stream.
 
-        For `adopt` it names the place of its KV blocks.
+        Returns the request as it was accepted. For `adopt` it names the place of its KV blocks.
         """
         add, body = self._check(prompt_token_ids, params, options)
         self._open.accept(add, body, receiver)

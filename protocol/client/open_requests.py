@@ -44,7 +44,7 @@ class Receiver(Protocol):
         """
 
     def stored_at(self, blocks_at: str) -> None:
-        """It was moved: from here on its KV blocks are read at this address."""
+        """The request was moved: from here on its KV blocks are read at this address."""
 
 
 class OpenRequests:
@@ -76,7 +76,7 @@ class OpenRequests:
             self._send(body)
 
     def adopt(self, add: AddRequest, receiver: Receiver, age_s: float) -> None:
-        """As `accept`, for a request that an earlier incarnation of this client accepted."""
+        """Enter a request that an earlier incarnation of this client accepted, and continue it."""
         if self._enter(add, receiver, age_s):
             self._resume(add.request_id)
 
@@ -172,9 +172,9 @@ class OpenRequests:
     # Fingerprints -------------------------------------------------------------------------------
 
     def follow(self, fingerprint: str) -> None:
-        """The same core has other facts, with which it continues what it has.
+        """Take in that the same core has other facts, with which it continues its requests.
 
-        What it could not continue with the facts before, it gets now if these are equal.
+        Those that it could not continue with the facts before, it gets now if these are equal.
         """
         if fingerprint == self.fingerprint:
             return

@@ -312,7 +312,10 @@ class ReplicatedClient:
         params: SamplingParams,
         **options: Unpack[RoutedOptions],
     ) -> AddRequest:
-        """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
+        """Accept a request for a receiver of the caller's, as `submit` does for a stream.
+
+        Returns the request as it was accepted.
+        """
         affinity = options.pop("affinity", "")
         accepted = cast(RequestOptions, options)
         if self._only is not None:

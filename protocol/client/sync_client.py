@@ -115,7 +115,7 @@ class EngineClient:
     def submit(
         self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> SyncStream:
-        """As `ReplicatedClient.submit`."""
+        """Accept a request, and return its stream; see `ReplicatedClient.submit`."""
 
         async def submit() -> RequestStream:
             return self._client.submit(prompt_token_ids, params, **options)
@@ -130,7 +130,7 @@ class EngineClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> "array[float]":
-        """As `ReplicatedClient.embed`; past `timeout_s` the request is aborted: TimeoutError."""
+        """Return the vector of a prompt; past `timeout_s` the request is aborted: TimeoutError."""
         work = self._client.embed(prompt_token_ids, pooling, **options)
         return self.run(work, timeout_s)
 

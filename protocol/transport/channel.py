@@ -248,7 +248,7 @@ class RouterChannel(_Channel):
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
     def listen(self, address: str, keys: ServerKeys) -> None:
-        """Also bind to a tcp address, where every connection is encrypted and has a known key.
+        """Bind to a tcp address, where every connection is encrypted and has a known key.
 
         There has to be a `ClientAuthenticator`. What was bound before stays as it was.
         """

@@ -13,7 +13,7 @@ import zmq
 
 
 class Clock(Protocol):
-    """As much of the module `time` as the loops use."""
+    """The part of the module `time` that the loops use."""
 
     def monotonic(self) -> float: ...
     def monotonic_ns(self) -> int: ...
@@ -22,7 +22,7 @@ class Clock(Protocol):
 
 
 class Poller(Protocol):
-    """As much of a `zmq.Poller` as the loops use."""
+    """The part of a `zmq.Poller` that the loops use."""
 
     def register(self, socket: Any, flags: int = ...) -> None: ...
     def unregister(self, socket: Any) -> None: ...
@@ -30,7 +30,7 @@ class Poller(Protocol):
 
 
 class SocketFactory(Protocol):
-    """As much of a `zmq.Context` as the loops use."""
+    """The part of a `zmq.Context` that the loops use."""
 
     def socket(self, socket_type: int) -> zmq.Socket[bytes]: ...
     def term(self) -> None: ...

@@ -27,7 +27,7 @@ from scripts.supervisor.system import System
 
 
 def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
-    """As `RunDir`; ConfigError: the system refuses it."""
+    """Take a run directory (see `RunDir`); ConfigError: the system refuses it."""
     try:
         return RunDir(path, is_temporary=is_temporary)
     except OSError as error:

@@ -63,7 +63,7 @@ def check_directories(config: EngineConfig, *, has_api: bool) -> None:
 
 
 def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> int:
-    """As configured; by default 1 where it costs little: a real model, one rank, the CPU."""
+    """Return the setting; by default 1 where it costs little: a real model, one rank, the CPU."""
     if config.recovery.standby_workers is not None:
         return config.recovery.standby_workers
     on_gpu = computes_on_gpu(config.model.device, gpu_nodes)

@@ -52,7 +52,7 @@ log = logging.getLogger("troika.zygote")
 
 
 class NotForkable(Exception):
-    """This process has other threads, which a fork would not copy."""
+    """The process cannot fork workers: it has other threads, which a fork would not copy."""
 
 
 class ForkedWorker(NamedTuple):
