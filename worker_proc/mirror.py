@@ -166,7 +166,19 @@ class Mirror:
         if expected is not None and step.step_id != expected:
             raise MirrorError(f"step_id {step.step_id} came instead of {expected}")
         self._next_step_id = step.step_id + 1
-        states: dict[int, int] = {}  # of preempted requests: by the last block, where the state is
+        self._take_copies(step, self._remove_left(step))
+        for new in step.scheduled_new_reqs:
+            self._append(new)
+        self._grow_tables(step)
+        self._take_draft_limits(step)
+        return self._schedule(step)
+
+    def _remove_left(self, step: SchedulerOutput) -> dict[int, int]:
+        """Remove the requests that have left.
+
+        Returns where the state of each preempted request is, by the last block of its table.
+        """
+        states: dict[int, int] = {}
         for field_name in ("preempted_req_ids", "finished_req_ids"):
             for req_id in getattr(step, field_name):
                 left = self.requests.pop(req_id, None)
@@ -178,10 +190,9 @@ class Mirror:
                     own_block = left.block_tables[-1][-1]
                     states[own_block] = left.state_block or own_block
                 self._draft_states.release(left)
-        self._take_copies(step, states)
-        for new in step.scheduled_new_reqs:
-            self._append(new)
-        self._grow_tables(step)
+        return states
+
+    def _take_draft_limits(self, step: SchedulerOutput) -> None:
         for req_id, limit in step.draft_limits.items():
             if req_id not in self.requests:
                 raise MirrorError(f"draft_limits names {req_id}, which is not mirrored")
@@ -191,7 +202,6 @@ class Mirror:
                     f" more than num_speculative_tokens {self._num_speculative_tokens}"
                 )
             self.requests[req_id].draft_limit = limit
-        return self._schedule(step)
 
     def move_on(self, step: SchedulerOutput) -> bool:
         """Apply a step that computes one token of each request and brings nothing but new blocks.
@@ -260,6 +270,16 @@ class Mirror:
             if next(tokens, None) is not None:
                 raise MirrorError("more tokens were sampled than requests sample")
             return
+        self._append_verified(scheduled, sampled_token_ids, num_sampled_tokens)
+
+    def _append_verified(
+        self,
+        scheduled: list[ScheduledRequest],
+        sampled_token_ids: list[int],
+        num_sampled_tokens: Sequence[int],
+    ) -> None:
+        """Append the sampled tokens of each part, and uncount the drafts that were wrong."""
+        tokens = iter(sampled_token_ids)
         sampling = [part for part in scheduled if part.samples]
         if len(num_sampled_tokens) != len(sampling):
             raise MirrorError(

@@ -203,21 +203,7 @@ class NullRunner:
             self._clock.sleep(delay_s)
         failpoint("worker.mid_step")
         sampling = [part for part in scheduled if part.samples]
-        requests = [part.request for part in sampling]
-        num_sampled: list[int] = []
-        if self._num_speculative_tokens:
-            rows = [token_id for part in sampling for token_id in self._sample_rows(part)]
-            num_sampled, valid = count_valid(sampling, rows)
-            sampled = [rows[row] for row in valid]
-            pairs = zip(requests, num_sampled, strict=True)
-            requests = [request for request, count in pairs for _ in range(count)]
-        else:
-            sampled = [self._sample_one(request) for request in requests]
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for request, token_id in zip(requests, sampled, strict=True):
-            if (num_top := request.sampling_params.logprobs) is not None:
-                entries = logprobs.setdefault(request.req_id, [])
-                entries.append(self._logprobs(token_id, num_top))
+        sampled, num_sampled, logprobs = self._sample(sampling)
         prompt_logprobs = [
             self._prompt_logprobs(part, num_top)
             for part in scheduled
@@ -244,6 +230,27 @@ class NullRunner:
             errors,
             pooled,
         )
+
+    def _sample(
+        self, sampling: Sequence[ScheduledRequest]
+    ) -> tuple[list[int], list[int], dict[int, list[TokenLogprobs]]]:
+        """Return tokens, how many of them each part has (empty: one), and their logprobs."""
+        requests = [part.request for part in sampling]
+        num_sampled: list[int] = []
+        if self._num_speculative_tokens:
+            rows = [token_id for part in sampling for token_id in self._sample_rows(part)]
+            num_sampled, valid = count_valid(sampling, rows)
+            sampled = [rows[row] for row in valid]
+            pairs = zip(requests, num_sampled, strict=True)
+            requests = [request for request, count in pairs for _ in range(count)]
+        else:
+            sampled = [self._sample_one(request) for request in requests]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for request, token_id in zip(requests, sampled, strict=True):
+            if (num_top := request.sampling_params.logprobs) is not None:
+                entries = logprobs.setdefault(request.req_id, [])
+                entries.append(self._logprobs(token_id, num_top))
+        return sampled, num_sampled, logprobs
 
     def _sample_rows(self, part: ScheduledRequest) -> list[int]:
         """Sample a row for the last known token and one for each draft, as a model would."""

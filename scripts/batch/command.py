@@ -34,6 +34,36 @@ def main(
     argv: Sequence[str] | None = None, program: str = "python -m scripts.batch.command"
 ) -> int:
     """Answer the lines of a file. Returns 0 when all of them have an answer."""
+    parser = _make_parser(program)
+    argv = sys.argv[1:] if argv is None else argv
+    flags_given = argv[: argv.index("--")] if "--" in argv else argv
+    if {"-h", "--help"}.intersection(flags_given):  # without the many flags of an engine
+        parser.print_help()
+        return 0
+    settings.add_flags(parser)
+    config = settings.parse_args(parser, argv)
+    arguments = parser.parse_intermixed_args(argv)
+    _take_files(parser, arguments)
+    flags = [item.flag for item in settings.settings() if hasattr(arguments, item.name)]
+    if not min(arguments.concurrency, arguments.request_timeout_s, arguments.retry_timeout_s) > 0:
+        parser.error("--concurrency and the timeouts must be greater than 0")
+    if arguments.base_url is not None and flags:
+        parser.error(f"{flags[0]} has no effect with --base-url")
+    try:
+        return _run(arguments, config)
+    except (BatchError, ConfigError, EngineStartError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename} cannot be used: {error.strerror}"
+        print(f"{program}: {text}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: stopped; run the command again to continue", file=sys.stderr)
+        return 130
+
+
+def _make_parser(program: str) -> settings.OneLineParser:
+    """Return the parser of the command's own arguments."""
     parser = settings.OneLineParser(
         program,
         usage="%(prog)s IN.jsonl OUT.jsonl [flags]",
@@ -63,31 +93,7 @@ def main(
     ):
         about = f"{text} (default: {default:g})"
         parser.add_argument(flag, type=type(default), default=default, metavar="N", help=about)
-    argv = sys.argv[1:] if argv is None else argv
-    flags_given = argv[: argv.index("--")] if "--" in argv else argv
-    if {"-h", "--help"}.intersection(flags_given):  # without the many flags of an engine
-        parser.print_help()
-        return 0
-    settings.add_flags(parser)
-    config = settings.parse_args(parser, argv)
-    arguments = parser.parse_intermixed_args(argv)
-    _take_files(parser, arguments)
-    flags = [item.flag for item in settings.settings() if hasattr(arguments, item.name)]
-    if not min(arguments.concurrency, arguments.request_timeout_s, arguments.retry_timeout_s) > 0:
-        parser.error("--concurrency and the timeouts must be greater than 0")
-    if arguments.base_url is not None and flags:
-        parser.error(f"{flags[0]} has no effect with --base-url")
-    try:
-        return _run(arguments, config)
-    except (BatchError, ConfigError, EngineStartError, OSError) as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.filename is not None:
-            text = f"{error.filename} cannot be used: {error.strerror}"
-        print(f"{program}: {text}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{program}: stopped; run the command again to continue", file=sys.stderr)
-        return 130
+    return parser
 
 
 def _take_files(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -68,7 +68,6 @@ def probe_model(
     indexed_length = choose_all(model)
     for _, indexer in indexers_of(model):  # which the comparison with its own forward computes
         recorder.storages.add(indexer.parameters())
-    tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
     is_own = has_own_attention(model)
     with (
         recording(model, recorder, is_own=is_own),
@@ -76,21 +75,8 @@ def probe_model(
         torch.inference_mode(),
         recorder.storages,
     ):
-        try:
-            kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
-            options: dict[str, Any] = {"logits_to_keep": kept} if has_output_layer else {}
-            if is_own:
-                options["past_key_values"] = OwnCache(recorder.own_attention)
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
-        except UnsupportedModel as error:
-            raise UnsupportedModel(
-                f"the model type {config.model_type} is not supported: {error}"
-            ) from error
-        except Exception as error:
-            raise UnsupportedModel(
-                f"the model type {config.model_type} is not supported: its forward over one row of"
-                f" tokens with positions fails ({describe(error)})"
-            ) from error
+        cache = OwnCache(recorder.own_attention) if is_own else None
+        _run_forward(model, cache, has_output_layer=has_output_layer)
     layers = recorder.layers
     _check_directions(layers, config.model_type, has_output_layer=has_output_layer)
     num_reached = num_layers - _num_passed_over(model, num_layers, recorder.called)
@@ -115,6 +101,24 @@ def probe_model(
         indexed_length=indexed_length,
         row_shapes=recorder.row_shapes,
     )
+
+
+def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_layer: bool) -> None:
+    """Compute one packed row of tokens; UnsupportedModel: this fails."""
+    tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
+    kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
+    options: dict[str, Any] = {"logits_to_keep": kept} if has_output_layer else {}
+    if cache is not None:
+        options["past_key_values"] = cache
+    failed = f"the model type {model.config.model_type} is not supported"
+    try:
+        model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{failed}: {error}") from error
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{failed}: its forward over one row of tokens with positions fails ({describe(error)})"
+        ) from error
 
 
 def _num_outputs(model: nn.Module, counts: Mapping[nn.Module, int]) -> dict[str, int]:

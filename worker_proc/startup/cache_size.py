@@ -50,12 +50,8 @@ def choose_cache_size(
         available_bytes -= prepared.adapters.most_bytes
     if draft is not None:
         draft_layout = make_draft_layout(draft, config)
-        draft_backend = make_backend(draft, draft_layout, prepared.kernels)
-        draft_sampler = make_sampler(draft, prepared.kernels)
-        draft_bytes = available_cache_bytes(
-            draft, draft_backend, draft_layout, draft_sampler, config
-        )
         draft_block_bytes = block_bytes_of(draft, draft_layout)
+        draft_bytes = _available_to_draft(prepared, draft, draft_layout, config)
         available_bytes = min(available_bytes, draft_bytes)
         num_draft_model_states, num_bytes = _size_draft_model_states(
             draft, available_bytes, config, states, logs_sizes=logs_sizes
@@ -82,6 +78,16 @@ def choose_cache_size(
         num_state_blocks=states.num_blocks,
         num_draft_states=states.num_for_drafts,
         num_draft_model_states=num_draft_model_states,
+    )
+
+
+def _available_to_draft(
+    prepared: PreparedModel, draft: LoadedModel, layout: KVLayout, config: EngineConfig
+) -> int:
+    """Return the bytes for caches beside what the draft model needs to compute."""
+    backend = make_backend(draft, layout, prepared.kernels)
+    return available_cache_bytes(
+        draft, backend, layout, make_sampler(draft, prepared.kernels), config
     )
 
 
