@@ -1,15 +1,44 @@
 """Fixtures that several of the worker's tests share: checkpoints with outputs, and kernels."""
 
+import copy
 import shutil
+from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.parity import MAX_TOKENS, Serve, Served, generate, make_prompts
+from worker_proc.attention.probe import ProbedModel, probe_model
+from worker_proc.loading import inspection
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup import prepare
+
+_PROBED: dict[tuple[type, str], ProbedModel] = {}
+"""What was found of the configurations that this process has loaded."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _probe_once() -> Iterator[None]:
+    """Probe each configuration once: most checkpoints have the same few ones.
+
+    A refusal is not kept, nor what another function than the usual one has found.
+    """
+    probe = inspection._probe
+
+    def look_up(directory: str, config: PretrainedConfig) -> ProbedModel:
+        if inspection.probe_model is not probe_model:
+            return probe(directory, config)
+        key = (type(config), config.to_json_string(use_diff=False))
+        if key not in _PROBED:
+            _PROBED[key] = probe(directory, config)
+        return copy.deepcopy(_PROBED[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspection, "_probe", look_up)
+        yield
 
 
 @pytest.fixture(autouse=True)
