@@ -1,8 +1,7 @@
 """Where a program can be cut: at the boundaries of layers, and around their projections.
 
 A hook is called between two native calls. It reads and writes rows in place: what a projection
-takes, and what it has made or will make. An adapter adds to the outputs; a rank that holds a part
-of a matrix exchanges them with the others.
+takes, and what it has made or will make.
 """
 
 import enum

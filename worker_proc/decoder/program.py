@@ -137,8 +137,14 @@ class ProgramWriter:
         self,
         points: Collection[HookPoint],
         sites: Mapping[tuple[int, Projection], tuple[int, Site]] | None = None,
+        *,
+        adds_ranks: bool = False,
     ) -> None:
-        """Take hooks, and the numbered sites of projections by layer, for steps with adapters."""
+        """Take hooks, and the numbered sites of projections by layer, for steps with adapters.
+
+        With `adds_ranks` a layer is one rank's part: what is added to the residual are the sums of
+        all ranks.
+        """
         self.instructions: list[Instruction] = []
         self.boundaries: list[int] = []
         """The first instruction of each layer."""
@@ -147,6 +153,7 @@ class ProgramWriter:
         self.cuts: list[Cut] = []
         self._points = points
         self._sites = sites or {}
+        self._adds_ranks = adds_ranks
         self._first_of_kept: int | None = None
         """The first instruction that computes the rows that get logits, no others."""
         self._coded = HIDDEN
@@ -299,7 +306,7 @@ class ProgramWriter:
         norm: FusedRMSNorm | None,
     ) -> None:
         """Project back to the residual and add to it, with a norm between or without."""
-        if norm is None and not self._is_hooked(name, When.AFTER):
+        if norm is None and not self._adds_ranks and not self._is_hooked(name, When.AFTER):
             adding = {"epilogue": Epilogue.ADD_TO, "factor": layer.residual_factor}
             instruction = projection(weight, source=inputs.buffer, target=HIDDEN, **adding)
             self._project(instruction, weight, inputs, {name: _NOWHERE})
@@ -311,6 +318,9 @@ class ProgramWriter:
 
     def _add_projected(self, layer: DecoderLayer, norm: FusedRMSNorm | None) -> None:
         """Add what is projected to the residual, with a norm before or without."""
+        if self._adds_ranks:
+            add = Instruction(kind=Kind.ADD_RANKS, target=PROJECTED, size=layer.hidden_size)
+            self.instructions.append(add)
         if norm is not None:
             normalize = _norm(norm, PROJECTED, PROJECTED)
             normalize.joins_next = True

@@ -20,9 +20,10 @@ from worker_proc.decoder.buffers import Buffers
 from worker_proc.decoder.hooks import Hook, HookPoint, Projection
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
 from worker_proc.decoder.program import GATES, Program, ProgramWriter, hooked_projections
+from worker_proc.decoder.ranks import Ranks
 from worker_proc.loading.layer_executor import Angles, Stack
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.native.structures import RunArgs
+from worker_proc.native.structures import ProgramArgs, RunArgs
 
 
 class NativeExecutor:
@@ -70,11 +71,18 @@ class DecoderStack:
         self._rows: StepRows | None = None
         self.sites: Mapping[tuple[int, Projection], tuple[int, Site]] = {}
         """The numbered sites of projections that take adapters, by layer."""
+        self.ranks: Ranks | None = None
+        """The ranks that have the other parts of the layers."""
         self._clear()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row that passes from layer to layer."""
+        return self._hidden_size * self.dtype.itemsize
 
     @property
     def has_hooks(self) -> bool:
@@ -105,6 +113,18 @@ class DecoderStack:
         """Add the products of adapters at these sites, in all later steps that have some."""
         self._rows, self.sites = rows, sites
         self._clear()
+
+    def take_ranks(self, ranks: Ranks) -> None:
+        """Add up the rows of all ranks behind each attention and MLP, in all later steps."""
+        self.ranks = ranks
+        self._clear()
+
+    def execute(self, program: ProgramArgs, run: RunArgs) -> None:
+        """Execute a program of this stack's layers."""
+        if self.ranks is None:
+            self.library.execute(program, run)
+        else:
+            self.ranks.execute(program, run)
 
     @property
     def adaptation(self) -> int | None:
@@ -146,7 +166,7 @@ class DecoderStack:
             num_rows=len(rows),
         )
         for segment in program.segments(layers):
-            self.library.execute(segment.args, run)
+            self.execute(segment.args, run)
             for cut in segment.cuts:
                 inputs = self.buffers.view(cut.inputs, len(rows))
                 self._hooks[cut.point](inputs, self.buffers.view(cut.outputs, len(rows)))
@@ -172,7 +192,9 @@ class DecoderStack:
         key = (*map(id, paged), *kinds)
         program = self._programs.get(is_adapted)
         if program is None or program.key != key:
-            writer = ProgramWriter(self._hooks.keys(), self.sites if is_adapted else None)
+            sites = self.sites if is_adapted else None
+            adds_ranks = self.ranks is not None
+            writer = ProgramWriter(self._hooks.keys(), sites, adds_ranks=adds_ranks)
             for layer, settings, kind, (cosine, _) in zip(
                 self.layers, self.settings, kinds, angles, strict=True
             ):

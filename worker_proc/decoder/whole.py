@@ -59,6 +59,8 @@ class Ends(NamedTuple):
     """The kind of each layer."""
     norm: FusedRMSNorm
     head: NativeLinear
+    is_divided: bool
+    """Whether the head gives the logits of some tokens, and other ranks those of the others."""
     edit: LogitEdit
 
 
@@ -123,12 +125,14 @@ class WholeModel:
             positions.data_ptr(),
             kept.data_ptr(),
             stack.adaptation,
-            len(token_ids),
-            len(kept),
+            num_rows=len(token_ids),
+            num_kept=len(kept),
         )
         program = self._present_program(is_adapted=stack.adaptation is not None)
-        stack.library.execute(program.all_instructions, run)
+        stack.execute(program.all_instructions, run)
         logits = logits[:, : ends.head.out_features]
+        if ends.is_divided and stack.ranks is not None:
+            logits = stack.ranks.gather(logits)
         ends.edit.apply(logits)
         return logits
 
@@ -148,11 +152,13 @@ class WholeModel:
         key = tuple(map(id, paged))
         program = self._programs.get(is_adapted)
         if program is None or program.key != key:
-            writer = ProgramWriter((), stack.sites if is_adapted else None)
+            has_ranks = stack.ranks is not None
+            writer = ProgramWriter((), stack.sites if is_adapted else None, adds_ranks=has_ranks)
             writer.add_embedding(ends.table, ends.num_tokens, ends.factor)
             for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
-                # Adapters have their rows by number, as they are before others are dropped.
-                keeps = layer is stack.layers[-1] and not is_adapted
+                # Adapters have their rows by number, as they are before others are dropped. Ranks
+                # add up the rows that they would with modules, which one of them may use.
+                keeps = layer is stack.layers[-1] and not is_adapted and not has_ranks
                 writer.add_layer(layer, settings, kind, ends.angles[kind].cosines, keeps=keeps)
             writer.add_logits(ends.norm, ends.head.packed)
             is_bf16 = stack.dtype == torch.bfloat16
@@ -229,6 +235,7 @@ def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:
         kinds,
         norm,
         head,
+        head.out_features < loaded.vocab_size,
         edit,
     )
 

@@ -30,7 +30,7 @@ SOURCES = (
 )
 HEADERS = (
     *("attention.h", "attention_pairs.h", "channel_scan.h", "choice.h", "coded_kv.h"),
-    *("coded_rows.h", "compact_weights.h", "edits.h", "exact_sums.h", "experts.h"),
+    *("coded_rows.h", "compact_weights.h", "edits.h", "exact_sums.h", "exchange.h", "experts.h"),
     *("float_products.h", "grouped_codes.h", "latent_attention.h", "low_rank.h", "pointwise.h"),
     *("product_inputs.h", "products.h", "recurrence.h", "sections.h", "selective_scan.h"),
     *("step.h", "team.h", "text_attention.h", "vec.h", "weights.h"),

@@ -6,6 +6,7 @@
 
 #include "attention_pairs.h"
 #include "coded_rows.h"
+#include "exchange.h"
 #include "experts.h"
 #include "grouped_codes.h"
 #include "low_rank.h"
@@ -34,6 +35,7 @@ enum Kind : int32_t {
   kPermute,
   kShrink,
   kExpand,
+  kAddRanks,
 };
 
 enum Epilogue : int32_t {
@@ -102,6 +104,7 @@ struct Run {
   // tables of angles, and the rows that get logits. Else they are null.
   const int64_t *tokens, *positions, *kept;
   const Adaptation* adaptation;  // of a program that adapts
+  Exchange* exchange;            // of a program in which ranks add up rows
   int32_t num_rows, num_kept;
 };
 }
@@ -138,6 +141,7 @@ class Executor {
       case kPermute: return permute(i);
       case kShrink: return shrink(i);
       case kExpand: return expand(i);
+      case kAddRanks: return add_ranks(i);
     }
   }
 
@@ -477,6 +481,38 @@ class Executor {
         accumulate(row(i.target, r) + d, load(row(i.source, r) + d), i.factor);
   }
 
+  // target = the sums of all ranks' rows, of a slot's bytes at once. If a rank is missing, it ends
+  // early, and goes on when it is executed again.
+  void add_ranks(const Instruction& i) {
+    Exchange& exchange = *run_.exchange;
+    const int64_t row_bytes = i.size * static_cast<int64_t>(sizeof(T));
+    const int64_t stride = run_.buffers[i.target].stride, count = num_rows(i);
+    const int64_t most = exchange.slot_bytes / row_bytes;
+    for (int64_t first = exchange.num_summed; first < count; first += most) {
+      uint8_t* const data = reinterpret_cast<uint8_t*>(row(i.target, first));
+      const ExchangedRows rows{data, std::min(count - first, most), row_bytes, stride};
+      const int64_t own_first = team_.first(rows.num_rows), own_last = team_.last(rows.num_rows);
+      // All threads read this before the barrier, and the first one changes it behind it.
+      const bool is_published = exchange.is_published;
+      const int64_t sequence = exchange.sequence + !is_published;
+      if (!is_published) copy_to_slot(exchange, rows, sequence, own_first, own_last);
+      team_.barrier();
+      if (team_.id == 0) await_all(exchange, sequence, first, is_published);
+      team_.barrier();
+      if (exchange.missing != kAllPublished) return;
+      for (int64_t r = own_first; r < own_last; r++) add_row<T>(exchange, rows, sequence, r);
+    }
+  }
+
+  // Publishes what is in the slot, unless that was done, and waits for the other ranks.
+  static void await_all(Exchange& exchange, int64_t sequence, int64_t first, bool is_published) {
+    exchange.sequence = sequence;
+    if (!is_published) publish(exchange, sequence);
+    exchange.missing = await_ranks(exchange, sequence, exchange.wait_ns);
+    exchange.is_published = exchange.missing != kAllPublished;
+    exchange.num_summed = exchange.is_published ? static_cast<int32_t>(first) : 0;
+  }
+
   // target = f(gate) * up, as kActivate computes it, of what kSplit has stored in source
   void gate(const Instruction& i) {
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
@@ -597,24 +633,33 @@ bool is_for_one_thread(const Program& program, const Run& run) {
   return work < kBriefWork;
 }
 
+// Returns the number of the instruction at which it has stopped, since a rank is missing; else that
+// of all instructions.
 template <typename T>
-void execute_all(const Program& program, const Run& run) {
+int32_t execute_all(const Program& program, const Run& run) {
   Crew crew;
+  int32_t num_done = program.num_instructions;
 #pragma omp parallel if (!is_for_one_thread(program, run))
   {
     Team team(crew, omp_get_thread_num(), omp_get_num_threads());
     Executor<T> executor(run, team);
     for (int32_t i = 0; i < program.num_instructions; i++) {
-      executor.execute(program.instructions[i]);
-      if (!program.instructions[i].joins_next) team.barrier();
+      const Instruction& instruction = program.instructions[i];
+      executor.execute(instruction);
+      if (instruction.kind == kAddRanks && run.exchange->missing != kAllPublished) {
+        if (team.id == 0) num_done = i;
+        break;
+      }
+      if (!instruction.joins_next) team.barrier();
     }
   }
+  return num_done;
 }
 
 }  // namespace
 
-extern "C" void troika_execute(const Program* program, const Run* run) {
-  (program->is_bf16 ? execute_all<Bf16> : execute_all<float>)(*program, *run);
+extern "C" int32_t troika_execute(const Program* program, const Run* run) {
+  return (program->is_bf16 ? execute_all<Bf16> : execute_all<float>)(*program, *run);
 }
 
 // One projection outside of a program: `rows` and `out` are its only buffers, and `codes` of the

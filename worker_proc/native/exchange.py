@@ -12,18 +12,19 @@ ALL_PUBLISHED = -1
 
 
 class ExchangeArgs(ctypes.Structure):
-    """`Exchange` in exchange.cpp."""
+    """`Exchange` in exchange.h."""
 
     _fields_ = (
         ("memory", _POINTER),
         ("rank", _INT),
         ("num_ranks", _INT),
-        ("slot_bytes", _LONG),
+        *((name, _LONG) for name in ("slot_bytes", "sequence", "wait_ns")),
+        *((name, _INT) for name in ("missing", "num_summed", "is_published")),
     )
 
 
 class _RowsArgs(ctypes.Structure):
-    """`ExchangedRows` in exchange.cpp."""
+    """`ExchangedRows` in exchange.h."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -34,7 +35,7 @@ class _RowsArgs(ctypes.Structure):
 
 
 def exchange_bytes(num_ranks: int, slot_bytes: int) -> int:
-    """Return the bytes of shared memory that an exchange needs, as in exchange.cpp."""
+    """Return the bytes of shared memory that an exchange needs, as in exchange.h."""
     line_bytes = 128
     return (1 + num_ranks) * line_bytes + 2 * num_ranks * slot_bytes
 
@@ -46,7 +47,7 @@ class NativeExchange:
         """Take memory that is shared with the other ranks, and was zeroed once."""
         rows = ctypes.POINTER(_RowsArgs)
         exchange = ctypes.POINTER(ExchangeArgs)
-        self._args = args
+        self.args = args
         self._publish = _bind(library.troika_publish, None, exchange, rows, _LONG)
         self._await = _bind(library.troika_await_ranks, _INT, exchange, _LONG, _LONG)
         self._add = _bind(library.troika_add_ranks, None, exchange, rows, _LONG, _INT)
@@ -54,25 +55,25 @@ class NativeExchange:
 
     def publish(self, rows: torch.Tensor, sequence: int) -> None:
         """Give the other ranks some rows, of at most a slot's bytes."""
-        self._publish(ctypes.byref(self._args), _rows_args(rows), sequence)
+        self._publish(ctypes.byref(self.args), _rows_args(rows), sequence)
 
     def wait(self, sequence: int, timeout_ns: int) -> int:
         """Wait until all ranks have published a number.
 
         Returns ALL_PUBLISHED, or after the timeout a rank that is missing.
         """
-        found: int = self._await(ctypes.byref(self._args), sequence, timeout_ns)
+        found: int = self._await(ctypes.byref(self.args), sequence, timeout_ns)
         return found
 
     def add(self, rows: torch.Tensor, sequence: int) -> None:
         """Replace rows of float32 or bfloat16 by the sums of all ranks'."""
         assert rows.dtype in (torch.float32, torch.bfloat16)
         is_bf16 = rows.dtype == torch.bfloat16
-        self._add(ctypes.byref(self._args), _rows_args(rows), sequence, is_bf16)
+        self._add(ctypes.byref(self.args), _rows_args(rows), sequence, is_bf16)
 
     def gather(self, rows: torch.Tensor, sequence: int, out: torch.Tensor) -> None:
         """Write all ranks' rows side by side to a dense tensor."""
-        self._gather(ctypes.byref(self._args), _rows_args(rows), sequence, out.data_ptr())
+        self._gather(ctypes.byref(self.args), _rows_args(rows), sequence, out.data_ptr())
 
 
 def _bind(function: Any, result: Any, *arguments: Any) -> Any:

@@ -116,6 +116,7 @@ class NativeLibrary:
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, None
         self._library.troika_floats_are_faster.restype = _INT
+        self._library.troika_execute.restype = _INT
         if uses_tiles:
             self._library.troika_enable_tiles()
         if uses_floats is None:
@@ -427,9 +428,13 @@ class NativeLibrary:
         )
         return bool(is_finite.value)
 
-    def execute(self, program: ProgramArgs, run: RunArgs) -> None:
-        """Execute a program over one step."""
-        self._library.troika_execute(ctypes.byref(program), ctypes.byref(run))
+    def execute(self, program: ProgramArgs, run: RunArgs) -> int:
+        """Execute a program over one step, and return how many of its instructions are done.
+
+        It stops early only where another rank is missing.
+        """
+        num_done: int = self._library.troika_execute(ctypes.byref(program), ctypes.byref(run))
+        return num_done
 
     def sample(
         self, logits: torch.Tensor, orders: bytes, edits: bytes, masks: torch.Tensor | None

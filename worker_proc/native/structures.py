@@ -40,6 +40,7 @@ class Kind(enum.IntEnum):
     PERMUTE = 14
     SHRINK = 15
     EXPAND = 16
+    ADD_RANKS = 17
 
 
 class Rotation(enum.IntEnum):
@@ -129,12 +130,17 @@ class ProgramArgs(ctypes.Structure):
 
     _fields_ = (("instructions", _POINTER), *_fields("num_instructions is_bf16", _INT))
 
+    def after(self, num_done: int) -> "ProgramArgs":
+        """Return what is left of a program when its first instructions are done."""
+        address = self.instructions + num_done * ctypes.sizeof(Instruction)
+        return ProgramArgs(address, self.num_instructions - num_done, self.is_bf16)
+
 
 class RunArgs(ctypes.Structure):
     """`Run` of decoder.cpp."""
 
     _fields_ = (
-        *_fields("buffers steps cosines sines tokens positions kept adaptation", _POINTER),
+        *_fields("buffers steps cosines sines tokens positions kept adaptation exchange", _POINTER),
         *_fields("num_rows num_kept", _INT),
     )
 

@@ -1,14 +1,11 @@
 """Lets the layers of a divided model add up what the ranks have computed."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from worker_proc.decoder.hooks import HookPoint, Projection, When
-from worker_proc.decoder.program import hooked_projections
 from worker_proc.decoder.stack import DecoderStack
 from worker_proc.loading.layer_executor import Stack
 from worker_proc.loading.loader import LoadedModel
@@ -27,12 +24,8 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
     if head is not None and is_divided(head, loaded.vocab_size):
         head.register_forward_hook(partial(_gather, exchange))
     if isinstance(stack, DecoderStack):
-        points = [
-            HookPoint(index, projection, When.AFTER)
-            for index in range(stack.num_layers)
-            for projection in (Projection.OUT, Projection.DOWN)
-        ]
-        stack.set_hooks(dict.fromkeys(points, lambda _, outputs: exchange.add(outputs)))
+        exchange.check_row(stack.row_bytes)
+        stack.take_ranks(exchange)
         return
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
@@ -54,8 +47,3 @@ def _gather(
 ) -> torch.Tensor:
     num_tokens = exchange.num_ranks * output.shape[-1]
     return exchange.gather(output.flatten(0, -2)).view(*output.shape[:-1], num_tokens)
-
-
-def can_connect(layers: Sequence[Any]) -> bool:
-    """Return whether the native decoder can stop behind every attention and MLP of its layers."""
-    return all(Projection.DOWN in hooked_projections(layer) for layer in layers)

@@ -14,6 +14,7 @@ import torch
 
 from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_bytes
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import ProgramArgs, RunArgs
 from worker_proc.parallel.adoption import SLICE_NS, Adoption
 from worker_proc.parallel.share import Share
 
@@ -45,7 +46,6 @@ class RankExchange:
         self._label = f"sums-{self._first_rank}-"
         self._memory: mmap.mmap | None = None
         self._native: NativeExchange | None = None
-        self._sequence = 0
 
     def on_wait(self, report: Callable[[], None]) -> None:
         """Have `report` called several times a second while this rank waits for another one."""
@@ -69,7 +69,26 @@ class RankExchange:
         native = self._joined()
         for part in self._parts(rows):
             self._exchange(native, part)
-            native.add(part, self._sequence)
+            native.add(part, native.args.sequence)
+
+    def check_row(self, row_bytes: int) -> None:
+        """Raise ValueError if the ranks cannot exchange rows of this size."""
+        if row_bytes > self._slot_bytes:
+            raise ValueError(f"a row of {row_bytes} bytes exceeds a slot of {self._slot_bytes}")
+
+    def execute(self, program: ProgramArgs, run: RunArgs) -> None:
+        """Execute a program of the native decoder that adds up rows of all ranks; raises as `add`.
+
+        Where another rank is missing, the program stops after a slice of time, and goes on there.
+        """
+        native = self._joined()
+        run.exchange = ctypes.addressof(native.args)
+        stopped_at, deadline = -1, 0.0
+        while (num_done := self._library.execute(program, run)) < program.num_instructions:
+            if stopped_at != native.args.sequence:
+                stopped_at, deadline = native.args.sequence, self._adoption.deadline
+            self._check(native.args.missing, deadline)
+            program = program.after(num_done)
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
         """Return the columns of all ranks, `[T, num_ranks * width]`, in the order of the ranks."""
@@ -79,7 +98,7 @@ class RankExchange:
         first = 0
         for part in self._parts(columns):
             self._exchange(native, part)
-            native.gather(part, self._sequence, out[first:])
+            native.gather(part, native.args.sequence, out[first:])
             first += len(part)
         return out
 
@@ -97,20 +116,22 @@ class RankExchange:
     def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield consecutive rows that fit into a slot."""
         row_bytes = rows.shape[1] * rows.element_size()
-        if row_bytes > self._slot_bytes:
-            raise ValueError(f"a row of {row_bytes} bytes exceeds a slot of {self._slot_bytes}")
+        self.check_row(row_bytes)
         yield from rows.split(self._slot_bytes // row_bytes)
 
     def _exchange(self, native: NativeExchange, rows: torch.Tensor) -> None:
-        self._sequence += 1
-        native.publish(rows, self._sequence)
+        native.args.sequence += 1
+        native.publish(rows, native.args.sequence)
         self._await_all(native, self._adoption.deadline)
 
     def _await_all(self, native: NativeExchange, deadline: float) -> None:
-        while (found := native.wait(self._sequence, SLICE_NS)) != ALL_PUBLISHED:
-            self._adoption.check(
-                deadline, f"rank {self._first_rank + found} has not computed its part"
-            )
+        while (found := native.wait(native.args.sequence, SLICE_NS)) != ALL_PUBLISHED:
+            self._check(found, deadline)
+
+    def _check(self, missing: int, deadline: float) -> None:
+        self._adoption.check(
+            deadline, f"rank {self._first_rank + missing} has not computed its part"
+        )
 
     def _joined(self) -> NativeExchange:
         if self._native is None:
@@ -128,8 +149,9 @@ class RankExchange:
             )
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             native = self._library.exchange(address, self.rank, self.num_ranks, self._slot_bytes)
-            self._sequence = 1
-            native.publish(torch.empty(0, 1), self._sequence)
+            native.args.wait_ns = SLICE_NS
+            native.args.sequence = 1
+            native.publish(torch.empty(0, 1), native.args.sequence)
             self._await_all(native, deadline)
         finally:
             if is_first:

@@ -14,7 +14,6 @@ from worker_proc.decoder.install import (
     decoding,
     find_settings,
     is_whole_exact,
-    read_layers,
     uninstall,
 )
 from worker_proc.decoder.layers import LayerSettings
@@ -23,7 +22,6 @@ from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
-from worker_proc.parallel.connect import can_connect
 from worker_proc.parallel.stages import check_rows
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
@@ -78,7 +76,7 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, plain, plain_layout)
     settings: list[LayerSettings] = []
-    if config.worker.native_decoder is NativeDecoder.AUTO and _can_decode(prepared, config):
+    if config.worker.native_decoder is NativeDecoder.AUTO and _can_decode(prepared):
         settings = find_settings(prepared, plain, plain_layout, stepwise)
     if layout.format is not KVFormat.PLAIN:
         stepwise = check_codes(loaded, plain, backend, layout)
@@ -113,15 +111,9 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     )
 
 
-def _can_decode(prepared: PreparedModel, config: EngineConfig) -> bool:
+def _can_decode(prepared: PreparedModel) -> bool:
     """Return whether the layers can be computed apart from their modules."""
-    executor, loaded = prepared.executor, prepared.loaded
-    if loaded.has_states or executor is None:
-        return False
-    if config.parallel.tensor_parallel_size == 1:
-        return True
-    layers = read_layers(executor, loaded)
-    return layers is not None and can_connect(layers)
+    return prepared.executor is not None and not prepared.loaded.has_states
 
 
 def _calibrate_draft(

@@ -1,0 +1,17 @@
+"""What the decoder of a rank needs of the others, which have other parts of the same layers."""
+
+from typing import Protocol
+
+import torch
+
+from worker_proc.native.structures import ProgramArgs, RunArgs
+
+
+class Ranks(Protocol):
+    """All ranks of a model, as one of them sees them; each makes the same calls."""
+
+    def execute(self, program: ProgramArgs, run: RunArgs) -> None:
+        """Execute a program in which the ranks add up rows."""
+
+    def gather(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the columns of all ranks side by side."""
