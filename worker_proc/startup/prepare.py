@@ -326,7 +326,7 @@ def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
     """Let modules on the CPU give a row the same bits in every step, whose own code has gates.
 
     These are those of attention, and those around linear layers, such as hyper-connections. Rows
-    of mixtures are gated by themselves.
+    of mixtures are gated by themselves, and a whole model's scores do not come of its own code.
     """
     for one in filter(None, models):
         if one.device.type != "cpu":
@@ -336,7 +336,8 @@ def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
         for module in one.model.modules():
             is_taken = {"paged_layer", "recurrent_layer", "forward"}.intersection(module.__dict__)
             kinds = {type(child) for child in module.children()}
-            if not is_taken and nn.Linear in kinds and not hasattr(module, "experts"):
+            is_other = module is one.model or hasattr(module, "experts")
+            if not is_taken and not is_other and nn.Linear in kinds:
                 compute_rowwise(module)
 
 
