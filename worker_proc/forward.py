@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from worker_proc.attention.interface import AttentionBackend, PagedLayer
+from worker_proc.attention.interface import AttentionBackend, LayersInTurn, PagedLayer
 from worker_proc.cuda.device import uses_triton
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import KVLayout
@@ -40,6 +40,7 @@ def attach_cache(
         for number, group in enumerate(layout.groups)
         for tensors, index in zip(pool.tensors, group.layers, strict=False)
     }
+    attached: dict[str, list[PagedLayer]] = {}
     for index, layer in enumerate(loaded.layers):
         source = layer.spec.kv_source
         number, tensors = places[index if source is None else source]
@@ -48,8 +49,15 @@ def attach_cache(
             sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
         biases = None if layer.biases is None else loaded.model.get_buffer(layer.biases)
         paged = PagedLayer(layer.spec, tensors, backend, number, sinks, biases, layer.bias_origin)
+        attached.setdefault(layer.module_name, []).append(paged)
+    in_turn: list[LayersInTurn] = []
+    for name, own in attached.items():
+        if len(own) > 1:
+            in_turn.append(LayersInTurn(own))
         # Not by setattr: the layer is not a submodule and owns no parameter.
-        loaded.model.get_submodule(layer.module_name).__dict__["paged_layer"] = paged
+        attention = loaded.model.get_submodule(name)
+        attention.__dict__["paged_layer"] = own[0] if len(own) == 1 else in_turn[-1]
+    loaded.model.__dict__["layers_in_turn"] = in_turn
     if layout.has_states:
         number = num_state_blocks or num_blocks
         states = StatePool(
@@ -82,6 +90,8 @@ def compute_logits(
     Of a model without output layer these are hidden states.
     """
     backend.begin_step(inputs)
+    for layers in model.__dict__.get("layers_in_turn", ()):
+        layers.begin_step()
     states = state_pool_of(model)
     if states is not None:
         states.begin_step(inputs)

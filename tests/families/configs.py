@@ -152,6 +152,8 @@ TYPES = (
     *("qwen2_moe", "seed_oss", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
     # whose code differs more from that of others
     *("dbrx", "longcat_flash", "openai-gpt"),
+    # whose modules attend several times
+    *("diffllama", "hrm_text"),
     # with indexers
     *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     # with towers

@@ -11,6 +11,7 @@ from transformers import (
     BailingHybridConfig,
     BloomConfig,
     DeepseekV3Config,
+    DiffLlamaConfig,
     FalconH1Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -20,6 +21,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteSWAConfig,
+    HrmTextConfig,
     HYV4Config,
     KimiLinearConfig,
     Lfm2Config,
@@ -195,6 +197,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
         n_head=4,
         n_positions=512,
         activation_function="gelu_pytorch_tanh",
+    ),
+    "diffllama": DiffLlamaConfig(**ODD_SIZES),
+    "hrm_text": HrmTextConfig(
+        **{key: value for key, value in ODD_SIZES.items() if key != "num_key_value_heads"},
+        **{"H_cycles": 2, "L_cycles": 1, "pad_token_id": 0},
     ),
     "qwen3_5": Qwen3_5TextConfig(
         **ODD_SIZES,

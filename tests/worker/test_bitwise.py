@@ -35,7 +35,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 IN_FLOAT32 = ("llama", "gemma3", "qwen3_moe", "bailing_hybrid")
 """Models of different kinds that the default tests compute in float32, too."""
-SLOW_IN_BFLOAT16 = ("kimi_linear", "bailing_hybrid", "hy_v4", "glm5_next", "zaya", "qwen4_exp")
+SLOW_IN_BFLOAT16 = (
+    *("kimi_linear", "bailing_hybrid", "hy_v4", "glm5_next", "zaya", "qwen4_exp"),
+    *("diffllama", "hrm_text"),
+)
 
 
 def _cases() -> list[Any]:

@@ -4,7 +4,7 @@
 so transformers builds none: the positions that a token attends to follow from the step's inputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -73,6 +73,41 @@ class PagedLayer:
     before it: the precision is then that of the distance. None: columns are positions."""
 
 
+class LayersInTurn:
+    """The layers of a module that attends several times in a step.
+
+    Such as those of HRM-Text, which are repeated, and of DiffLlama, which attend to two kinds of
+    values. Each call has keys and values of its own.
+    """
+
+    def __init__(self, layers: Sequence[PagedLayer]) -> None:
+        self._layers = layers
+        self._num_called = 0
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def begin_step(self) -> None:
+        """Let the next call be the first one; a forward that failed may have left others."""
+        self._num_called = 0
+
+    def next(self) -> PagedLayer:
+        """Return the layer of a call."""
+        layer = self._layers[self._num_called % len(self._layers)]
+        self._num_called += 1
+        return layer
+
+
+def attending_twice(module_names: Iterable[str]) -> str | None:
+    """Return the name of a module that attends several times in a step, if there is one."""
+    seen: set[str] = set()
+    for name in module_names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
 def set_implementation(model: nn.Module, name: str) -> None:
     """Let all modules of a model attend by the function of this name.
 
@@ -123,7 +158,9 @@ def paged_attention(  # noqa: PLR0917 (the signature is transformers')
     Takes `[1, heads, T, dim]`; returns `[1, T, num_heads, value_head_dim]` and no weights. The
     probe checked `kwargs` when the model was loaded.
     """
-    layer = cast(PagedLayer, module.paged_layer)
+    layer = cast(PagedLayer | LayersInTurn, module.paged_layer)
+    if isinstance(layer, LayersInTurn):
+        layer = layer.next()
     scale = layer.spec.head_dim**-0.5 if scaling is None else scaling
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
     return layer.backend.attend(layer, rows, Scoring(scale, softcap)).unsqueeze(0), None

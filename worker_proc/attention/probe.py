@@ -179,14 +179,13 @@ def _check_layers(
     num_layers: int,
 ) -> None:
     """Raise UnsupportedModel unless `num_layers` layers attend or have a state, by own modules."""
-    is_causal = all(layer.spec.is_causal for layer in layers)
-    # Without a cache several layers may have one module.
-    if is_causal and len({layer.module_name for layer in layers}) != len(layers):
-        raise UnsupportedModel(f"{model_type}: one attention module is used by several layers")
     if len({spec.module_name for spec in recurrent}) != len(recurrent):
         raise UnsupportedModel(f"{model_type}: one recurrent module is used by several layers")
     num_mixing = len(layers) + len(recurrent)
-    if num_mixing < num_layers or (num_mixing > num_layers and not recurrent):
+    # A module may be that of several layers, or attend several times in one.
+    num_modules = len({layer.module_name for layer in layers})
+    is_more = num_mixing > num_layers != num_modules
+    if num_mixing < num_layers or (is_more and not recurrent):
         raise UnsupportedModel(
             f"{model_type}: {num_mixing} of {num_layers} layers call the attention"
             " interface, or the functions of recurrent layers; the others mix tokens in another"

@@ -190,6 +190,8 @@ class Recorder:
             earlier_key, earlier_value = self._stored[index]
             if key is not earlier_key and value is not earlier_value:
                 continue
+            if layer.module_name == name and (key is not earlier_key or value is not earlier_value):
+                continue  # it attends again, to its keys with other values: both are stored
             earlier = layer.spec
             same = Visibility(earlier.window, earlier.is_chunked, earlier.is_causal) == visible
             if key is earlier_key and value is earlier_value and same:

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from worker_proc.adapters.store import AdapterStore
-from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
+from worker_proc.attention.interface import (
+    AttentionBackend,
+    PagedLayer,
+    Rows,
+    Scoring,
+    attending_twice,
+)
 from worker_proc.calibration.self_check import (
     TEXT_LENGTHS,
     check_texts,
@@ -130,6 +136,8 @@ def _let_take_adapters(stack: DecoderStack, store: AdapterStore, names: Sequence
 
 def read_layers(executor: LayerExecutor, loaded: LoadedModel) -> list[Any] | None:
     """Return what the layers compute; None: the executor has no instructions for one of them."""
+    if attending_twice(layer.module_name for layer in loaded.layers) is not None:
+        return None
     factor = float(getattr(loaded.model.config, "residual_multiplier", None) or 1.0)
     layers = [executor.read(module, factor) for module in layer_modules(loaded)]
     read = [layer for layer in layers if layer is not None]

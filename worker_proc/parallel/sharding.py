@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import nn
 
 from worker_proc.adapters.sites import MatrixPart
+from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
@@ -53,6 +54,8 @@ _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = 
 def check_division(checked: CheckedModel, share: Share) -> None:
     """Raise UnsupportedModel if a model cannot be divided, before its weights are read."""
     probed, device = checked.inspected.probed, checked.device.type
+    if name := attending_twice(layer.module_name for layer in probed.layers):
+        raise refuse(share, f"{name} attends several times in a step")
     if device != "cpu":
         raise refuse(share, f"it works on the CPU only, and the device is {device}")
     if checked.inspected.dtype not in NATIVE_DTYPES:

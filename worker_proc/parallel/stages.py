@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from protocol.config import ParallelConfig
 from worker_proc.adapters.sites import OtherStages
-from worker_proc.attention.interface import transformers_attention
+from worker_proc.attention.interface import attending_twice, transformers_attention
 from worker_proc.attention.probe import ProbedModel, is_within
 from worker_proc.calibration.self_check import have_same_bits
 from worker_proc.errors import UnsupportedModel
@@ -165,6 +165,8 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
         raise _refuse(num_stages, "the model does not generate text by attention")
     if probed.has_own_attention:
         raise _refuse(num_stages, "attention is in the model's own code")
+    if name := attending_twice(layer.module_name for layer in probed.layers):
+        raise _refuse(num_stages, f"{name} attends several times in a step")
     for layer in probed.layers:
         if layer.spec.kv_source is not None or layer.biases is not None:
             raise _refuse(num_stages, f"{layer.module_name} has keys of another layer, or biases")

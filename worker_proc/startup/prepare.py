@@ -331,8 +331,8 @@ def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
     for one in filter(None, models):
         if one.device.type != "cpu":
             continue
-        for layer in one.layers:
-            compute_rowwise(one.model.get_submodule(layer.module_name))
+        for name in dict.fromkeys(layer.module_name for layer in one.layers):
+            compute_rowwise(one.model.get_submodule(name))
         for module in one.model.modules():
             is_taken = {"paged_layer", "recurrent_layer", "forward"}.intersection(module.__dict__)
             kinds = {type(child) for child in module.children()}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocol.config import EngineConfig, KVCacheDtype, ModelConfig, Quantization, WorkerConfig
+from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.native import can_attend
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.calibration.memory import most_cache_bytes
@@ -131,6 +132,12 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
         raise UnsupportedModel(
             f"{model.shown_model}: vocab_size is {vocab_size}, and at most {MAX_VOCAB_SIZE} are"
             " supported"
+        )
+    name = attending_twice(layer.module_name for layer in inspected.probed.layers)
+    if name is not None and checked.is_causal and config.lora.enable_lora:
+        raise UnsupportedModel(
+            f"enable_lora is set, and {name} attends several times in a step: adapters of such"
+            " models are not supported"
         )
     if inspected.kind is not ModelKind.GENERATES:
         _check_pooling(checked, config)
