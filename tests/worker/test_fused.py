@@ -97,6 +97,21 @@ def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> N
         assert torch.equal(whole[:, first : first + count], part)
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+@torch.inference_mode()
+def test_activations_of_every_value_in_bfloat16(name: str, library: NativeLibrary) -> None:
+    """Nearly all are what float64 rounds to, and the others are next to it."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    model = nn.Sequential(ACT2FN[name])
+    assert len(fuse_modules(model, library, torch.bfloat16)) == 1
+    got = model(values)
+    assert got[values.isnan()].isnan().all()
+    is_usual = values.isfinite() & (values.abs() > 1e-30) & (values > -6)
+    want = ACT2FN[name](values[is_usual].double())
+    assert ((got[is_usual].double() - want).abs() <= want.abs() * 2**-7).all()
+    assert (got[is_usual] == want.bfloat16()).double().mean() > 0.9995
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
 def test_modules_that_compute_something_else_stay(

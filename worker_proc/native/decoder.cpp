@@ -282,29 +282,53 @@ class Executor {
             static_cast<const typename Code::Scale*>(i.scales), i.num_units, i.num_pairs};
   }
 
+  // Where an instruction writes, and what it does with a product. Kernels copy it, so that it stays
+  // in registers: a store could change the instruction, as far as the compiler knows.
+  struct Outputs {
+    Outputs(const Executor& executor, const Instruction& i)
+        : data(reinterpret_cast<char*>(executor.row(i.target, 0))),
+          stride(executor.run_.buffers[i.target].stride),
+          bias(i.bias),
+          column(i.column),
+          activation(i.activation),
+          has_bounds(i.limit != 0.0f || i.alpha != 0.0f),
+          instruction(i) {}
+
+    T* row(int64_t index) const { return reinterpret_cast<T*>(data + index * stride); }
+
+    char* const data;
+    const int64_t stride;
+    const float* const bias;
+    const int32_t column, activation;
+    const bool has_bounds;
+    const Instruction& instruction;
+  };
+
   // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
   // zeros past the last output; a product may be stored from a column on.
   void project(const Instruction& i) {
+    const Outputs to(*this, i);
     switch (i.epilogue) {
       case kStore:
-        return multiply_by(i, [&](int64_t r, int64_t pair, auto low, auto high) {
-          store(i, r, pair, pair, low, high);
+        return multiply_by(i, [this, to](int64_t r, int64_t pair, auto low, auto high) {
+          store(to, r, pair, pair, low, high);
         });
       case kAddTo:
-        return multiply_by(i, [&](int64_t r, int64_t pair, auto low, auto high) {
-          T* out = row(i.target, r) + pair * kPairOutputs;
-          accumulate(out, finished(i, r, pair, 0, low), i.factor);
-          accumulate(out + kLanes, finished(i, r, pair, 1, high), i.factor);
+        return multiply_by(i, [this, to, factor = i.factor](int64_t r, int64_t pair, auto low,
+                                                            auto high) {
+          T* out = to.row(r) + pair * kPairOutputs;
+          accumulate(out, finished(to, r, pair, 0, low), factor);
+          accumulate(out + kLanes, finished(to, r, pair, 1, high), factor);
         });
       case kActivate:
-        return multiply_by(i, [&](int64_t r, int64_t pair, auto gate, auto up) {
-          activate(i, r, pair, pair, gate, up);
+        return multiply_by(i, [this, to](int64_t r, int64_t pair, auto gate, auto up) {
+          activate(to, r, pair, pair, gate, up);
         });
       case kSplit:
-        return multiply_by(i, [&](int64_t r, int64_t pair, auto gate, auto up) {
-          T* out = row(i.target, r) + pair * kLanes;
-          save(finished(i, r, pair, 0, gate), out, kLanes);
-          save(finished(i, r, pair, 1, up), out + i.column, kLanes);
+        return multiply_by(i, [this, to](int64_t r, int64_t pair, auto gate, auto up) {
+          T* out = to.row(r) + pair * kLanes;
+          save(finished(to, r, pair, 0, gate), out, kLanes);
+          save(finished(to, r, pair, 1, up), out + to.column, kLanes);
         });
     }
   }
@@ -342,20 +366,19 @@ class Executor {
   // target = the products of a row and a pair of panels. `place` is the place of the pair among those
   // of all experts, if the weight has any.
   template <class Sums>
-  void store(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
-    T* out = row(i.target, r) + i.column + pair * kPairOutputs;
-    save(biased(i, r, place * kPairOutputs, low), out, kLanes);
-    save(biased(i, r, place * kPairOutputs + kLanes, high), out + kLanes, kLanes);
+  void store(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
+    T* out = to.row(r) + to.column + pair * kPairOutputs;
+    save(biased(to, r, place * kPairOutputs, low), out, kLanes);
+    save(biased(to, r, place * kPairOutputs + kLanes, high), out + kLanes, kLanes);
   }
 
   // target = f(gate) * up, likewise
   template <class Sums>
-  void activate(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums gate, Sums up) {
-    T* out = row(i.target, r) + pair * kLanes;
-    if (i.limit != 0.0f || i.alpha != 0.0f)
-      return activate_within(i, finished(i, r, place, 0, gate), finished(i, r, place, 1, up), out);
-    const Vec opened = activation_of(finished(i, r, place, 0, gate), i.activation);
-    save(round(opened) * finished(i, r, place, 1, up), out, kLanes);
+  void activate(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums gate, Sums up) {
+    T* out = to.row(r) + pair * kLanes;
+    const Vec own_gate = finished(to, r, place, 0, gate), own_up = finished(to, r, place, 1, up);
+    if (to.has_bounds) return activate_within(to.instruction, own_gate, own_up, out);
+    save(round(activation_of<T>(own_gate, to.activation)) * own_up, out, kLanes);
   }
 
   // The same with a limit or an alpha. Not inlined, as accumulate_scaled.
@@ -370,31 +393,32 @@ class Executor {
       opened = gate * round(sigmoid_of(round(gate * i.alpha)));
       up = round(up + 1.0f);
     } else {
-      opened = activation_of(gate, i.activation);
+      opened = activation_of<T>(gate, i.activation);
     }
     save(round(opened) * up, out, kLanes);
   }
 
   // target = f(product), likewise
   template <class Sums>
-  void apply(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
-    T* out = row(i.target, r) + pair * kPairOutputs;
-    save(activation_of(finished(i, r, place, 0, low), i.activation), out, kLanes);
-    save(activation_of(finished(i, r, place, 1, high), i.activation), out + kLanes, kLanes);
+  void apply(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
+    T* out = to.row(r) + pair * kPairOutputs;
+    save(activation_of<T>(finished(to, r, place, 0, low), to.activation), out, kLanes);
+    save(activation_of<T>(finished(to, r, place, 1, high), to.activation), out + kLanes, kLanes);
   }
 
   // The products of a row and a panel, rounded.
   template <class Sums>
-  Vec finished(const Instruction& i, int64_t r, int64_t pair, int half, Sums sums) const {
-    return round(biased(i, r, pair * kPairOutputs + half * kLanes, sums));
+  Vec finished(const Outputs& to, int64_t r, int64_t pair, int half, Sums sums) const {
+    return round(biased(to, r, pair * kPairOutputs + half * kLanes, sums));
   }
 
   // The sums of a row and 16 outputs, plus the bias.
-  Vec biased(const Instruction& i, int64_t, int64_t output, Vec sums) const {
-    return i.bias ? sums + load(i.bias + output) : sums;
+  Vec biased(const Outputs& to, int64_t, int64_t output, Vec sums) const {
+    return to.bias ? sums + load(to.bias + output) : sums;
   }
 
-  Vec biased(const Instruction& i, int64_t r, int64_t output, VecInt sums) const {
+  Vec biased(const Outputs& to, int64_t r, int64_t output, VecInt sums) const {
+    const Instruction& i = to.instruction;
     const Vec bias = i.bias ? load(i.bias + output) : splat(0.0f);
     const Vec scales = load(static_cast<const float*>(i.scales) + output);
     return coded_row(i.source, r).products(sums, scales, bias);
@@ -517,7 +541,7 @@ class Executor {
   void gate(const Instruction& i) {
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int d = 0; d < i.size; d += kLanes) {
-        const Vec opened = activation_of(load(row(i.source, r) + d), i.activation);
+        const Vec opened = activation_of<T>(load(row(i.source, r) + d), i.activation);
         save(round(opened) * load(row(i.source, r) + i.column + d), row(i.target, r) + d, kLanes);
       }
   }
@@ -563,14 +587,15 @@ class Executor {
   // side.
   void compute_experts(const Instruction& i) {
     const SortedChoices sorted = sort(i);
+    const Outputs to(*this, i);
     with_weight(i, [&](auto value, const auto& w, UnitRows rows) {
       multiply_sorted<decltype(value)>(
           team_, sorted, i.num_experts, w, rows,
           [&](int64_t expert, int64_t r, int64_t pair, auto low, auto high) {
             const int64_t place = expert * i.num_pairs + pair;
-            if (i.epilogue == kActivate) return activate(i, r, pair, place, low, high);
-            if (i.epilogue == kApply) return apply(i, r, pair, place, low, high);
-            store(i, r, pair, place, low, high);
+            if (i.epilogue == kActivate) return activate(to, r, pair, place, low, high);
+            if (i.epilogue == kApply) return apply(to, r, pair, place, low, high);
+            store(to, r, pair, place, low, high);
           });
     });
   }

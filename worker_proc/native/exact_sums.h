@@ -12,7 +12,6 @@
 
 namespace {
 
-inline Part splat_part(float x) { return x - Part{}; }
 inline PartInt splat_int(int32_t x) { return x - PartInt{}; }
 
 inline PartInt int_at(const int32_t* p) { return *reinterpret_cast<const PartInt*>(p); }
@@ -84,28 +83,6 @@ inline Part select(Lanes lanes, Part v, Part other) { return lanes ? v : other; 
 inline PartInt sum_where(Lanes lanes, PartInt sum, PartInt v) { return sum + (lanes & v); }
 inline Part sum_where(Lanes lanes, Part sum, Part v) { return sum + (Part)(lanes & (PartInt)v); }
 #endif
-
-// `b` where `a` is not a number.
-inline Part larger(Part a, Part b) {
-#if defined(__AVX512F__)
-  return (Part)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-  return (Part)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-  return a > b ? a : b;
-#endif
-}
-
-// x · y + z, rounded once where the processor can.
-inline Part fused(Part x, Part y, Part z) {
-#if defined(__AVX512F__)
-  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
-#else
-  return x * y + z;
-#endif
-}
 
 inline float max_of(Part v) {
   float best = v[0];

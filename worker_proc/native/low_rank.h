@@ -73,16 +73,6 @@ inline void save(Halves v, Bf16* p) {
   std::memcpy(static_cast<void*>(p), &units, sizeof units);
 }
 
-inline Part fused(Part x, Part y, Part z) {
-#if defined(__AVX512F__)
-  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
-#elif defined(__FMA__) && defined(__AVX2__)
-  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
-#else
-  return x * y + z;
-#endif
-}
-
 inline float sum_of(Part v) {
   Vec all{};
   std::memcpy(&all, &v, sizeof v);

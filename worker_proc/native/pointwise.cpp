@@ -21,7 +21,7 @@ void activate(const T* in, int64_t stride, T* out, int num_rows, int size, int k
   for (int row = 0; row < num_rows; row++)
     for (int i = 0; i < size; i += kLanes) {
       const int count = lanes_at(i, size);
-      save(activation_of(load_any(in + row * stride + i, count), kind),
+      save(activation_of<T>(load_any(in + row * stride + i, count), kind),
            out + static_cast<int64_t>(row) * size + i, count);
     }
 }

@@ -205,10 +205,11 @@ template <typename T, int R, int P, class W>
 
 #endif
 
-// Saves the sums of R rows and some pairs, row by row.
+// Saves the sums of R rows and some pairs, row by row. `rows` is not copied: a copy is written in parts,
+// and to read it as a whole would wait until all stores before have reached the cache.
 template <typename T, int R, int Pairs, class W>
-[[gnu::noinline]] void save_products(const W& w, UnitRows rows, int64_t pair, WeightsAhead& ahead,
-                                     SumsOf<T>* saved) {
+[[gnu::noinline]] void save_products(const W& w, const UnitRows& rows, int64_t pair,
+                                     WeightsAhead& ahead, SumsOf<T>* saved) {
   SumsOf<T> sums[R][2 * Pairs];
   sum_products<T>(w, rows, pair, ahead, sums);
 #pragma GCC unroll 32
@@ -218,7 +219,7 @@ template <typename T, int R, int Pairs, class W>
 }
 
 template <typename T, class W>
-using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, WeightsAhead& ahead,
+using Saver = void (*)(const W& w, const UnitRows& rows, int64_t pair, WeightsAhead& ahead,
                        SumsOf<T>* saved);
 
 // The functions for one pair and 1 to kMostRows rows.
@@ -248,8 +249,9 @@ void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t
     save(w, own, pair, ahead, sums);
   }
   const SumsOf<T>* at = sums;
+  const Out own_out = out;  // a store could change the other one, as far as the compiler knows
   for (int r = 0; r < num_rows; r++)
-    for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
+    for (int p = 0; p < num_pairs; p++, at += 2) own_out(row + r, pair + p, at[0], at[1]);
 }
 
 // Rows [row, row + num_rows) of a pair, in tiles [tile, num_tiles) of few rows each.
@@ -272,7 +274,7 @@ void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int
     if (num_tiles > 1) {
       const KeptUnits<W> kept{w, space_for<KeptUnits<W>>(kPairOutputs * w.num_units)};
       multiply_tiles_of<T>(kept, rows, row, num_rows / num_tiles, 0, 1, pair, ahead, out);
-      const auto out_of_pair = [&](int64_t r, int64_t, auto low, auto high) {
+      const auto out_of_pair = [out, pair](int64_t r, int64_t, auto low, auto high) {
         out(r, pair, low, high);
       };
       return multiply_tiles_of<T>(kept.panels(), rows, row, num_rows, 1, num_tiles, 0, ahead,

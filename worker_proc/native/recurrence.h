@@ -105,7 +105,7 @@ inline void convolve_row(const Convolution& c, const T* window, int row, int pla
       sum = multiply_add(load_any(taps[j] + channel, lanes),
                          load_any(c.weight + j * c.num_channels + channel, lanes), sum);
     sum = rounded(sum, T{});
-    if (c.activation >= 0) sum = activation_of(sum, c.activation);
+    if (c.activation >= 0) sum = activation_of<T>(sum, c.activation);
     save(sum, out + channel, lanes);
   });
 }

@@ -126,6 +126,41 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
+inline Part splat_part(float x) { return x - Part{}; }
+
+// x · y + z, rounded once where the processor can.
+inline Part fused(Part x, Part y, Part z) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#else
+  return x * y + z;
+#endif
+}
+
+// `b` where `a` is not a number.
+inline Part larger(Part a, Part b) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Part)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Likewise.
+inline Part smaller(Part a, Part b) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Part)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // v · factor, rounded to the nearest whole number, of two equally near ones to the even one: below
 // 2^22, and as a two's complement.
 inline VecBits nearest_whole(Vec v, float factor) {
