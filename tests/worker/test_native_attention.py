@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
 LENGTHS = (1, 2, 15, 16, 17, 29, 40, 64, 150)
+SCALE = 0.3
 SPECS = (
     LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None),
     LayerSpec(num_heads=4, num_kv_heads=4, head_dim=32, value_head_dim=32, window=9),
@@ -133,7 +134,7 @@ class Texts:
         ]
         # The layout that models pass: heads first in memory.
         rows = Rows(*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in packed))
-        out = layer.backend.attend(layer, rows, Scoring(0.3, softcap))
+        out = layer.backend.attend(layer, rows, Scoring(SCALE, softcap))
         return list(out.split([count for _, _, count in parts]))
 
 
@@ -381,6 +382,26 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
     assert (num_other_pieces < len(sharing)) == backend._library.has_pairs
     for (_, start, count), got in zip(parts, together, strict=True):
         assert torch.equal(rows[start : start + count], got)
+
+
+@pytest.mark.parametrize("uses_tiles", [True, False])
+@pytest.mark.parametrize("rise", [-0.3, 0.05, 0.15, 0.3, 4.0])
+def test_scores_may_rise_and_fall_with_the_position(
+    rise: float, uses_tiles: bool, without_tiles: NativeLibrary
+) -> None:
+    """Slowly, within the bound up to which weights stay relative to an earlier score, and fast."""
+    texts = Texts(SPECS[0], 16, torch.bfloat16, lengths=(300,))
+    query, key, value = texts.rows[0]
+    query[..., 0] = 1
+    key[..., 0] = (rise / SCALE * torch.arange(300))[:, None]
+    library = None if uses_tiles else without_tiles
+    layer = texts.layer(native_backend(16, torch.bfloat16, library=library))
+    (found,) = texts.attend(layer, [(0, 0, 300)])
+    heads = [each.double().transpose(0, 1) for each in (query, key, value)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *heads, is_causal=True, scale=SCALE, enable_gqa=True
+    )
+    torch.testing.assert_close(found.double(), wanted.transpose(0, 1), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("uses_tiles", [True, False])

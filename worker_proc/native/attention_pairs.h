@@ -26,16 +26,18 @@ constexpr int kPairRows = 32;  // query rows of a tile
 constexpr int kHalfRows = 16;  // of an AMX tile
 constexpr int kGroupPairs = kLanes / 2;
 
-// 2 to the power of x, for x <= 0 or not much above, with a relative error of 1e-7 at most; 0 where
+// 2 to the power of x, for x <= 0 or not much above, with a relative error of 3e-6 at most; 0 where
 // that is less than a normal number.
 inline __m512 power_of_two(__m512 x) {
   const __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(1.327647174e-3f);
-  for (const float c : {9.675541540e-3f, 5.550713276e-2f, 2.402211972e-1f, 6.931469671e-1f, 1.0f})
+  // Adding kWhole rounds to a whole number, which the lowest bits then hold.
+  const __m512 whole = _mm512_add_ps(x, _mm512_set1_ps(kWhole));
+  const __m512 rest = _mm512_sub_ps(x, _mm512_sub_ps(whole, _mm512_set1_ps(kWhole)));
+  __m512 y = _mm512_set1_ps(9.5701022e-3f);
+  for (const float c : {5.5917863e-2f, 2.4024744e-1f, 6.9312179e-1f, 9.9999928e-1f})
     y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
-  return _mm512_maskz_scalef_ps(is_normal, y, whole);
+  const __m512i exponent = _mm512_slli_epi32((__m512i)whole, 23);
+  return (__m512)_mm512_maskz_add_epi32(is_normal, (__m512i)y, exponent);
 }
 
 constexpr float kLog2E = 1.44269504f;
@@ -72,12 +74,15 @@ inline __m512i bf16_of(const Fp8Code* p) {
 // Memory that is fetched while a thread computes, line by line, so that neither waits for the other.
 class LinesAhead {
  public:
-  void clear() { at_ = num_parts_ = 0; }
+  void clear() { at_ = num_parts_ = num_lines_ = 0; }
 
   void add(const void* begin, int64_t num_bytes) {
     const char* const from = static_cast<const char*>(begin);
     parts_[num_parts_++] = {from, from + num_bytes};
+    num_lines_ += (num_bytes + kLine - 1) / kLine;
   }
+
+  int64_t num_lines() const { return num_lines_; }
 
   [[gnu::always_inline]] void fetch(int num_lines) {
     for (; num_lines > 0 && at_ < num_parts_; num_lines--) {
@@ -96,8 +101,8 @@ class LinesAhead {
   struct Part {
     const char *next, *end;
   };
-  Part parts_[4 * kSpanGroups];  // keys, values and the scales of both
-  int at_ = 0, num_parts_ = 0;
+  Part parts_[kPairRows * 4 * kSpanGroups];  // of each row keys, values and the scales of both
+  int at_ = 0, num_parts_ = 0, num_lines_ = 0;
 };
 
 // Some query rows of one KV head, with the state of their softmax over the present section. Scores
@@ -120,6 +125,8 @@ struct PairTile {
   EndedSections<kPairRows, PowerOfTwo> ended;
   LinesAhead ahead;
   const Unit* fetched = nullptr;  // the keys of the span that was fetched for the next context
+  LinesAhead later;               // what is read after the present rows: their parts fetch it
+  int later_lines_per_part = 0;
 
   void begin_section(int r) {
     top[r] = kNegInf;
@@ -513,6 +520,9 @@ void add_halves_with_tiles(PairTile& tile, int half, const PairSpan& span) {
 
 #endif
 
+// How much scores may be above the one that weights are relative to, in powers of two.
+constexpr float kMostAboveTop = 16.0f;
+
 // Makes a row's weights relative to a higher score.
 inline void raise_top(PairTile& tile, int r, float top) {
   if (tile.top[r] != kNegInf) {
@@ -561,8 +571,9 @@ void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores)
   const __m512 factors = _mm512_set1_ps(factor);
   const __m512 highest_of = _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3]));
   __m512 top = _mm512_set1_ps(tile.top[r]);
-  // Most spans have no higher score than those before.
-  if (_mm512_cmp_ps_mask(_mm512_mul_ps(highest_of, factors), top, _CMP_NLE_UQ) ||
+  // Few spans have a score that is much higher than those before.
+  const __m512 most = _mm512_add_ps(top, _mm512_set1_ps(kMostAboveTop));
+  if (_mm512_cmp_ps_mask(_mm512_mul_ps(highest_of, factors), most, _CMP_NLE_UQ) ||
       tile.top[r] == kNegInf) {
     const float highest = _mm512_reduce_max_ps(highest_of) * factor;
     if (highest == kNegInf && tile.top[r] == kNegInf) {  // the row sees nothing yet
@@ -683,11 +694,13 @@ class PairContext {
 // there are more than kHalfRows rows, the first one is the tile's first, so that the row too many of
 // the second half is in the tile, too.
 inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context,
-                             Positions positions, const UpcomingRow& upcoming = {}) {
+                             Positions positions, const UpcomingRow& upcoming = {},
+                             bool is_in_cache = false) {
   const int earliest = std::max(tile.visible_from[rows.first], positions.begin);
   const int last = std::min(tile.position[rows.first + rows.count - 1], positions.end - 1);
   if (earliest > last) return;
-  const bool waits_for_memory = rows.count <= kHalfRows / 2;  // longer than it computes
+  // Longer than it computes.
+  const bool waits_for_memory = rows.count <= kHalfRows / 2 && !is_in_cache;
   const Layer& layer = context.layer();
   const bool has_codes = layer.kv_format != kPlainPools;
 #ifdef __AMX_BF16__
@@ -711,6 +724,7 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
                                   ? score_with_floats<count.value, fetches.value>
                                   : score_with_vectors<count.value, fetches.value>;
       score_rows(tile, first, span, scores);
+      tile.later.fetch(tile.later_lines_per_part);
     });
   };
   const auto prepare_values = [&](PairSpan& span) {
@@ -730,6 +744,7 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
 #endif
     for_parts(rows, waits_for_memory, [&](auto count, int first, auto fetches) {
       add_rows_with_vectors<count.value, fetches.value>(tile, first, span);
+      tile.later.fetch(tile.later_lines_per_part);
     });
   };
   const auto add_lines = [&](int base) {
@@ -840,7 +855,31 @@ class PairHead {
     const int end = (token + num_tokens) * per_kv_;
     for (int row = token * per_kv_, count; row < end; row += count) {
       count = num_tile_rows(segment, row, std::min(kPairRows, end - row));
+      if (row + count < end)
+        fetch_rows_later(segment, (row + count) / per_kv_, kv_head_);
+      else if (upcoming.segment >= 0)
+        fetch_rows_later(upcoming.segment, upcoming.last - step_.start[upcoming.segment],
+                         upcoming.kv_head);
       attend_tile(piece, {segment, row, {0, count}, -token}, upcoming, write);
+      tile_.later_lines_per_part = 0;
+    }
+  }
+
+  // Lets the parts of the present rows fetch the queries and values of the tokens of another tile.
+  void fetch_rows_later(int segment, int token, int kv_head) {
+    constexpr int kLinesPerPart = 8;
+    LinesAhead& lines = tile_.later;
+    lines.clear();
+    tile_.later_lines_per_part = kLinesPerPart;
+    const int last = std::min(step_.num_tokens[segment], token + kPairRows / per_kv_ + 2);
+    for (token = std::max(token, 0); token < last; token++) {
+      const int64_t row = step_.first_row[segment] + token;
+      const auto add = [&](const Rows& rows, int head, int size) {
+        const int64_t at = row * rows.row_stride + head * rows.head_stride;
+        lines.add(static_cast<const Bf16*>(rows.data) + at, size * sizeof(Bf16));
+      };
+      add(query_, kv_head * per_kv_, per_kv_ * tile_.dim);
+      add(value_, kv_head, tile_.vdim);
     }
   }
 
@@ -868,9 +907,12 @@ class PairHead {
     }
     for (int i = 0; i < piece.num_items; i++) add_queries(queries_of(i, i * per_kv_));
     const auto [begin, end] = piece.positions();
-    attend_pair_rows(tile_, {0, piece.num_items * per_kv_}, context_of(queries_of(0, 0)),
-                     {begin, std::min(end, piece.num_shared)});
+    const Positions shared{begin, std::min(end, piece.num_shared)};
     const Positions own{std::max(begin, piece.num_shared), end};
+    const RowRange rows{0, piece.num_items * per_kv_};
+    const bool is_in_cache = fetch_own_later(piece, rows, shared, own);
+    attend_pair_rows(tile_, rows, context_of(queries_of(0, 0)), shared);
+    tile_.later_lines_per_part = 0;
     for (int i = 0; i < piece.num_items; i++) {
       const PairQueries queries = queries_of(i, i * per_kv_);
       UpcomingRow next = upcoming;
@@ -878,9 +920,31 @@ class PairHead {
         const int segment = step_.item_segment[piece.first_item + i + 1];
         next = row_of(layer_, segment, kv_head_, step_.start[segment], own);
       }
-      attend_pair_rows(tile_, queries.rows, context_of(queries), own, next);
+      attend_pair_rows(tile_, queries.rows, context_of(queries), own, next, is_in_cache);
       finish(piece, queries, write);
     }
+  }
+
+  // Lets the parts of the shared positions fetch those that each token has alone, if these are few.
+  // Returns whether they will.
+  bool fetch_own_later(const Piece& piece, RowRange rows, Positions shared, Positions own) {
+    constexpr int kMostLines = 64;  // for each part
+    LinesAhead& lines = tile_.later;
+    lines.clear();
+    if (troika_has_tiles) return false;
+    for (int item = piece.first_item; item < piece.first_item + piece.num_items; item++) {
+      const int segment = step_.item_segment[item];
+      const UpcomingRow row = row_of(layer_, segment, kv_head_, step_.start[segment], own);
+      if (row.segment < 0) continue;
+      if (row.last >= own.begin + kSpanSlots) return false;
+      const PairContext context(tile_, layer_, step_, segment, kv_head_);
+      context.add_to(lines, context.span(own.begin, row.earliest, row.last));
+    }
+    const int num_spans = (shared.end - shared.begin + kSpanSlots - 1) / kSpanSlots;
+    const int num_parts = 2 * num_spans * ((rows.count + kMostPartRows - 1) / kMostPartRows);
+    if (lines.num_lines() > int64_t{kMostLines} * num_parts) return false;
+    tile_.later_lines_per_part = static_cast<int>(lines.num_lines() / std::max(num_parts, 1)) + 1;
+    return true;
   }
 
   // Computes at most kPairRows query rows of a segment.
