@@ -97,7 +97,7 @@ def test_streams_of_a_quantized_checkpoint_go_on_after_kill_9(
     [
         *("gpt2", "gpt_oss", "deepseek_v3", "olmo2"),
         *("qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1"),
-        *("lfm2", "jamba", "kimi_linear", "bailing_hybrid"),
+        *("lfm2", "jamba", "kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma"),
     ],
 )
 def test_streams_of_other_families_go_on_after_kill_9(

@@ -304,6 +304,12 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
                 ("mamba", 2, 2, {}),
                 ("falcon_mamba", 2, 1, {}),
                 ("jamba", 2, 1, {}),
+                ("minimax", 2, 1, {}),
+                ("minimax", 4, 1, {}),
+                ("minimax", 2, 2, {}),
+                ("recurrent_gemma", 2, 1, {}),
+                ("recurrent_gemma", 4, 1, {}),
+                ("recurrent_gemma", 2, 2, {}),
             )
         ),
     ],
@@ -343,6 +349,7 @@ def test_ranks_divide_layers_with_a_state(
         ("olmo_hybrid", {}),
         ("kimi_linear", {}),
         ("jamba", {}),
+        ("minimax", {"num_experts_per_tok": 4}),  # rounding sends no row to another expert
     ],
 )
 def test_states_of_ranks_are_kept_copied_and_computed_again(
@@ -373,6 +380,21 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
     assert first.most_used == few
 
 
+@pytest.mark.slow
+def test_ranks_with_windows_of_attention_have_the_same_bits_in_every_batch(tmp_path: Path) -> None:
+    """Its windows free blocks: no request of these is preempted."""
+    build_checkpoint(tmp_path / "model", deep("recurrent_gemma")())
+    ranks = Stages(tmp_path / "model", 1, 2, dtype="bfloat16")
+    expected = ranks.drive(PROMPTS, PARAMS)
+    for cut in ({"max_num_batched_tokens": 7}, {"max_num_seqs": 1}, FEW_STATES):
+        run = ranks.drive(PROMPTS, PARAMS, **cut)
+        assert run.output_token_ids == expected.output_token_ids
+        assert run.logprobs == expected.logprobs
+    began = [tokens[:5] for tokens in expected.output_token_ids]
+    resumed = ranks.drive(PROMPTS, PARAMS, outputs=began)
+    assert resumed.output_token_ids == expected.output_token_ids
+
+
 @pytest.mark.parametrize(
     ("name", "num_ranks", "changes", "reason"),
     [
@@ -385,7 +407,9 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
             "has 3 groups of heads",
         ),
         ("mamba", 3, {}, "has 128 channels, divided 16 at a time"),
-        ("minimax", 2, {}, "of a kind that is not divided"),
+        ("minimax", 3, {}, "has 4 heads"),
+        ("recurrent_gemma", 3, {}, "has 4 heads"),
+        ("rwkv", 2, {}, "of a kind that is not divided"),
         (
             "nemotron_h",
             2,

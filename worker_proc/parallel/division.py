@@ -40,8 +40,10 @@ class Division:
     summed_within: tuple[str, ...] = ()
     """Parts whose outputs the ranks add up before the module goes on with them."""
     by_head: dict[str, int] = field(default_factory=dict)
-    """Parameters with a value or row for each head or channel, and the number of these: the first
-    dimension of this size is divided."""
+    """Parameters and buffers with a value or row for each head or channel, and the number of these:
+    the first dimension of this size is divided."""
+    made_by_head: dict[str, int] = field(default_factory=dict)
+    """Methods that make a value for each head, and the number of heads."""
     spec: LayerSpec | None = None
     """Of an attention module."""
     norms: dict[str, Section] = field(default_factory=dict)
@@ -71,6 +73,8 @@ class Division:
             keep_channels(module.get_submodule(name), sections, share)
         for name, num_heads in self.by_head.items():
             _keep_heads(module, name, share.of(num_heads), num_heads)
+        for name, num_heads in self.made_by_head.items():
+            _make_heads(module, name, share.of(num_heads))
         for name, section in self.norms.items():
             own = share.of(section.num_units)
             places = slice(own.start * section.unit, own.stop * section.unit)
@@ -120,7 +124,15 @@ def _keep_heads(module: nn.Module, name: str, kept: range, num_heads: int) -> No
     owner, last = _owner(module, name)
     values: torch.Tensor = getattr(owner, last)
     dim = values.shape.index(num_heads)
-    setattr(owner, last, parameter_of(values.narrow(dim, kept.start, len(kept)).clone()))
+    part = values.narrow(dim, kept.start, len(kept)).clone()
+    setattr(owner, last, parameter_of(part) if isinstance(values, nn.Parameter) else part)
+
+
+def _make_heads(module: nn.Module, name: str, kept: range) -> None:
+    """Let a method that makes a value for each head make those of some heads."""
+    made: torch.Tensor = getattr(module, name)()
+    part = made[kept.start : kept.stop].clone()
+    module.__dict__[name] = lambda *_: part
 
 
 def divide_spec(spec: LayerSpec, share: Share) -> LayerSpec:

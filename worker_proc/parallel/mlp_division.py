@@ -12,7 +12,7 @@ from worker_proc.parallel.divided_matrices import fits, matrix_of
 from worker_proc.parallel.division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 
-_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "mixer")
+_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "mixer", "mlp_block")
 """Of MLPs in a layer."""
 _MLPS = (
     ("down_proj", "gate_proj", "up_proj"),

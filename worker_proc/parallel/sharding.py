@@ -26,7 +26,9 @@ from worker_proc.parallel.delta_division import divide_net
 from worker_proc.parallel.divided_matrices import fits, has_shape, matrix_of, parameter_of
 from worker_proc.parallel.division import Division, divide_spec
 from worker_proc.parallel.division_proof import prove
+from worker_proc.parallel.griffin_division import divide_griffin
 from worker_proc.parallel.kimi_division import divide_kimi_net
+from worker_proc.parallel.lightning_division import divide_lightning
 from worker_proc.parallel.mamba2_division import divide_mamba2
 from worker_proc.parallel.mamba_division import divide_mamba
 from worker_proc.parallel.mlp_division import divide_mlps
@@ -47,6 +49,8 @@ _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = 
     divide_mamba,
     divide_mamba2,
     divide_short_conv,
+    divide_lightning,
+    divide_griffin,
 )
 """For each kind of module with a state, what returns how it is divided."""
 
