@@ -75,6 +75,7 @@ class EngineCore:
         self._trials = AdapterTrials()
         self._is_draining = False
         self._has_workers = False
+        self._is_loading_anew = False
         self.running: RunningEngine | None = None
         self.now = 0.0
         """Monotonic seconds; the loop sets it at the beginning of each turn."""
@@ -107,6 +108,7 @@ class EngineCore:
         else:
             raise FactsChanged(f"workers came back with {facts.changes(running.facts)}")
         self._has_workers = True
+        self._is_loading_anew = False
         return running.scheduler.next_step_id
 
     def lose_workers(self) -> None:
@@ -114,6 +116,15 @@ class EngineCore:
         if self._with_workers is not None:
             self._with_workers.lose_workers()
         self._has_workers = False
+
+    def wait_for_load(self) -> None:
+        """The lost workers were killed from outside, and their successors load the model first."""
+        self._is_loading_anew = not self._has_workers
+
+    @property
+    def is_loading_anew(self) -> bool:
+        """Whether requests wait for workers that load the model, and did not cause the loss."""
+        return self._is_loading_anew and self.state is EngineState.RECOVERING
 
     def attribute_death(self, *, is_fault: bool = True, in_step: bool = True) -> None:
         """The workers lost last died of what they did, or, with `is_fault` False, of other things.
@@ -281,4 +292,5 @@ class EngineCore:
             self.pause_mode,
             self.is_sleeping,
             blocks_address(self._config),
+            self.is_loading_anew,
         )

@@ -80,7 +80,7 @@ class CoreLoop:
         now = clock.monotonic()
         self._stats_line = StatsLine(child.config.run.log_stats_interval_s, now)
         self._next_status = self._next_beat = now
-        self._reported_state: tuple[EngineState, PauseMode, bool] | None = None
+        self._reported_state: tuple[EngineState, PauseMode, bool, bool] | None = None
         self._has_reported_drained = self._has_more_to_decide = False
         self._has_predecessor = False
         self._all_back_at: float | None = None
@@ -165,7 +165,8 @@ class CoreLoop:
 
     def _report(self) -> None:
         engine = self._engine
-        now, state = self._clock.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
+        now, pause_mode = self._clock.monotonic(), engine.pause_mode
+        state = engine.state, pause_mode, engine.is_sleeping, engine.is_loading_anew
         are_all_back = self._are_all_back(now)
         if engine.is_drained and not self._has_reported_drained and are_all_back:
             self._has_reported_drained = True

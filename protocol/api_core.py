@@ -314,6 +314,9 @@ class Status(Message):
     """From a SLEEP until the next RESUME. Memory is released after the steps sent before."""
     blocks_at: BlocksAddress = ""
     """Where other machines read the KV blocks that this one has stored; the host may be `*`."""
+    is_loading_anew: bool = False
+    """While RECOVERING: the lost workers were killed from outside, and their successors must load
+    the model first. So what they computed is not suspected, and takes long to continue here."""
 
 
 ClientToCore = (

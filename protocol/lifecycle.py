@@ -141,6 +141,8 @@ class WorkerDied(Message):
     cause: DeathCause
     step_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
     """The step that it was computing; None: none, or unknown."""
+    is_loaded_anew: bool = False
+    """Whether its successor must load the model first: there is neither standby nor zygote."""
 
 
 HEALTH_HOLDS_S = 5.0

@@ -228,7 +228,10 @@ class WorkerLink:
         if peer is not None:
             self.reap([peer])
         if death.epoch in self._unexplained:
-            self._explain_loss(is_fault=death.cause in FAULTS, in_step=death.step_id is not None)
+            is_fault = death.cause in FAULTS
+            self._explain_loss(is_fault=is_fault, in_step=death.step_id is not None)
+            if death.is_loaded_anew and not is_fault:
+                self._engine.wait_for_load()
 
     def _explain_loss(self, *, is_fault: bool, in_step: bool = True) -> None:
         """The cause of the last loss is known; of several causes the first counts."""

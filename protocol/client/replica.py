@@ -9,7 +9,8 @@ from protocol.client.routing import Load
 TICK_S = 0.1
 _WITHOUT_WORKERS = 10
 """A core without workers is waited for this many times as long: it mostly gets them back, and knows
-which requests they have died of."""
+which requests they have died of. It is not if they were killed from outside, and their successors
+load the model first."""
 _NUM_RESTS = 10
 """Ticks between two tries to move requests that no other replica takes."""
 
@@ -90,6 +91,8 @@ class Replica:
         client = self.client
         if not client.num_open_requests:
             return []
-        is_late = self.unready_s >= _WITHOUT_WORKERS * failover_s
+        is_loading = client.status is not None and client.status.is_loading_anew
+        patience = 1 if is_loading else _WITHOUT_WORKERS
+        is_late = self.unready_s >= patience * failover_s
         is_given_up = self.is_draining or is_late or self.lost_s >= failover_s
         return client.open_ids() if is_given_up else client.held_ids()

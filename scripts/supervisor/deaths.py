@@ -79,12 +79,21 @@ class DeathNotices:
         return [Send(core, message) for core in self._listening()]
 
     def death(
-        self, process: Process, cause: DeathCause, step_id: int | None, now: float
+        self,
+        process: Process,
+        cause: DeathCause,
+        step_id: int | None,
+        now: float,
+        *,
+        is_loaded_anew: bool,
     ) -> list[Action]:
-        """Record a death for the successor; send that of a worker to the core."""
+        """Record a death for the successor; send that of a worker to the core.
+
+        `is_loaded_anew`: the successor of a worker must load the model.
+        """
         slot, epoch = process.slot, process.epoch
         if slot.role is Role.WORKER:
-            notice = WorkerDied(slot.rank, epoch, cause, step_id)
+            notice = WorkerDied(slot.rank, epoch, cause, step_id, is_loaded_anew)
             self._deaths.append((now + _REPEATED_FOR_S, notice))
         return [RecordDeath(slot, epoch, cause, step_id), *self.pending(now)]
 

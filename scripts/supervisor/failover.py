@@ -55,6 +55,11 @@ class Failover:
         is_forked = is_worker and zygote is not None and zygote.serves
         return Origin.FORKED if is_forked else Origin.STARTED
 
+    def loads_anew(self) -> bool:
+        """Return whether the next workers must load the model: nothing has loaded it for them."""
+        helpers = (self._helper(Role.STANDBY), self._helper(Role.ZYGOTE))
+        return not any(one.serves or one.is_coming for one in helpers if one is not None)
+
     def standby_of(self, role: Role) -> Group | None:
         """The standby for a role; None where there is none."""
         return self._helper(STANDBY_OF[role]) if role in STANDBY_OF else None

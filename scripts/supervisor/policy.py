@@ -163,7 +163,8 @@ class SupervisorPolicy:
         step_id = evidence.step_id
         cause = classify(process, status, is_oom=evidence.is_oom)
         text = describe_death(process, status, cause, step_id)
-        notices = self._death_notices.death(process, cause, step_id, now)
+        loads_anew = self._failover.loads_anew()
+        notices = self._death_notices.death(process, cause, step_id, now, is_loaded_anew=loads_anew)
         self._crash_loop.death(group.role, None if group.is_leaving else cause, now)
         if group.is_leaving:
             return [*notices, Note(logging.INFO, text), *self._replace(group, now, now)]

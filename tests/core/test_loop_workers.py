@@ -486,6 +486,30 @@ def test_a_worker_that_ends_in_order_causes_no_warning(
     assert level == (logging.WARNING if warns else logging.INFO)
 
 
+@pytest.mark.parametrize(
+    ("cause", "is_loaded_anew", "is_reported"),
+    [
+        (DeathCause.KILLED, True, True),
+        (DeathCause.KILLED, False, False),
+        (DeathCause.SIGNAL, True, False),
+    ],
+)
+def test_status_reports_that_workers_load_the_model_unless_a_request_is_suspected(
+    cause: DeathCause, is_loaded_anew: bool, is_reported: bool
+) -> None:
+    with Bench() as bench:
+        worker = bench.worker(5)
+        bench.until(lambda: bench.state is EngineState.READY)
+        worker.kill_process()
+        bench.child.inbox.append(WorkerDied(0, 5, cause, None, is_loaded_anew))
+        bench.until(lambda: bench.state is EngineState.RECOVERING)
+        bench.turn()
+        assert bench.loop._engine.status().is_loading_anew == is_reported
+        bench.worker(6)
+        bench.until(lambda: bench.state is EngineState.READY)
+        assert not bench.loop._engine.status().is_loading_anew
+
+
 class RecordingEngine:
     def __init__(self) -> None:
         self.inherited: list[list[int]] = []

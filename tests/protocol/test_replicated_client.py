@@ -38,7 +38,7 @@ from protocol.kv_events import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.protocol.fake_core import FACTS, READY, TIMEOUT_S, FakeCore
+from tests.protocol.fake_core import FACTS, READY, RECOVERING, TIMEOUT_S, FakeCore
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 Cores = list[FakeCore]
@@ -246,6 +246,22 @@ def test_requests_of_a_lost_replica_that_have_begun_go_on_at_an_equal_one_only(
         assert not any(stream.resumed_inexactly for stream in streams)
 
     play(cores, act, failover_s=0.1)
+
+
+def test_requests_do_not_wait_for_workers_that_load_the_model(cores: Cores) -> None:
+    """Other workers are waited for ten times as long: here longer than the test."""
+
+    async def act(client: ReplicatedClient) -> None:
+        for _ in range(4):
+            client.submit([5], PARAMS)
+        await until(lambda: sum(core.num_added for core in cores) == 4)
+        assert cores[1].num_added > 0
+        cores[1].status = msgspec.structs.replace(RECOVERING, is_loading_anew=True)
+        cores[1].send(cores[1].status)
+        async with asyncio.timeout(5.0):
+            await until(lambda: cores[0].num_added == 4)
+
+    play(cores, act, failover_s=0.6)
 
 
 def test_with_inexact_resume_a_request_goes_on_elsewhere_and_its_stream_shows_it(

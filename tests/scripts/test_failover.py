@@ -79,6 +79,19 @@ def test_standby_that_does_not_get_ready_is_not_waited_for() -> None:
     assert starts(drill.wait(PATIENCE_S)) == [(WORKER, Origin.FORKED)]
 
 
+def test_a_notice_of_a_death_states_whether_the_successor_must_load_the_model() -> None:
+    """A standby or zygote has loaded it, or will have soon."""
+    drill = standing()
+    drill.die(WORKER)
+    drill.receive(WORKER, Ready())
+    drill.wait(STANDBY_DELAY_S)
+    drill.die(WORKER)
+    without = Drill().all_ready()
+    without.die(WORKER)
+    notices = [*drill.reported_deaths, *without.reported_deaths]
+    assert [notice.is_loaded_anew for notice in notices] == [False, False, True]
+
+
 def ranks(slot: Slot, count: int = 2) -> list[Slot]:
     return [Slot(slot.role, rank) for rank in range(count)]
 

@@ -56,7 +56,7 @@ def test_hanging_worker_is_suspected_then_killed_and_the_core_is_notified() -> N
     assert look(drill, marks, began + 4.01) == [Kill(WORKER)]
     assert look(drill, marks, began + 60.0) == [], "killed once"
     assert drill.die(WORKER, evidence=Evidence(7)) == [Start(WORKER, 4)]
-    assert drill.reported_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
+    assert drill.reported_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7, True)]
     assert drill.words == [RecordDeath(WORKER, epoch, DeathCause.DEADLINE, 7)]
 
 
@@ -109,7 +109,7 @@ def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
     assert drill.reported_deaths == []
     drill.receive(CORE, Ready())
-    deaths = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9)]
+    deaths = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9, True)]
     assert drill.reported_deaths == deaths
     drill.receive(WORKER, Ready())
     drill.die(CORE)
@@ -125,7 +125,7 @@ def test_of_a_group_only_the_first_death_is_reported() -> None:
     epoch = drill.living[ranks[1]]
     for rank in (1, 0, 2):
         drill.die(ranks[rank], -signal.SIGABRT if rank == 1 else -signal.SIGKILL)
-    assert drill.reported_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None)]
+    assert drill.reported_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None, True)]
 
 
 def test_start_without_progress_counts_as_hanging() -> None:

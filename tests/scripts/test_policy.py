@@ -186,7 +186,7 @@ def test_messages_that_may_be_lost_are_repeated() -> None:
     drill = Drill().all_ready()
     core, worker = drill.living[CORE], drill.living[WORKER]
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
-    death = (core, WorkerDied(0, worker, DeathCause.SIGNAL, 9))
+    death = (core, WorkerDied(0, worker, DeathCause.SIGNAL, 9, True))
     drill.wait(20.0)
     assert 1 < drill.sent.count(death) < 5, "for some seconds"
     api = drill.living[API]

@@ -18,8 +18,9 @@ from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
 from protocol.sampling import SamplingParams
 from scripts import restart
-from scripts.testing import TIMEOUT_S
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S
 from tests.system.null_load import null_tokens
+from worker_proc.native.build import build, compiler
 
 NUM_STREAMS = 40
 LONGEST_PAUSE_S = 5.0
@@ -170,6 +171,44 @@ def test_streams_of_a_model_go_on_when_all_processes_of_its_replica_are_killed()
             assert found == expected
             assert max(pauses) < LONGEST_PAUSE_S
             assert client.num_moved > 0
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_streams_go_on_elsewhere_when_a_rank_is_killed_whose_group_has_no_standby() -> None:
+    """The next group loads the model first; the streams do not wait for it."""
+    build()
+    config = configure(
+        model="demo",
+        data_parallel_size=2,
+        tensor_parallel_size=2,
+        num_threads=1,
+        log_level="error",
+    )
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses) as client:
+            await until_serving(client)
+            expected: Tokens = [[] for _ in range(8)]
+            await all_streams(client, expected, params)
+            for rank in (0, 1):
+                await until_serving(client, LOAD_TIMEOUT_S)
+                num_before = client.num_moved
+                found: Tokens = [[] for _ in expected]
+                streams = asyncio.create_task(all_streams(client, found, params))
+                await until_half(found)
+                victim = Role.WORKER, rank
+                [pid] = [one.pid for one in rows_of(engine, 1) if (one.role, one.rank) == victim]
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                pauses = await streams
+                assert found == expected
+                assert max(pauses) < LONGEST_PAUSE_S
+                assert client.num_moved > num_before
 
     with EngineProcesses.start(config) as engine:
         asyncio.run(play(engine))
