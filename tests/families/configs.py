@@ -117,6 +117,13 @@ _OTHER: Mapping[str, dict[str, Any]] = {
     "paddleocr_vl": {"rope_parameters": THREE_ROWS},
     "qwen2_5_omni_thinker": {"rope_parameters": THREE_ROWS},
     "qwen3_omni_moe_thinker": {"rope_parameters": THREE_ROWS},
+    "qwen4_exp": {
+        **{"hc_count": 2, "hc_lowrank": 24, "rope_parameters": THREE_ROWS},
+        **{"ple_layer_ids": [1], "ple_embed_dim": 32, "heads_per_ngram": 2, "eos_token_id": 2},
+        **{"ngram_vocab_size_base": 100, "split_ngram_parts": 2},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": MAX_LENGTH, "indexer_compress_ratio": 4},
+    },
     "step3p7": {"sliding_window": WINDOW},
     "youtu": {"head_dim": 8},
 }
@@ -162,7 +169,15 @@ TYPES = (
     *("granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "lfm3_vl"),
     *("lighton_ocr", "llava_next_video", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
     *("minimax_m3_vl", "moss_transcribe_diarize", "ovis2", "phi4_multimodal", "pp_chart2table"),
-    *("qianfan_ocr", "qwen2_audio", "qwen3_5_moe", "qwen3_asr", "video_llama_3", "video_llava"),
+    *(
+        "qianfan_ocr",
+        "qwen2_audio",
+        "qwen3_5_moe",
+        "qwen3_asr",
+        "qwen4_exp",
+        "video_llama_3",
+        "video_llava",
+    ),
     *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
     *("ernie4_5_vl_moe", "hunyuan_vl", "janus", "mistral4", "mistral_large4", "muse_glimmer"),
     *(
