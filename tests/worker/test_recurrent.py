@@ -18,6 +18,7 @@ from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.inputs import StepInputs
 from worker_proc.model_runner import NOT_FINITE
 from worker_proc.recurrent import delta_rule
+from worker_proc.recurrent.layers import recurrent_layers
 from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.step_texts import texts_of
@@ -66,6 +67,29 @@ def test_a_moved_step_has_the_texts_of_a_new_one(
     monkeypatch.setattr(StatePool, "begin_step", compared)
     assert drive(runner, served.prompts, GREEDY).output_token_ids == served.expected
     assert num_moved > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen4_exp_text", "recurrent_gemma"], ids=str)
+def test_layers_keep_nothing_of_the_steps_that_they_computed(name: str, tmp_path: Path) -> None:
+    """Neither do the modules that keep their states in transformers' cache."""
+    build_checkpoint(tmp_path, BY_NAME[name].config())
+    runner = make_runner(tmp_path, ROOMY)
+    counts = []
+    for _ in range(2):
+        drive(runner, [[3, 4, 5], [6, 7] * 20], GREEDY)
+        counts.append([_num_entries(layer) for layer in recurrent_layers(runner._model)])
+    assert counts[0] == counts[1]
+    assert all(counts[0])
+
+
+def _num_entries(held: Any) -> int:
+    """Return the number of entries in the lists of an object of the worker, and of its parts."""
+    if isinstance(held, list | tuple | dict):
+        entries = held.values() if isinstance(held, dict) else held
+        return len(held) + sum(map(_num_entries, entries))
+    is_own = type(held).__module__.startswith("worker_proc.recurrent")
+    return _num_entries(vars(held)) if is_own and hasattr(held, "__dict__") else 0
 
 
 def test_a_state_that_is_not_finite_stays_with_its_request(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from worker_proc.native.kernels import load_library
-from worker_proc.recurrent.row_convolution import RowConvolutions
+from worker_proc.recurrent.row_convolution import Convolutions, RowConvolutions
 
 LENGTHS = (40, 5, 1)
 """Places that a convolution gives at once."""
@@ -26,7 +26,7 @@ def test_results_are_those_of_torch_and_of_each_place_alone(
     )
     reach = dilation * (size - 1)
     columns = torch.randn(2, channels, max(LENGTHS) + reach).to(dtype)
-    with RowConvolutions(load_library()):
+    with RowConvolutions(Convolutions(load_library())):
         whole = layer(columns)
         for length in LENGTHS:
             for start in range(0, max(LENGTHS), length):

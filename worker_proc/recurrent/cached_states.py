@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.recurrent.row_convolution import RowConvolutions
+from worker_proc.recurrent.row_convolution import Convolutions, RowConvolutions
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE
@@ -119,7 +119,7 @@ class CachedStatesLayer:
         self.plain_products: Sequence[str] = ()
         self._own = MethodType(type(module).forward, module)
         self._signature = inspect.signature(self._own)
-        self._functions = RowConvolutions(library)
+        self._convolutions = Convolutions(library)
         self._pool: StatePool | None = None
 
     def attach(self, pool: StatePool) -> None:
@@ -133,7 +133,7 @@ class CachedStatesLayer:
         num_rows = next(one.shape[1] for one in given.values() if isinstance(one, torch.Tensor))
         batches = list(self._batches(num_rows))
         indices = [index for _, index in batches]
-        with self._functions:
+        with RowConvolutions(self._convolutions):
             results = [self._compute(given, num_rows, *batch) for batch in batches]
         if not isinstance(results[0], tuple):
             return _in_order(results, indices, num_rows)

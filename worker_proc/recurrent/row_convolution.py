@@ -18,23 +18,15 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 """Of rows by a matrix."""
 
 
-class RowConvolutions(RowwiseFunctions):
-    """While it is entered, torch's elementwise functions and convolutions are computed by rows."""
+class Convolutions:
+    """Convolutions of some weights, whose groups are packed once."""
 
     def __init__(self, library: NativeLibrary | None) -> None:
-        super().__init__()
         self._library = library
         self._products: dict[int, list[Product]] = {}
         """By the matrices of the groups of a weight, by its address."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.conv1d:
-            return self._convolve(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _convolve(  # noqa: PLR0917 (the signature is torch's)
+    def convolve(  # noqa: PLR0917 (the signature is torch's)
         self,
         columns: torch.Tensor,
         weight: torch.Tensor,
@@ -86,6 +78,21 @@ class RowConvolutions(RowwiseFunctions):
             return out.reshape(*rows.shape[:-1], len(matrix))
 
         return multiply
+
+
+class RowConvolutions(RowwiseFunctions):
+    """While it is entered, torch's elementwise functions and convolutions are computed by rows."""
+
+    def __init__(self, convolutions: Convolutions) -> None:
+        super().__init__()
+        self._convolutions = convolutions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.conv1d:
+            return self._convolutions.convolve(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _single(value: Any) -> int:
