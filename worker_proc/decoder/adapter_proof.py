@@ -152,6 +152,7 @@ def _called(
         if len(rows) != store.rows.num_rows:
             others.add(number)
 
+    store.sites.allowed = set(range(len(store.sites)))
     nothing = LoadedAdapter(store.library, store.dtype, store.sites, {})
     with _adapting(store, backend, [nothing]), _adding(store, count):
         compute_stepwise(prepared.loaded, backend, layout)

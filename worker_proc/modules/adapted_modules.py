@@ -78,7 +78,7 @@ def _parts(name: str, num_outputs: int, widths: Mapping[str, tuple[int, ...]]) -
 def adapt_modules(model: nn.Module, sites: Sites, rows: StepRows) -> set[int]:
     """Let the modules of all sites add products in steps with adapters; returns the sites.
 
-    In other steps they compute what they did.
+    In other steps, and at sites that are not allowed, they compute what they did.
     """
     adapted: set[int] = set()
     for module, numbers in _modules_with_sites(model, sites):
@@ -100,7 +100,7 @@ def _adapted_linear(
         if rows.args is not None:
             inputs = hidden.reshape(-1, module.in_features)
             outputs = out.view(-1, module.out_features)
-            for number in numbers:
+            for number in sites.allowed.intersection(numbers):
                 site = sites.all[number]
                 part = outputs[:, site.first_output : site.first_output + site.num_outputs]
                 rows.add_products(number, site, inputs, part)
@@ -119,6 +119,8 @@ def _adapted_mlp(module: FusedMLP, numbers: list[int], sites: Sites, rows: StepR
         inputs = hidden.reshape(-1, hidden.shape[-1])
         gates, factors = module.split(inputs)
         for number, part in zip(numbers, (gates, factors), strict=True):
+            if number not in sites.allowed:
+                continue
             rows.add_products(number, sites.all[number], inputs, part)
         return module.join(gates, factors, hidden.shape[:-1])
 
