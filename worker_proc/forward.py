@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from worker_proc.attention.compression import compression_of
 from worker_proc.attention.interface import AttentionBackend, LayersInTurn, PagedLayer
 from worker_proc.cuda.device import uses_triton
 from worker_proc.inputs import StepInputs
@@ -48,7 +49,9 @@ def attach_cache(
         if layer.sinks is not None:
             sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
         biases = None if layer.biases is None else loaded.model.get_buffer(layer.biases)
-        paged = PagedLayer(layer.spec, tensors, backend, number, sinks, biases, layer.bias_origin)
+        compression = compression_of(loaded.model.get_submodule(layer.module_name))
+        terms = (sinks, biases, layer.bias_origin, compression)
+        paged = PagedLayer(layer.spec, tensors, backend, number, *terms)
         attached.setdefault(layer.module_name, []).append(paged)
     in_turn: list[LayersInTurn] = []
     for name, own in attached.items():

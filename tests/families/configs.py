@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, THREE_ROWS, VISION, WINDOW
+from tests.worker.compressed_models import DEEPSEEK_V4
 from tests.worker.families import FAMILIES as FURTHER_ARCHITECTURES
 from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.recurrent_models import RECURRENT
@@ -266,7 +267,7 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         architecture.name: _longer(architecture.config)
         for architecture in (
             *(*ARCHITECTURES, *FURTHER_ARCHITECTURES),
-            *(*RECURRENT, *OWN_ATTENTION),
+            *(*RECURRENT, *OWN_ATTENTION, DEEPSEEK_V4),
         )
     },
     **{name: lambda name=name: small_config(name) for name in TYPES},  # type: ignore[misc]

@@ -323,6 +323,10 @@ def build_checkpoint(
                 parameter.normal_(0.0, 1.5 * spread)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # the experts of each token
+                number = model.config.n_routed_experts
+                buffer.copy_(torch.rand(len(buffer), number).argsort(dim=1)[:, : buffer.shape[1]])
     model.generation_config.eos_token_id = EOS_TOKEN_ID
     model = model.to(dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)

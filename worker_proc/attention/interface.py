@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from worker_proc.attention.compression import Compression
 from worker_proc.attention.stand_ins import OWN_ATTENTION
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
@@ -71,6 +72,8 @@ class PagedLayer:
     bias_origin: int | None = None
     """The column of a row's own key, where columns are distances and the keys before it have those
     before it: the precision is then that of the distance. None: columns are positions."""
+    compression: Compression | None = None
+    """What makes compressed entries of the module's rows."""
 
 
 class LayersInTurn:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from worker_proc.attention.compression import take_compressors
 from worker_proc.attention.indexers import choose_all, indexers_of
 from worker_proc.attention.interface import has_own_attention
 from worker_proc.attention.recorder import NUM_PROBE_TOKENS, ProbedLayer, Recorder
@@ -66,6 +67,9 @@ def probe_model(
     recorder = Recorder(model)
     config = model.config
     indexed_length = choose_all(model)
+    compressions = take_compressors(model)
+    for compression in compressions:  # the kernel computes with these
+        recorder.storages.add(compression.used_parameters())
     for _, indexer in indexers_of(model):  # which the comparison with its own forward computes
         recorder.storages.add(indexer.parameters())
     is_own = has_own_attention(model)
@@ -77,7 +81,7 @@ def probe_model(
     ):
         cache = OwnCache(recorder.own_attention) if is_own else None
         _run_forward(model, cache, has_output_layer=has_output_layer)
-    layers = recorder.layers
+    layers = recorder.compressed_layers() if compressions else recorder.layers
     _check_directions(layers, config.model_type, has_output_layer=has_output_layer)
     num_reached = num_layers - _num_passed_over(model, num_layers, recorder.called)
     _check_layers(layers, recurrent, config.model_type, num_reached)

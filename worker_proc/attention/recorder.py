@@ -4,7 +4,7 @@ What a forward asks of them is recorded; see probe.py.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
+from worker_proc.attention.compression import MAX_COMPRESSED_HEADS, compression_of
 from worker_proc.attention.indexers import ALL_TOKENS
+from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
 from worker_proc.attention.stand_ins import OwnCall, OwnMask
 from worker_proc.errors import UnsupportedModel
-from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_groups import CompressedSpec, LayerSpec
 
 NUM_PROBE_TOKENS = 8
 
@@ -110,6 +112,8 @@ class Recorder:
         self._module_names = {module: name for name, module in model.named_modules()}
         self._parameters = dict(model.named_parameters())
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
+        self._has_one_row: list[bool] = []
+        """Of each layer, whether a token's key is its value, too."""
         self.running: list[nn.Module] = []
         """The modules whose forward runs, the inner last."""
         self.called: set[nn.Module] = set()
@@ -165,7 +169,32 @@ class Recorder:
         )
         sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
         self.layers.append(ProbedLayer(name, spec, sinks))
+        self._has_one_row.append(key is value and num_kv_heads == 1)
         return query.new_empty(batch, length, num_heads, value_head_dim), None
+
+    def compressed_layers(self) -> list[ProbedLayer]:
+        """Return the layers of a model with compressors, beside which others have windows alone."""
+        modules = {name: module for module, name in self._module_names.items()}
+        name = attending_twice(layer.module_name for layer in self.layers)
+        if name is not None:
+            raise UnsupportedModel(f"{name} attends several times beside compressed entries")
+        found = []
+        for layer, has_one_row in zip(self.layers, self._has_one_row, strict=True):
+            spec = layer.spec
+            if spec.window is None or spec.is_chunked or spec.kv_source is not None:
+                raise UnsupportedModel(f"{layer.module_name} has no window beside entries")
+            if not has_one_row or spec.num_heads > MAX_COMPRESSED_HEADS:
+                raise UnsupportedModel(
+                    f"{layer.module_name} has entries beside keys that differ from values, or more"
+                    f" than {MAX_COMPRESSED_HEADS} heads"
+                )
+            compression = compression_of(modules[layer.module_name])
+            compressed = CompressedSpec(spec.window)
+            if compression is not None:
+                compressed = compression.spec(spec.window, spec.head_dim)
+            spec = replace(spec, window=None, is_latent=True, compressed=compressed)
+            found.append(replace(layer, spec=spec))
+        return found
 
     def own_attention(self, call: OwnCall) -> torch.Tensor:
         """Record a call of a model's own code, and return an output of the right shape."""

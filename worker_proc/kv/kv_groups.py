@@ -18,6 +18,36 @@ MAX_PADDING = 1.25  # kinds of layers whose counts differ by at most this factor
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedSpec:
+    """What a layer attends to in place of all tokens: a window, and entries of several tokens each.
+
+    A token has one row, its key and value, and beside it what entries and an indexer's keys are
+    made of.
+    """
+
+    window: int  # positions that a token sees as they are, itself included
+    ratio: int = 0  # tokens of an entry; 0: the layer has no entries
+    num_series: int = 1  # 2: an entry is also made of the tokens of the one before
+    index_dim: int = 0  # of the keys by which an indexer chooses entries; 0: all are attended to
+    num_index_heads: int = 0
+    num_chosen: int = 0
+
+    def row_width(self, head_dim: int) -> int:
+        """Return the numbers that are stored for a token."""
+        return head_dim + (2 * self.num_series * self.entry_width(head_dim) if self.ratio else 0)
+
+    def entry_width(self, head_dim: int) -> int:
+        """Return the numbers that are stored for an entry."""
+        return head_dim + self.index_dim if self.ratio else 0
+
+    def block_numbers(self, head_dim: int, block_size: int) -> int:
+        """Return the numbers that are stored in a block: the last token of an entry is in it."""
+        num_entries = -(-block_size // self.ratio) if self.ratio else 0
+        rows = block_size * self.row_width(head_dim)
+        return rows + num_entries * self.entry_width(head_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Shape and window of one layer's attention, as the model's own code calls it."""
 
@@ -34,6 +64,9 @@ class LayerSpec:
     is_causal: bool = True
     """Else a token also attends to those behind it; a window counts the positions to each side,
     the token itself included."""
+    compressed: CompressedSpec | None = None
+    """Of a layer whose cache holds compressed entries, or that is beside such layers. It has no
+    window then: blocks are kept, since entries are made of what they hold."""
 
     @property
     def stored_dims(self) -> tuple[int, ...]:

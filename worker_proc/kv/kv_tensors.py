@@ -121,11 +121,15 @@ def bytes_per_block(
     format: KVFormat = KVFormat.PLAIN,
 ) -> int:
     """Return the size of one block over the tensors of `specs`, for a model of type `dtype`."""
-    return block_size * sum(
-        spec.num_kv_heads * format.row_bytes(dim, dtype)
-        for spec in specs
-        for dim in spec.stored_dims
-    )
+    return sum(_layer_bytes(spec, block_size, dtype, format) for spec in specs)
+
+
+def _layer_bytes(spec: LayerSpec, block_size: int, dtype: torch.dtype, format: KVFormat) -> int:
+    """Return the size of one block of a layer."""
+    if spec.compressed is not None:
+        return spec.compressed.block_numbers(spec.head_dim, block_size) * dtype.itemsize
+    row_bytes = sum(format.row_bytes(dim, dtype) for dim in spec.stored_dims)
+    return block_size * spec.num_kv_heads * row_bytes
 
 
 def format_sizes(one: int, other: int) -> tuple[str, str]:

@@ -62,7 +62,7 @@ def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> i
     None: texts of any length. A cache drops what sliding windows of config.json have passed. Where
     attention has no such window (Moshi), tokens of longer texts depend on how they are cut.
     """
-    known = {spec.window for spec in layers}
+    known = {spec.compressed.window if spec.compressed else spec.window for spec in layers}
     cached = (
         getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers
     )

@@ -47,6 +47,7 @@ from worker_proc.sampling.heads import check_dense
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _ATTENTION_LAYER_TYPES = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+    *("compressed_sparse_attention", "heavily_compressed_attention"),
 }
 _RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _ROW_LAYER_TYPES = {"mlp", "moe"}

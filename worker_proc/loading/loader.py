@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import PoolingType
+from worker_proc.attention.compression import take_compressors
 from worker_proc.attention.indexers import choose_all
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention, set_implementation
 from worker_proc.attention.probe import is_within
@@ -229,6 +230,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     keep_rows(model)
     route_uncached(model)
     choose_all(model)
+    take_compressors(model)
     make_linears_plain(model)
     keep_read(model, probed.read_linears)
     fix_frequencies(model, inspected.model_len)

@@ -23,6 +23,7 @@ from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 ROUTER_NAMES = ("gate", "router")
 """The names of a router beside its experts."""
+_TOKENS = "input_ids"
 ROW_STEP = 16
 ONE_THREAD_VALUES = 32_768
 """With fewer values, one thread of torch computes an elementwise function."""
@@ -42,17 +43,30 @@ class RowBlocks:
         self._most = max((ONE_THREAD_VALUES - 1) // (width * ROW_STEP), 1) * ROW_STEP
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Outputs:
-        """Return tensors with a row for each of `[..., hidden_size]`."""
+        """Return tensors with a row for each of `[..., hidden_size]`.
+
+        Arguments of integers are the tokens of these rows.
+        """
         if hidden.dim() > 2:
             hidden = hidden.reshape(1, -1, hidden.shape[-1])
-        found = []
+        found, end = [], 0
         for rows in hidden.split(self._most, dim=-2):
             count = rows.shape[-2]
-            filled = pad(rows, (0, 0, 0, -count % ROW_STEP))
-            found.append([part[:count] for part in self._function(filled, *args, **kwargs)])
+            missing = -count % ROW_STEP
+            start, end = end, end + count
+            own = [
+                pad(arg.reshape(1, -1)[:, start:end], (0, missing)) if _are_tokens(arg) else arg
+                for arg in args
+            ]
+            filled = pad(rows, (0, 0, 0, missing))
+            found.append([part[:count] for part in self._function(filled, *own, **kwargs)])
         if len(found) == 1:
             return tuple(found[0])
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def _are_tokens(arg: object) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.dtype == torch.long
 
 
 @torch.inference_mode()
@@ -135,12 +149,16 @@ def _width(
 def _further_arguments(parent: nn.Module, router: nn.Module) -> list[Any]:
     """Return what a router takes beside the rows: its parent has it under the same name.
 
-    A parent without it leaves it out, if the router has a default for it.
+    A parent without it leaves it out, if the router has a default for it. Tokens choose experts by
+    a table (DeepSeek-V4).
     """
+    tokens = {_TOKENS: torch.arange(NUM_TRIAL_ROWS).unsqueeze(0)}
     _, *others = inspect.signature(router.forward).parameters.values()
     empty = inspect.Parameter.empty
     return [
-        getattr(parent, one.name)
+        tokens[one.name]
+        if one.name in tokens
+        else getattr(parent, one.name)
         if one.default is empty
         else getattr(parent, one.name, one.default)
         for one in others

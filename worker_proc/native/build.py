@@ -25,15 +25,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = (
-    *("attention.cpp", "decoder.cpp", "exchange.cpp", "linear.cpp", "low_rank.cpp"),
-    *("pointwise.cpp", "recurrence.cpp", "sampling.cpp"),
+    *("attention.cpp", "compressed.cpp", "decoder.cpp", "exchange.cpp", "linear.cpp"),
+    *("low_rank.cpp", "pointwise.cpp", "recurrence.cpp", "sampling.cpp"),
 )
 HEADERS = (
     *("attention.h", "attention_pairs.h", "channel_scan.h", "choice.h", "coded_kv.h"),
-    *("coded_rows.h", "compact_weights.h", "edits.h", "exact_sums.h", "exchange.h", "experts.h"),
-    *("float_products.h", "grouped_codes.h", "latent_attention.h", "low_rank.h", "pointwise.h"),
-    *("product_inputs.h", "products.h", "recurrence.h", "sections.h", "selective_scan.h"),
-    *("step.h", "team.h", "text_attention.h", "vec.h", "weights.h"),
+    *("coded_rows.h", "compact_weights.h", "compressed_attention.h", "edits.h", "exact_sums.h"),
+    *("exchange.h", "experts.h", "float_products.h", "grouped_codes.h", "latent_attention.h"),
+    *("low_rank.h", "pointwise.h", "product_inputs.h", "products.h", "recurrence.h"),
+    *("sections.h", "selective_scan.h", "step.h", "team.h", "text_attention.h", "vec.h"),
+    "weights.h",
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),

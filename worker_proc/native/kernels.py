@@ -44,6 +44,8 @@ from worker_proc.native.structures import (
     AdaptationArgs,
     AdaptedSiteArgs,
     BufferArgs,
+    CompressedLayerArgs,
+    CompressedRowsArgs,
     Instruction,
     LayerArgs,
     LogitsArgs,
@@ -65,6 +67,7 @@ _UNIT_BYTES = 4
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_attend_texts": (*[_POINTER] * 6, _FLOAT, _FLOAT),
+    "troika_attend_compressed": (*[_POINTER] * 4,),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 4),
     "troika_gated_norm": (_POINTER,),
@@ -159,6 +162,17 @@ class NativeLibrary:
         addresses = (ctypes.addressof(column) for column in columns)
         parts = (layer, WholeTextsArgs(len(first_rows), *addresses), *map(_rows_args, rows))
         self._library.troika_attend_texts(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
+
+    def attend_compressed(
+        self,
+        layer: CompressedLayerArgs,
+        step: StepArgs,
+        rows: CompressedRowsArgs,
+        out: torch.Tensor,
+    ) -> None:
+        """Store rows, make entries, and attend into `out`, `[T, num_heads, head_dim]`."""
+        parts = map(ctypes.byref, (layer, step, rows))
+        self._library.troika_attend_compressed(*parts, out.data_ptr())
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool

@@ -223,3 +223,37 @@ class ChoiceState(enum.IntEnum):
 
     CHOSEN = 0
     NOT_FINITE = 1
+
+
+class CompressorArgs(ctypes.Structure):
+    """`Compressor` of compressed_attention.h."""
+
+    _fields_ = (
+        *_fields("biases factors", _POINTER),
+        ("epsilon", _FLOAT),
+        *_fields("dim values_at gates_at entry_at", _INT),
+    )
+
+
+class CompressedLayerArgs(ctypes.Structure):
+    """`CompressedLayer` of compressed_attention.h."""
+
+    _fields_ = (
+        *_fields("pool sinks", _POINTER),
+        ("block_stride", _LONG),
+        *_fields("num_heads head_dim block_size window is_bf16", _INT),
+        *_fields("ratio num_series row_width entry_width rope_dim", _INT),
+        *_fields("num_index_heads num_chosen", _INT),
+        *_fields("scale index_scale", _FLOAT),
+        *_fields("attended indexed", CompressorArgs),
+    )
+
+
+class CompressedRowsArgs(ctypes.Structure):
+    """`CompressedRows` of compressed_attention.h."""
+
+    _fields_ = (
+        ("query", RowsArgs),
+        *_fields("stored index_queries index_weights end_rows cosines sines", _POINTER),
+        *_fields("num_ends num_texts", _INT),
+    )

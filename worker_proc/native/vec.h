@@ -186,6 +186,37 @@ inline void save(Vec v, Bf16* p, int count) {
   std::memcpy(p, &half, count * sizeof(Bf16));
 }
 
+// x · y + z, rounded once where the processor can.
+inline Part multiply_add_part(Part x, Part y, Part z) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#else
+  return x * y + z;
+#endif
+}
+
+// Halves a part until one lane is left: the order of the lanes never changes.
+inline float sum_of_part(Part v) {
+#ifdef __AVX2__
+#ifdef __AVX512F__
+  const __m512d whole = (__m512d)v;
+  const __m256 half = _mm256_add_ps((__m256)_mm512_castpd512_pd256(whole),
+                                    (__m256)_mm512_extractf64x4_pd(whole, 1));
+#else
+  const __m256 half = (__m256)v;
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  for (int count = kPartLanes / 2; count > 0; count /= 2)
+    for (int lane = 0; lane < count; lane++) v[lane] += v[lane + count];
+  return v[0];
+#endif
+}
+
 // Applies f to each part.
 template <class F>
 inline Vec by_parts(Vec v, const F& f) {

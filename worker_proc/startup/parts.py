@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.config import AttentionName, EngineConfig, WorkerConfig
 from protocol.core_worker import UNLIMITED_BLOCKS, ModelFacts
+from worker_proc.attention.compressed_backend import CompressedBackend
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.no_attention import NoAttention
@@ -132,8 +133,11 @@ def make_backend(
         if library is not None and can_attend(specs, loaded.dtype, loaded.device):
             return TextBackend(library, loaded.dtype)
         return PortableTextBackend()
+    windows = [group.window for group in layout.groups]
+    if any(spec.compressed is not None for spec in specs):
+        assert library is not None  # without which such a model is refused
+        return CompressedBackend(library, layout.block_size, loaded.dtype, specs, windows)
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
-        windows = [group.window for group in layout.groups]
         return NativeBackend(
             library, layout.block_size, loaded.dtype, specs, windows, format=layout.format
         )

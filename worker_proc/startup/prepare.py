@@ -30,7 +30,9 @@ from worker_proc.loading.proofs import Proofs, find_proofs
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.adapted_modules import adapt_modules, find_sites
 from worker_proc.modules.coded_weights import dequantize_weights, without_kernels
+from worker_proc.modules.compressed import install_compressed
 from worker_proc.modules.fused import fuse_modules
+from worker_proc.modules.grouped_linear import pack_grouped_linears
 from worker_proc.modules.latent import install_latent
 from worker_proc.modules.own_attention import OwnLayer, install_own_attention
 from worker_proc.modules.own_matrices import pack_own_matrices
@@ -63,9 +65,11 @@ from worker_proc.recurrent.rowwise import compute_rowwise
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.refusals import (
     check_cache,
+    check_compressed,
     check_own_attention,
     check_settings,
     check_stated_length,
+    has_entries,
     rehearse_draft,
     rehearse_experts,
     rehearse_model,
@@ -187,8 +191,11 @@ def _check(
     check_cache(checked, rehearsal, config)
     if draft is not None:
         check_own_attention(draft, config.model.max_model_len)
+        check_compressed(draft, config)
         rehearse_draft(draft, proofs)
     library = None
+    if setting is None and any(has_entries(one) for one in (checked, draft) if one is not None):
+        setting = "attention over compressed entries"
     if setting is not None:
         progress("compile_kernels", 0, 0)
         library = load_coding_library(setting)
@@ -308,7 +315,9 @@ def _replace_attention(
     loaded = _take_own_attention(loaded, proofs, max_model_len, f"own_attention{suffix}")
     if loaded.device.type != "cpu":
         return loaded
-    return _attend_to_latent_rows(loaded, library, proofs, f"latent{suffix}")
+    loaded = _attend_to_latent_rows(loaded, library, proofs, f"latent{suffix}")
+    _attend_to_entries(loaded, library, proofs, f"compressed{suffix}")
+    return loaded
 
 
 def _take_own_attention(
@@ -352,6 +361,16 @@ def _attend_to_latent_rows(
     return loaded
 
 
+def _attend_to_entries(
+    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
+) -> None:
+    """Let modules attend over compressed entries, and keep the proof under a name."""
+    known = None if proofs is None else proofs.get(name, list[str])
+    proven = install_compressed(loaded, library, known)
+    if proofs is not None and known is None:
+        proofs.put(name, proven)
+
+
 def _make_executor(
     loaded: LoadedModel,
     draft: LoadedModel | None,
@@ -390,6 +409,7 @@ def _fuse(
     )
     if proofs is not None and known is None:
         proofs.put(name, fused)
+    pack_grouped_linears(loaded.model, library)
     if not loaded.row_shapes:
         return
     name = f"{name}_matrices"

@@ -24,6 +24,7 @@ from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
+from worker_proc.modules.compressed import is_compressed
 from worker_proc.modules.experts_in_small import check_experts_in_small
 from worker_proc.modules.latent import latent_specs
 from worker_proc.modules.own_attention import check_length, table_bytes
@@ -33,7 +34,7 @@ from worker_proc.modules.quantization import (
     check_rounded_dtype,
     check_rounding,
 )
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.sampling.heads import check_head
@@ -124,6 +125,7 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
             f" that {model.shown_model} can compute"
         )
     check_own_attention(checked, model.max_model_len)
+    check_compressed(checked, config)
     _check_attention(checked, config.worker)
     if model.quantization is not None:
         check_rounded_dtype(inspected.dtype, model.quantization)
@@ -149,6 +151,33 @@ def _check_attention(checked: CheckedModel, worker: WorkerConfig) -> None:
     inspected = checked.inspected
     if not inspected.probed.has_own_attention:
         choose_attention(inspected.probed.layers, inspected.dtype, checked.device, worker)
+
+
+def has_entries(checked: CheckedModel) -> bool:
+    """Return whether a model attends over compressed entries."""
+    return is_compressed([layer.spec for layer in checked.inspected.probed.layers])
+
+
+def check_compressed(checked: CheckedModel, config: EngineConfig) -> None:
+    """Refuse settings with which nothing attends over compressed entries."""
+    if not has_entries(checked):
+        return
+    inspected, cache, parallel = checked.inspected, config.cache, config.parallel
+    kind = f"{inspected.config.model_type} attends over compressed entries"
+    if checked.device.type != "cpu":
+        raise UnsupportedModel(f"{kind}, which the CPU computes only, not {checked.device.type}")
+    if inspected.dtype not in NATIVE_DTYPES:
+        raise UnsupportedModel(
+            f"{kind}, which is computed in float32 and bfloat16, not in {_dtype_name(checked)}"
+        )
+    if cache.kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise UnsupportedModel(
+            f"kv_cache_dtype {cache.kv_cache_dtype}: {kind}, and its cache holds the model's type"
+            " only"
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (number := getattr(parallel, name)) > 1:
+            raise UnsupportedModel(f"{name} {number}: {kind}, which one worker computes")
 
 
 def check_own_attention(checked: CheckedModel, max_model_len: int | None) -> None:

@@ -1,0 +1,233 @@
+"""Attention over compressed entries: what is stored and proven, and what is refused."""
+
+import random
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
+
+from protocol.config.settings import configure
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import build_checkpoint, load_model
+from tests.worker.compressed_models import DEEPSEEK_V4, WITH_LONG_GROUPS
+from tests.worker.driving import drive
+from tests.worker.hollow_checkpoints import write_hollow
+from tests.worker.parity import generate, make_runner
+from worker_proc.attention.compression import compression_of
+from worker_proc.errors import UnsupportedModel
+from worker_proc.kv.kv_tensors import bytes_per_block
+from worker_proc.loading.loader import check_model
+from worker_proc.loading.text_model import auto_class
+from worker_proc.modules import compressed, quantization
+from worker_proc.modules.compressed import install_compressed
+from worker_proc.modules.grouped_linear import GroupedLinear, pack_grouped_linears
+from worker_proc.modules.router import ROW_STEP, RowBlocks
+from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.startup.load_runner import load_model_runner
+from worker_proc.startup.refusals import check_compressed
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+needs_kernels = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+MAX_TOKENS = 40
+LENGTHS = (700, 127, 513, 1000)
+SHARED, OWN_LENGTHS = 300, (5, 77, 400)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    build_checkpoint(tmp_path, DEEPSEEK_V4.config())
+    return tmp_path
+
+
+@pytest.fixture
+def library() -> NativeLibrary:
+    return NativeLibrary(build())
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_outputs_of_long_texts_equal_generate(tmp_path: Path) -> None:
+    """With groups of 4 and 128 tokens, cut at other places, and behind cached prefixes."""
+    build()
+    config = WITH_LONG_GROUPS.config()
+    build_checkpoint(tmp_path, config)
+    model = auto_class(config).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rng = random.Random(3)
+    make = lambda count: [rng.randrange(3, config.vocab_size) for _ in range(count)]  # noqa: E731
+    shared = make(SHARED)
+    prompts = [*map(make, LENGTHS), *(shared + make(count) for count in OWN_LENGTHS)]
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    assert len(set(map(tuple, expected))) == len(prompts)
+    runner = make_runner(tmp_path, 1200)
+    assert runner.facts.exact_resume
+    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    for options in (
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 16},
+        {"max_num_seqs": 2},
+    ):
+        run = drive(runner, prompts, greedy, **({"max_num_seqs": 16} | options))
+        assert run.output_token_ids == expected, options
+    assert run.num_cached_tokens > 0
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("block_size", [4, 6, 16, 32])
+def test_blocks_hold_what_is_announced_of_any_size(block_size: int, directory: Path) -> None:
+    """The last token of a group has the entry in its block, wherever the group begins."""
+    build()
+    prompts = [[7 + 3 * i + 11 * j for j in range(40 + i)] for i in range(3)]
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    outputs = []
+    for size in (block_size, 16):
+        settings = configure(
+            model=str(directory),
+            **{"device": "cpu", "dtype": "float32", "num_threads": 1, "block_size": size},
+            num_gpu_blocks_override=100,
+        )
+        runner = load_model_runner(settings, lambda *_: None)
+        outputs.append(drive(runner, prompts, params, max_num_seqs=4).output_token_ids)
+        specs = [layer.spec for layer in load_model(directory, "float32").layers]
+        tensors = runner._pool.all_tensors
+        assert sum(one[0].nbytes for one in tensors) == bytes_per_block(specs, size, torch.float32)
+    assert outputs[0] == outputs[1]
+
+
+OTHERS: list[tuple[type[Any], Callable[..., Any]]] = [
+    (deepseek_v4.DeepseekV4CSACompressor, lambda out: (out[0] * 1.01, out[1])),
+    (deepseek_v4.DeepseekV4HCACompressor, lambda out: (out[0] + 0.01, out[1])),
+    (deepseek_v4.DeepseekV4Indexer, lambda out: (out - 1).clamp_min(-1)),
+    (deepseek_v4.DeepseekV4Attention, lambda out: (out[0] * 1.01, None)),
+]
+"""Classes, with what their forward over whole texts might return instead."""
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize(("kind", "change"), OTHERS, ids=lambda one: one.__name__)
+def test_modules_that_compute_something_else_are_refused(
+    kind: type[Any],
+    change: Callable[..., Any],
+    directory: Path,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = kind.forward
+
+    @wraps(forward)
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        rows = out[0] if isinstance(out, tuple) else out
+        is_plain = rows.numel() > 0  # compressors return nothing where the kernel attends
+        if kind is deepseek_v4.DeepseekV4Attention:
+            is_plain = self.config._attn_implementation == "eager"
+        return change(out) if is_plain else out
+
+    loaded = load_model(directory, "float32")
+    monkeypatch.setattr(kind, "forward", other)
+    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+        install_compressed(loaded, library)
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_what_is_proven_is_not_tried_again(
+    directory: Path, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(directory, "float32")
+    proven = install_compressed(loaded, library)
+    assert proven == [layer.module_name for layer in loaded.layers]
+    monkeypatch.setattr(compressed, "_least_error", None)
+    again = load_model(directory, "float32")
+    assert install_compressed(again, library, proven) == proven
+    for model in (loaded.model, again.model):
+        found = [compression_of(model.get_submodule(name)) for name in proven]
+        taken = [one and [*one.parameters] for one in found]
+        both = ["compressor", "indexer"]
+        assert taken == [None, both, both[:1], both, both[:1]]
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_groups_of_a_linear_layer_are_packed_if_they_compute_the_same(
+    directory: Path, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = deepseek_v4.DeepseekV4GroupedLinear
+    model = load_model(directory, "float32").model
+    pack_grouped_linears(model, library)
+    assert sum(isinstance(module, GroupedLinear) for module in model.modules()) == 5
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, rows: forward(self, rows).flip(-2))
+    model = load_model(directory, "float32").model
+    pack_grouped_linears(model, library)
+    assert sum(isinstance(module, kind) for module in model.modules()) == 5
+
+
+def test_blocks_of_rows_keep_the_tokens_of_their_rows() -> None:
+    table = torch.arange(50) * 3
+
+    def route(rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat = rows.reshape(-1, rows.shape[-1])
+        return flat, table[tokens.reshape(-1)].unsqueeze(1)
+
+    blocks = RowBlocks(route, 2**11)  # few rows at once
+    rows, tokens = torch.randn(1, 3 * ROW_STEP + 2, 4), torch.arange(50).flip(0).unsqueeze(0)
+    found = blocks(rows, tokens)
+    assert torch.equal(found[0], rows[0])
+    assert torch.equal(found[1][:, 0], table[tokens[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv_cache_dtype": "int8"}, "int8: deepseek_v4 attends over compressed entries"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2: .* which one worker computes"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: .* which one worker computes"),
+        ({"dtype": "float16"}, "float32 and bfloat16, not in float16"),
+        ({"quantization": "w8a16", "dtype": "bfloat16"}, "nor of experts"),
+    ],
+)
+@needs_kernels
+def test_settings_are_refused_before_the_weights(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    write_hollow(tmp_path, DEEPSEEK_V4.config())
+    phases: list[str] = []
+    config = configure(model=str(tmp_path), device="cpu", num_threads=1, **settings)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model_runner(config, lambda phase, done, total: phases.append(phase))
+    assert "load_weights" not in phases
+
+
+@pytest.mark.slow
+def test_another_device_is_refused(tmp_path: Path) -> None:
+    write_hollow(tmp_path, DEEPSEEK_V4.config())
+    checked = check_model(str(tmp_path), "float32", torch.device("cpu"), lambda *_: None)
+    with pytest.raises(UnsupportedModel, match="the CPU computes only, not cuda"):
+        check_compressed(
+            checked._replace(device=torch.device("cuda")), configure(model=str(tmp_path))
+        )
+
+
+@pytest.mark.slow
+def test_a_machine_without_kernels_is_refused_before_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler() -> Path:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(quantization, "build", no_compiler)
+    monkeypatch.setattr(quantization, "load_library", lambda: None)
+    write_hollow(tmp_path, DEEPSEEK_V4.config())
+    phases: list[str] = []
+    config = configure(model=str(tmp_path), device="cpu", num_threads=1)
+    with pytest.raises(UnsupportedModel, match=r"entries needs the native kernels: no C\+\+ comp"):
+        load_model_runner(config, lambda phase, done, total: phases.append(phase))
+    assert "load_weights" not in phases
