@@ -97,19 +97,23 @@ def start(engine: Engine, cases: Cases) -> dict[str, Reader]:
 
 
 def start_and_kill(
-    engine: Engine, cases: Cases, roles: Sequence[Role], kill_after: Sequence[int]
+    engine: Engine,
+    cases: Cases,
+    roles: Sequence[Role],
+    kill_after: Sequence[int],
+    undisturbed: dict[str, Reader],
 ) -> dict[str, Reader]:
     """Send the request of each case, and kill each role before any answer has ended.
 
     A role is killed once every stream has `kill_after` events. The outputs that the API has not
     read are merged, so a stream can end with few events on a busy machine; all cases are sent
-    again then.
+    again then. The answers until then are those of `undisturbed`, too.
     """
     for _ in range(_MAX_TRIALS):
         readers = start(engine, cases)
         if all(_kill(engine, role, readers, n) for role, n in zip(roles, kill_after, strict=True)):
             return readers
-        finish(readers)
+        finish_as(readers, undisturbed)
     raise TimeoutError(f"an answer ended before a kill, {_MAX_TRIALS} times")
 
 
@@ -131,3 +135,11 @@ def finish(readers: dict[str, Reader]) -> None:
         reader.join(TIMEOUT_S)
         assert reader.error is None, (name, reader.error)
         assert reader.is_done, name
+
+
+def finish_as(readers: dict[str, Reader], undisturbed: dict[str, Reader]) -> None:
+    """Wait for the ends of all answers, which must be those of other readers."""
+    finish(readers)
+    for name, want in undisturbed.items():
+        assert readers[name].choices == want.choices, name
+        assert readers[name].usage == want.usage, name

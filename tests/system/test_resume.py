@@ -11,7 +11,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
-from tests.system.readers import MAX_TOKENS, Reader, finish, start, start_and_kill
+from tests.system.readers import MAX_TOKENS, Reader, finish, finish_as, start, start_and_kill
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 KILL_AFTER = (10, 30)
@@ -134,9 +134,5 @@ def test_killed_streams_equal_undisturbed_ones(
     engine_and_undisturbed: tuple[Engine, dict[str, dict[str, Any]], dict[str, Reader]],
 ) -> None:
     engine, cases, undisturbed = engine_and_undisturbed
-    streams = start_and_kill(engine, cases, roles, KILL_AFTER)
-    finish(streams)
-    for name, want in undisturbed.items():
-        got = streams[name]
-        assert got.choices == want.choices, name
-        assert got.usage == want.usage, name
+    streams = start_and_kill(engine, cases, roles, KILL_AFTER, undisturbed)
+    finish_as(streams, undisturbed)

@@ -9,7 +9,7 @@ import pytest
 from api_proc.text.tokenizer import FIRST_BYTE_ID
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
-from tests.system.readers import Choice, Reader, finish, start, start_and_kill
+from tests.system.readers import Choice, Reader, finish, finish_as, start, start_and_kill
 from tests.system.test_resume import KILL_AFTER
 
 BUDGET = 60
@@ -88,12 +88,9 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine) -> None:
     finish(undisturbed)
     for name, reader in undisturbed.items():
         check(reader.choices, name)
-    streams = start_and_kill(engine, CASES, (Role.WORKER, Role.CORE), KILL_AFTER)
-    finish(streams)
-    for name, want in undisturbed.items():
-        got = streams[name]
-        assert got.choices == want.choices, name
-        assert got.usage == want.usage, name
+    roles = Role.WORKER, Role.CORE
+    streams = start_and_kill(engine, CASES, roles, KILL_AFTER, undisturbed)
+    finish_as(streams, undisturbed)
 
 
 def test_progress_of_a_long_prompt(engine: Engine) -> None:
