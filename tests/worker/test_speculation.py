@@ -121,7 +121,9 @@ def check_happened(
 ) -> None:
     num_accepted = sum(accepted for _, accepted in mini_scheduler.accepted)
     assert num_accepted > 20
-    assert {accepted for _, accepted in mini_scheduler.accepted} >= {0, 1, 2, NUM_DRAFTS}
+    # How long the repetitions of a random model are is chance; the oracle's drafts are not.
+    most = {NUM_DRAFTS} if drafter is Oracle else set()
+    assert {accepted for _, accepted in mini_scheduler.accepted} >= {0, 1, 2} | most
     if drafter is Oracle and everything:
         assert {a for m, a in mini_scheduler.accepted if m == NUM_DRAFTS} == set(
             range(NUM_DRAFTS + 1)
