@@ -99,6 +99,17 @@ def test_blocks_hold_what_is_announced_of_any_size(block_size: int, directory: P
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
+@needs_kernels
+def test_rows_of_a_step_are_not_kept_behind_it(directory: Path) -> None:
+    build()
+    runner = make_runner(directory, 100)
+    drive(runner, [list(range(3, 40))], SamplingParams(max_tokens=3))
+    found = {*filter(None, map(compression_of, runner._model.modules()))}
+    assert len(found) == 4
+    assert not any(compression.contributions or compression.index for compression in found)
+
+
 OTHERS: list[tuple[type[Any], Callable[..., Any]]] = [
     (deepseek_v4.DeepseekV4CSACompressor, lambda out: (out[0] * 1.01, out[1])),
     (deepseek_v4.DeepseekV4HCACompressor, lambda out: (out[0] + 0.01, out[1])),

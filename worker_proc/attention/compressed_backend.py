@@ -58,6 +58,8 @@ class CompressedBackend(NativeBackend):
         out = query.new_empty(len(query), spec.num_heads, spec.head_dim)
         self._library.attend_compressed(args, self.steps[layer.group], step, out)
         del kept
+        if compression is not None:
+            compression.clear()
         return out
 
     def _describe_entries(

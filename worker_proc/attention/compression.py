@@ -155,6 +155,10 @@ class Compression:
 
     def begin(self, *, is_plain: bool) -> None:
         self._is_plain = is_plain
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what a forward has stored: rows of all layers would take gigabytes."""
         self.contributions, self.index = {}, None
 
     def score(
