@@ -327,6 +327,8 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
             return f"{shown!r} is not {description}"
     if isinstance(value, str) and ", got `str`" in error:
         kind = "a whole number" if _base_type(setting.type) is int else "a number"
+        if setting.is_bool:
+            kind = "true, false, 1 or 0"
         return f"{shown!r} is not {kind}"
     return read_complaint(error, repr(shown)).reason
 

@@ -225,6 +225,12 @@ def test_numbers_may_have_a_unit(text: str, number: int) -> None:
     assert configure(max_model_len=text).model.max_model_len == number
 
 
+@pytest.mark.parametrize("text", ["maybe", "yes", "2", ""])
+def test_what_is_neither_true_nor_false_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is not true, false, 1 or 0"):
+        resolve({}, {"TROIKA_ENABLE_LORA": text})
+
+
 @pytest.mark.parametrize("text", ["k", "1.0001k", "8kk", "8 kB", "-1k", "1e3k", "8x"])
 def test_a_wrong_unit_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"'{text}' is not a whole number"):
