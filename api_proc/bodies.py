@@ -396,6 +396,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Unsupported = UNSET
+    documents: Unsupported = UNSET
 
 
 class TemplateBody(msgspec.Struct, kw_only=True):
@@ -407,6 +409,8 @@ class TemplateBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Unsupported = UNSET
+    documents: Unsupported = UNSET
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -433,7 +437,8 @@ def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None
     for i, message in enumerate(messages):
         reject_unsupported(message, f"messages[{i}].")
         if message.content is None and message.role != "assistant":
-            raise invalid(f"messages[{i}].content", "must be text")
+            reason = "must be a string or an array; only an assistant's message may be without it"
+            raise invalid(f"messages[{i}].content", reason)
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
             where = f"messages[{i}].content[{j}]"
             if part.type not in TEXT_PARTS:

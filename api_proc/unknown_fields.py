@@ -71,15 +71,18 @@ class UnknownFields:
         self._mode = mode
         self._logged: set[str] = set()
 
-    def check(self, raw: bytes, names: list[str]) -> list[tuple[bytes, bytes]]:
+    def check(
+        self, raw: bytes, names: list[str], foreign: Mapping[str, str] = FOREIGN
+    ) -> list[tuple[bytes, bytes]]:
         """Return the headers that warn of these fields of a body, or raise a 400 for one of them.
 
-        A field that constrains the output is always refused: the client would rely on it.
+        A field in `foreign`, which constrains the output, is always refused: the client would rely
+        on it.
         """
         names = [name for name in names if name not in WITHOUT_EFFECT]
         if not names:
             return []
-        refuse_foreign(raw, names, FOREIGN)
+        refuse_foreign(raw, names, foreign)
         if self._mode == "refuse":
             name = names[0][:64]
             raise unsupported(name, "is not a field of this route")

@@ -12,6 +12,7 @@ from api_proc.bodies import (
     TokenizeBody,
     check_chat_prompt,
     check_continuation,
+    reject_unsupported,
     wants_generation_prompt,
 )
 from api_proc.errors import invalid
@@ -27,6 +28,8 @@ from protocol.core_worker import ModelFacts
 MAX_TOKENS = 2**20
 """Longest text that is tokenized, where the model's context is shorter."""
 _SLICE_TOKENS = 4096
+_NO_FOREIGN: dict[str, str] = {}
+"""No field constrains an output, as there is none."""
 
 _decode_tokenize = BodyDecoder(TokenizeBody)
 _decode_detokenize = BodyDecoder(DetokenizeBody)
@@ -58,7 +61,9 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, _ = await _decode_tokenize.in_turn(raw, turn)
+        body, unknown = await _decode_tokenize.in_turn(raw, turn)
+        reject_unsupported(body, "")
+        connection.headers += state.unknown_fields.check(raw, unknown, _NO_FOREIGN)
         await turn.rest()
         answer = await connection.while_connected(_tokenize(state, body, facts, turn))
     await connection.send(200, answer)
@@ -110,7 +115,9 @@ async def apply_template(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, _ = await _decode_template.in_turn(raw, turn)
+        body, unknown = await _decode_template.in_turn(raw, turn)
+        reject_unsupported(body, "")
+        connection.headers += state.unknown_fields.check(raw, unknown, _NO_FOREIGN)
         state.require_model(body.model)
         await turn.rest()
         text = await connection.while_connected(_render(state, body, body.messages))
@@ -136,7 +143,8 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, _ = await _decode_detokenize.in_turn(raw, turn)
+        body, unknown = await _decode_detokenize.in_turn(raw, turn)
+        connection.headers += state.unknown_fields.check(raw, unknown, _NO_FOREIGN)
         state.require_model(body.model)
         if len(body.tokens) > facts.max_model_len:
             message = f"may have at most {facts.max_model_len} ids, the model's context"

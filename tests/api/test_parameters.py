@@ -1,5 +1,6 @@
 """Every parameter is honoured, refused by name, or unknown; the page of parameters is current."""
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ EXAMPLES: dict[str, Any] = {
     "user": "tenant",
 }
 REPETITION = "repetition_detection"
+NAMING = (*GENERATING, "/tokenize", "/detokenize")
+"""Routes that name unknown fields."""
 CASES = [(path, name) for path, struct in STRUCTS.items() for name in fields_of(struct)]
 
 
@@ -108,6 +111,21 @@ def test_other_servers_names_are_refused(http: httpx.Client, name: str) -> None:
             assert post(http, path, **{name: None}).status_code == 200
 
 
+def test_the_template_is_the_servers_own(http: httpx.Client) -> None:
+    """Ids and texts of another template would not be those of a chat."""
+    for path, name in itertools.product(
+        ("/tokenize", "/apply-template"), ("chat_template", "documents")
+    ):
+        response = http.post(path, json=REQUIRED["/v1/messages/count_tokens"] | {name: ["x"]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_names_that_constrain_outputs_pass_where_there_is_none(http: httpx.Client) -> None:
+    """So a chat's body can be sent to count its tokens."""
+    response = post(http, "/tokenize", max_new_tokens=5)
+    assert (response.status_code, response.headers["x-unknown-fields"]) == (200, "max_new_tokens")
+
+
 def test_unknown_fields(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     unknown = {"no_such_field": {"a": [1]}, "bad name\r\n": 1}
 
@@ -121,10 +139,10 @@ def test_unknown_fields(make_server: MakeServer, caplog: pytest.LogCaptureFixtur
         caplog.clear()
         with httpx.Client(base_url=live.url) as http:
             for _ in range(2):
-                found[mode] = [post(http, path, **fields_for(path)) for path in GENERATING]
+                found[mode] = [post(http, path, **fields_for(path)) for path in NAMING]
         logged = sum("no_such_field" in record.message for record in caplog.records)
         assert logged == (mode == "warn"), "once per name"
-    num = len(GENERATING)
+    num = len(NAMING)
     assert [r.headers.get("x-unknown-fields") for r in found["ignore"]] == [None] * num
     assert [r.headers["x-unknown-fields"] for r in found["warn"]] == ["no_such_field"] * num
     assert {r.status_code for r in found["ignore"] + found["warn"]} == {200}
