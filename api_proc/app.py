@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from api_proc import openapi
@@ -202,7 +202,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(error.status_code).phrase
     code = phrase.lower().replace(" ", "_")
     message = f"{phrase}: {request.method} {request.url.path}"
+    headers = dict(error.headers or {})
     if (request.method, request.url.path) in _ADMIN_PATHS:
         message += ", which exists only with --enable-admin-routes"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_methods_of(request))
+        message += f"; its methods: {headers['Allow']}"
     body = error_body(request.scope, ApiError(error.status_code, message, code=code))
-    return Response(body, error.status_code, error.headers, "application/json")
+    return Response(body, error.status_code, headers, "application/json")
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of a path, which has a route for each; Starlette names those of one."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods
+    return sorted(found)

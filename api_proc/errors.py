@@ -101,10 +101,13 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
     if error.code is ErrorCode.ABORTED:
         return ApiError(409, error.message, code=error.code)
     param = prompt_param if error.param == "prompt" else error.param
-    return ApiError(400, error.message, param=param, code=error.code)
+    message = error.message
+    if param and param not in message:
+        message = f"{param}: {message}"
+    return ApiError(400, message, param=param, code=error.code)
 
 
-def from_decoding(error: Exception, kind: Any = None, raw: bytes = b"") -> ApiError:
+def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) -> ApiError:
     """Translate an error of msgspec's decoder for a type; `param` is the path of the field.
 
     The message shows the wrong value, if that is short and `raw` is the body.
@@ -113,7 +116,8 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes = b"") -> ApiEr
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON body is nested too deeply", code="too_deep")
     if not isinstance(error, msgspec.ValidationError):
-        return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
+        reason = f"the body is not valid JSON: {text}" if raw != b"" else "the body is empty"
+        return ApiError(400, reason, code="invalid_json")
     complaint = read_complaint(text)
     param = complaint.place
     if complaint.is_missing:
@@ -134,9 +138,9 @@ def _code(param: str, complaint: str) -> str:
     return ErrorCode.INVALID
 
 
-def _shown(raw: bytes, path: str) -> str | None:
+def _shown(raw: bytes | None, path: str) -> str | None:
     """Return the JSON text of a number or a short string in a body; None: there is none."""
-    if not path or len(raw) > _MOST_SEARCHED:
+    if not path or raw is None or len(raw) > _MOST_SEARCHED:
         return None
     try:
         value = msgspec.json.decode(raw)

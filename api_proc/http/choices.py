@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import inspect
 
 _type_info = cache(inspect.type_info)
-_WRONG = re.compile(r"Invalid enum value (?P<value>.*)")
+_WRONG = re.compile(r"Invalid (?:enum )?value (?P<value>.*)")
 _OTHER_FORM = "Expected `str` matching regex "
 _INDEX = re.compile(r"\[[^]]*\]")
 
@@ -54,6 +54,8 @@ def _flat(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
 def _fields(kind: inspect.Type, name: str) -> Iterator[inspect.Type]:
     if isinstance(kind, inspect.StructType):
         yield from (field.type for field in kind.fields if field.encode_name == name)
+        if kind.tag_field == name:
+            yield inspect.LiteralType((kind.tag,))
 
 
 def _descriptions(kind: inspect.Type) -> Iterator[str]:

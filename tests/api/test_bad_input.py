@@ -244,6 +244,12 @@ def test_field_out_of_bounds_is_rejected(
 ) -> None:
     response = http.post(path, json=body)
     check_error(response, 400, param, code)
+    assert response.json()["error"]["message"].startswith(param), "the field comes first"
+
+
+def test_an_empty_body_is_called_empty(http: httpx.Client) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/v1/messages"):
+        assert http.post(path, content=b"").json()["error"]["message"] == "the body is empty"
 
 
 def test_rejected_requests_do_not_reach_the_engine(server: LiveServer, http: httpx.Client) -> None:
@@ -295,6 +301,8 @@ def test_messages_name_the_values_of_a_choice(http: httpx.Client) -> None:
     assert found.startswith("reasoning_effort: 'weird' is not one of high, low, ")
     found = message(response_format={"type": "yaml"})
     assert found.endswith("types: text, json_object, json_schema, structural_tag")
+    without = message(messages=[{"role": "user"}])
+    assert without.startswith("messages[0].content: must be a string or an array")
 
 
 def test_unknown_fields_are_ignored(http: httpx.Client) -> None:

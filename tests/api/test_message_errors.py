@@ -126,6 +126,11 @@ def test_bad_fields_are_named(http: httpx.Client, case: str) -> None:
     assert len(error["message"]) < 300
 
 
+def test_the_kinds_of_a_block_are_named(http: httpx.Client) -> None:
+    error = check(http.post(PATH, json=body_of(system=[IMAGE])), 400, "invalid_request_error")
+    assert error["message"] == "system[0].type: 'image' is not one of text"
+
+
 def test_names_of_other_routes_are_refused(http: httpx.Client) -> None:
     names = FOREIGN_NAMES.keys() - MessagesBody.__struct_fields__
     for name in sorted(names):

@@ -100,7 +100,20 @@ def test_other_methods_are_not_allowed(http: httpx.Client, method: str) -> None:
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     if method != "HEAD":
-        assert response.json()["error"]["code"] == "method_not_allowed"
+        error = response.json()["error"]
+        assert error["code"] == "method_not_allowed"
+        assert error["message"].endswith(f"{method} /v1/completions; its methods: POST")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "methods"),
+    [("POST", "/v1/responses/x", "DELETE, GET, HEAD"), ("DELETE", "/ping", "GET, HEAD, POST")],
+)
+def test_all_methods_of_a_path_are_named(
+    http: httpx.Client, method: str, path: str, methods: str
+) -> None:
+    response = http.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, methods)
 
 
 @pytest.mark.parametrize("path", ["/x", "/v1", "/v1/completions/", "/admin/drain", "/%00", "/v2/x"])
