@@ -54,9 +54,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class _Named(msgspec.Struct):
-    """What identifies a line of the output."""
+    """What identifies a line of the output: one of the input has no response."""
 
     custom_id: CustomId
+    response: Raw
+
+
+_BEGINNING = b'{"id":'
+"""Of each line of an output."""
 
 
 class _Line(NamedTuple):
@@ -121,9 +126,12 @@ class Output:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BatchError(f"{path} is in use by another run") from None
-            self._cut()
             for number, line in _lines(path):
-                self.answered.add(self._id_of(number, line, wanted))
+                if line.endswith(b"\n"):
+                    self.answered.add(self._id_of(number, line, wanted))
+                elif not self.answered and not _begins_an_answer(line):
+                    raise self._not_an_output(number, "it does not begin as one")
+            self._cut()
         except BaseException:
             self.close()
             raise
@@ -166,13 +174,20 @@ class Output:
         try:
             name = _decode_named(line).custom_id
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BatchError(
-                f"{self._path} line {number} is not an answer of a batch ({in_words(error)}); "
-                "choose another output file"
-            ) from error
+            raise self._not_an_output(number, in_words(error)) from error
         if name not in wanted:
             raise BatchError(
                 f"{self._path} line {number} answers {name!r}, which the input does not contain; "
                 "choose another output file"
             )
         return name
+
+    def _not_an_output(self, number: int, reason: str) -> BatchError:
+        return BatchError(
+            f"{self._path} line {number} is not an answer of a batch ({reason}); "
+            "choose another output file"
+        )
+
+
+def _begins_an_answer(torn: bytes) -> bool:
+    return torn[: len(_BEGINNING)] == _BEGINNING[: len(torn)]

@@ -61,9 +61,17 @@ def test_file_with_one_torn_line_only_becomes_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ('{"custom_id":"z"}\n', "line 1 answers 'z', which the input does not contain"),
+        (
+            '{"custom_id":"z","response":null}\n',
+            "line 1 answers 'z', which the input does not contain",
+        ),
         ("notes\n", "line 1 is not an answer of a batch"),
-        ('{"custom_id":"a"}\n[]\n', "line 2 is not an answer of a batch"),
+        ("notes without an end", "line 1 is not an answer of a batch .it does not begin as one"),
+        ('{"custom_id":"a","response":null}\n[]\n', "line 2 is not an answer of a batch"),
+        ('{"custom_id":"a","response":null}\n[]\n{"id', "line 2 is not an answer of a batch"),
+        (line("a") + line("b"), "line 1 is not an answer of a batch .response: the field is miss"),
+        (line("a") + line("b").strip(), "line 1 is not an answer of a batch"),
+        (line("a").strip(), "line 1 is not an answer of a batch"),
     ],
 )
 def test_file_that_is_not_the_output_of_this_input_stays_as_it_is(
