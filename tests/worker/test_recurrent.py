@@ -119,6 +119,16 @@ def test_a_module_that_computes_something_else_is_refused(
         make_runner(served.directory, ROOMY)
 
 
+@pytest.mark.slow
+def test_a_state_of_no_numbers_is_refused(tmp_path: Path) -> None:
+    """Such as that of convolutions of one tap."""
+    config: Any = BY_NAME["zaya"].config()
+    config.cca_time0 = config.cca_time1 = 1
+    build_checkpoint(tmp_path, config)
+    with pytest.raises(UnsupportedModel, match=r"qkv_proj: its state conv_state 0 has no numbers"):
+        make_runner(tmp_path, ROOMY)
+
+
 def test_a_model_without_attention_has_no_kv_cache(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, BY_NAME["mamba2"].config())
     runner = make_runner(tmp_path, None)

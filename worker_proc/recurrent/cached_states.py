@@ -91,6 +91,8 @@ def describe_states(cache: StandInCache, model_dtype: torch.dtype) -> tuple[Stat
     """Return what a call on the meta device has written."""
     found = []
     for name, state in cache.after.items():
+        if not state.numel():
+            raise UnsupportedModel(f"its state {name} has no numbers")
         holds_ids = state.dtype == torch.long
         if not holds_ids and state.dtype not in (torch.float32, model_dtype):
             raise UnsupportedModel(f"a state of type {state.dtype}")

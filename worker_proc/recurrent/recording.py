@@ -71,7 +71,10 @@ class _CacheRecorder:
         bound = self._signature.bind(*args, **kwargs)
         cache = bound.arguments[CACHE] = StandInCache(None)
         result = self._forward(*bound.args, **bound.kwargs)
-        states = describe_states(cache, self._dtype)
+        try:
+            states = describe_states(cache, self._dtype)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{self._name}: {error}") from error
         rows = next(one for one in bound.arguments.values() if isinstance(one, torch.Tensor))
         self._found.append(RecurrentSpec(self._name, rows.shape[-1], states))
         return result
