@@ -34,3 +34,13 @@ def test_results_are_those_of_torch_and_of_each_place_alone(
                 assert torch.equal(part, whole[..., start : start + length])
     expected = layer.float()(columns.float())
     torch.testing.assert_close(whole.float(), expected, atol=0.03, rtol=0.02)
+
+
+@torch.inference_mode()
+def test_a_weight_that_is_no_parameter_may_change() -> None:
+    convolutions = Convolutions(load_library())
+    columns, weight = torch.randn(1, 4, 6), torch.randn(4, 2, 2)
+    with RowConvolutions(convolutions):
+        before = torch.conv1d(columns, weight, groups=2)
+        weight *= 2
+        assert torch.equal(torch.conv1d(columns, weight, groups=2), before * 2)

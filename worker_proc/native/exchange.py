@@ -48,6 +48,7 @@ class NativeExchange:
         rows = ctypes.POINTER(_RowsArgs)
         exchange = ctypes.POINTER(ExchangeArgs)
         self.args = args
+        args.missing = ALL_PUBLISHED  # a program with sums of no rows ends like any other
         self._publish = _bind(library.troika_publish, None, exchange, rows, _LONG)
         self._await = _bind(library.troika_await_ranks, _INT, exchange, _LONG, _LONG)
         self._add = _bind(library.troika_add_ranks, None, exchange, rows, _LONG, _INT)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from worker_proc.native.instructions import projection
@@ -19,12 +20,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Convolutions:
-    """Convolutions of some weights, whose groups are packed once."""
+    """Convolutions; the groups of a parameter are packed once."""
 
     def __init__(self, library: NativeLibrary | None) -> None:
         self._library = library
         self._products: dict[int, list[Product]] = {}
-        """By the matrices of the groups of a weight, by its address."""
+        """By the matrices of the groups of a parameter, by its address."""
 
     def convolve(  # noqa: PLR0917 (the signature is torch's)
         self,
@@ -59,12 +60,18 @@ class Convolutions:
         return out if bias is None else out + bias[:, None]
 
     def _products_of(self, weight: torch.Tensor, groups: int) -> list[Product]:
-        """Return the products by matrices of groups, `[outputs, channels of the group * taps]`."""
-        key = weight.data_ptr()
-        if key not in self._products:
-            matrices = weight.detach().flatten(1).chunk(groups)
-            self._products[key] = [self._product(matrix.contiguous()) for matrix in matrices]
-        return self._products[key]
+        """Return the products by matrices of groups, `[outputs, channels of the group * taps]`.
+
+        Those of a parameter, which stays where it is, are kept.
+        """
+        kept = self._products.get(weight.data_ptr()) if isinstance(weight, nn.Parameter) else None
+        if kept is not None:
+            return kept
+        matrices = weight.detach().flatten(1).chunk(groups)
+        products = [self._product(matrix.contiguous()) for matrix in matrices]
+        if isinstance(weight, nn.Parameter):
+            self._products[weight.data_ptr()] = products
+        return products
 
     def _product(self, matrix: torch.Tensor) -> Product:
         library = self._library
