@@ -74,8 +74,9 @@ def pack_grouped_linears(model: nn.Module, library: NativeLibrary) -> None:
 def _num_groups(module: nn.Linear) -> int:
     """Return the number of groups of a layer with a forward of its own; 0: there are none."""
     number = getattr(module, "n_groups", 0)
-    has_own = type(module).forward is not nn.Linear.forward and module.bias is None
-    return number if has_own and isinstance(number, int) and not module.weight.is_meta else 0
+    if not isinstance(number, int) or number == 0 or type(module).forward is nn.Linear.forward:
+        return 0
+    return 0 if module.bias is not None or module.weight.is_meta else number
 
 
 def _proven(module: nn.Linear, library: NativeLibrary) -> GroupedLinear | None:
