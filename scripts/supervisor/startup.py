@@ -57,6 +57,8 @@ def check_directories(config: EngineConfig, *, has_api: bool) -> None:
             Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass
+        except FileExistsError as error:
+            raise ConfigError(f"{name} {directory} is a file, not a directory") from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # there may be room later
                 raise ConfigError(f"{name} {directory}: {error.strerror}") from error

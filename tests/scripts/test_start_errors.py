@@ -83,6 +83,9 @@ def test_directories_that_cannot_be_written(models: Path, setting: str) -> None:
         startup.check_directories(config, has_api=True)
     if setting == "journal_dir":
         startup.check_directories(config, has_api=False)
+    config = configure(**{setting: str(within.parent)})
+    with pytest.raises(ConfigError, match=f"^{setting} {within.parent} is a file, not a directory"):
+        startup.check_directories(config, has_api=True)
 
 
 def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:

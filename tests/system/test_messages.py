@@ -41,11 +41,12 @@ def decoded(event: Event | None) -> MessageEvent:
 
 
 def read_deltas(stream: Stream, count: int) -> list[MessageEvent]:
-    """Read until some pieces of the first block have arrived."""
+    """Read some pieces of the first block, or all of it where they are merged to fewer."""
     events: list[MessageEvent] = []
     while sum(event.name == "content_block_delta" for event in events) < count:
         events.append(decoded(stream.next()))
-        assert events[-1].name != "content_block_stop"
+        if events[-1].name == "content_block_stop":
+            break
     return events
 
 

@@ -37,7 +37,7 @@ def test_results_are_those_of_torch_and_of_each_place_alone(
 
 
 @torch.inference_mode()
-def test_a_weight_that_is_no_parameter_may_change() -> None:
+def test_weights_other_than_parameters_may_change() -> None:
     convolutions = Convolutions(load_library())
     columns, weight = torch.randn(1, 4, 6), torch.randn(4, 2, 2)
     with RowConvolutions(convolutions):

@@ -15,7 +15,7 @@ from protocol.stores.tiers import (
     tiers,
 )
 from protocol.transport.curve import read_engine_keys
-from worker_proc.offload.block_store import HEADER_BYTES, BlockStore
+from worker_proc.offload.block_store import HEADER_BYTES, BlockStore, taken_bytes
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.offload.remote import Peers
@@ -48,7 +48,7 @@ def make_service(
                 name_engine(tier.directory, engine_directory(config))
             stores.append(BlockStore(directory, tier.most_bytes // num_ranks, least_bytes))
             if rank == 0:
-                _check_room(tier)
+                _check_room(tier, taken_bytes(memory.block_bytes) * num_ranks)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
     most_bytes = max(one.block_bytes for one in memories if one is not None)
@@ -71,7 +71,15 @@ def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Pe
         return None
 
 
-def _check_room(tier: Tier) -> None:
+def _check_room(tier: Tier, block_bytes: int) -> None:
+    """Warn where less than a block may be kept, or more than the file system has room for."""
+    if tier.most_bytes < block_bytes:
+        log.warning(
+            "a KV block takes %d bytes, and at most %d may be kept in %s: none is",
+            block_bytes,
+            tier.most_bytes,
+            tier.directory,
+        )
     free = os.statvfs(tier.directory)
     num_free = free.f_bavail * free.f_frsize
     if num_free < tier.most_bytes:
