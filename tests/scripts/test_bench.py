@@ -384,7 +384,7 @@ def test_routing_compares_policies_on_the_same_conversations(result: Path) -> No
 
 def test_prefill_compares_roles_of_replicas_at_the_same_rates(result: Path) -> None:
     command = (
-        "prefill --repeats 1 --replicas 2 --seconds 1 --chats-per-s 10 --long-per-s 5 --step-ms 1"
+        "prefill --repeats 1 --replicas 2 --seconds 1 --chats-per-s 10 --long-per-s 5 --step-ms 5"
         f" --token-ms 0.02 --json {result}"
     )
     assert tool.main(command.split()) == 0
