@@ -174,7 +174,7 @@ class Scheduler:
         num_sharing = num_partial
         front = self._front()
         if front is not None and not self._admission.still_refuses(front):
-            num_free_slots = max(0, self._admission.num_slots - self._num_in_slots)
+            num_free_slots = max(0, self._admission.num_slots - self.loads.num_in_slots)
             num_sharing += min(num_free_slots, self.waiting.num_admissible)
         num_left = options.token_budget - (num_running - num_partial)
         return max(threshold, num_left // max(num_sharing, 1), 1)
@@ -299,17 +299,12 @@ class Scheduler:
                 if outcome is Outcome.LATER:
                     self.is_preparing = True
                     return
-                has_slot = step.budget > 0 and self._admission.has_slot(self._num_in_slots)
+                has_slot = step.budget > 0 and self._admission.has_slot(self.loads.num_in_slots)
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
                     return
             except Exception as error:
                 self._fail(request, step, error)
-
-    @property
-    def _num_in_slots(self) -> int:
-        """Requests that run, or will when their blocks have been loaded."""
-        return len(self.running) + self.loads.num_to_run
 
     def _front(self) -> Request | None:
         """Return the request that would be admitted next, if one may be admitted.

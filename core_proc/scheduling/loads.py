@@ -86,6 +86,11 @@ class Loads:
         """Requests that will run after their loads: their slots are kept for them."""
         return sum(not request.is_finished for request in self._requests.values())
 
+    @property
+    def num_in_slots(self) -> int:
+        """Requests that run, or will when their blocks have been loaded."""
+        return len(self._queues.running) + self.num_to_run
+
     def begin(self, request: Request) -> Outcome:
         """Load the stored blocks of the request that would be admitted next, if that pays.
 
@@ -94,7 +99,7 @@ class Loads:
         offload = self._offload
         if offload is None or not request.may_load or self._admission.still_refuses(request):
             return Outcome.COMPUTE
-        if not self._admission.has_slot(len(self._queues.running) + self.num_to_run):
+        if not self._admission.has_slot(self.num_in_slots):
             return Outcome.COMPUTE
         if self._num_looked_up >= _LOOKED_UP_AT_ONCE:
             return Outcome.LATER

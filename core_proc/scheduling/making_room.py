@@ -1,7 +1,7 @@
 """Which running requests are preempted so that a more important one can be admitted.
 
-Nothing is preempted unless all less important requests together
-would make room enough. An attempt that would have failed is kept until something has changed.
+Nothing is preempted unless that of all less important requests would make enough room. An attempt
+that would have failed is not repeated until something has changed.
 """
 
 import math
@@ -57,7 +57,7 @@ class RoomMaking:
         if not self._would_suffice(candidate, lesser, step):
             return
         while lesser:
-            capacity = Capacity(step.budget, self._num_in_slots)
+            capacity = Capacity(step.budget, self._loads.num_in_slots)
             num_lacking = self._admission.num_lacking(candidate, step, capacity)
             if num_lacking is not None and num_lacking <= 0:
                 return
@@ -71,7 +71,7 @@ class RoomMaking:
         """Whether the candidate could be admitted without any of the less important requests."""
         without_them = Capacity(
             step.budget + step.num_granted_to(lesser),
-            self._num_in_slots - len(lesser),
+            self._loads.num_in_slots - len(lesser),
             self._kv.num_blocks_gained(lesser, candidate.hits),
         )
         num_lacking = self._admission.num_lacking(candidate, step, without_them)
@@ -81,10 +81,6 @@ class RoomMaking:
         if num_lacking is not None:
             self._keep_futile(candidate.request, num_lacking)
         return False
-
-    @property
-    def _num_in_slots(self) -> int:
-        return len(self._queues.running) + self._loads.num_to_run
 
     def _keep_futile(self, request: Request, num_lacking: float) -> None:
         freed = self._kv.pool.num_freed

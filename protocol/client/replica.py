@@ -8,9 +8,9 @@ from protocol.client.routing import Load
 
 TICK_S = 0.1
 _WITHOUT_WORKERS = 10
-"""A core without workers is waited for this many times as long: it mostly gets them back, and knows
-which requests they have died of. It is not if they were killed from outside, and their successors
-load the model first."""
+"""A core without workers is waited for this many times as long as one that is lost: it mostly gets
+them back, and knows which requests they have died of. Workers that were killed from outside, and
+whose successors load the model first, are not waited for any longer than a core."""
 _NUM_RESTS = 10
 """Ticks between two tries to move requests that no other replica takes."""
 

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -12,12 +13,26 @@ from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine
 from tests.system.test_standby import pid_of, wait_for
+from tests.worker.checkpoints import Architecture, build_checkpoint
+from worker_proc.native.build import build
 
 MAX_TOKENS = 500
 """Half a second of steps at least, so that a death comes before the end."""
 NUM_TRIES = 5
 Request = tuple[list[int], SamplingParams]
 PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
+
+
+def build_model(directory: Path, architecture: Architecture) -> str:
+    """Write a checkpoint with random weights and room for long streams; returns its path.
+
+    Its kernels are compiled, too.
+    """
+    build()
+    config = architecture.config()
+    config.max_position_embeddings = 2048
+    build_checkpoint(directory, config)
+    return str(directory)
 
 
 def params_of(num_prompts: int, max_tokens: int = MAX_TOKENS) -> list[SamplingParams]:

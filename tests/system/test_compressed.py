@@ -10,8 +10,7 @@ import pytest
 
 from scripts.testing import EngineFactory
 from tests.chaos.__main__ import main
-from tests.system.kills import check_tokens_after_kills
-from tests.worker.checkpoints import build_checkpoint
+from tests.system.kills import build_model, check_tokens_after_kills
 from tests.worker.compressed_models import DEEPSEEK_V4
 from tests.worker.recurrent_models import build_with_tokenizer
 from worker_proc.native.build import build, compiler
@@ -29,12 +28,8 @@ pytestmark = [
 def test_streams_go_on_after_kill_9(
     more: Sequence[str], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
-    build()
-    config = DEEPSEEK_V4.config()
-    config.max_position_embeddings = 2048
-    build_checkpoint(tmp_path, config)
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16")
-    engine = start_engine(*settings, *more, model=str(tmp_path))
+    engine = start_engine(*settings, *more, model=build_model(tmp_path, DEEPSEEK_V4))
     facts = check_tokens_after_kills(engine, num_prompts=2, max_tokens=80)
     assert bool(facts.speculation) == bool(more)
 

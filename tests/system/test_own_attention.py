@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from scripts.testing import EngineFactory
-from tests.system.kills import check_tokens_after_kills
-from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.system.kills import build_model, check_tokens_after_kills
+from tests.worker.checkpoints import Architecture
 from tests.worker.own_attention_models import KINDS
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -21,11 +21,7 @@ from worker_proc.native.build import build, compiler
 def test_streams_go_on_after_kill_9(
     architecture: Architecture, tmp_path: Path, start_engine: EngineFactory
 ) -> None:
-    build()
-    config = architecture.config()
-    config.max_position_embeddings = 2048
-    build_checkpoint(tmp_path, config)
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16")
-    engine = start_engine(*settings, model=str(tmp_path))
+    engine = start_engine(*settings, model=build_model(tmp_path, architecture))
     facts = check_tokens_after_kills(engine, num_prompts=2, max_tokens=200)
     assert facts.exact_resume

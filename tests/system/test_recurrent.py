@@ -7,8 +7,8 @@ import pytest
 
 from scripts.testing import EngineFactory
 from tests.chaos.__main__ import main
-from tests.system.kills import check_tokens_after_kills
-from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.system.kills import build_model, check_tokens_after_kills
+from tests.worker.checkpoints import Architecture
 from tests.worker.recurrent_models import KEY_DECAYS, KINDS, build_with_tokenizer
 from worker_proc.native.build import build, compiler
 
@@ -31,12 +31,8 @@ def test_streams_go_on_after_kill_9(
     architecture: Architecture, more: Sequence[str], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     """States are computed again from the beginning, or from a snapshot."""
-    build()
-    config = architecture.config()
-    config.max_position_embeddings = 2048
-    build_checkpoint(tmp_path, config)
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16", "--mamba-block-size", "64")
-    engine = start_engine(*settings, *more, model=str(tmp_path))
+    engine = start_engine(*settings, *more, model=build_model(tmp_path, architecture))
     facts = check_tokens_after_kills(engine, num_prompts=2, max_tokens=200)
     # Forks, of which several have run, do not log what was chosen before.
     assert engine.log.count(" INFO recurrent states: ") == 1

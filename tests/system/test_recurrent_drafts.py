@@ -13,11 +13,10 @@ from protocol.core_worker import TokenLogprobs
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, EngineFactory, eventually
-from tests.system.kills import PROMPTS, params_of
+from tests.system.kills import PROMPTS, build_model, params_of
 from tests.system.test_offload_states import stats_of
-from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.recurrent_models import RECURRENT
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 NUM_TOKENS = 200
@@ -62,12 +61,7 @@ def test_streams_are_those_without_drafts_after_kill_9(
 
     Beside ranks, whose sums round otherwise in bfloat16, most of them are.
     """
-    build()
-    architecture: Architecture = BY_NAME[name]
-    config = architecture.config()
-    config.max_position_embeddings = 2048
-    build_checkpoint(tmp_path / "model", config)
-    model = str(tmp_path / "model")
+    model = build_model(tmp_path / "model", BY_NAME[name])
     flags = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16", "--mamba-block-size", "64")
     params = [
         msgspec.structs.replace(one, logprobs=1) for one in params_of(len(PROMPTS), NUM_TOKENS)

@@ -10,9 +10,9 @@ import pytest
 from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
-from tests.system.kills import repeating, requests_of, tokens_over_kill
+from tests.system.kills import build_model, repeating, requests_of, tokens_over_kill
 from tests.system.test_ranks import BY_MODEL, DRAFTS
-from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.checkpoints import Architecture
 from tests.worker.recurrent_models import KEY_DECAYS, KINDS
 from worker_proc.native.build import build, compiler
 
@@ -91,11 +91,7 @@ def test_streams_of_recurrent_layers_go_on_after_kill_9(
     tmp_path: Path,
 ) -> None:
     """Of each stage and of the core: all stages begin again from the beginning or a snapshot."""
-    build()
-    config = architecture.config()
-    config.max_position_embeddings = 2048
-    build_checkpoint(tmp_path / "model", config)
-    model = str(tmp_path / "model")
+    model = build_model(tmp_path / "model", architecture)
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--mamba-block-size", "64")
     whole = start_engine(*flags, "--standby-workers", "0", model=model, timeout_s=LOAD_TIMEOUT_S)
     requests = requests_of(NUM_TOKENS)

@@ -187,9 +187,9 @@ def _check_layers(
         raise UnsupportedModel(f"{model_type}: one recurrent module is used by several layers")
     num_mixing = len(layers) + len(recurrent)
     # A module may be that of several layers, or attend several times in one.
-    num_modules = len({layer.module_name for layer in layers})
-    is_more = num_mixing > num_layers != num_modules
-    if num_mixing < num_layers or (is_more and not recurrent):
+    is_module_each = len({layer.module_name for layer in layers}) == num_layers
+    has_others = num_mixing > num_layers and not is_module_each and not recurrent
+    if num_mixing < num_layers or has_others:
         raise UnsupportedModel(
             f"{model_type}: {num_mixing} of {num_layers} layers call the attention"
             " interface, or the functions of recurrent layers; the others mix tokens in another"

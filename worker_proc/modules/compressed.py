@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from protocol.sampling import SamplingParams
 from worker_proc.attention.compressed_backend import CompressedBackend
 from worker_proc.attention.compression import compression_of
 from worker_proc.attention.interface import (
@@ -28,25 +27,22 @@ from worker_proc.attention.interface import (
 )
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
-from worker_proc.inputs import pack_step
+from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.modules.trial_texts import STEPS, compute_in_steps
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
-STEPS = (1, 21, 44, 1, 3)
-"""Tokens of each text that the first steps compute; the last one computes the rest."""
 MAX_ERROR = 1e-4
 """Of a row, relative to its length."""
 NUM_TRIALS = 3
 _BLOCK_SIZE = 16
 _NUM_GROUPS = 3
 _SPARE_TOKENS = 5
-_CPU = torch.device("cpu")
 _Call = dict[str, Any]
 """The arguments of an attention module but its rows."""
 
@@ -196,21 +192,29 @@ class _Trial(NamedTuple):
             compression=compression_of(self.module),
         )
         self.module.__dict__["paged_layer"] = layer
-        requests = [_request(number, num_tokens, per_text) for number in range(num_texts)]
-        found, start = [], 0
-        for wanted in (*STEPS, num_tokens - sum(STEPS)):
-            count = max(min(wanted, num_tokens - start), 0)
-            if count == 0:
-                break
-            parts = [ScheduledRequest(request, start, count, True) for request in requests]
-            inputs = pack_step(parts, _CPU)
+        # The blocks of a text are in descending order.
+        tables = [
+            array("i", range(last, last - per_text, -1))
+            for last in range(per_text, 1 + num_texts * per_text, per_text)
+        ]
+
+        def compute(packed: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             backend.begin_step(inputs)
-            packed = rows[:, start : start + count].reshape(1, -1, rows.shape[2])
             call = _at(self.call, inputs.position_ids[0], num_tokens)
-            out = self.module(packed, **(call | {"attention_mask": None}))[0]
-            found.append(out.view(num_texts, count, -1))
-            start += count
-        return torch.cat(found, dim=1)
+            out: torch.Tensor = self.module(packed, **(call | {"attention_mask": None}))[0]
+            return out
+
+        return compute_in_steps(rows, _steps_of(num_tokens), tables, compute)
+
+
+def _steps_of(num_tokens: int) -> list[int]:
+    """Return the first steps of a trial as far as the tokens suffice, and one for the rest."""
+    steps, left = [], num_tokens
+    for count in (*STEPS, num_tokens):
+        if left:
+            steps.append(min(count, left))
+            left -= steps[-1]
+    return steps
 
 
 def _at(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
@@ -222,10 +226,3 @@ def _at(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
     if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
         return value.index_select(1, positions)
     return value
-
-
-def _request(number: int, num_tokens: int, num_blocks: int) -> MirroredRequest:
-    """Return a request over some tokens, with blocks in descending order."""
-    first = 1 + number * num_blocks
-    table = array("i", range(first + num_blocks - 1, first - 1, -1))
-    return MirroredRequest(number, [0] * num_tokens, num_tokens, SamplingParams(), [table], 0, 0)

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from protocol.sampling import SamplingParams
-from worker_proc.inputs import pack_step
+from worker_proc.inputs import StepInputs
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.left_factors import ObservedProducts
 from worker_proc.modules.trial_errors import TRIAL_SCALES
+from worker_proc.modules.trial_texts import STEPS, compute_in_steps
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.layers import install, make_layer
 from worker_proc.recurrent.lightning import is_lightning, widen_decays
@@ -31,12 +30,9 @@ from worker_proc.recurrent.rowwise import RowwiseFunctions
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
-STEPS = (1, 21, 44, 1, 3)
-"""Tokens of each text that a step computes: more in all than transformers' chunks of 64."""
 MAX_ERROR = 1e-3
 """Of a row, relative to its length: chunks and tokens are summed in other orders."""
 _BLOCK_SIZE = 8
-_CPU = torch.device("cpu")
 
 
 class Observed(NamedTuple):
@@ -116,23 +112,17 @@ def _computed_in_steps(
     layer = make_layer(module, spec, library)
     layer.attach(pool)
     install(module, layer)
-    requests = [_request(number, num_tokens, per_text) for number in range(num_texts)]
-    found, start = [], 0
-    for count in STEPS:
-        parts = [ScheduledRequest(request, start, count, True) for request in requests]
-        inputs = pack_step(parts, _CPU)
+    # Of the blocks of a text every third one is a new one.
+    tables = [
+        array("i", (first + index // 3 for index in range(per_text)))
+        for first in range(1, 1 + num_texts * per_text, per_text)
+    ]
+
+    def compute(packed: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         pool.begin_step(inputs)
-        packed = rows[:, start : start + count].reshape(1, -1, rows.shape[2])
-        found.append(_computed(module, packed, inputs.position_ids).view(num_texts, count, -1))
-        start += count
-    return torch.cat(found, dim=1)
+        return _computed(module, packed, inputs.position_ids)
 
-
-def _request(number: int, num_tokens: int, num_blocks: int) -> MirroredRequest:
-    """Return a request over some tokens, of whose blocks every third one is a new one."""
-    first = 1 + number * num_blocks
-    table = array("i", (first + index // 3 for index in range(num_blocks)))
-    return MirroredRequest(number, [0] * num_tokens, num_tokens, SamplingParams(), [table], 0, 0)
+    return compute_in_steps(rows, STEPS, tables, compute)
 
 
 def _computed(

@@ -168,13 +168,13 @@ class Weigher {
     const Part factor = splat_part(factor_), whole = splat_part(kWhole + 40.0f);
     Part r[kCount], n[kCount];
     for (int i = 0; i < kCount; i++) r[i] = larger(v[i] - best_, splat_part(farthest_));
-    for (int i = 0; i < kCount; i++) n[i] = fused(r[i], factor, whole);
-    for (int i = 0; i < kCount; i++) r[i] = fused(r[i], factor, whole - n[i]);
+    for (int i = 0; i < kCount; i++) n[i] = multiply_add_part(r[i], factor, whole);
+    for (int i = 0; i < kCount; i++) r[i] = multiply_add_part(r[i], factor, whole - n[i]);
     // A polynomial for 2^r, |r| <= 0.5, with a relative error of 1e-7.
     constexpr float kTerms[] = {9.67151299e-3f, 5.55073358e-2f, 2.40222424e-1f, 6.93147004e-1f, 1};
     for (int i = 0; i < kCount; i++) v[i] = splat_part(1.32647273e-3f);
     for (const float term : kTerms) {
-      for (int i = 0; i < kCount; i++) v[i] = fused(v[i], r[i], splat_part(term));
+      for (int i = 0; i < kCount; i++) v[i] = multiply_add_part(v[i], r[i], splat_part(term));
     }
     for (int i = 0; i < kCount; i++) v[i] = (Part)((PartInt)v[i] + ((PartInt)n[i] << 23));
   }

@@ -93,8 +93,8 @@ template <typename T, int R>
       const Halves w = halves_at(lines + line * kChunk + step * kStepValues);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        sums[r][line] = fused(x[r].low, w.low, sums[r][line]);
-        sums[r][line] = fused(x[r].high, w.high, sums[r][line]);
+        sums[r][line] = multiply_add_part(x[r].low, w.low, sums[r][line]);
+        sums[r][line] = multiply_add_part(x[r].high, w.high, sums[r][line]);
       }
     }
   }
@@ -142,8 +142,8 @@ template <typename T, int R>
       const Halves w = halves_at(up + line * kChunk + step * kStepValues);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        sums[r][step].low = fused(factors[r], w.low, sums[r][step].low);
-        sums[r][step].high = fused(factors[r], w.high, sums[r][step].high);
+        sums[r][step].low = multiply_add_part(factors[r], w.low, sums[r][step].low);
+        sums[r][step].high = multiply_add_part(factors[r], w.high, sums[r][step].high);
       }
     }
   }
@@ -155,7 +155,8 @@ template <typename T, int R>
     for (int step = 0; step < kSteps; step++) {
       const Halves before = halves_at(out + step * kStepValues);
       const Halves sum = sums[r][step];
-      save({fused(sum.low, scales, before.low), fused(sum.high, scales, before.high)},
+      save({multiply_add_part(sum.low, scales, before.low),
+            multiply_add_part(sum.high, scales, before.high)},
            out + step * kStepValues);
     }
     if (out == part) std::memcpy(static_cast<void*>(outputs[r]), part, count * sizeof(T));

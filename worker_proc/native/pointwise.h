@@ -91,10 +91,10 @@ inline Vec times_sigmoid(Vec x, Vec y, Bf16) {
   for (int p = 0; p < kParts; p++) {
     const Part bounded = smaller(larger(parts[p], splat_part(-kBound)), splat_part(kBound));
     // Adding kWhole rounds to a whole number, which the lowest bits then hold.
-    const Part whole = fused(bounded, splat_part(kPowers), splat_part(kWhole));
-    const Part rest = fused(bounded, splat_part(kPowers), kWhole - whole);
+    const Part whole = multiply_add_part(bounded, splat_part(kPowers), splat_part(kWhole));
+    const Part rest = multiply_add_part(bounded, splat_part(kPowers), kWhole - whole);
     Part power = splat_part(9.5701022e-3f);  // of 2, by a polynomial for |rest| <= 0.5
-    for (const float term : kTerms) power = fused(power, rest, splat_part(term));
+    for (const float term : kTerms) power = multiply_add_part(power, rest, splat_part(term));
     power = (Part)((PartInt)power + ((PartInt)whole << 23));
     factors[p] /= power + 1.0f;
   }

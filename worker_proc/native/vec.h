@@ -128,10 +128,10 @@ inline float float_of(uint32_t bits) {
 
 inline Part splat_part(float x) { return x - Part{}; }
 
-// x · y + z, rounded once where the processor can.
-inline Part fused(Part x, Part y, Part z) {
+// As multiply_add, for as many values as a register holds.
+inline Part multiply_add_part(Part x, Part y, Part z) {
 #if defined(__AVX512F__)
-  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+  return multiply_add(x, y, z);
 #elif defined(__AVX2__) && defined(__FMA__)
   return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
 #else
@@ -150,7 +150,7 @@ inline Part larger(Part a, Part b) {
 #endif
 }
 
-// Likewise.
+// `b` where `a` is not a number.
 inline Part smaller(Part a, Part b) {
 #if defined(__AVX512F__)
   return (Part)_mm512_min_ps((__m512)a, (__m512)b);
@@ -184,17 +184,6 @@ inline void save(Vec v, float* p, int count) { std::memcpy(p, &v, count * sizeof
 inline void save(Vec v, Bf16* p, int count) {
   const VecHalf half = narrow(v);
   std::memcpy(p, &half, count * sizeof(Bf16));
-}
-
-// x · y + z, rounded once where the processor can.
-inline Part multiply_add_part(Part x, Part y, Part z) {
-#if defined(__AVX512F__)
-  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
-#else
-  return x * y + z;
-#endif
 }
 
 // Halves a part until one lane is left: the order of the lanes never changes.

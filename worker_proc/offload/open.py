@@ -75,7 +75,7 @@ def _check_room(tier: Tier, block_bytes: int) -> None:
     """Warn where less than a block may be kept, or more than the file system has room for."""
     if tier.most_bytes < block_bytes:
         log.warning(
-            "a KV block takes %d bytes, and at most %d may be kept in %s: none is",
+            "no KV block is kept: each takes %d bytes, and at most %d may be taken in %s",
             block_bytes,
             tier.most_bytes,
             tier.directory,

@@ -401,7 +401,8 @@ def _fuse(
 ) -> None:
     """Fuse modules, with weights in a format, and keep which ones under a name.
 
-    Then matrices in modules' own code are packed, and it is kept which modules have them.
+    Then linear layers with groups are packed, and matrices in modules' own code: of these it is
+    kept which modules have them.
     """
     known = None if proofs is None else proofs.get(name, dict[str, int])
     fused = fuse_modules(

@@ -1,0 +1,44 @@
+"""Random texts that a module computes together in steps of several lengths, as requests do."""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+
+from protocol.sampling import SamplingParams
+from worker_proc.inputs import StepInputs, pack_step
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+
+STEPS = (1, 21, 44, 1, 3)
+"""Tokens of each text that a step computes: more in all than transformers' chunks of 64."""
+_CPU = torch.device("cpu")
+
+
+def compute_in_steps(
+    rows: torch.Tensor,
+    steps: Sequence[int],
+    tables: Sequence["array[int]"],
+    compute: Callable[[torch.Tensor, StepInputs], torch.Tensor],
+) -> torch.Tensor:
+    """Return what is computed for the rows of some texts, `[num_texts, T, ...]`.
+
+    Args:
+        rows: `[num_texts, T, size]`.
+        steps: tokens of each text by step, T in all.
+        tables: the block table of each text.
+        compute: takes the packed rows of a step, `[1, rows, size]`.
+    """
+    num_texts, num_tokens, size = rows.shape
+    requests = [
+        MirroredRequest(number, [0] * num_tokens, num_tokens, SamplingParams(), [table], 0, 0)
+        for number, table in enumerate(tables)
+    ]
+    found, start = [], 0
+    for count in steps:
+        inputs = pack_step(
+            [ScheduledRequest(request, start, count, True) for request in requests], _CPU
+        )
+        packed = rows[:, start : start + count].reshape(1, -1, size)
+        found.append(compute(packed, inputs).view(num_texts, count, -1))
+        start += count
+    return torch.cat(found, dim=1)
