@@ -1,6 +1,6 @@
 """Verify families and print their rows of a table: `python -m tests.families [NAME ...]`.
 
-`--write` puts the rows into docs/models.md. A family takes about ten seconds.
+`--write` puts the rows into docs/families.md. A family takes about ten seconds.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
         description="Compares the tokens of served models with transformers', family by family.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="families (default: all)")
-    parser.add_argument("--write", action="store_true", help="put the rows into docs/models.md")
+    parser.add_argument("--write", action="store_true", help="put the rows into docs/families.md")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(FAMILIES):
         parser.error(f"no family is called {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""The table of families in docs/models.md."""
+"""The table of families in docs/families.md."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.families.configs import FAMILIES
 from tests.families.verification import COLUMNS, Verified
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 _TITLES = ("family", "`model_type`", "layers computed by", "`exact_resume`", *COLUMNS)
 
 
@@ -41,7 +41,8 @@ def with_rows(page: str, rows: Mapping[str, str]) -> str:
 def _place(lines: list[str]) -> tuple[int, int]:
     """Return the line of the first row, and the line after the last one."""
     first = lines.index(header()[0]) + len(header())
-    return first, next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+    others = (i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+    return first, next(others, len(lines))
 
 
 def _line(cells: tuple[str, ...]) -> str:

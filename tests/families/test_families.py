@@ -1,4 +1,4 @@
-"""Every family in the table of docs/models.md is served as the table states."""
+"""Every family in the table of docs/families.md is served as the table states."""
 
 from pathlib import Path
 

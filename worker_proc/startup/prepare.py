@@ -311,7 +311,7 @@ def _replace_attention(
     max_model_len: int | None,
     suffix: str = "",
 ) -> LoadedModel:
-    """Replace attention that is more than a call of a registered function; see docs/models.md."""
+    """Replace attention that does more than call a registered function; see docs/attention.md."""
     loaded = _take_own_attention(loaded, proofs, max_model_len, f"own_attention{suffix}")
     if loaded.device.type != "cpu":
         return loaded
