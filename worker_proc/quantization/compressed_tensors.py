@@ -164,8 +164,8 @@ def _float_scheme(weights: Settings, name: str) -> Fp8Scheme:
     weights.one_of("num_bits", (8,))
     weights.one_of("symmetric", (True,), True)
     if weights.one_of("strategy", ("tensor", "channel", "block")) != "block":
-        return Fp8Scheme("weight_scale", None)
-    return Fp8Scheme("weight_scale", read_block(weights, "block_structure"))
+        return Fp8Scheme(None, "weight_scale")
+    return Fp8Scheme(read_block(weights, "block_structure"), "weight_scale")
 
 
 def _int_scheme(weights: Settings, rows: Settings | None, *, is_packed: bool) -> IntScheme:

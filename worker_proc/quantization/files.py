@@ -153,7 +153,8 @@ class QuantizedFiles:
         layers = _layers(stored, format)
         for layer, names in layers.items():
             own = {name: stored[f"{layer}.{name}"] for name in names}
-            scheme = format.scheme_of(layer)
+            scheme = format.schemes_of_dtypes.get(own[format.codes].dtype)
+            scheme = scheme or format.scheme_of(layer)
             tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
             try:
                 shape = scheme.shape(own, partial(_read_one, tensors))

@@ -16,10 +16,12 @@ from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.scheme import CheckpointFormat, Scheme, Settings, require
 
 BLOCKS, SCALES = "_blocks", "_scales"
-_INPUTS, _BYTES = 32, 16
-"""Of a block."""
+E2M1_GROUP = 32
+"""Inputs of a block."""
+_BYTES = E2M1_GROUP // 2
 _BIAS, _NOT_A_NUMBER = 127, 255
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """What codes stand for; the fourth bit is the sign."""
 
 
@@ -38,7 +40,7 @@ class Mxfp4Scheme:
             if stored[end].dtype != "U8":
                 raise ValueError(f"has {end} stored as {stored[end].dtype} instead of U8")
         num_experts, num_outputs, num_groups, _ = blocks.shape
-        return num_experts, num_groups * _INPUTS, num_outputs
+        return num_experts, num_groups * E2M1_GROUP, num_outputs
 
     def read(
         self, slices: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
@@ -55,7 +57,7 @@ class Mxfp4Scheme:
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `[outputs, inputs]` in float32 for the blocks and scales of one expert."""
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+    values = torch.tensor(E2M1_VALUES)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     exponents = scales.int().sub_(_BIAS).unsqueeze(-1)
     return torch.ldexp(values[codes.int()], exponents).flatten(-2)

@@ -78,6 +78,8 @@ class CheckpointFormat(NamedTuple):
     """How weights of all experts are stored together."""
     sources: tuple[SourceFile, ...] = ()
     """GGUF files that have all tensors; then there are no schemes."""
+    schemes_of_dtypes: Mapping[str, Scheme] = {}
+    """Those of layers whose codes have another type than most, by its name in safetensors."""
 
 
 CODE_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
