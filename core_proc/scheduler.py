@@ -31,7 +31,6 @@ Theory of operation:
 import logging
 from bisect import bisect_right
 from collections import deque
-from itertools import islice
 from operator import attrgetter
 
 from core_proc.kv.kv_cache import KVCacheManager
@@ -41,8 +40,10 @@ from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, FOR_WORKER, Request, RequestStatus
 from core_proc.scheduling.admission import Admission
+from core_proc.scheduling.departures import Departures
 from core_proc.scheduling.loads import Loads, Outcome
 from core_proc.scheduling.making_room import RoomMaking
+from core_proc.scheduling.outputs import OutputUpdate
 from core_proc.scheduling.partial_prefills import PartialPrefills
 from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
@@ -98,24 +99,28 @@ class Scheduler:
         self._room_making = RoomMaking(
             self.kv, self.queues, self.loads, self._admission, self.victims
         )
+        self._departures = Departures(
+            kv=self.kv,
+            queues=self.queues,
+            loads=self.loads,
+            swapper=self.swapper,
+            victims=self.victims,
+            speculation=self.speculation,
+            partial_prefills=self.partial_prefills,
+            policy=self.policy,
+        )
+        self._outputs = OutputUpdate(options, self.queues, self.speculation, self._departures)
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
         self.is_preparing = False
         """The last `schedule` has left work on a long prompt to the next one."""
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Id and sampling requests of every step that awaits its output, oldest first."""
-        self._finished_req_ids: list[int] = []
-        self._preempted_req_ids: list[int] = []
-        """Requests that the next message must name, because they left."""
-        self._failures: list[Failure] = []
 
         self.num_accepted = 0
-        self.num_ended = 0
-        self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         """Also the clock by which waiting requests age."""
         self.largest_step = 0
-        self.num_generation_tokens = 0
         self.num_prompt_tokens = 0
         self.num_prefix_queries = 0
         """Tokens looked up in the prefix cache by requests when they were first admitted."""
@@ -353,10 +358,10 @@ class Scheduler:
         """Preempt less important requests if that lets the front in; returns whether any was."""
         if not self.options.preempt_for_priority:
             return False
-        before = self.num_preemptions
+        before = self._departures.num_preemptions
         for victim in self._room_making.choose_victims(request, step):
             self._preempt_in(step, victim)
-        return self.num_preemptions > before
+        return self._departures.num_preemptions > before
 
     def _stretch(self, step: ScheduledStep) -> None:
         """While no request waits, give what the step has left to prompts that it has cut."""
@@ -389,19 +394,20 @@ class Scheduler:
         self.swapper.cancel(request)
         self.fail_request(request.req_id, f"{type(error).__name__}: {error}")
         if was_introduced:  # the worker does not know it
-            self._finished_req_ids.remove(request.req_id)
+            self._departures.finished_req_ids.remove(request.req_id)
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:
-        if not (step.num_tokens or self._preempted_req_ids or self._finished_req_ids):
+        left = self._departures
+        if not (step.num_tokens or left.preempted_req_ids or left.finished_req_ids):
             return None
         message = step.message(
             self.next_step_id,
-            self._preempted_req_ids,
-            self._finished_req_ids,
+            left.preempted_req_ids,
+            left.finished_req_ids,
             self.swapper.take_copies(),
             self.speculation.sent(step.num_tokens, step.sampling),
         )
-        self._preempted_req_ids, self._finished_req_ids = [], []
+        left.forget_named()
         self.in_flight.append((self.next_step_id, step.sampling))
         self.prompt_budget.sent(step.num_tokens, step.num_prompt_tokens)
         if self.offload is not None:
@@ -422,64 +428,13 @@ class Scheduler:
         self.prompt_budget.step_ended(output)
         if self.offload is not None:
             self.offload.costs.step_ended(output)
-        num_tokens = len(output.sampled_token_ids)
         if self.speculation.is_on:
-            return self._update_speculated(output)
-        assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
+            results = self._outputs.append_verified(sampling, output)
+            self.speculation.step_ended(output)
+        else:
+            results = self._outputs.append(sampling, output)
         self.in_flight.popleft()
-        results: list[StepResult] = []
-        append, running = results.append, RequestStatus.RUNNING
-        for request, token_id in zip(sampling, output.sampled_token_ids, strict=True):
-            if request.status is not running:
-                if request.is_finished:
-                    continue
-                request.num_late_tokens -= 1
-            token_ids = request.token_ids
-            token_ids.append(token_id)
-            append(result := StepResult(request, [token_id]))
-            if len(token_ids) >= request.checked_from or token_id in request.stop_token_ids:
-                self._check_stop(result, token_id)
-        self.num_generation_tokens += len(results)
         return results
-
-    def _update_speculated(self, output: ModelRunnerOutput) -> list[StepResult]:
-        """Append a step's tokens where a request may get several; those after its end are cut."""
-        _, sampling = self.in_flight.popleft()
-        counts = output.num_sampled_tokens or [1] * len(sampling)
-        drafts = output.num_draft_tokens or [0] * len(sampling)
-        tokens = iter(output.sampled_token_ids)
-        results, num_running = [], len(self.running)
-        for request, num_sampled, num_drafts in zip(sampling, counts, drafts, strict=True):
-            token_ids = list(islice(tokens, num_sampled))
-            if request.is_finished:
-                continue
-            if request.status is RequestStatus.RUNNING:
-                self.speculation.verified(request, num_sampled, num_drafts, num_running)
-                if request.num_draft_tokens:
-                    self.queues.due_index.enter(request)
-            else:
-                request.num_late_tokens -= 1
-            result = StepResult(request, [])
-            for token_id in token_ids:
-                request.token_ids.append(token_id)
-                result.new_token_ids.append(token_id)
-                may_end = request.num_tokens >= request.checked_from
-                may_end = may_end or token_id in request.stop_token_ids
-                if may_end and self._check_stop(result, token_id):
-                    break
-            results.append(result)
-            self.num_generation_tokens += len(result.new_token_ids)
-        self.speculation.step_ended(output)
-        return results
-
-    def _check_stop(self, result: StepResult, token_id: int) -> bool:
-        reason = result.check_stop(token_id, self._eos_token_ids)
-        if reason is None:
-            return False
-        if result.request.sampling_params.pooling is not None:
-            self.num_generation_tokens -= 1  # the client gets a vector instead
-        self._finish(result.request, reason, result.stop_token_id)
-        return True
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -529,33 +484,13 @@ class Scheduler:
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of a running request; it waits again, with its outputs kept."""
-        # With drafts in flight it is not known yet of which tokens its state will be.
-        can_swap = self.kv.states is None or not victim.num_drafts_in_flight
-        self.speculation.forget(victim)
-        if can_swap and self.victims.is_swapped(victim):
-            self.swapper.take_out(victim)
-        self._evict(victim)
-
-    def _evict(self, victim: Request) -> None:
-        # Steps in flight still owe it these: they arrive while it waits.
-        victim.num_late_tokens = victim.num_pending_tokens
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        self._requeue(victim)
-        self._preempted_req_ids.append(victim.req_id)
-
-    def _requeue(self, request: Request) -> None:
-        self.kv.free(request)
-        request.may_load = True
-        self.partial_prefills.drop(request)
-        request.num_computed_tokens = 0
-        self.queues.requeue(request)
+        self._departures.preempt(victim)
 
     def abort_request(self, req_id: int) -> Request | None:
         """End a request in any state; its blocks are free at once, late tokens are dropped."""
         request = self.requests.get(req_id)
         if request is not None:
-            self._finish(request, FinishReason.ABORT)
+            self._departures.finish(request, FinishReason.ABORT)
         return request
 
     def fail_request(
@@ -568,30 +503,10 @@ class Scheduler:
         """End a request because something that concerns it alone has failed."""
         request = self.requests.get(req_id)
         if request is not None:
-            self._finish(request, FinishReason.ERROR)
-            self._failures.append(Failure(request, error, code, param))
+            self._departures.fail(Failure(request, error, code, param))
 
     def take_failures(self) -> list[Failure]:
-        failures, self._failures = self._failures, []
-        return failures
-
-    def _finish(self, request: Request, reason: FinishReason, stop: int | None = None) -> None:
-        if request.status is RequestStatus.RUNNING:
-            self._finished_req_ids.append(request.req_id)
-        self.queues.finish(request, reason, stop)
-        self.num_ended += 1
-        if request.block_tables and request not in self.loads:
-            if reason is FinishReason.ERROR:
-                # What it was to compute may not come, and its hashing may be what has failed.
-                self.kv.forget_uncomputed(request)
-                self.kv.discard(request)
-            else:
-                self.kv.free(request)
-        self.swapper.drop(request)
-        self.loads.drop(request)
-        self.partial_prefills.drop(request)
-        self.speculation.ended(request)
-        self.policy.left(request)
+        return self._departures.take_failures()
 
     def blocks_loaded(self, answer: BlocksLoaded) -> None:
         """Take in what the workers have read; an answer about a forgotten load is ignored."""
@@ -633,8 +548,7 @@ class Scheduler:
             return False
         if reset_running_requests:
             for victim in self.running:
-                self.speculation.forget(victim)
-                self._evict(victim)
+                self._departures.preempt(victim, may_swap=False)
         if self.running:
             return False
         self._lose_kv()
@@ -650,12 +564,11 @@ class Scheduler:
         self.speculation.workers_lost()
         self.prompt_budget.workers_lost()
         for request in self.running:
-            self.speculation.forget(request)
-            self._requeue(request)
+            self._departures.lose(request)
         for request in self.requests.values():
             request.num_late_tokens = 0
         self.loads.workers_lost()
-        self._finished_req_ids, self._preempted_req_ids = [], []
+        self._departures.forget_named()
         self._lose_kv()
 
     def _lose_kv(self) -> None:
@@ -670,6 +583,20 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, for whatever reason."""
+        return self._departures.num_ended
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._departures.num_preemptions
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Tokens that were sampled for clients."""
+        return self._outputs.num_generation_tokens
 
     @property
     def num_running(self) -> int:

@@ -100,15 +100,15 @@ MUTATIONS = (
     ),
     Mutation(
         "computed tokens not reset on preemption",
-        "scheduler.py",
-        "        request.num_computed_tokens = 0\n        self.queues.requeue(request)",
-        "        self.queues.requeue(request)",
+        "scheduling/departures.py",
+        "        request.num_computed_tokens = 0\n        self._queues.requeue(request)",
+        "        self._queues.requeue(request)",
     ),
     Mutation(
         "finished notice sent twice",
         "scheduler.py",
-        "self._preempted_req_ids, self._finished_req_ids = [], []\n        self.in_flight.append",
-        "self._preempted_req_ids = []\n        self.in_flight.append",
+        "        left.forget_named()\n",
+        "        left.preempted_req_ids = []\n",
     ),
     Mutation(
         "room for the whole input not reserved",
@@ -168,8 +168,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a state is swapped while its drafts are in flight",
-        "scheduler.py",
-        "can_swap = self.kv.states is None or not victim.num_drafts_in_flight",
+        "scheduling/departures.py",
+        "can_swap = self._kv.states is None or not victim.num_drafts_in_flight",
         "can_swap = True",
     ),
     Mutation(
