@@ -45,6 +45,7 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True):
@@ -187,6 +188,8 @@ class SamplingBody(CommonBody, kw_only=True):
         """Reject contradictory and unsupported fields with a 400 that names the field."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is allowed only with stream")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise unsupported("stream_options.include_obfuscation")
         if self.stream and self.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "cannot be streamed")
         check_truncation(self.truncate_prompt_tokens)
@@ -247,10 +250,11 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; only text is supported."""
+    """One part of a message's content: text, or a refusal of an earlier answer."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -302,7 +306,7 @@ class ChatMessage(msgspec.Struct):
         """Return the message as templates expect it: text in one piece, no absent fields."""
         content = self.content
         if isinstance(content, list):
-            content = "\n".join([part.text or "" for part in content])
+            content = "\n".join([part.text or part.refusal or "" for part in content])
         role = "system" if self.role == "developer" else self.role
         result: dict[str, Any] = {"role": role, "content": content or ""}
         for name in ("name", "tool_call_id"):
@@ -441,10 +445,12 @@ def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None
             raise invalid(f"messages[{i}].content", reason)
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
             where = f"messages[{i}].content[{j}]"
-            if part.type not in TEXT_PARTS:
+            is_refusal = part.type == "refusal" and message.role == "assistant"
+            if part.type not in TEXT_PARTS and not is_refusal:
                 raise unsupported(f"{where}.type", f"{part.type!r} is not supported, only text is")
-            if part.text is None:
-                raise invalid(f"{where}.text", "the field is missing")
+            name = "refusal" if is_refusal else "text"
+            if getattr(part, name) is None:
+                raise invalid(f"{where}.{name}", "the field is missing")
     check_arguments(messages)
     for name in _RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
         raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")

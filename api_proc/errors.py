@@ -102,7 +102,7 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
         return ApiError(409, error.message, code=error.code)
     param = prompt_param if error.param == "prompt" else error.param
     message = error.message
-    if param and param not in message:
+    if param and not re.match(rf"{re.escape(param)}(?![\w-])", message):
         message = f"{param}: {message}"
     return ApiError(400, message, param=param, code=error.code)
 
@@ -134,8 +134,13 @@ def _code(param: str, complaint: str) -> str:
     if param == "prompt" and ("length >= 1" in complaint or "`null`" in complaint):
         return "empty_prompt"
     if param.startswith("prompt["):
-        return "empty_prompt" if "length >= 1" in complaint else "token_out_of_range"
+        return "empty_prompt" if "length >= 1" in complaint else code_of_id(complaint)
     return ErrorCode.INVALID
+
+
+def code_of_id(complaint: str) -> str:
+    """Return the code of msgspec's complaint about a token id: `null` stands for none."""
+    return ErrorCode.INVALID if "`null`" in complaint else "token_out_of_range"
 
 
 def _shown(raw: bytes | None, path: str) -> str | None:

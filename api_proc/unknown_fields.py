@@ -12,7 +12,8 @@ MAX_LOGGED = 256
 """Names that are logged in the lifetime of a process, each once."""
 _MAX_SHOWN = 8
 _HEADER = b"x-unknown-fields"
-_SHOWN = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_SHOWN = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
+_INDEX = re.compile(r"\[\d+\]")
 
 # Other servers' names for what constrains or stops the output, with this server's name for it.
 FOREIGN = {
@@ -76,6 +77,8 @@ class UnknownFields:
     ) -> list[tuple[bytes, bytes]]:
         """Return the headers that warn of these fields of a body, or raise a 400 for one of them.
 
+        Fields of objects in the body have paths, such as `tools[0].function.x`.
+
         A field in `foreign`, which constrains the output, is always refused: the client would rely
         on it.
         """
@@ -89,7 +92,7 @@ class UnknownFields:
         if self._mode == "ignore":
             return []
         shown = [name for name in names if _SHOWN.fullmatch(name)][:_MAX_SHOWN]
-        for name in shown:
+        for name in dict.fromkeys(_INDEX.sub("[]", name) for name in shown):
             if name not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(name)
                 log.warning("requests have the unknown field %s, which is ignored", name)

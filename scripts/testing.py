@@ -92,7 +92,7 @@ class RunningEngine:
         """Wait until every process is ready."""
 
         def ask() -> StatusReply | None:
-            self._check()
+            self.check()
             reply = self.status()
             if reply is None or not reply.ready:
                 return None
@@ -162,8 +162,8 @@ class RunningEngine:
         """Detach; the engine continues."""
         self._link.close()
 
-    def _check(self) -> None:
-        """Raise an error if the engine is known to have ended."""
+    def check(self) -> None:
+        """Raise a RuntimeError if the engine is known to have ended."""
 
 
 class Engine(RunningEngine):
@@ -200,7 +200,7 @@ class Engine(RunningEngine):
         """The text that its processes have written to stderr."""
         return self._log.read_text()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self.process.poll() is not None:
             raise RuntimeError(f"the engine has ended:\n{self.log}")
 

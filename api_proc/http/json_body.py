@@ -13,8 +13,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from api_proc.errors import ApiError, from_decoding
+from api_proc.errors import ApiError, code_of_id, from_decoding
 from api_proc.http.json_scan import IdRun, JsonScan
+from api_proc.http.nested_names import NestedNames
 from api_proc.text.shared_ids import shared_ids
 from protocol.message import TokenId
 
@@ -99,7 +100,7 @@ class BodyDecoding(Protocol[Decoded_co]):
         """Decode a body that this server has accepted before, or a small one, without a pause."""
 
     async def in_turn(self, raw: bytes, turn: Turn) -> tuple[Decoded_co, list[str]]:
-        """Decode a body of any size; returns it with the names that its struct lacks."""
+        """Decode a body of any size; returns it with names that its structs lack."""
 
 
 class BodyDecoder(Generic[Body]):
@@ -109,6 +110,7 @@ class BodyDecoder(Generic[Body]):
         self._decoder = msgspec.json.Decoder(kind)
         self.fields = frozenset(field.encode_name for field in msgspec.structs.fields(kind))
         self._id_fields = frozenset(name.encode() for name in _ID_FIELDS if name in self.fields)
+        self._nested = NestedNames(kind)
 
     def __call__(self, raw: bytes) -> Body:
         """Decode a body that this server has accepted before, or a small one, without a pause."""
@@ -118,13 +120,17 @@ class BodyDecoder(Generic[Body]):
         return decoding.body
 
     async def in_turn(self, raw: bytes, turn: Turn) -> tuple[Body, list[str]]:
-        """Decode a body of any size; returns it with the names that its struct lacks."""
+        """Decode a body of any size; returns it with names that its structs lack."""
         decoding = self._begin(raw)
         for _ in decoding.steps():
             await turn.pause()
         turn.num_values = decoding.scan.num_values
-        names = (name.decode("utf-8", "replace") for name in decoding.scan.names)
-        return decoding.body, [name for name in names if name not in self.fields]
+        names = [name.decode("utf-8", "replace") for name in decoding.scan.names]
+        unknown = [name for name in names if name not in self.fields]
+        if not self._nested.fields.isdisjoint(names):
+            nested = self._nested.first_unknown(decoding.decoded)
+            unknown += [] if nested is None else [nested]
+        return decoding.body, unknown
 
     def _begin(self, raw: bytes) -> "_Decoding[Body]":
         return _Decoding(raw, self._decoder, JsonScan(raw, self._id_fields))
@@ -134,6 +140,8 @@ class _Decoding(Generic[Body]):
     """The work on one body."""
 
     body: Body
+    decoded: bytes
+    """What it was decoded from: the body, with a single id in each long array of ids."""
 
     def __init__(self, raw: bytes, decoder: msgspec.json.Decoder[Body], scan: JsonScan) -> None:
         self._raw = raw
@@ -141,15 +149,16 @@ class _Decoding(Generic[Body]):
         self.scan = scan
 
     def steps(self) -> Iterator[None]:
-        """Scan and decode; yields after each slice of work. Then `body` is set."""
+        """Scan and decode; yields after each slice of work. Then `body` and `decoded` are set."""
         try:
             yield from self.scan.steps()
             if len(self._raw) > _PIECE_BYTES:
                 yield
-            if self.scan.num_ids <= _INLINE_IDS:
-                self.body = self._decoder.decode(self._raw)
+            has_few_ids = self.scan.num_ids <= _INLINE_IDS
+            self.decoded = self._raw if has_few_ids else self._without_ids()
+            self.body = self._decoder.decode(self.decoded)
+            if has_few_ids:
                 return
-            self.body = self._decoder.decode(self._without_ids())
             yield
             yield from self._decode_ids()
         except _ERRORS as error:
@@ -203,4 +212,4 @@ def _located(error: Exception, field: str, index: int | None, num_before: int) -
     place = num_before + (int(found[1]) if found else 0)
     param = f"{field}[{place}]" if index is None else f"{field}[{index}][{place}]"
     reason = inner.message.partition(": ")[2]
-    return ApiError(400, f"{param}: {reason}", param=param, code="token_out_of_range")
+    return ApiError(400, f"{param}: {reason}", param=param, code=code_of_id(str(error)))

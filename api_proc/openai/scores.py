@@ -124,6 +124,12 @@ class _Pairs(msgspec.Struct, frozen=True):
     second: list[str]
     fields: tuple[str, str]
 
+    @property
+    def longest_field(self) -> str:
+        """The field with the longest text, which is named where a pair of them does not fit."""
+        longest = [max(map(len, texts)) for texts in (self.first, self.second)]
+        return self.fields[longest[1] >= longest[0]]
+
 
 class _Scored(msgspec.Struct, frozen=True):
     scores: list[float]
@@ -208,7 +214,9 @@ async def _score(
     prompts = await connection.while_connected(work)
     pooling = Pooling(facts.default_pooling, normalize=facts.num_labels == 0)
     requests = PooledRequests(state, connection, body, prompts, pooling=pooling, adapter=adapter)
-    vectors = await requests.compute(facts, turn, lambda _, packed: packed, param=pairs.fields[1])
+    vectors = await requests.compute(
+        facts, turn, lambda _, packed: packed, param=pairs.longest_field
+    )
     if vectors is None:
         return None
     usage = usage_of(prompts)
@@ -244,14 +252,17 @@ async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[P
     """Return a prompt for each pair; of an embedding model one for each text."""
     keep = kept_length(pairs.body.truncate_prompt_tokens, facts)
     options = EncodeOptions(True, facts.max_model_len, keep, 0)
-    param = pairs.fields[1]
     if facts.num_labels == 0:
-        texts = embedding_config(state.config.model).texts(pairs.first + pairs.second, "")
-        return [PooledPrompt(ids) for ids in await state.text.encode(texts, options, param=param)]
+        made = embedding_config(state.config.model)
+        prompts = []
+        for param, texts in zip(pairs.fields, (pairs.first, pairs.second), strict=True):
+            prompts += await state.text.encode(made.texts(texts, ""), options, param=param)
+        return [PooledPrompt(ids) for ids in prompts]
+    param = pairs.longest_field
     first = pairs.first * len(pairs.second) if len(pairs.first) == 1 else pairs.first
     both = list(zip(first, pairs.second, strict=True))
     if state.config.model.chat_template is not None:
-        return [PooledPrompt(await _templated(state, *pair, options)) for pair in both]
+        return [PooledPrompt(await _templated(state, *pair, options, param)) for pair in both]
     if not label_config(state.config.model).has_separator:
         texts = [one + two for one, two in both]
         return [PooledPrompt(ids) for ids in await state.text.encode(texts, options, param=param)]
@@ -260,8 +271,13 @@ async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[P
 
 
 async def _templated(
-    state: ApiState, query: str, document: str, options: EncodeOptions
+    state: ApiState, query: str, document: str, options: EncodeOptions, param: str
 ) -> list[int]:
-    """Return the ids of a pair that the configured chat template renders."""
+    """Return the ids of a pair that the configured chat template renders.
+
+    `param` is the field to name where they are too many.
+    """
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    return await state.text.encode_chat(messages, options, add_generation_prompt=False, extra=None)
+    return await state.text.encode_chat(
+        messages, options, add_generation_prompt=False, extra=None, param=param
+    )

@@ -66,14 +66,19 @@ _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output":
 
 
 def normalized(given: str | list[InputItem] | None) -> list[InputItem]:
-    """Return the input of a request as items that have a type; text is a message of the user."""
+    """Return the input of a request as items that have a type; text is a message of the user.
+
+    The content of a message becomes a list of parts, as clients read it.
+    """
     if not given:
         return []
     if isinstance(given, str):
-        part = ItemPart("input_text", given)
-        return [InputItem("message", role="user", content=[part])]
+        given = [InputItem(role="user", content=given)]
     for item in given:
         item.type = item.type or "message"
+        if item.type == "message" and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            item.content = [ItemPart(kind, item.content)]
     return given
 
 

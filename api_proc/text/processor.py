@@ -164,13 +164,14 @@ class TextProcessor:
         extra: dict[str, Any] | None,
         tools: list[dict[str, Any]] | None = None,
         continue_final_message: bool = False,
+        param: str = "messages",
     ) -> list[int]:
         """Return the ids of a chat's prompt, as `render` and `encode` do, in one step."""
         chat = Chat(messages, add_generation_prompt, extra, tools, continue_final_message)
         self._require_template(chat)
         job = EncodeChat(chat, options)
         body = _encoded(job)
-        [ids] = await self._token_ids(job, len(body), options, "messages", body)
+        [ids] = await self._token_ids(job, len(body), options, param, body)
         return ids
 
     async def render(

@@ -267,10 +267,24 @@ def test_text_parts_and_developer_role(make_server: MakeServer) -> None:
     messages = [
         {"role": "developer", "content": "rules"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "c"},
     ]
     httpx.post(live.url + CHAT, json={"messages": messages, "max_tokens": 1})
-    expected = ids_of("system: rules\nuser: a\nb\nassistant: ")
+    expected = ids_of("system: rules\nuser: a\nb\nassistant: no\nuser: c\nassistant: ")
     assert live.client.requests[-1].prompt_token_ids == expected
+
+
+def test_an_error_begins_with_its_field(make_server: MakeServer) -> None:
+    """Also where the field's name is a part of another word in the text."""
+    live = make_server()
+    for text, shown in (
+        ("nothing is known of it", "n: nothing is known of it"),
+        ("n 5 is too many", "n 5 is too many"),
+    ):
+        live.client.refusal = RequestFailed(RequestError(ErrorCode.INVALID, text, "n"))
+        error = httpx.post(live.url + COMPLETIONS, json={"prompt": "x"}).json()["error"]
+        assert (error["param"], error["message"]) == ("n", shown)
 
 
 def overloaded(client: FakeClient) -> None:

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from api_proc.unknown_fields import FOREIGN, MAX_LOGGED, WITHOUT_EFFECT, UnknownFields
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FakeClient, LiveServer, ids_of, repeating, wait_until
+from tests.api.fake_engine import FACTS, FakeClient, LiveServer, ids_of, repeating, wait_until
 from tests.tools import parameter_table
 from tests.tools.parameter_table import GENERATING, ONLY, STRUCTS, fields_of, is_refused
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
 REQUIRED: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hello", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
@@ -151,6 +153,43 @@ def test_unknown_fields(make_server: MakeServer, caplog: pytest.LogCaptureFixtur
         assert response.json()["error"]["param"] == "no_such_field"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (COMPLETIONS, {"stream": True, "stream_options": {"include_usag": 1}}, "include_usag"),
+        (COMPLETIONS, {"prompt": [5] * 9000, "repetition_detection": {"x": 1}}, "x"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "x"),
+        (CHAT, {"response_format": {"type": "text", "json_schema": {"x": {}}}}, "x"),
+        (CHAT, {"structured_outputs": {"regex": "a", "regexp": "b"}}, "regexp"),
+        ("/v1/responses", {"text": {"format": {"type": "text", "x": 1}}}, "x"),
+        ("/v1/messages", {"metadata": {"user": "x"}}, "user"),
+    ],
+)
+def test_unknown_fields_of_options(
+    make_server: MakeServer, path: str, fields: dict[str, Any], name: str
+) -> None:
+    """They are named with their path, and those of messages and schemas are not looked at."""
+    message = {"role": "user", "content": "x", "no_such_field": 1}
+    more = {"messages": [message]} if path in (CHAT, "/v1/messages") else {}
+    facts = msgspec.structs.replace(FACTS, max_model_len=10_000, num_gpu_blocks=10_000)
+    for mode in ("ignore", "warn", "refuse"):
+        live = make_server(FakeClient(facts), unknown_fields=mode)
+        with httpx.Client(base_url=live.url) as http:
+            response = post(http, path, **fields, **more)
+        shown = response.headers.get("x-unknown-fields") or ""
+        assert shown.endswith(f".{name}" if mode == "warn" else "")
+        if mode == "refuse":
+            assert response.json()["error"]["param"].endswith(f".{name}")
+        assert response.status_code == (400 if mode == "refuse" else 200)
+
+
+def test_obfuscation_is_refused(http: httpx.Client) -> None:
+    for value, status in ((False, 200), (True, 400)):
+        options = {"include_obfuscation": value}
+        response = post(http, CHAT, stream=True, stream_options=options)
+        assert (response.status_code, "x-unknown-fields" in response.headers) == (status, False)
+
+
 def test_a_stream_has_the_header_too(http: httpx.Client) -> None:
     response = post(http, "/v1/completions", stream=True, no_such_field=1)
     assert response.headers["x-unknown-fields"] == "no_such_field"
@@ -162,6 +201,13 @@ def test_names_in_the_log_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
         [(_, value)] = unknown.check(b"{}", [f"name_{i}", "\x00", "x" * 65])
         assert value == f"name_{i}".encode()
     assert len(caplog.records) == MAX_LOGGED
+    caplog.clear()
+    other = UnknownFields("warn")
+    assert [other.check(b"{}", [f"tools[{i}].x"])[0][1] for i in (0, 1)] == [
+        b"tools[0].x",
+        b"tools[1].x",
+    ]
+    assert len(caplog.records) == 1
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 

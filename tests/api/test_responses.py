@@ -521,11 +521,15 @@ def test_the_last_turns_are_kept_where_truncation_is_auto(make_server: MakeServe
 
 
 def test_input_items(live: LiveServer) -> None:
-    items = [{"role": "user", "content": str(number)} for number in range(5)]
+    items = [{"role": "user", "content": str(number)} for number in range(4)]
+    items.append({"role": "assistant", "content": "4"})
     response = create(live, input=items)
     url = f"{live.url}{PATH}/{response['id']}/input_items"
     whole = HTTP.get(url, params={"order": "asc"}).json()
-    assert [item["content"] for item in whole["data"]] == list("01234")
+    kinds = [*["input_text"] * 4, "output_text"]
+    assert [item["content"] for item in whole["data"]] == [
+        [{"type": kind, "text": text}] for kind, text in zip(kinds, "01234", strict=True)
+    ]
     assert {item["type"] for item in whole["data"]} == {"message"}
     assert whole["has_more"] is False
     ids = [item["id"] for item in whole["data"]]

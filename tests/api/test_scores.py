@@ -144,12 +144,15 @@ def test_labels_have_names_and_probabilities() -> None:
         ("/score", {"text_1": "a", "text_2": ["a"] * 2049}, "text_2"),
         ("/score", {"text_1": "a", "text_2": ""}, "text_2"),
         ("/score", {"text_1": "a", "text_2": "x" * 512}, "text_2"),
+        ("/score", {"text_1": "x" * 512, "text_2": "a"}, "text_1"),
+        ("/score", {"queries": ["x" * 512], "items": ["a"]}, "queries"),
         ("/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 0}, None),
         ("/rerank", {"query": "a"}, "documents"),
         ("/rerank", {"documents": ["a"]}, "query"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/rerank", {"query": "a", "documents": [{"text": ""}]}, "documents[0].text"),
         ("/rerank", {"query": "a", "documents": ["x" * 512]}, "documents"),
+        ("/rerank", {"query": "x" * 512, "documents": ["a", "b"]}, "query"),
         ("/classify", {}, "input"),
         ("/classify", {"input": []}, "input"),
     ],
@@ -160,6 +163,13 @@ def test_bad_input_is_rejected_by_name(
     response = HTTP.post(live.url + path, json=body)
     found = response.json()["error"]["param"]
     assert (response.status_code, found) == (400, param or "truncate_prompt_tokens")
+
+
+@pytest.mark.parametrize("field", ["text_1", "text_2"])
+def test_a_text_that_is_too_long_for_a_vector_is_named(embedding: LiveServer, field: str) -> None:
+    body = {"text_1": "x" * 300, "text_2": ["y" * 300, "b"], field: "z" * 600}
+    error = post(embedding, "/score", **body).json()["error"]
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
 
 def test_routes_refuse_models_of_other_kinds(live: LiveServer, embedding: LiveServer) -> None:

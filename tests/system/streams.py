@@ -57,6 +57,7 @@ class Stream:
             raise
         self._received = b""
         self._events_data = b""
+        self._has_ended = False
         self.status = 0
         self.headers: dict[str, str] = {}
 
@@ -73,15 +74,19 @@ class Stream:
     def event(self) -> Event | None:
         """Return the next event; None at the end, or where the connection breaks."""
         self.read_head()
+        if self._has_ended:
+            return None
         try:
             while True:
                 size = int(self._until(b"\r\n"), 16)
                 if size == 0:
+                    self._has_ended = True
                     return None
                 self._events_data += self._exactly(size + 2)[:-2]
                 if self._has_event():
                     break
         except ConnectionError:
+            self._has_ended = True
             return None
         return self._take()
 

@@ -31,9 +31,10 @@ def find(engine: Engine, role: Role) -> ProcessStatus | None:
 def wait_for(
     engine: Engine, role: Role, above: int = 0, timeout_s: float = TIMEOUT_S
 ) -> ProcessStatus:
-    """Wait until a process with a greater epoch is ready."""
+    """Wait until a process with a greater epoch is ready; RuntimeError: the engine has ended."""
 
     def ask() -> ProcessStatus | None:
+        engine.check()
         row = find(engine, role)
         if row is None or row.state is not ProcessState.READY or row.epoch <= above:
             return None
@@ -88,6 +89,11 @@ def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
     load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
     eventually(lambda: load.has_begun, "every stream has begun")
     return load
+
+
+def test_an_engine_that_has_ended_is_not_waited_for(start_engine: EngineFactory) -> None:
+    with pytest.raises(RuntimeError, match="unknown flag --no-such-flag"):
+        wait_for(start_engine("--no-such-flag"), Role.WORKER)
 
 
 def test_standby_becomes_the_worker(standing: Engine) -> None:

@@ -42,7 +42,9 @@ Generated from the structs that decode the bodies: `python -m tests.tools.parame
 and `error.param` is its name. So is a *refused* one, which stands for a feature that this server
 lacks, and other servers' names for what constrains the output. `--unknown-fields` decides on all
 other names: `warn` (the default) names them in the header `x-unknown-fields` of the response and
-once in the log, `ignore` does neither, and `refuse` answers with 400.
+once in the log, `ignore` does neither, and `refuse` answers with 400. So it does on those of
+objects in a body, of which the first is named, such as `stream_options.x` or
+`tools[0].function.x`. Names within messages and items of an input are ignored.
 """
 _NOTES = """\
 ## Notes

@@ -93,7 +93,7 @@ def may_be(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
     ("grammar", "text"),
     [
         ('start: %json {"type": "strnig"}', "Invalid type: strnig"),
-        ('start: "a" other\nother: /(/', 'invalid regex "(" (in regex): regex parse error:'),
+        ('start: "a" other\nother: /(/', 'invalid regex "(", character 1: unclosed group'),
     ],
 )
 def test_errors_show_no_line_of_the_grammar_around_a_schema(grammar: str, text: str) -> None:
@@ -102,6 +102,36 @@ def test_errors_show_no_line_of_the_grammar_around_a_schema(grammar: str, text: 
         COMPILER.compile(Grammar(GrammarKind.LARK, grammar))
     assert str(caught.value).startswith(text)
     assert "start" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        (GrammarKind.REGEX, "a(\n(b", r'invalid regex "a(\n(b", character 5: unclosed group'),
+        (
+            GrammarKind.REGEX,
+            "a{5,1}",
+            'invalid regex "a{5,1}", character 2: invalid repetition count range, the start must be'
+            " <= the end",
+        ),
+        (
+            GrammarKind.REGEX,
+            "x" * 300 + "[" + "y" * 300,
+            f'invalid regex "…{"x" * 40}[{"y" * 39}…", character 301: unclosed character class',
+        ),
+        (
+            GrammarKind.JSON_SCHEMA,
+            '{"type": "string", "pattern": "é("}',
+            'invalid regex "é(", character 2: unclosed group',
+        ),
+    ],
+)
+def test_errors_of_a_regular_expression_are_one_line(
+    kind: GrammarKind, source: str, text: str
+) -> None:
+    with pytest.raises(GrammarError) as caught:
+        COMPILER.compile(Grammar(kind, source))
+    assert str(caught.value) == text
 
 
 def test_errors_of_a_grammar_show_its_line() -> None:

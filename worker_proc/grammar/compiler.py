@@ -29,7 +29,13 @@ _STEP_MAX_ITEMS = 50_000
 _BYTES_PER_CHARACTER = 32
 _LEAST_BYTES = 64 * 1024
 _SCHEMA_ERROR = "failed to compile JSON schema: "
-_REGEX_ERROR = 'invalid regex "'
+_REGEX_REPORT = re.compile(
+    r'(?:invalid regex ".*" \(in [^)]*\): )?regex parse error:\n {4}(?P<regex>.*)\n'
+    r" {4}(?P<before> *)\^.*\nerror: (?P<reason>.*)"
+)
+"""The regular expression, marks below the place in it, and the reason."""
+_SHOWN_CHARS = 40
+"""Of a regular expression on each side of the place."""
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
@@ -81,10 +87,18 @@ def _in_words(error: str) -> str:
     """
     if error.startswith("NoExtensionBias"):
         return "nothing matches the grammar: it is empty, or refers to itself without an end"
-    cause = error.partition(_SCHEMA_ERROR)[2] or error
-    if cause is not error or _REGEX_ERROR in error:
-        cause = _SOURCE_LINES.sub("", _PLACE.sub("", cause))
-    return cause.rstrip()
+    report = _REGEX_REPORT.search(error)
+    if report is not None:
+        return _in_one_line(report["regex"], len(report["before"]), report["reason"])
+    cause = error.partition(_SCHEMA_ERROR)[2]
+    return _SOURCE_LINES.sub("", cause).rstrip() if cause else error.rstrip()
+
+
+def _in_one_line(regex: str, place: int, reason: str) -> str:
+    """Return what is wrong with a regular expression, of which the part around it is shown."""
+    first, last = max(0, place - _SHOWN_CHARS), place + _SHOWN_CHARS
+    shown = f"{'…' * (first > 0)}{regex[first:last]}{'…' * (last < len(regex))}"
+    return f'invalid regex "{shown}", character {place + 1}: {reason}'
 
 
 class _ByteTokens:
