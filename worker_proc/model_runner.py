@@ -25,7 +25,8 @@ from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.offload.drafts import DraftBlocks
-from worker_proc.parallel.exchange import RankExchange
+from worker_proc.parallel.device_group import DIFFERS
+from worker_proc.parallel.exchange import RankExchange, RanksDiffer
 from worker_proc.parallel.shared_drafts import SharedDrafts
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.step_results import RequestResult, pack_results
@@ -99,6 +100,8 @@ class _SampledStep:
             tokens = self._tokens.read()
             errors = {}
             for place, (part, token_id) in enumerate(zip(self._parts, tokens, strict=True)):
+                if token_id == DIFFERS:
+                    raise RanksDiffer("the ranks have sampled different tokens")
                 if token_id < 0:
                     errors[part.request.req_id] = NOT_FINITE
                     tokens[place] = 0
@@ -223,6 +226,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         arrival = _Arrival(time.perf_counter_ns(), bool(self._mirror.requests))
+        if self._exchange is not None:
+            self._exchange.begin_step()
         steady, self._steady = self._steady, None
         if steady is not None and self._mirror.move_on(step):
             return ComputedStep(self._compute_steady(step.step_id, steady, arrival))
@@ -256,7 +261,10 @@ class ModelRunner:
             sampler.feed(inputs.input_ids)
             vocab_size = self.facts.vocab_size
             sampler.sample(compute_logits(self._model, self._backend, inputs, vocab_size), inputs)
-        return sampler.copy(len(inputs.sampling))
+        num_tokens = len(inputs.sampling)
+        if self._exchange is not None and self._exchange.group is not None:
+            self._exchange.group.mark_differences(sampler.chosen[:num_tokens])
+        return sampler.copy(num_tokens)
 
     def _compute(
         self, step: SchedulerOutput, scheduled: list[ScheduledRequest], arrival: _Arrival

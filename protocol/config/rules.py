@@ -283,11 +283,6 @@ def _tls_rules(config: EngineConfig) -> Iterator[Rule]:
 def _process_rules(config: EngineConfig) -> Iterator[Rule]:
     """How many workers there are."""
     standby_workers = config.recovery.standby_workers
-    is_parallel = config.parallel.tensor_parallel_size > 1
-    yield (
-        is_parallel and config.model.device is Device.CUDA,
-        "tensor_parallel_size above 1 needs device cpu",
-    )
     yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
         "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",

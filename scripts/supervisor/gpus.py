@@ -36,13 +36,20 @@ def gpus_of(gpus: list[str], replica: int, num_replicas: int) -> list[str]:
 def divide_gpus(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
     """Check that replicas can share the GPUs; in the supervisor of one, show it only its own.
 
-    GPUs that cannot be counted are not divided.
+    GPUs that cannot be counted are not divided. ConfigError: there are too few.
     """
     if config.model.model == "null" or not computes_on_gpu(config.model.device):
         return
-    if config.run.replica is not None:
-        gpus = gpus_of(visible_gpus(environment), config.run.replica, config.run.num_replicas)
+    gpus, replica = visible_gpus(environment), config.run.replica
+    if replica is not None:
+        gpus = gpus_of(gpus, replica, config.run.num_replicas)
         if gpus:
             environment[VISIBLE] = ",".join(gpus)
     elif config.parallel.data_parallel_size > 1:
-        gpus_of(visible_gpus(environment), 0, config.parallel.data_parallel_size)
+        gpus = gpus_of(gpus, 0, config.parallel.data_parallel_size)
+    num_ranks = config.parallel.tensor_parallel_size
+    if gpus and num_ranks > max(1, len(gpus)):
+        raise ConfigError(
+            f"tensor_parallel_size {num_ranks} needs as many GPUs for each engine, and"
+            f" {len(gpus)} are visible: choose a smaller number, or --device cpu"
+        )

@@ -1,6 +1,6 @@
 """A request on a GPU continues exactly after kill -9 of the worker and of the core.
 
-In float32, and in bfloat16 with batch invariance.
+In float32, in bfloat16 with batch invariance, and in ranks on two GPUs.
 """
 
 import json
@@ -37,14 +37,21 @@ def complete(engine: Engine) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("is_invariant", [False, True])
-def test_requests_continue_exactly(is_invariant: bool) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--dtype", "float32"),
+        ("--dtype", "bfloat16", "--batch-invariant"),
+        ("--dtype", "float32", "--tensor-parallel-size", "2"),
+    ],
+    ids=["float32", "invariant", "ranks"],
+)
+def test_requests_continue_exactly(flags: tuple[str, ...]) -> None:
+    if "--tensor-parallel-size" in flags and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     with EngineFactory() as start_engine:
-        flags = (
-            ("--dtype", "bfloat16", "--batch-invariant") if is_invariant else ("--dtype", "float32")
-        )
         engine = start_engine("--device", "cuda", *flags, model="demo", timeout_s=START_S)
-        assert engine.readiness()["exact_resume"] == is_invariant
+        assert engine.readiness()["exact_resume"] == ("--batch-invariant" in flags)
         expected = complete(engine)
         assert len(expected) == BODY["max_tokens"]
         for role in (Role.WORKER, Role.CORE):

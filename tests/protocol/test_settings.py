@@ -94,10 +94,6 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"max_num_scheduled_tokens": 2049}, "at most max_num_batched_tokens 2048"),
         ({"enable_kv_events": True, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"max_model_len": 10, "long_prefill_token_threshold": 20}, "at most max_model_len 10"),
-        (
-            {"tensor_parallel_size": 2, "device": "cuda"},
-            "tensor_parallel_size above 1 needs device cpu",
-        ),
         *[
             (
                 {"model": "m", "pipeline_parallel_size": 2} | one,

@@ -55,6 +55,13 @@ def test_error_names_both_numbers() -> None:
         divide_gpus(config, {VISIBLE: "0,1,2"})
 
 
+def test_each_rank_of_a_model_needs_a_gpu() -> None:
+    config = configure(model="m", device="cuda", tensor_parallel_size=2, data_parallel_size=2)
+    divide_gpus(config, {VISIBLE: "0,1,2,3"})
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 needs .*, and 1 are visible"):
+        divide_gpus(config, {VISIBLE: "0,1"})
+
+
 def test_cpu_and_the_null_model_need_no_gpu() -> None:
     for config in (
         configure(model="m", device="cpu", data_parallel_size=2),

@@ -15,10 +15,10 @@ _SCRIPT = """
 import sys
 is_later_start = sys.argv[1] == "later"
 from protocol.config.settings import configure
-from scripts.supervisor.startup import complete
+from scripts.supervisor.startup import complete_config
 from worker_proc.startup.start import make_runner
 config = configure(model="demo", device="cpu", num_threads=1, num_gpu_blocks_override=256)
-runner = make_runner(complete(config), lambda *_: None)
+runner = make_runner(complete_config(config), lambda *_: None)
 assert runner.facts.exact_resume, runner.facts.exact_resume_reason
 unused = ["torch._dynamo.utils", "torch.distributed.tensor", "torch.distributed.fsdp"]
 if is_later_start:

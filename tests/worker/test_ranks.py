@@ -366,6 +366,43 @@ def test_a_rank_that_leaves_ends_the_waits_of_the_others(tmp_path: Path) -> None
             waiting.result(TIMEOUT_S)
 
 
+def test_devices_begin_a_step_only_if_all_ranks_have_it(tmp_path: Path) -> None:
+    """A rank that has published a step abandons it only where no rank can begin it any more."""
+    groups = [Mock(), Mock()]
+    first, second = make_exchanges(tmp_path, 2)
+    for exchange, group in zip((first, second), groups, strict=True):
+        exchange.group = group
+    at_once([one.begin_step for one in (first, second)])
+    assert [group.join.call_count for group in groups] == [1, 1]
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.begin_step)
+        assert not wait([waiting], timeout=0.2).done
+        second.leave()
+        with pytest.raises(StepAbandoned):
+            waiting.result(TIMEOUT_S)
+
+
+def test_a_step_that_all_ranks_have_begins_though_one_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank looks for the other one, which then begins the step and leaves at once."""
+    first, second = make_exchanges(tmp_path, 2)
+    first.group, second.group = Mock(), Mock()
+    at_once([one.begin_step for one in (first, second)])
+    native = first._joined()
+    wait_for_all = native.wait
+
+    def look_once(sequence: int, timeout_ns: int) -> int:
+        found = wait_for_all(sequence, 0)
+        if timeout_ns:
+            second.begin_step()
+            second.leave()
+        return found
+
+    monkeypatch.setattr(native, "wait", look_once)
+    first.begin_step()
+
+
 @pytest.mark.parametrize("has_joined", [True, False])
 def test_an_adoption_ends_the_waits_of_the_one_before(has_joined: bool, tmp_path: Path) -> None:
     """As after the death of a core that has sent a step to one rank only."""

@@ -45,9 +45,18 @@ def _missing_part() -> str:
     return ""
 
 
-def prepare_device(device: torch.device) -> None:
-    """Set what must be set before the first kernel runs."""
+def prepare_device(device: torch.device, rank: int = 0) -> None:
+    """Set what must be set before the first kernel runs, and let a rank compute on its GPU.
+
+    UnsupportedModel: there are fewer GPUs than ranks.
+    """
     if device.type == "cuda":
+        if rank >= (num_devices := torch.cuda.device_count()):
+            raise UnsupportedModel(
+                f"device cuda: rank {rank} of the model needs a GPU of its own, and PyTorch finds"
+                f" {num_devices}; choose a smaller tensor_parallel_size"
+            )
+        torch.cuda.set_device(rank)
         # It would make a plan for every new pair of batch size and length, which takes longer than
         # the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)

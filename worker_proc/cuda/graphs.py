@@ -114,7 +114,8 @@ class StaticDecode:
         torch.cuda.current_stream().wait_stream(stream)
         kept = logits.new_empty(most_rows, self._vocab_size) if out is None else out
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # NCCL's own thread may look at its events meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             kept[: self.size].copy_(self._forward())
 
         def replay() -> torch.Tensor:
@@ -155,7 +156,10 @@ class DecodeGraphs:
         sampler.update((), ())
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first, since the others fit into its memory."""
+        """Capture all sizes, the largest first, since the others fit into its memory.
+
+        A size that was not captured is when a step needs it.
+        """
         if self._is_captured:
             for size in reversed(self._sizes[:]):
                 self._prepare(size)

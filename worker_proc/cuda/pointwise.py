@@ -6,6 +6,7 @@ import triton
 from worker_proc.cuda.attention import PagedStep
 from worker_proc.cuda.pointwise_kernels import (
     activate_kernel,
+    add_up_kernel,
     norm_kernel,
     rotate_and_store_kernel,
 )
@@ -56,6 +57,13 @@ def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torc
     """Return activation(gates) · factors for rows of gates and, beside them, factors."""
     gates, factors = gate_up.chunk(2, dim=1)
     return _launch_activation(gates, factors, activation)
+
+
+def add_up(gathered: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sums over the ranks, in their order and in float32, of `[ranks, T, width]`."""
+    num_ranks, num_values = len(gathered), out.numel()
+    grid = (triton.cdiv(num_values, ACTIVATION_TILE),)
+    add_up_kernel[grid](gathered, out, num_values, NUM_RANKS=num_ranks, TILE=ACTIVATION_TILE)
 
 
 def rotate_and_store(

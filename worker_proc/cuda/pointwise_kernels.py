@@ -103,6 +103,24 @@ def activate_kernel(
 
 
 @triton.jit
+def add_up_kernel(
+    gathered,
+    out,
+    num_values,
+    NUM_RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """out = the sum of all ranks' values, in float32 and in the order of the ranks. Grid: tiles."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    exists = place < num_values
+    total = tl.load(gathered + place, mask=exists, other=0.0).to(tl.float32)
+    for rank in tl.static_range(1, NUM_RANKS):
+        values = gathered + rank * num_values
+        total += tl.load(values + place, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def rotated(
     source,
     norm,

@@ -23,6 +23,7 @@ from worker_proc.cuda.products import multiply
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.loading.layer_executor import Angles
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.ranks import Ranks
 from worker_proc.modules.rowwise_linear import Multiply, multiply_rowwise
 
 
@@ -68,6 +69,11 @@ class CudaStack:
         self._layers = layers
         self._settings = settings
         self._multiply = multiply
+        self._ranks: Ranks | None = None
+
+    def take_ranks(self, ranks: Ranks) -> None:
+        """Add up the rows of all ranks behind each attention and MLP, in all later steps."""
+        self._ranks = ranks
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
@@ -80,12 +86,18 @@ class CudaStack:
             norms, factor = layer.norms, layer.residual_factor
             qkv = multiply(normed, *layer.qkv)
             attended = self._attend(layer, settings, layer_angles, qkv)
-            added = multiply(attended, *layer.out)
+            added = self._added_up(multiply(attended, *layer.out))
             normed = add_and_norm(hidden, added, norms.after_attention, factor, norms.before_mlp)
             inner = activate_and_multiply(multiply(normed, *layer.gate_up), layer.activation)
-            added = multiply(inner, *layer.down)
+            added = self._added_up(multiply(inner, *layer.down))
             normed = add_and_norm(hidden, added, norms.after_mlp, factor, next_norm)
         return hidden.unsqueeze(0)
+
+    def _added_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sums of all ranks' rows, if the layers are divided."""
+        if self._ranks is not None:
+            self._ranks.add(rows)
+        return rows
 
     @staticmethod
     def _attend(

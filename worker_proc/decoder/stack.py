@@ -20,8 +20,8 @@ from worker_proc.decoder.buffers import Buffers
 from worker_proc.decoder.hooks import Hook, HookPoint, Projection
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
 from worker_proc.decoder.program import GATES, Program, ProgramWriter, hooked_projections
-from worker_proc.decoder.ranks import Ranks
 from worker_proc.loading.layer_executor import Angles, Stack
+from worker_proc.loading.ranks import Ranks
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import ProgramArgs, RunArgs
 
@@ -80,11 +80,6 @@ class DecoderStack:
         return len(self.layers)
 
     @property
-    def row_bytes(self) -> int:
-        """The bytes of a row that passes from layer to layer."""
-        return self._hidden_size * self.dtype.itemsize
-
-    @property
     def has_hooks(self) -> bool:
         return bool(self._hooks)
 
@@ -115,7 +110,11 @@ class DecoderStack:
         self._clear()
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks behind each attention and MLP, in all later steps."""
+        """Add up the rows of all ranks behind each attention and MLP, in all later steps.
+
+        ValueError: the rows are too long.
+        """
+        ranks.check_row(self._hidden_size * self.dtype.itemsize)
         self.ranks = ranks
         self._clear()
 

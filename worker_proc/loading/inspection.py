@@ -77,11 +77,13 @@ def inspect_config(
     *,
     max_model_len: int | None = None,
     other_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> InspectedModel:
     """Check everything that is known without weights; they need not be there.
 
     `max_model_len` is the context that the engine asks for, if it asks for one.
     `other_bytes` are those of the weights of another model, which will be in memory, too.
+    `num_ranks` divide the weights among their GPUs, or share the host's memory.
     """
     config = read_config(directory)
     with unsupported_failures(config.model_type):
@@ -93,7 +95,10 @@ def inspect_config(
             f" on {device.type}"
         )
     if inspected.format is None:
-        check_room(probed.num_weights * inspected.dtype.itemsize, device, other_bytes)
+        num_bytes = probed.num_weights * inspected.dtype.itemsize
+        if device.type != "cpu":
+            num_bytes //= num_ranks
+        check_room(num_bytes, device, other_bytes)
     return inspected
 
 

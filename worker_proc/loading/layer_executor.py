@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.loading.ranks import Ranks
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's positions: `[1, T, num_rotated]` each."""
@@ -17,6 +18,9 @@ class Stack(Protocol):
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
+
+    def take_ranks(self, ranks: Ranks) -> None:
+        """Add up the rows of all ranks behind each attention and MLP, in all later steps."""
 
 
 class LayerExecutor(Protocol):

@@ -156,6 +156,10 @@ class CheckedModel(NamedTuple):
             return self.files.num_bytes(dtype)  # codes stay
         return self.inspected.probed.num_weights * dtype.itemsize
 
+    def on_host(self) -> "CheckedModel":
+        """Return the model, to be read to host memory, which maps its files."""
+        return self._replace(device=torch.device("cpu"))
+
 
 def check_model(
     directory: str,
@@ -166,6 +170,7 @@ def check_model(
     *,
     max_model_len: int | None = None,
     other_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> CheckedModel:
     """Check the configuration and the headers of a checkpoint, for weights of `dtype`.
 
@@ -180,6 +185,7 @@ def check_model(
         proofs,
         max_model_len=max_model_len,
         other_bytes=other_bytes,
+        num_ranks=num_ranks,
     )
     stored = read_headers(directory)
     if not stored and (inspected.format is None or not inspected.format.sources):

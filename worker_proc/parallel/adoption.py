@@ -101,6 +101,10 @@ class Adoption:
                 raise ValueError(f"{name} has {found} bytes; rank {self.rank} needs {num_bytes}")
             return mmap.mmap(fd, num_bytes)
 
+    def path(self, label: str) -> Path:
+        """Return where the ranks meet in the run directory, by a name that is this adoption's."""
+        return self._directories[-1] / self._name(label)
+
     def remove_file(self, label: str) -> None:
         """Remove a file of this adoption from its directory; it stays mapped."""
         for directory in self._directories:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker_proc.decoder.stack import DecoderStack
 from worker_proc.loading.layer_executor import Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import output_layer
@@ -23,8 +22,7 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
     head = output_layer(loaded.model)
     if head is not None and is_divided(head, loaded.vocab_size):
         head.register_forward_hook(partial(_gather, exchange))
-    if isinstance(stack, DecoderStack):
-        exchange.check_row(stack.row_bytes)
+    if stack is not None:
         stack.take_ranks(exchange)
         return
 

@@ -2,10 +2,14 @@
 
 The memory is a file of the adoption (adoption.py), which the first of them makes. Of a model in
 stages, the ranks of each stage have a file.
+
+Ranks on GPUs add up rows there (cuda/rank_group.py). Through the memory they exchange what the host
+knows, and agree on each step before any device begins it.
 """
 
 import ctypes
 import mmap
+import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +20,9 @@ from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import ProgramArgs, RunArgs
 from worker_proc.parallel.adoption import SLICE_NS, Adoption
+from worker_proc.parallel.device_group import DeviceGroup
 from worker_proc.parallel.share import Share
+from worker_proc.runner import StepAbandoned
 
 SLOT_BYTES = 1 << 20
 """Of the rows that are exchanged at once; more are divided."""
@@ -36,11 +42,16 @@ class RankExchange:
         share: Share,
         *,
         slot_bytes: int = SLOT_BYTES,
+        group: DeviceGroup | None = None,
     ) -> None:
-        """Take the adoption of the whole group, and which of the ranks of its stage this one is."""
+        """Take the adoption of the whole group, and which of the ranks of its stage this one is.
+
+        `group` adds up the rows, if the ranks compute on GPUs.
+        """
         self.rank, self.num_ranks = share
         self._library = library
         self._slot_bytes = slot_bytes
+        self.group = group
         self._adoption = adoption
         self._first_rank = adoption.rank - self.rank
         self._label = f"sums-{self._first_rank}-"
@@ -60,12 +71,31 @@ class RankExchange:
         """Take no part in further steps of this adoption: ranks that wait abandon theirs."""
         self._adoption.leave()
 
+    def begin_step(self) -> None:
+        """Return once all ranks have the next step, if devices add up its rows; raises as `add`.
+
+        A device that waits for a rank's rows waits for ever if they do not come. So either all
+        ranks begin a step, or none does: where another rank has left the adoption, it has left
+        before it had this step, which no rank begins then, or after all ranks had it.
+        """
+        if self.group is None:
+            return
+        native = self._joined()
+        try:
+            self._exchange(native, torch.empty(0, 1))
+        except StepAbandoned:
+            if native.wait(native.args.sequence, 0) != ALL_PUBLISHED:
+                raise
+
     def add(self, rows: torch.Tensor) -> None:
         """Replace rows, `[T, width]`, by the sums of all ranks' rows, in float32.
 
         All ranks get the same bits. RankMissing: another rank is not there. StepAbandoned: one
         has left the adoption.
         """
+        if self.group is not None:
+            self.group.add(rows)
+            return
         native = self._joined()
         for part in self._parts(rows):
             self._exchange(native, part)
@@ -92,6 +122,10 @@ class RankExchange:
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
         """Return the columns of all ranks, `[T, num_ranks * width]`, in the order of the ranks."""
+        return self.gather_on_host(columns) if self.group is None else self.group.gather(columns)
+
+    def gather_on_host(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return columns in host memory as `gather` does, whatever the ranks compute on."""
         native = self._joined()
         shape = len(columns), self.num_ranks * columns.shape[1]
         out = torch.empty(shape, dtype=columns.dtype)
@@ -104,12 +138,12 @@ class RankExchange:
 
     def least(self, number: int) -> int:
         """Return the least of all ranks' numbers; raises as `add` does."""
-        return int(self.gather(torch.tensor([[number]])).min())
+        return int(self.gather_on_host(torch.tensor([[number]])).min())
 
     def agree(self, token_ids: Sequence[int]) -> None:
         """Raise RanksDiffer if another rank has sampled other tokens in this step."""
         checksum = zlib.crc32(array("q", token_ids).tobytes())
-        found = self.gather(torch.tensor([[checksum]]))[0].tolist()
+        found = self.gather_on_host(torch.tensor([[checksum]]))[0].tolist()
         if len(set(found)) > 1:
             raise RanksDiffer(f"the ranks have sampled different tokens (checksums {found})")
 
@@ -136,7 +170,18 @@ class RankExchange:
     def _joined(self) -> NativeExchange:
         if self._native is None:
             self._native = self._join()
+            if self.group is not None:
+                self._join_group(self.group)
         return self._native
+
+    def _join_group(self, group: DeviceGroup) -> None:
+        """Connect the devices of all ranks, at a file with the name of this adoption."""
+        path = self._adoption.path(f"group-{self._first_rank}-")
+        try:
+            group.join(path, self.gather_on_host(torch.tensor([[os.getpid()]]))[0].tolist())
+        finally:
+            if self.rank == 0:
+                path.unlink(missing_ok=True)
 
     def _join(self) -> NativeExchange:
         """Map the file of this adoption, and wait until all ranks have it."""

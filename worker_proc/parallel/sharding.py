@@ -12,6 +12,7 @@ a layer of every shape, before any is divided.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from worker_proc.adapters.sites import MatrixPart
@@ -60,8 +61,8 @@ def check_division(checked: CheckedModel, share: Share) -> None:
     probed, device = checked.inspected.probed, checked.device.type
     if name := attending_twice(layer.module_name for layer in probed.layers):
         raise refuse(share, f"{name} attends several times in a step")
-    if device != "cpu":
-        raise refuse(share, f"it works on the CPU only, and the device is {device}")
+    if device != "cpu" and checked.files is not None:
+        raise refuse(share, f"codes of its weights are divided on the CPU only, not on {device}")
     if checked.inspected.dtype not in NATIVE_DTYPES:
         dtype = str(checked.inspected.dtype).removeprefix("torch.")
         raise refuse(share, f"ranks exchange float32 and bfloat16, and the dtype is {dtype}")
@@ -70,10 +71,13 @@ def check_division(checked: CheckedModel, share: Share) -> None:
     _divide(rehearse(checked), probed.layers, probed.recurrent, share)
 
 
-def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, MatrixPart]]:
+def shard(
+    loaded: LoadedModel, share: Share, device: torch.device
+) -> tuple[LoadedModel, dict[str, MatrixPart]]:
     """Leave a rank's part of the matrices in a loaded model, whose weights are not packed yet.
 
-    Also returns the parts, by the names of the matrices. `check_division` has allowed it.
+    The part is moved to the device that computes it. Also returns the parts, by the names of the
+    matrices. `check_division` has allowed it.
     UnsupportedModel: the parts of a module do not add up to it.
     """
     divisions = _divide(loaded.model, loaded.layers, loaded.recurrent, share)
@@ -86,7 +90,11 @@ def shard(loaded: LoadedModel, share: Share) -> tuple[LoadedModel, dict[str, Mat
     by_name = {division.module_name: division for division in divisions}
     states = [by_name[one.module_name].divide_states(one, share) for one in loaded.recurrent]
     summed = [name for division in divisions for name in division.summed_names]
-    return replace(loaded, layers=layers, recurrent=states, summed=summed), parts
+    model = loaded.model.to(device)
+    divided = replace(
+        loaded, model=model, device=device, layers=layers, recurrent=states, summed=summed
+    )
+    return divided, parts
 
 
 def is_divided(linear: nn.Module, vocab_size: int) -> bool:

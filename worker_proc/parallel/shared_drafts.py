@@ -24,7 +24,7 @@ class SharedDrafts:
     def share(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Set the drafts of each request that sampled to those that the first rank has made for it.
 
-        Raises as the exchange's `gather` does.
+        Raises as the exchange's `gather_on_host` does.
         """
         requests = [part.request for part in scheduled if part.samples]
         if not requests:
@@ -34,6 +34,6 @@ class SharedDrafts:
             for row, request in zip(rows, requests, strict=True):
                 drafts = request.draft_token_ids
                 row[: 1 + len(drafts)] = torch.tensor([len(drafts), *drafts])
-        found = self._exchange.gather(rows)[:, : self._width].tolist()
+        found = self._exchange.gather_on_host(rows)[:, : self._width].tolist()
         for (count, *drafts), request in zip(found, requests, strict=True):
             request.draft_token_ids = drafts[:count]

@@ -24,6 +24,7 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.native.kernels import load_library
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.layout import describe_draft, num_slots, num_state_slots, with_layout
 from worker_proc.offload.memory import BlockMemory, NoMemory
@@ -51,6 +52,7 @@ from worker_proc.startup.parts import (
     make_draft_layout,
     make_graphs,
     make_layout,
+    make_rank_group,
     make_sampler,
     share_swap_space,
 )
@@ -107,6 +109,8 @@ def build_runner(
     else:
         device_sampler = make_device_sampler(model.loaded, model.backend, config)
         graphs = make_graphs(model.loaded, model.backend, device_sampler, model.facts, config)
+        if graphs is not None and exchange is None:  # ranks are not connected before a step
+            graphs.capture()
         draft_model, draft_blocks = _build_draft_model(
             prepared, config, calibration, model.facts, num_states=size.num_draft_model_states
         )
@@ -205,9 +209,10 @@ def _join_ranks(
     `row_dtype` is the type of the rows that stages pass on, and `num_draft_states` the number of
     this rank.
     """
-    parallel, library = config.parallel, prepared.kernels
+    parallel = config.parallel
     if parallel.num_ranks == 1:
         return None, None
+    library = prepared.kernels or load_library()
     if library is None:
         raise UnsupportedModel(f"a model in {parallel.num_ranks} ranks needs the compiled kernels")
     stage, share = places(rank, parallel)
@@ -215,7 +220,10 @@ def _join_ranks(
     timeout_s = stage.num_stages * max(TIMEOUT_S, config.recovery.first_step_timeout_s)
     run_dir = make_run_dir(config.run.run_dir)
     adoption = Adoption(rank, parallel.num_ranks, run_dir, timeout_s=timeout_s)
-    exchange = RankExchange(library, adoption, share) if share.num_ranks > 1 else None
+    exchange = None
+    if share.num_ranks > 1:
+        group = make_rank_group(prepared.loaded, share, timeout_s)
+        exchange = RankExchange(library, adoption, share, group=group)
     if prepared.stage is None:
         return exchange, None
     scheduler, loaded = config.scheduler, prepared.loaded

@@ -19,12 +19,14 @@ from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.parallel.share import Share
 from worker_proc.sampling.sampler import MakeChoice, Sampler
 
 if TYPE_CHECKING:
     from worker_proc.cuda.backend import CudaBackend, StepAttention
     from worker_proc.cuda.device_sampler import DeviceSampler
     from worker_proc.cuda.graphs import DecodeGraphs
+    from worker_proc.cuda.rank_group import RankGroup
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
@@ -214,14 +216,14 @@ def make_graphs(
     facts: ModelFacts,
     config: EngineConfig,
 ) -> "DecodeGraphs | None":
-    """Return the captured decodes, where Triton attends; None: every step is launched anew."""
+    """Return decodes to be captured, where Triton attends; None: every step is launched anew."""
     if sampler is None or config.worker.enforce_eager:
         return None
     from worker_proc.cuda.backend import CudaBackend
     from worker_proc.cuda.graphs import DecodeGraphs
 
     assert isinstance(backend, CudaBackend)
-    graphs = DecodeGraphs(
+    return DecodeGraphs(
         loaded.model,
         backend,
         sampler,
@@ -230,5 +232,12 @@ def make_graphs(
         block_size=facts.block_size,
         vocab_size=facts.vocab_size,
     )
-    graphs.capture()
-    return graphs
+
+
+def make_rank_group(loaded: LoadedModel, share: Share, timeout_s: float) -> "RankGroup | None":
+    """Return what adds up rows of the ranks on their GPUs; None: they share host memory for it."""
+    if not uses_triton(loaded.device):
+        return None
+    from worker_proc.cuda.rank_group import RankGroup
+
+    return RankGroup(share, loaded.device, timeout_s=timeout_s)

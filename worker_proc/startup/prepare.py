@@ -89,18 +89,19 @@ def prepare_model(
     device = resolve_device(config.model.device)
     quantization = config.model.quantization
     kept = find_proofs(config, rank) if keeps_proofs and device.type == "cpu" else None
-    prepare_device(device)
+    prepare_device(device, rank)
     checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
     stage, share = places(rank, config.parallel)
     has_draft = rank == config.parallel.answering_rank
     checked, checked_draft, library, parts = _check(
         config, device, kept, progress, stage, has_draft=has_draft
     )
-    loaded = load_checked(checked, progress)
+    # Of a model that is divided no GPU holds the whole.
+    loaded = load_checked(checked if share.num_ranks == 1 else checked.on_host(), progress)
     passages = None if parts is None else connect_stage(loaded, parts, stage)
     shared: dict[str, MatrixPart] = {}
     if share.num_ranks > 1:
-        loaded, shared = shard(loaded, share)
+        loaded, shared = shard(loaded, share, device)
     draft = None if checked_draft is None else load_checked(checked_draft, progress)
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
@@ -159,7 +160,7 @@ def _check(
     kernels. The parts are those that stages divide, if there are several. `has_draft`: the rank has
     the draft model, if one is configured.
     """
-    setting, quantization = _setting_with_kernels(config), config.model.quantization
+    setting, quantization = _setting_with_kernels(config, device), config.model.quantization
     if setting is not None:
         check_coding_device(setting, device)
     elif device.type == "cpu" and not is_quantized(config.model.model):
@@ -173,6 +174,7 @@ def _check(
         progress,
         proofs,
         max_model_len=config.model.max_model_len,
+        num_ranks=config.parallel.tensor_parallel_size,
     )
     check_settings(checked, config)
     if config.parallel.num_ranks > 1 and checked.files is not None:
@@ -180,6 +182,9 @@ def _check(
         checked.files.report.state(weight.kind.value for weight in weights)
     if (num_ranks := config.parallel.tensor_parallel_size) > 1:
         check_division(checked, Share(0, num_ranks))
+        if device.type != "cpu":  # where no other part is computed by the kernels
+            progress("compile_kernels", 0, 0)
+            load_coding_library(f"tensor_parallel_size {num_ranks}")
     draft = check_draft(config.model, checked, progress) if has_draft else None
     rehearsal = rehearse_model(checked, quantization, proofs)
     parts, whole = None, checked
@@ -272,17 +277,18 @@ def _pack_head(loaded: LoadedModel, library: NativeLibrary | None) -> None:
             pack_linears(module, library, lambda done, total: None)
 
 
-def _setting_with_kernels(config: EngineConfig) -> str | None:
-    """Return a setting that needs the native kernels, with its value, if there is one."""
+def _setting_with_kernels(config: EngineConfig, device: torch.device) -> str | None:
+    """Return a setting whose model the native kernels compute, with its value, if there is one."""
     if config.lora.enable_lora:
         return "enable_lora"
     if config.model.quantization is not None:
         return f"quantization {config.model.quantization}"
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
         return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (number := getattr(config.parallel, name)) > 1:
-            return f"{name} {number}"
+    if (num_stages := config.parallel.pipeline_parallel_size) > 1:
+        return f"pipeline_parallel_size {num_stages}"
+    if (num_ranks := config.parallel.tensor_parallel_size) > 1 and device.type == "cpu":
+        return f"tensor_parallel_size {num_ranks}"
     return None
 
 

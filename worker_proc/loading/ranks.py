@@ -10,6 +10,12 @@ from worker_proc.native.structures import ProgramArgs, RunArgs
 class Ranks(Protocol):
     """All ranks of a model, as one of them sees them; each makes the same calls."""
 
+    def check_row(self, row_bytes: int) -> None:
+        """Raise ValueError if the ranks cannot exchange rows of this size."""
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Replace rows, `[T, width]`, by the sums of all ranks' rows."""
+
     def execute(self, program: ProgramArgs, run: RunArgs) -> None:
         """Execute a program in which the ranks add up rows."""
 
