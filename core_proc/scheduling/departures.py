@@ -1,4 +1,4 @@
-"""How requests stop running: preempted or ended, with all objects that must hear of it."""
+"""How requests stop running, preempted or ended, and what changes in each object then."""
 
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.kv.swap import Swapper
