@@ -26,7 +26,7 @@ from protocol.transport.curve import read_client_keys, read_server_keys
 from scripts.supervisor.console import Console
 from scripts.supervisor.head_link import HeadLink
 from scripts.supervisor.run_dirs import RunDirBusyError
-from scripts.supervisor.serving import open_run_dir, serve
+from scripts.supervisor.serving import Invocation, open_run_dir, serve
 from scripts.supervisor.startup import watch_signals
 
 _NAME = re.compile("[A-Za-z0-9._:-]{1,128}")
@@ -63,8 +63,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.ag
         head.serve_at(f"tcp://{seen_at}")
         config = _config_here(asked, listen, arguments)
         configure_logging(label, config.run)
-        status, failure = serve(
-            config,
+        invocation = Invocation(
             console,
             signal_fd,
             started_at,
@@ -72,8 +71,8 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.ag
             has_bars=is_terminal,
             parent_fd=arguments.parent_fd,
             reports=head,
-            run_dir=run_dir,
         )
+        status, failure = serve(config, invocation, run_dir=run_dir)
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)
     finally:

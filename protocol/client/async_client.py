@@ -107,9 +107,13 @@ class AsyncEngineClient:
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
-        more = {} if keys is None else {"keys": keys}
         self._link = make_link(
-            address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock, **more
+            address,
+            2 * max_open_requests,
+            self._on_status,
+            self._on_message,
+            clock=clock,
+            keys=keys,
         )
         ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers, room)
         self._open = OpenRequests(ledger, self._link.send, is_replica=is_replica)

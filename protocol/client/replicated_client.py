@@ -23,6 +23,7 @@ import random
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Self, TypeVar, Unpack, cast
 
 import msgspec
@@ -111,36 +112,31 @@ class ReplicatedClient:
             may_change: whether `set_addresses` is called later; then there may be none at first.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
-        self._room = Room(max_open_requests, max_open_tokens)
         is_only = len(addresses) == 1 and not may_change
-        options = {
-            "max_open_requests": max_open_requests,
-            "stall_timeout_s": stall_timeout_s,
-            "allow_inexact_resume": allow_inexact_resume and is_only,
-            "numbers": itertools.count(1),
-            "room": self._room,
-            "is_replica": not is_only,
-            "clock": clock,
-            **({} if keys is None else {"keys": keys}),
-        }
+        self._room = Room(max_open_requests, max_open_tokens)
+        make_one = partial(
+            make_client,
+            max_open_requests=max_open_requests,
+            stall_timeout_s=stall_timeout_s,
+            allow_inexact_resume=allow_inexact_resume and is_only,
+            numbers=itertools.count(1),
+            room=self._room,
+            is_replica=not is_only,
+            keys=keys,
+            clock=clock,
+        )
         self._may_change = may_change
         self._keys = keys
-        self._set = ReplicaSet(addresses, lambda address: make_client(address, **options))
+        self._set = ReplicaSet(addresses, make_one)
         self._replicas = self._set.replicas
         self._only = self._replicas[0].client if is_only else None
         self._failover_s = failover_s
-        self._follows = (
-            follow_kv_events and self._only is None and policy is RoutingPolicy.PREFIX_AWARE
-        )
-        self._followers: dict[int, asyncio.Task[None]] = {}
-        """Of the caches of replicas, by number."""
-        self._timer: asyncio.TimerHandle | None = None
+        is_prefix_aware = policy is RoutingPolicy.PREFIX_AWARE
+        self._follows = follow_kv_events and is_prefix_aware and not is_only
         prefill = Prefill(prefill_replicas)
         self._placement = Placement(
             self._set, prefill, policy, rng or random.Random(), follows_events=self._follows
         )
-        for replica in self._replicas:
-            self._placement.join(replica)
         self._mover = RequestMover(
             self._replicas,
             self._placement,
@@ -149,6 +145,11 @@ class ReplicatedClient:
             failover_s=failover_s,
             allow_inexact=allow_inexact_resume,
         )
+        for replica in self._replicas:
+            self._placement.join(replica)
+        self._followers: dict[int, asyncio.Task[None]] = {}
+        """Of the caches of replicas, by number."""
+        self._timer: asyncio.TimerHandle | None = None
         self._num_inexact_before = 0
         """Of replicas that have left."""
         self._pause: tuple[ControlAction, PauseMode] | None = None

@@ -12,7 +12,7 @@ from protocol.process.logs import configure_logging, log_label
 from scripts.supervisor.console import Console
 from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.run_dirs import RunDirBusyError
-from scripts.supervisor.serving import serve
+from scripts.supervisor.serving import Invocation, serve
 from scripts.supervisor.startup import (
     check_has_processes,
     parse,
@@ -44,18 +44,20 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
             check_has_processes(config)
         for text in [] if arguments.no_api else warnings(argv, config):
             console.note(logging.WARNING, text)
-        has_bars = is_terminal and not is_json
-        status, failure = serve(
-            config,
+        invocation = Invocation(
             console,
             signal_fd,
             started_at,
             has_api=not arguments.no_api,
-            has_bars=has_bars,
-            is_temporary=arguments.temporary_run_dir,
-            epoch=arguments.epoch or 0,
+            has_bars=is_terminal and not is_json,
             parent_fd=arguments.parent_fd,
             reports=reports,
+        )
+        status, failure = serve(
+            config,
+            invocation,
+            is_temporary=arguments.temporary_run_dir,
+            epoch=arguments.epoch or 0,
         )
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)

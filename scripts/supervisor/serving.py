@@ -1,9 +1,10 @@
 """One life of an engine: its run directory, its model, its processes, and what is left behind."""
 
 import os
+import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -34,36 +35,43 @@ def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
         raise ConfigError(f"run_dir {path} cannot be used: {error.strerror}") from error
 
 
+class Invocation(NamedTuple):
+    """How an engine was started, and what it has of the process that started it."""
+
+    console: Console
+    signal_fd: int
+    """Has one byte for each signal to stop."""
+    started_at: float
+    """When the start has begun, on the monotonic clock."""
+    has_api: bool
+    has_bars: bool
+    """Whether the terminal shows how far the fetch of a model is."""
+    parent_fd: int | None = None
+    """Its EOF ends everything at once."""
+    reports: Reports | None = None
+    """To whatever has started the engine."""
+
+
 def serve(
     config: EngineConfig,
-    console: Console,
-    signal_fd: int,
-    started_at: float,
+    invocation: Invocation,
     *,
-    has_api: bool,
-    has_bars: bool,
+    run_dir: RunDir | None = None,
     is_temporary: bool = False,
     epoch: int = 0,
-    parent_fd: int | None = None,
-    reports: Reports | None = None,
-    run_dir: RunDir | None = None,
 ) -> tuple[int, str | None]:
     """Run an engine; returns the exit status, and the reason if the engine gave up.
 
     Args:
         config: as it was asked for: names of models are resolved here.
-        signal_fd: has one byte for each signal to stop.
-        started_at: when the start has begun, on the monotonic clock.
+        run_dir: where the caller has it already; it is closed at the end.
         is_temporary: whether the run directory is removed at the end.
         epoch: greater than those of all processes before, in the same run directory.
-        parent_fd: its EOF ends everything at once.
-        reports: to whatever has started the engine.
-        run_dir: where the caller has it already; it is closed at the end.
 
     Raises:
         ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
     """
-    asked, config = config, _prepared(config, has_api=has_api)
+    asked, config = config, _prepared(config, has_api=invocation.has_api)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
@@ -76,40 +84,20 @@ def serve(
         agents = listener = None
         if is_whole and config.parallel.agents_listen is not None:
             agents = left_behind.enter_context(closing(HostAgents(asked, run_dir.path)))
-        if hub_names(config.model) or gguf_files(config.model):
-            if has_api:  # a wrong address is reported before hours of waiting
-                close_listener(open_listener(config.api))
-            try:
-                fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
-                config = fetch.run(signal_fd, parent_fd)
-            except Interrupted as interrupted:
-                is_abandoned = interrupted.is_orphaned
-                return 0, None
-            held.add_model(config.model)
-        if is_whole and config.parallel.tensor_parallel_size > 1:
-            _refuse_ranks(config)
-        if is_whole:  # now: a free port may be taken while the model is fetched
-            config = with_kv_listen(config)
-        if is_whole and config.cache.kv_offload_bytes:
-            held.add_memory(run_dir.path)
-        if has_api:
+        try:
+            config = _with_files(config, invocation, held)
+        except Interrupted as interrupted:
+            is_abandoned = interrupted.is_orphaned
+            return 0, None
+        if is_whole:
+            config = _of_whole_engine(config, run_dir, held)
+        if invocation.has_api:
             listener = open_listener(config.api)
             left_behind.callback(close_listener, listener)
-        set_subreaper(bool(config.recovery.standby_workers))
-        supervisor = Supervisor(
-            config,
-            run_dir,
-            console,
-            listener=listener,
-            parent_fd=parent_fd,
-            started_at=started_at,
-            system=System(),
-            reports=reports,
-            agents=agents,
-        )
+        supervisor = _supervisor(config, run_dir, invocation, listener, agents)
         if is_whole:
             run_dir.register()
-        status = supervisor.run(signal_fd)
+        status = supervisor.run(invocation.signal_fd)
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
 
@@ -128,14 +116,6 @@ def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
     return config
 
 
-def _refuse_ranks(config: EngineConfig) -> None:
-    """Raise ValueError if the ranks cannot divide the model, before any of them is started."""
-    from worker_proc.startup.early_refusals import refuse_ranks
-
-    if config.model.model != "null":
-        refuse_ranks(config.model, config.parallel.tensor_parallel_size)
-
-
 def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConfig:
     """Return the configuration with the run directory, which is made ready for a new engine."""
     remove_all(run_dir.path)
@@ -144,6 +124,63 @@ def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConf
         run_dir.raise_epoch(wait_for_epoch_by_clock())
     run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
     return msgspec.structs.replace(config, run=run)
+
+
+def _with_files(config: EngineConfig, invocation: Invocation, held: "_HeldFiles") -> EngineConfig:
+    """Fetch models of the hub, and make the directories of GGUF files, if there are any.
+
+    ConfigError: one cannot be had, or the HTTP address cannot. Interrupted: the engine ends before.
+    """
+    if not hub_names(config.model) and not gguf_files(config.model):
+        return config
+    has_api = invocation.has_api
+    if has_api:  # a wrong address is reported before hours of waiting
+        close_listener(open_listener(config.api))
+    fetch = ModelFetch(config, invocation.console, has_api=has_api, has_bars=invocation.has_bars)
+    config = fetch.run(invocation.signal_fd, invocation.parent_fd)
+    held.add_model(config.model)
+    return config
+
+
+def _of_whole_engine(config: EngineConfig, run_dir: RunDir, held: "_HeldFiles") -> EngineConfig:
+    """Decide for an engine and all its replicas, and return the configuration with the decisions.
+
+    ValueError: the ranks cannot divide the model.
+    """
+    if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
+        _refuse_ranks(config)
+    config = with_kv_listen(config)  # now: a free port may be taken while the model is fetched
+    if config.cache.kv_offload_bytes:
+        held.add_memory(run_dir.path)
+    return config
+
+
+def _refuse_ranks(config: EngineConfig) -> None:
+    """Raise ValueError if the ranks cannot divide the model, before any of them is started."""
+    from worker_proc.startup.early_refusals import refuse_ranks
+
+    refuse_ranks(config.model, config.parallel.tensor_parallel_size)
+
+
+def _supervisor(
+    config: EngineConfig,
+    run_dir: RunDir,
+    invocation: Invocation,
+    listener: socket.socket | None,
+    agents: HostAgents | None,
+) -> Supervisor:
+    set_subreaper(bool(config.recovery.standby_workers))
+    return Supervisor(
+        config,
+        run_dir,
+        invocation.console,
+        listener=listener,
+        parent_fd=invocation.parent_fd,
+        started_at=invocation.started_at,
+        system=System(),
+        reports=invocation.reports,
+        agents=agents,
+    )
 
 
 class _HeldFiles:
