@@ -102,7 +102,7 @@ def activate_kernel(
     tl.store(out + row * out_stride + place, x.to(TYPE), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_values"])
 def add_up_kernel(
     gathered,
     out,

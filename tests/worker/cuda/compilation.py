@@ -29,6 +29,7 @@ from worker_proc.cuda.attention_kernels import BY_PART
 from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
 from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 from worker_proc.cuda.device_sampler import FEED_TILE
+from worker_proc.cuda.pointwise import ACTIVATION_TILE
 from worker_proc.cuda.products import TILE_BYTES, TILE_OUTPUTS, TILE_ROWS
 from worker_proc.cuda.swap import TILE_WORDS
 from worker_proc.kv.kv_groups import LayerSpec
@@ -47,10 +48,19 @@ INT_ARRAYS |= {"nearby"}
 LONG_ARRAYS = {"parameters", "chosen", "token_ids", "tensors", "block_ids"}
 FLOAT_ARRAYS = {"partial_out", "partial_stats", "sinks", "added_weight", "weight"}
 FLOAT_ARRAYS |= {"query_norm", "key_norm"}
-UNALIGNED = {*BY_PART, "num_rows", "num_splits", "num_tokens", "num_blocks", "lines", "positions"}
+UNALIGNED = {
+    *BY_PART,
+    "num_values",
+    "num_rows",
+    "num_splits",
+    "num_tokens",
+    "num_blocks",
+    "lines",
+    "positions",
+}
 STRIDES = {"query_strides", "key_strides", "value_strides"}
 INTS = {"num_parts", "num_splits", "size", "hidden_stride", "added_stride", "out_stride"}
-INTS |= {"num_rows", "logits_stride", "vocab_size", "num_tokens", "num_blocks"}
+INTS |= {"num_values", "num_rows", "logits_stride", "vocab_size", "num_tokens", "num_blocks"}
 INTS |= {"gates_stride", "factors_stride", "table_stride", "qkv_stride", "angle_stride"}
 
 
@@ -143,8 +153,12 @@ def main() -> None:
     norm = {"ADDS": True, "NORMS_ADDED": True, "SCALES_ADDED": True, "NORMS": True}
     norm |= {"SIZE": 1024, "PADDED_SIZE": 1024, "ADDED_ROUNDS_FIRST": True}
     compile_for(pointwise_kernels.norm_kernel, "bf16", usual | norm)
+    for dtype in DTYPES:
+        sizes = {"NUM_RANKS": 8, "TILE": ACTIVATION_TILE}
+        compile_for(pointwise_kernels.add_up_kernel, dtype, sizes)
     for activation in Activation:
-        sizes = {"ACTIVATION": int(activation), "MULTIPLIES": not activation, "TILE": 1024}
+        sizes = {"ACTIVATION": int(activation), "MULTIPLIES": not activation}
+        sizes |= {"TILE": ACTIVATION_TILE}
         compile_for(pointwise_kernels.activate_kernel, "bf16", sizes)
     tiles = {"TILE_ROWS": TILE_ROWS, "TILE_OUTPUTS": TILE_OUTPUTS, "HAS_BIAS": True}
     for dtype, kind in DTYPES.items():

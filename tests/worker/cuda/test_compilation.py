@@ -26,4 +26,4 @@ def test_all_kernels_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 54
+    assert len(done.stdout.splitlines()) == 58
