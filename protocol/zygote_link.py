@@ -1,4 +1,4 @@
-"""The link between a supervisor and its zygote: a pair of Unix sockets, because ZMQ starts threads.
+"""The link between a supervisor and a zygote: a pair of Unix sockets, because ZMQ starts threads.
 
 One packet is one message, of at most `MAX_PACKET_BYTES`. Descriptors travel beside `ForkWorker`.
 """
@@ -29,7 +29,6 @@ class ForkWorker(Message):
     """Supervisor → zygote: fork a worker. Its descriptors come with the packet, in this order."""
 
     epoch: Epoch
-    rank: Annotated[int, Meta(ge=0, lt=1024)]
     is_standby: bool
     """Whether it waits for its promotion before it sends Hello to the core."""
     fd_names: Annotated[list[FdName], Meta(max_length=MAX_FDS)]

@@ -9,6 +9,7 @@ import sys
 from protocol.lifecycle import Role
 from protocol.process.child_runtime import ChildProcess
 from worker_proc.runner import ReportProgress, Runner
+from worker_proc.startup.cpu_pinning import pin_worker
 from worker_proc.startup.start import make_runner, work
 
 _STANDBY_FLAG = "--standby"
@@ -25,6 +26,7 @@ def main() -> None:
     child = ChildProcess.from_argv("worker_proc", Role.WORKER, argv)
 
     def make(progress: ReportProgress) -> Runner:
+        pin_worker(child.config, child.rank)
         return make_runner(child.config, progress, child.rank)
 
     work(child, make, is_standby=_STANDBY_FLAG in sys.argv)

@@ -535,7 +535,7 @@ class RecoveryConfig(Section):
     standby_workers: Annotated[int, Meta(ge=0, le=1)] | None = None
     """Workers kept loaded to take the place of one that dies: 0 or 1. Default: 1 for a model on the
     CPU in one rank, where they share its weights; else 0. For several ranks, 1 is a second group of
-    as many, which takes as much memory as the first."""
+    as many, which shares the weights of the first."""
     standby_cores: Annotated[int, Meta(ge=0, le=1)] = 1
     """Cores kept started to take the place of one that dies: 0 or 1."""
 

@@ -28,8 +28,13 @@ _RECEIVE_LIMIT = 64
 class ForkServer:
     """A zygote, and the workers that were requested from it."""
 
-    def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None = None) -> None:
-        """Start the zygote, which reports in a progress page; an OSError leaves nothing behind."""
+    def __init__(
+        self, config: EngineConfig, epoch: int, progress_fd: int | None = None, *, rank: int = 0
+    ) -> None:
+        """Start the zygote of a rank's workers; an OSError leaves nothing behind.
+
+        It reports in a progress page.
+        """
         with ExitStack() as stack:
             ours, theirs = socket_pair()
             stack.callback(ours.close)
@@ -38,6 +43,7 @@ class ForkServer:
                     "worker_proc",
                     config,
                     epoch=epoch,
+                    rank=rank,
                     listen_fd=theirs.fileno(),
                     progress_fd=progress_fd,
                     arguments=["--zygote"],
@@ -47,15 +53,13 @@ class ForkServer:
         self._asked: dict[int, int] = {}
         """Write ends of the parent pipes of requested workers, by epoch."""
 
-    def fork(
-        self, epoch: int, rank: int, progress_fd: int | None = None, *, is_standby: bool
-    ) -> None:
+    def fork(self, epoch: int, progress_fd: int | None = None, *, is_standby: bool) -> None:
         """Request a worker; `Forked`, `ForkFailed` or the zygote's end follows. OSError: unsent."""
         parent_read, parent_write = os.pipe()
         fds = {"parent_fd": parent_read}
         if progress_fd is not None:
             fds["progress_fd"] = progress_fd
-        message = ForkWorker(epoch, rank, is_standby, list(fds))
+        message = ForkWorker(epoch, is_standby, list(fds))
         try:
             if not self.link.send(message, list(fds.values())):
                 raise OSError("the zygote does not read")

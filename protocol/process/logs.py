@@ -13,7 +13,7 @@ def log_label(role: Role, rank: int, config: EngineConfig) -> str:
     """Return the name of a process in the log."""
     if role is Role.API and config.api.api_server_count > 1:
         return f"{role}-{rank}"
-    name = f"{role} {rank}" if role is Role.WORKER else str(role)
+    name = f"{role} {rank}" if role in (Role.WORKER, Role.ZYGOTE) else str(role)
     return name if config.run.replica is None else f"replica-{config.run.replica} {name}"
 
 

@@ -53,6 +53,8 @@ class Kill(msgspec.Struct, frozen=True):
     """Send SIGKILL."""
 
     slot: Slot
+    spares_zygote: bool = False
+    """Whether the zygote that has not forked it yet is left alive. Else it counts as hanging."""
 
 
 class DumpStacks(msgspec.Struct, frozen=True):

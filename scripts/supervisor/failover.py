@@ -2,8 +2,8 @@
 
 A dead process is replaced by its standby, which has loaded everything. Without a standby the zygote
 forks a worker. Without a zygote, and for the core, a process is started that loads everything
-itself. A group of ranks is replaced by a standby group of as many, and has no zygote. Every wait
-ends: the process waited for makes progress, or its deadline kills it.
+itself. A group of ranks is replaced by a standby group of as many, or forked if the zygotes of all
+ranks are ready. Every wait ends: the process waited for makes progress, or its deadline kills it.
 """
 
 from protocol.lifecycle import Role
@@ -39,9 +39,8 @@ class Failover:
         standby = self.standby_of(group.role)
         if standby is not None and standby.serves:
             return group.resume_at
-        zygote = self._helper(Role.ZYGOTE)
-        if group.role is Role.WORKER and zygote is not None and zygote.is_coming:
-            return None  # it began to load before another process could
+        if group.role is Role.WORKER and self._zygotes_are_coming:
+            return None  # they began to load before other processes could
         is_near = standby is not None and standby.is_coming
         return group.resume_at + PATIENCE_S if is_near else group.resume_at
 
@@ -50,15 +49,14 @@ class Failover:
         standby = self.standby_of(role)
         if standby is not None and standby.serves:
             return Origin.PROMOTED
-        zygote = self._helper(Role.ZYGOTE)
         is_worker = role in (Role.WORKER, Role.STANDBY)
-        is_forked = is_worker and zygote is not None and zygote.serves
-        return Origin.FORKED if is_forked else Origin.STARTED
+        return Origin.FORKED if is_worker and self._zygotes_serve else Origin.STARTED
 
     def loads_anew(self) -> bool:
         """Return whether the next workers must load the model: nothing has loaded it for them."""
-        helpers = (self._helper(Role.STANDBY), self._helper(Role.ZYGOTE))
-        return not any(one.serves or one.is_coming for one in helpers if one is not None)
+        standby = self._helper(Role.STANDBY)
+        has_standby = standby is not None and (standby.serves or standby.is_coming)
+        return not has_standby and not self._zygotes_serve and not self._zygotes_are_coming
 
     def standby_of(self, role: Role) -> Group | None:
         """The standby for a role; None where there is none."""
@@ -67,6 +65,19 @@ class Failover:
     def hand_over(self, role: Role, now: float) -> None:
         """Free the standby's slots: its processes were promoted."""
         self._groups[STANDBY_OF[role]].vacate(now)
+
+    @property
+    def _zygotes_serve(self) -> bool:
+        """Whether there are zygotes, of which each rank has one, and all can fork."""
+        zygotes = self._groups.of(Role.ZYGOTE)
+        return bool(zygotes) and all(zygote.serves for zygote in zygotes)
+
+    @property
+    def _zygotes_are_coming(self) -> bool:
+        """Whether zygotes are loading, and none is missing."""
+        zygotes = self._groups.of(Role.ZYGOTE)
+        is_none_missing = all(zygote.serves or zygote.is_coming for zygote in zygotes)
+        return bool(zygotes) and is_none_missing and not self._zygotes_serve
 
     def _helper(self, role: Role) -> Group | None:
         return next(iter(self._groups.of(role)), None)
@@ -78,8 +89,7 @@ class Failover:
             return None
         if role is Role.ZYGOTE:
             return resume_at
-        zygote = self._helper(Role.ZYGOTE)
-        if role is Role.STANDBY and zygote is not None and not zygote.serves:
+        if role is Role.STANDBY and Role.ZYGOTE in self._groups and not self._zygotes_serve:
             return None
         return max(resume_at, served_since + STANDBY_DELAY_S)
 

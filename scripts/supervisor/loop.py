@@ -19,6 +19,7 @@ from protocol.lifecycle import (
     Progress,
     RestartQuery,
     RestartReply,
+    Role,
     StatusQuery,
     StatusReply,
     Stop,
@@ -41,7 +42,7 @@ from scripts.supervisor.console import Console
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.policy import SupervisorPolicy
-from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
+from scripts.supervisor.process_table import ProcessTable, ZygoteEvent, num_ranks
 from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name
@@ -232,7 +233,7 @@ class Supervisor:
         if status == EXIT_FATAL:
             self._await_fatal(child.epoch)
         slot = self._table.slot_of(child)
-        if slot == ZYGOTE:
+        if slot.role is Role.ZYGOTE:
             self._on_zygote_events(self._table.zygote_events())
         self._on_zygote_events(self._table.reap(slot))
         self._console.ended(slot)
@@ -263,8 +264,8 @@ class Supervisor:
             match action:
                 case actions.Start():
                     self._start(action)
-                case actions.Kill(slot):
-                    if not self._table.kill(slot):
+                case actions.Kill(slot, spares_zygote):
+                    if not self._table.kill(slot, spares_zygote=spares_zygote):
                         self._failed_starts.append(slot)
                 case actions.DumpStacks(slot):
                     self._table.dump_stacks(slot)

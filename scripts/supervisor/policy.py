@@ -1,11 +1,11 @@
 """The supervisor's decisions, as a state machine: events and times in, actions out.
 
 Theory of operation. The ranks of one role form a group, and are replaced together; each API process
-is a group of its own, because it holds only its own requests, and so is the supervisor of each
-replica. A group is started again, with greater epochs, only when all its processes are dead and
-reaped. A death after useful work restarts it at once (`Process.was_useful`); the pause doubles only
-while successors die before they have done any. Until the engine was ready once, failures that would
-repeat end it.
+is a group of its own, because it holds only its own requests, and so are the supervisor of each
+replica and the zygote of each rank. A group is started again, with greater epochs, only when all
+its processes are dead and reaped. A death after useful work restarts it at once
+(`Process.was_useful`); the pause doubles only while successors die before they have done any. Until
+the engine was ready once, failures that would repeat end it.
 
 The policy knows no sockets and no processes. Its methods take events and the time, and return
 actions, to be carried out in order. Each `Process` and `Group` changes its own fields. Parts of the
@@ -106,7 +106,7 @@ class SupervisorPolicy:
         return self._watcher.next_look
 
     def begin(self, now: float) -> list[Action]:
-        """Start all processes at once; only a worker waits for its zygote."""
+        """Start all processes at once; only workers wait for their zygotes."""
         self._turned_at = now
         actions: list[Action] = []
         for group in self._groups:
@@ -114,7 +114,8 @@ class SupervisorPolicy:
             if group.role is Role.ZYGOTE or self._due_at(group) is not None:
                 actions += self._start(group, now)
             elif group.role is Role.WORKER:
-                group.processes[0].expect()
+                for process in group.processes:
+                    process.expect()
         return actions
 
     def on_turn(self, now: float) -> None:

@@ -157,14 +157,14 @@ class Process:
         if self.deadline is not None:
             self.deadline += seconds
 
-    def kill(self, *, is_overdue: bool = False) -> list[Action]:
+    def kill(self, *, is_overdue: bool = False, spares_zygote: bool = False) -> list[Action]:
         """Kill it, unless it is dead or was killed. `is_overdue`: it hangs."""
         if not self.is_alive or self.is_doomed:
             return []
         self.is_doomed = True
         self.is_overdue = is_overdue
         self.deadline = None
-        return [Kill(self.slot)]
+        return [Kill(self.slot, spares_zygote)]
 
     def on_deadline(self) -> list[Action]:
         """Kill it. One that was asked to end and is late counts as killed, not as hung."""
@@ -176,9 +176,9 @@ class Process:
 
 
 class Group:
-    """Processes that are replaced together: all ranks of one role, one API process, or one replica.
+    """Processes that are replaced together: all ranks of one role, or one process alone.
 
-    Only the methods of this class change its fields.
+    API processes, replicas and zygotes are alone. Only the methods of this class change its fields.
     """
 
     def __init__(self, slots: Sequence[Slot], spare_slot: Slot | None = None) -> None:
@@ -255,13 +255,16 @@ class Group:
         self.num_failures += status not in (-signal.SIGKILL, -signal.SIGTERM)
 
     def replace(self, at: float) -> list[Action]:
-        """Kill the remaining ranks after a death, and start all of them again."""
+        """Kill the remaining ranks after a death, and start all of them again.
+
+        One that is not forked yet has no part in the death of another, nor has its zygote.
+        """
         self.is_failing = True
         self.resume_at = at
         spare = self.spare
         is_leaving = spare is not None and spare.state is ProcessState.DRAINING
         doomed = self.processes if is_leaving else self.members
-        return [action for process in doomed for action in process.kill()]
+        return [action for process in doomed for action in process.kill(spares_zygote=True)]
 
     def on_shutdown(self) -> None:
         """Start nothing any more."""
@@ -317,7 +320,7 @@ class Groups:
         return self.of(role)[0]
 
     def of(self, role: Role) -> list[Group]:
-        """All groups of a role: one for each API process and replica, at most one of others."""
+        """All groups of a role: one for each API, replica and zygote, at most one of others."""
         return [group for group in self._groups if group.role is role]
 
     def find(self, slot: Slot) -> tuple[Group, Process]:
@@ -334,6 +337,8 @@ def make_groups(num_ranks: Mapping[Role, int]) -> Groups:
                 groups.append(Group([api_slot(index, number)], spare))
         elif role is Role.REPLICA:
             groups += [Group([replica_slot(index)]) for index in range(number)]
+        elif role is Role.ZYGOTE:
+            groups += [Group([Slot(role, rank)]) for rank in range(number)]
         else:
             groups.append(Group([Slot(role, rank) for rank in range(number)]))
     return Groups(groups)

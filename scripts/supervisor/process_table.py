@@ -1,7 +1,7 @@
 """The processes of a supervisor: for each slot its process, connection and progress page.
 
-A worker that the zygote was asked to fork is known by its epoch until the zygote reports its pid;
-its own Hello may come first.
+A worker that the zygote of its rank was asked to fork is known by its epoch until the zygote
+reports its pid; its own Hello may come first.
 """
 
 import contextlib
@@ -47,14 +47,13 @@ _ARGUMENTS = {
     Role.STANDBY_CORE: ["--standby"],
     Role.REPLICA: ["--no-api"],
 }
-ZYGOTE = Slot(Role.ZYGOTE)
 _SUPERVISOR_EPOCH = 0
 
 log = logging.getLogger("troika.supervisor")
 
 
 class ZygoteEvent(NamedTuple):
-    """A message of the zygote about itself, or the failure of a fork."""
+    """A message of a zygote about itself, or the failure of a fork."""
 
     slot: Slot
     epoch: int
@@ -63,7 +62,7 @@ class ZygoteEvent(NamedTuple):
 
 @dataclass(slots=True)
 class _Fork:
-    """A worker that the zygote was asked to fork, with pid and connection of an early Hello."""
+    """A worker that a zygote was asked to fork, with pid and connection of an early Hello."""
 
     slot: Slot
     pid: int = 0
@@ -102,7 +101,8 @@ class ProcessTable:
         self._rows = {
             slot: _Row(*ProgressPage.create(f"{slot.role}-{slot.rank}")) for slot in slots
         }
-        self._zygote: ForkServer | None = None
+        self._zygotes: dict[int, ForkServer] = {}
+        """By rank."""
         self._forks: dict[int, _Fork] = {}
         """By epoch."""
         self._num_blocks: dict[Slot, tuple[int, int]] = {}
@@ -128,15 +128,18 @@ class ProcessTable:
             return
         row.page.write(epoch, Phase.NONE, None, 0, 0)
         if action.origin is Origin.FORKED:
-            if self._zygote is None:
+            zygote = self._zygotes.get(slot.rank)
+            if zygote is None:
                 raise OSError("there is no zygote")
-            is_standby = slot.role is Role.STANDBY
-            self._zygote.fork(epoch, slot.rank, row.page_fd, is_standby=is_standby)
+            zygote.fork(epoch, row.page_fd, is_standby=slot.role is Role.STANDBY)
             self._forks[epoch] = _Fork(slot)
-        elif slot == ZYGOTE:
-            self._zygote = self._system.start_fork_server(self._config, epoch, row.page_fd)
-            self._poller.register(self._zygote.link, zmq.POLLIN)
-            self._enter(slot, self._zygote.child)
+        elif slot.role is Role.ZYGOTE:
+            started = self._system.start_fork_server(
+                self._config, epoch, row.page_fd, rank=slot.rank
+            )
+            self._zygotes[slot.rank] = started
+            self._poller.register(started.link, zmq.POLLIN)
+            self._enter(slot, started.child)
         else:
             listener, rank, config = None, slot.rank, self._config
             if slot.role is Role.REPLICA:
@@ -193,18 +196,20 @@ class ProcessTable:
         rows = self._rows
         rows[one], rows[other] = rows[other], rows[one]
 
-    # The zygote ---------------------------------------------------------------------------------
+    # Zygotes ------------------------------------------------------------------------------------
 
     def zygote_events(self) -> list[ZygoteEvent]:
-        """Receive messages of the zygote, and take over the workers that it has forked."""
-        zygote = self._zygote
-        if zygote is None:
-            return []
+        """Receive messages of the zygotes, and take over the workers that they have forked."""
+        zygotes = list(self._zygotes.items())
+        return [event for rank, zygote in zygotes for event in self._events_of(rank, zygote)]
+
+    def _events_of(self, rank: int, zygote: ForkServer) -> list[ZygoteEvent]:
+        slot = Slot(Role.ZYGOTE, rank)
         try:
             messages = zygote.receive()
         except ProtocolError as error:
-            log.error("the zygote is killed: %s", error)
-            self.kill(ZYGOTE)
+            log.error("the %s is killed: %s", slot, error)
+            self.kill(slot)
             return []
         events: list[ZygoteEvent] = []
         for message in messages:
@@ -215,7 +220,7 @@ class ProcessTable:
                     zygote.disown(message.epoch)
                     events += self._on_fork_failed(message.epoch, message.error)
                 case _:
-                    events.append(ZygoteEvent(ZYGOTE, zygote.child.epoch, message))
+                    events.append(ZygoteEvent(slot, zygote.child.epoch, message))
         return events
 
     def _on_forked(self, zygote: ForkServer, forked: Forked) -> list[ZygoteEvent]:
@@ -233,12 +238,12 @@ class ProcessTable:
         fork = self._forks.pop(epoch, None)
         return [] if fork is None else [ZygoteEvent(fork.slot, epoch, Fatal("start", error))]
 
-    def _on_zygote_death(self) -> list[ZygoteEvent]:
-        zygote, self._zygote = self._zygote, None
-        assert zygote is not None
+    def _on_zygote_death(self, rank: int) -> list[ZygoteEvent]:
+        zygote = self._zygotes.pop(rank)
         self._poller.unregister(zygote.link)
+        asked = [epoch for epoch, fork in self._forks.items() if fork.slot.rank == rank]
         zygote.close()
-        failed = [self._on_fork_failed(epoch, "the zygote has died") for epoch in [*self._forks]]
+        failed = [self._on_fork_failed(epoch, "the zygote has died") for epoch in asked]
         return [event for events in failed for event in events]
 
     # Deaths -------------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ class ProcessTable:
         assert row.child is not None
         assert row.child.poll() is not None, f"{slot} is alive"
         self._poller.unregister(row.child.pidfd)
-        events = self._on_zygote_death() if slot == ZYGOTE else []
+        events = self._on_zygote_death(slot.rank) if slot.role is Role.ZYGOTE else []
         row.child.close()
         if row.peer is not None:
             self._link.forget(row.peer)
@@ -271,10 +276,11 @@ class ProcessTable:
         children = [row.child for row in self._rows.values()]
         self._system.reap_strangers(frozenset(child.pid for child in children if child))
 
-    def kill(self, slot: Slot) -> bool:
+    def kill(self, slot: Slot, *, spares_zygote: bool = False) -> bool:
         """Send SIGKILL to the process of a slot.
 
-        False: the zygote has not forked it yet. Both are given up, and no pidfd reports the death.
+        False: its zygote has not forked it yet. It is given up, and ends by itself once it is
+        forked; no pidfd reports the death. The zygote is killed, unless it is to be spared.
         """
         child = self._rows[slot].child
         if child is not None:
@@ -284,9 +290,11 @@ class ProcessTable:
         if epoch is None:
             return True
         del self._forks[epoch]
-        if self._zygote is not None:
-            self._zygote.disown(epoch)
-        self.kill(ZYGOTE)
+        zygote = self._zygotes.get(slot.rank)
+        if zygote is not None:
+            zygote.disown(epoch)
+        if not spares_zygote:
+            self.kill(Slot(Role.ZYGOTE, slot.rank))
         return False
 
     def dump_stacks(self, slot: Slot) -> None:
@@ -386,7 +394,7 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
     has_standby = bool(config.recovery.standby_workers)
     size = config.parallel.num_ranks
     numbers = {
-        Role.ZYGOTE: int(has_standby and size == 1),
+        Role.ZYGOTE: size * (has_standby or size > 1),
         Role.WORKER: size,
         Role.STANDBY: size * has_standby,
         Role.CORE: 1,

@@ -11,6 +11,7 @@ import msgspec
 from api_proc.http.listener import close_listener
 from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, ModelConfig, validate_api_port
+from protocol.lifecycle import Role
 from protocol.process.machines import check_links, with_kv_listen
 from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
@@ -21,6 +22,7 @@ from scripts.supervisor.fetching import Interrupted, ModelFetch
 from scripts.supervisor.gpus import divide_gpus
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.loop import Supervisor
+from scripts.supervisor.process_table import num_ranks
 from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir, wait_for_epoch_by_clock
 from scripts.supervisor.startup import check_directories, complete_config, open_listener
@@ -169,7 +171,7 @@ def _supervisor(
     listener: socket.socket | None,
     agents: HostAgents | None,
 ) -> Supervisor:
-    set_subreaper(bool(config.recovery.standby_workers))
+    set_subreaper(Role.ZYGOTE in num_ranks(config, has_api=listener is not None))
     return Supervisor(
         config,
         run_dir,

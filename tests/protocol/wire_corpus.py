@@ -298,7 +298,7 @@ DIRECTIONS = [
         "supervisor to zygote",
         zygote_link.decode_to_zygote,
         zygote_link.ToZygote,
-        [ForkWorker(7, 0, True, ["parent_fd", "progress_fd"])],
+        [ForkWorker(7, True, ["parent_fd", "progress_fd"])],
     ),
     Direction(
         "zygote to supervisor",

@@ -50,17 +50,20 @@ class Drill:
         api: bool = True,
         *,
         standby: bool = False,
+        zygotes: bool | None = None,
         standby_core: bool = False,
         is_api_alone: bool = False,
         num_apis: int = 1,
         block_server: bool = False,
     ):
+        """`zygotes`: one for each worker; by default where there are standbys, too."""
         num_ranks = {Role.WORKER: num_workers, Role.CORE: 1}
         if api:
             num_ranks[Role.API] = num_apis
         if standby:
-            zygote = {Role.ZYGOTE: 1} if num_workers == 1 else {}
-            num_ranks = {**zygote, Role.STANDBY: num_workers, **num_ranks}
+            num_ranks = {Role.STANDBY: num_workers, **num_ranks}
+        if standby if zygotes is None else zygotes:
+            num_ranks = {Role.ZYGOTE: num_workers, **num_ranks}
         if standby_core:
             num_ranks[Role.STANDBY_CORE] = 1
         if block_server:
@@ -93,7 +96,7 @@ class Drill:
                     if origin is Origin.PROMOTED:
                         self._promote(Slot(STANDBY_OF[slot.role], slot.rank))
                     if origin is Origin.FORKED:
-                        assert ZYGOTE in self.living
+                        assert Slot(Role.ZYGOTE, slot.rank) in self.living
                     assert slot not in self.living, "two incarnations at once"
                     assert epoch > self.last_epoch, "epochs must grow"
                     self.last_epoch = self.living[slot] = epoch

@@ -99,8 +99,9 @@ def ranks(slot: Slot, count: int = 2) -> list[Slot]:
 def standing_group() -> Drill:
     """An engine of two ranks, with two standbys."""
     drill = Drill(2, standby=True).all_ready()
-    started = starts(drill.wait(STANDBY_DELAY_S))
-    assert started == [(slot, Origin.STARTED) for slot in ranks(STANDBY)], "there is no zygote"
+    drill.wait(0.0)
+    drill.all_ready()
+    assert starts(drill.wait(STANDBY_DELAY_S)) == [(slot, Origin.FORKED) for slot in ranks(STANDBY)]
     return drill.all_ready()
 
 
@@ -122,17 +123,19 @@ def test_a_group_of_ranks_is_replaced_by_a_standby_group(dead: list[int]) -> Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_standby_group_without_one_of_its_ranks_is_not_promoted(rank: int) -> None:
-    """The other standby is killed with it; the group loads by itself."""
+    """The other standby is killed with it; the group is forked."""
     drill = standing_group()
     drill.die(Slot(Role.STANDBY, rank))
     assert drill.doomed == {Slot(Role.STANDBY, 1 - rank)}
     drill.die(Slot(Role.WORKER, rank))
     actions = drill.die(Slot(Role.WORKER, 1 - rank))
-    assert starts(actions) == [(slot, Origin.STARTED) for slot in ranks(WORKER)]
+    assert starts(actions) == [(slot, Origin.FORKED) for slot in ranks(WORKER)]
 
 
 def test_a_standby_group_is_waited_for_while_one_rank_is_starting() -> None:
     drill = Drill(2, standby=True).all_ready()
+    drill.wait(0.0)
+    drill.all_ready()
     drill.wait(STANDBY_DELAY_S)
     drill.receive(Slot(Role.STANDBY, 1), Ready())
     for slot in ranks(WORKER):
@@ -140,6 +143,63 @@ def test_a_standby_group_is_waited_for_while_one_rank_is_starting() -> None:
     assert starts(drill.wait(PATIENCE_S * 0.9)) == []
     drill.receive(STANDBY, Ready())
     assert starts(drill.wait(0.0)) == [(slot, Origin.PROMOTED) for slot in ranks(WORKER)]
+
+
+def forking_group(size: int = 2) -> Drill:
+    """An engine of ranks that have zygotes and no standbys."""
+    drill = Drill(size, zygotes=True).all_ready()
+    assert starts(drill.wait(0.0)) == [(slot, Origin.FORKED) for slot in ranks(WORKER, size)]
+    return drill.all_ready()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_group_without_standbys_is_forked_when_all_ranks_are_dead(dead: int) -> None:
+    """Ranks of two incarnations would never be adopted; their epochs are a row."""
+    drill = forking_group()
+    actions = drill.die(Slot(Role.WORKER, dead))
+    assert starts(actions) == []
+    actions = drill.die(Slot(Role.WORKER, 1 - dead))
+    assert starts(actions) == [(slot, Origin.FORKED) for slot in ranks(WORKER)]
+    first, second = (drill.living[slot] for slot in ranks(WORKER))
+    assert second == first + 1
+
+
+def test_a_group_waits_for_a_zygote_that_is_loading_while_the_others_are_ready() -> None:
+    """The death of a zygote replaces it alone, and only once the group serves."""
+    drill = forking_group()
+    zygotes = ranks(ZYGOTE)
+    before = drill.living[zygotes[0]]
+    assert starts(drill.die(zygotes[1])) == [(zygotes[1], Origin.STARTED)]
+    assert drill.living[zygotes[0]] == before
+    for slot in ranks(WORKER):
+        assert starts(drill.die(slot)) == []
+    assert starts(drill.wait(5.0)) == []
+    drill.receive(zygotes[1], Ready())
+    assert starts(drill.wait(0.0)) == [(slot, Origin.FORKED) for slot in ranks(WORKER)]
+
+
+def test_a_group_starts_by_command_if_the_zygote_of_one_rank_is_dead() -> None:
+    """The zygote is started again once the group serves."""
+    drill = forking_group()
+    drill.die(WORKER)
+    drill.die(Slot(Role.ZYGOTE, 1))
+    actions = drill.die(Slot(Role.WORKER, 1))
+    assert starts(actions) == [(slot, Origin.STARTED) for slot in ranks(WORKER)]
+    for slot in ranks(WORKER):
+        drill.receive(slot, Ready())
+    assert starts(drill.wait(2.0)) == [(Slot(Role.ZYGOTE, 1), Origin.STARTED)]
+
+
+def test_ranks_that_are_killed_with_another_leave_their_zygotes_alive() -> None:
+    """One that is late is given up with its zygote, which does not react."""
+    drill = forking_group()
+    for slot in ranks(WORKER):
+        drill.die(slot)
+    killed = [action for action in drill.die(WORKER) if isinstance(action, Kill)]
+    assert killed == [Kill(Slot(Role.WORKER, 1), spares_zygote=True)]
+    drill.die(Slot(Role.WORKER, 1))
+    drill.wait(0.1)
+    assert Kill(WORKER) in drill.wait(HANDOVER_TIMEOUT_S)
 
 
 def test_who_was_asked_to_take_over_and_does_not_is_killed() -> None:
@@ -205,16 +265,17 @@ def test_end_kills_helpers_and_stops_the_others() -> None:
 @given(
     st.data(),
     st.sampled_from([(True, False), (False, True), (True, True)]),
-    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3]),
 )
 def test_all_processes_come_back_after_any_deaths_and_restarts(
     data: st.DataObject, standbys: tuple[bool, bool], size: int
 ) -> None:
     """After deaths, messages and restarts in random order, all processes come back."""
-    drill = Drill(size, standby=standbys[0], standby_core=standbys[1])
+    has_zygotes = standbys[0] or size > 1
+    drill = Drill(size, standby=standbys[0], zygotes=has_zygotes, standby_core=standbys[1])
     expected = {API, CORE, *ranks(WORKER, size)}
     expected |= set(ranks(STANDBY, size)) if standbys[0] else set()
-    expected |= {ZYGOTE} if standbys[0] and size == 1 else set()
+    expected |= set(ranks(ZYGOTE, size)) if has_zygotes else set()
     expected |= {STANDBY_CORE} if standbys[1] else set()
     settle(drill)
     assert drill.living.keys() == expected

@@ -131,11 +131,11 @@ def test_ranks_of_a_group_are_replaced_together() -> None:
     """The death of one rank kills the others; successors start after the last death."""
     drill = Drill(num_workers=3).all_ready()
     ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
-    assert drill.die(ranks[1]) == [Kill(ranks[0]), Kill(ranks[2])]
+    assert drill.die(ranks[1]) == [Kill(rank, spares_zygote=True) for rank in (ranks[0], ranks[2])]
     assert drill.wait(5.0) == []
     assert drill.die(ranks[0]) == []
     assert drill.die(ranks[2]) == [Start(rank, 6 + rank.rank) for rank in ranks]
-    assert drill.die(ranks[0]) == [Kill(ranks[1]), Kill(ranks[2])]
+    assert drill.die(ranks[0]) == [Kill(rank, spares_zygote=True) for rank in ranks[1:]]
 
 
 def test_start_without_progress_is_killed_and_progress_extends_it() -> None:

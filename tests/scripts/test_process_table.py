@@ -1,6 +1,7 @@
 """Slots of the process table: connections from Hello and other messages, exchange, the dead."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -149,6 +150,83 @@ def test_successor_of_an_api_process_has_its_index() -> None:
         for epoch, slot in enumerate(slots, 1):
             table.start(Start(slot, epoch))
     assert ranks == [0, 1, 0, 1]
+
+
+class FakeZygote:
+    """Records its orders; it has forked nothing."""
+
+    def __init__(self, epoch: int, rank: int) -> None:
+        self.rank = rank
+        self.child = FakeChild(epoch, 30 + rank)
+        self.killed = False
+        self.child.kill = self._kill  # type: ignore[attr-defined]
+        self.link = socket.socket()
+        self.asked: list[int] = []
+
+    def _kill(self) -> None:
+        self.killed = True
+
+    def fork(self, epoch: int, progress_fd: int, *, is_standby: bool) -> None:
+        self.asked.append(epoch)
+
+    def disown(self, epoch: int) -> None:
+        self.asked.remove(epoch)
+
+    def close(self) -> None:
+        self.link.close()
+
+
+@pytest.fixture
+def zygotes() -> Iterator[tuple[ProcessTable, list[FakeZygote]]]:
+    """A table with the zygotes of two ranks, which were asked for a worker each."""
+    made: list[FakeZygote] = []
+
+    def start_zygote(
+        config: EngineConfig, epoch: int, progress_fd: int, *, rank: int
+    ) -> FakeZygote:
+        made.append(FakeZygote(epoch, rank))
+        return made[-1]
+
+    roles = (Role.ZYGOTE, Role.WORKER)
+    slots = [Slot(role, rank) for role in roles for rank in range(2)]
+    config = configure(model="null", tensor_parallel_size=2)
+    system = System(start_fork_server=cast(Any, start_zygote))
+    link = cast(RouterChannel, FakeLink())
+    table = ProcessTable(config, slots, None, link, zmq.Poller(), system=system)
+    with contextlib.closing(table):
+        for epoch, slot in enumerate(slots, 1):
+            origin = Origin.FORKED if slot.role is Role.WORKER else Origin.STARTED
+            table.start(Start(slot, epoch, origin))
+        yield table, made
+        for zygote in made:
+            zygote.close()
+
+
+def test_each_rank_is_forked_by_its_own_zygote(
+    zygotes: tuple[ProcessTable, list[FakeZygote]],
+) -> None:
+    """The death of one fails the fork of that rank alone."""
+    table, (first, second) = zygotes
+    assert [(zygote.rank, zygote.asked) for zygote in (first, second)] == [(0, [3]), (1, [4])]
+    second.child.status = 1
+    failed = table.reap(Slot(Role.ZYGOTE, 1))
+    assert [(event.slot, event.epoch) for event in failed] == [(Slot(Role.WORKER, 1), 4)]
+    with pytest.raises(OSError, match="there is no zygote"):
+        table.start(Start(Slot(Role.WORKER, 1), 5, Origin.FORKED))
+    assert first.asked == [3]
+
+
+@pytest.mark.parametrize("is_spared", [False, True])
+def test_a_rank_that_is_not_forked_yet_is_given_up(
+    zygotes: tuple[ProcessTable, list[FakeZygote]], is_spared: bool
+) -> None:
+    """Its zygote stays if another rank has died, and is killed if it does not fork in time."""
+    table, (first, second) = zygotes
+    assert not table.kill(Slot(Role.WORKER, 1), spares_zygote=is_spared)
+    assert second.asked == []
+    assert second.killed is not is_spared
+    assert first.asked == [3]
+    assert not first.killed
 
 
 def test_ranks_start_with_the_fewest_blocks_that_a_rank_of_the_first_group_had() -> None:

@@ -42,14 +42,16 @@ def test_standby_that_cannot_be_is_refused() -> None:
         configure(standby_workers=1, model="demo", device="cuda")
 
 
-def test_a_group_of_ranks_has_as_many_standbys_and_no_zygote() -> None:
-    config = complete_config(configure(model="null", tensor_parallel_size=4, standby_workers=1))
-    numbers = num_ranks(config, has_api=False)
-    assert (numbers[Role.WORKER], numbers[Role.STANDBY]) == (4, 4)
-    assert Role.ZYGOTE not in numbers
+@pytest.mark.parametrize("standby_workers", [0, 1])
+def test_a_group_of_ranks_has_as_many_zygotes_and_standbys(standby_workers: int) -> None:
+    """Without standbys the zygotes fork its successors."""
+    settings = {"tensor_parallel_size": 4, "standby_workers": standby_workers}
+    numbers = num_ranks(complete_config(configure(model="null", **settings)), has_api=False)
+    assert (numbers[Role.WORKER], numbers[Role.ZYGOTE]) == (4, 4)
+    assert numbers.get(Role.STANDBY, 0) == 4 * standby_workers
 
 
-def test_only_engines_with_a_standby_have_a_zygote() -> None:
+def test_one_worker_has_a_zygote_only_with_a_standby() -> None:
     """The zygote starts first, because the worker waits for it."""
     with_standby = complete_config(configure(model="demo", device="cpu"))
     roles = [str(role) for role in num_ranks(with_standby, has_api=True)]

@@ -145,12 +145,18 @@ class SimulatedForkServer:
     """A `protocol.process.fork_server.ForkServer`: the zygote and the workers requested from it."""
 
     def __init__(
-        self, config: EngineConfig, epoch: int, progress_fd: int | None, start_process: StartProcess
+        self,
+        config: EngineConfig,
+        epoch: int,
+        progress_fd: int | None,
+        rank: int,
+        start_process: StartProcess,
     ) -> None:
-        life = Incarnation(Role.ZYGOTE, 0, epoch, config, progress_fd)
+        life = Incarnation(Role.ZYGOTE, rank, epoch, config, progress_fd)
         zygote = start_process(StartOrder(life))
         assert isinstance(zygote, Zygote)
         self._zygote = zygote
+        self._rank = rank
         self._world = zygote.world
         zygote.supervisor = self._world.current
         self._config = config
@@ -164,11 +170,11 @@ class SimulatedForkServer:
         """Epochs of workers that are not forked yet."""
         return list(self._asked)
 
-    def fork(self, epoch: int, rank: int, progress_fd: int | None, *, is_standby: bool) -> None:
+    def fork(self, epoch: int, progress_fd: int | None, *, is_standby: bool) -> None:
         """Request a worker; `Forked` follows, or the death of the zygote."""
         if not self._zygote.is_alive:
             raise OSError("the zygote is gone")
-        life = Incarnation(Role.WORKER, rank, epoch, self._config, progress_fd)
+        life = Incarnation(Role.WORKER, self._rank, epoch, self._config, progress_fd)
         order = StartOrder(life, is_standby, is_forked=True)
         arrival = self._world.local_time + self._world.between(*_PACKET_S)
         self._world.at(arrival, self._zygote.order, order)

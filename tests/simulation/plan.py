@@ -416,7 +416,7 @@ def _target(rng: random.Random, kind: str, config: EngineConfig) -> str:
         return rng.choice(("worker", "core", "api"))
     recovery = config.recovery
     helpers = ["standby"] if recovery.standby_workers or recovery.standby_cores else []
-    has_zygote = recovery.standby_workers and config.parallel.num_ranks == 1
+    has_zygote = recovery.standby_workers or config.parallel.num_ranks > 1
     helpers += ["zygote"] if has_zygote else []
     if kind == "stop":
         return rng.choice(("worker", "core", "client", "supervisor", *helpers))

@@ -173,7 +173,7 @@ class SupervisorProcess(Process):
         return SimulatedProcess(self._start_process(order), epoch)
 
     def start_zygote(
-        self, config: EngineConfig, epoch: int, progress_fd: int | None = None
+        self, config: EngineConfig, epoch: int, progress_fd: int | None = None, *, rank: int = 0
     ) -> SimulatedForkServer:
         """Start a zygote."""
-        return SimulatedForkServer(config, epoch, progress_fd, self._start_process)
+        return SimulatedForkServer(config, epoch, progress_fd, rank, self._start_process)

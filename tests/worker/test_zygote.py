@@ -36,7 +36,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 60.0
 """Importing torch may take long on a loaded machine."""
 
-FORK = ForkWorker(epoch=2, rank=0, is_standby=False, fd_names=["parent_fd"])
+FORK = ForkWorker(epoch=2, is_standby=False, fd_names=["parent_fd"])
 
 
 class Nursery:
@@ -83,7 +83,7 @@ class Nursery:
 
     def fork(self, epoch: int) -> ChildHandle:
         """Fork a worker and wait for its Ready."""
-        self.server.fork(epoch, 0, is_standby=False)
+        self.server.fork(epoch, is_standby=False)
         child = self.server.claim(self.await_zygote(Forked))
         assert child.epoch == epoch
         self.await_worker(Ready, epoch)
@@ -200,7 +200,7 @@ def test_worker_outlives_its_zygote_but_not_its_parent_pipe(nursery: Nursery) ->
 
 def test_worker_that_was_given_up_ends_and_is_reaped(nursery: Nursery) -> None:
     """The zygote dies between the fork and its answer, so the parent does not know the worker."""
-    nursery.server.fork(2, 0, is_standby=False)
+    nursery.server.fork(2, is_standby=False)
     forked = nursery.await_zygote(Forked)
     assert nursery.server.disown(2)
     assert not nursery.server.disown(2)

@@ -18,7 +18,7 @@ CPUS_PER_FREE_ONE = 16
 
 
 def pin_worker(config: EngineConfig, rank: int) -> None:
-    """Confine this process as configured; threads that it starts later are confined, too.
+    """Confine this process as configured; threads and forks of it are confined, too.
 
     A ValueError names CPUs that it may not use.
     """

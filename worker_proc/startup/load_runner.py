@@ -80,6 +80,16 @@ def num_threads(config: EngineConfig) -> int:
     return config.worker.num_threads or max(1, available_cpus() // num_workers)
 
 
+def find_facts(
+    prepared: PreparedModel, config: EngineConfig, calibration: Calibration
+) -> ModelFacts:
+    """Return the facts of a runner of a loaded and checked model, whose cache is allocated once."""
+    _apply_adapters(prepared, calibration)
+    sampler = make_sampler(prepared.loaded, prepared.kernels)
+    model, _ = _with_cache(prepared, config, calibration, sampler, logs_sizes=True)
+    return model.facts
+
+
 def build_runner(
     prepared: PreparedModel,
     config: EngineConfig,
@@ -94,8 +104,7 @@ def build_runner(
     A fork passes `logs_sizes=False`: its sizes were logged by the process that chose them.
     """
     progress("allocate_cache", 0, 1)
-    if prepared.adapters is not None:
-        calibration.adapters.apply(prepared.adapters.sites)
+    _apply_adapters(prepared, calibration)
     sampler = make_sampler(prepared.loaded, prepared.kernels)
     model, size = _with_cache(prepared, config, calibration, sampler, logs_sizes=logs_sizes)
     stack = install(prepared, calibration.decoder, is_whole=calibration.is_whole)
@@ -127,6 +136,11 @@ def build_runner(
         )
     progress("allocate_cache", 1, 1)
     return runner
+
+
+def _apply_adapters(prepared: PreparedModel, calibration: Calibration) -> None:
+    if prepared.adapters is not None:
+        calibration.adapters.apply(prepared.adapters.sites)
 
 
 def _with_cache(

@@ -17,29 +17,32 @@ from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.startup.calibrate import Calibration, calibrate
-from worker_proc.startup.load_runner import build_runner, num_threads
+from worker_proc.startup.load_runner import build_runner, find_facts, num_threads
 from worker_proc.startup.parts import make_backend, make_draft_layout, make_layout
 from worker_proc.startup.prepare import prepare_model
 
 _LENGTH_BYTES = 4
 
 
-def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
-    """Load, pack and check the model, and return the function that makes a runner in a fork.
+def load_shared_model(
+    config: EngineConfig, progress: ReportProgress, rank: int = 0
+) -> RunnerFactory:
+    """Load, pack and check a rank's model, and return the function that makes a runner in a fork.
 
     Every runner gets the number of KV blocks that was found here. A later process finds less free
-    memory, and with other facts the core would have to start anew.
+    memory, and with other facts the core would have to start anew. The ranks are joined by their
+    forks: here nothing is exchanged.
     """
-    if resolve_device(config.model.device).type != "cpu":
+    is_alone = config.parallel.num_ranks == 1  # of ranks on a device the loader states the reason
+    if is_alone and resolve_device(config.model.device).type != "cpu":
         raise ValueError("standby_workers needs device cpu: no other device survives a fork")
     torch.set_num_threads(1)
-    prepared = prepare_model(config, progress, keeps_proofs=True)
+    prepared = prepare_model(config, progress, keeps_proofs=True, rank=rank)
     found = SharedCalibration()
     # Without kept proofs it also loads what the first forward loads; else each fork's warm-up does.
     calibration = calibrate(prepared, config, progress)
     found.keep(1, calibration)
-    trial = build_runner(prepared, config, calibration, progress)
-    facts = trial.facts
+    facts = find_facts(prepared, config, calibration)
     _shrink_cache(prepared, make_layout(prepared.loaded, config))
     if prepared.draft is not None:
         _shrink_cache(prepared.of_draft(prepared.draft), make_draft_layout(prepared.draft, config))
@@ -57,7 +60,9 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
         if calibration is None:
             calibration = calibrate(prepared, config, progress)
             found.keep(count, calibration)
-        return build_runner(prepared, forked_config, calibration, progress, logs_sizes=False)
+        return build_runner(
+            prepared, forked_config, calibration, progress, rank=rank, logs_sizes=False
+        )
 
     return make
 

@@ -23,7 +23,6 @@ from worker_proc.offload.memory import NoMemory
 from worker_proc.offload.open import make_service
 from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.startup.announcement import announcement
-from worker_proc.startup.cpu_pinning import pin_worker
 from worker_proc.startup.early_refusals import refuse_early
 from worker_proc.startup.lean_import import lean_imports
 
@@ -53,8 +52,11 @@ def make_runner(config: EngineConfig, progress: ReportProgress, rank: int = 0) -
     return load_model_runner(config, progress, keeps_proofs=True, rank=rank)
 
 
-def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
-    """Load what workers share, without threads or device; the result makes a fork's runner."""
+def load_to_fork(config: EngineConfig, progress: ReportProgress, rank: int = 0) -> RunnerFactory:
+    """Load what a rank's workers share, without threads or device.
+
+    The result makes a fork's runner.
+    """
     if config.model.model == "null":
         return lambda _: _null_runner(config)
     refuse_early(config.model)
@@ -66,7 +68,7 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactor
     with lean_imports():
         from worker_proc.startup.shared_model import load_shared_model
 
-    return load_shared_model(config, progress)
+    return load_shared_model(config, progress, rank)
 
 
 def _let_threads_sleep() -> None:
@@ -84,7 +86,6 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
     """Make the runner and compute until Stop arrives; a standby first waits for its promotion."""
     failpoint("worker.load")
     try:
-        pin_worker(child.config, child.rank)
         runner = make(child.progress)
         is_alone = child.config.parallel.num_ranks == 1
         if is_standby and is_alone and child.config.model.model != "null":

@@ -1,5 +1,7 @@
 """The zygote: `python -m worker_proc --zygote` loads a model, and forks workers on request.
 
+Of a model in several ranks each rank has a zygote, which loads the rank's part.
+
 It can be forked at any time: one thread, no ZMQ context, no OpenMP pool, no device. A worker is
 forked twice, so that its parent is the supervisor, which reaps it and confirms its death as that of
 any child.
@@ -29,7 +31,7 @@ from protocol.process.child_runtime import (
     show_stacks,
 )
 from protocol.process.failpoints import failpoint
-from protocol.process.logs import configure_logging
+from protocol.process.logs import configure_logging, log_label
 from protocol.process.prctl import die_with_parent, set_name
 from protocol.process.progress import ProgressReporter
 from protocol.zygote_link import (
@@ -43,6 +45,7 @@ from protocol.zygote_link import (
     decode_to_zygote,
 )
 from worker_proc.runner import RunnerFactory
+from worker_proc.startup.cpu_pinning import pin_worker
 from worker_proc.startup.start import load_to_fork, work
 
 FORK_TIMEOUT_S = 5.0  # of the intermediate process, which takes milliseconds
@@ -69,21 +72,21 @@ def main(argv: Sequence[str]) -> None:
     set_name("troika-zygote")
     with os.fdopen(arguments.config_fd, "rb") as pipe:
         config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
-    configure_logging(str(Role.ZYGOTE), config.run)
+    configure_logging(log_label(Role.ZYGOTE, arguments.rank, config), config.run)
     link = ZygoteLink(socket.socket(fileno=arguments.listen_fd), decode_to_zygote)
     if arguments.progress_fd is not None:
         show_stacks()
     reporter = ProgressReporter(arguments.progress_fd, arguments.epoch, config.recovery)
     if arguments.progress_fd is not None:
         os.close(arguments.progress_fd)  # the page stays mapped; forked workers have their own
-    zygote = Zygote(link, arguments.parent_fd, reporter)
+    zygote = Zygote(link, arguments.rank, arguments.parent_fd, reporter)
     failpoint("zygote.load")
     try:
         make = zygote.load(config)
         order = zygote.serve()
     except LinkClosed:
         os._exit(EXIT_ORPHANED)
-    run_worker(order, config, make)
+    run_worker(order, arguments.rank, config, make)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -91,6 +94,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--zygote", action="store_true", required=True)
     for flag in ("--config-fd", "--parent-fd", "--listen-fd", "--epoch"):
         parser.add_argument(flag, type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--progress-fd", type=int)
     return parser.parse_known_args(argv)[0]
 
@@ -99,16 +103,18 @@ class Zygote:
     """State of the process that forks workers."""
 
     def __init__(
-        self, link: ZygoteLink[ToZygote], parent_fd: int, reporter: ProgressReporter
+        self, link: ZygoteLink[ToZygote], rank: int, parent_fd: int, reporter: ProgressReporter
     ) -> None:
         self._link = link
+        self._rank = rank
         self._reporter = reporter
         self._parent_fd = parent_fd
 
     def load(self, config: EngineConfig) -> RunnerFactory:
         """Load the configured model and send Ready; ends the process with a `Fatal` on failure."""
         try:
-            make = load_to_fork(config, self._report)
+            pin_worker(config, self._rank)  # the memory of the weights is of its CPUs' node
+            make = load_to_fork(config, self._report, self._rank)
             check_forkable()
         except ValueError as error:
             self._fatal(error, retry=False)
@@ -246,15 +252,15 @@ def _wait_for_exit(pidfd: int) -> None:
         poller.poll(FORK_TIMEOUT_S * 1000)
 
 
-def run_worker(order: ForkedWorker, config: EngineConfig, make: RunnerFactory) -> None:
+def run_worker(order: ForkedWorker, rank: int, config: EngineConfig, make: RunnerFactory) -> None:
     """Run a forked worker: from the loaded model on, the same as one that was started alone."""
     os.setsid()
     set_name("troika-worker")
     gc.enable()
     arguments = argparse.Namespace(
-        epoch=order.message.epoch, rank=order.message.rank, listen_fd=None, **order.fds
+        epoch=order.message.epoch, rank=rank, listen_fd=None, **order.fds
     )
-    configure_logging(str(Role.WORKER), config.run)
+    configure_logging(log_label(Role.WORKER, rank, config), config.run)
     child = ChildProcess(Role.WORKER, arguments, config)
     work(child, make, is_standby=order.message.is_standby)
 
