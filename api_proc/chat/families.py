@@ -254,7 +254,7 @@ def _find(
     named = [family for family in families if name in (AUTO, *family.names)]
     if not named:
         known = ", ".join(sorted({known for family in families for known in family.names}))
-        raise ConfigError(f"{setting} {name!r} must be auto, off or one of {known}")
+        raise ConfigError(f"`{setting}` {name!r} must be auto, off or one of {known}")
     found = [family for family in named if re.search(family.pattern, template)]
     if not found and name == AUTO:
         return None

@@ -7,6 +7,8 @@ of KV blocks, context length of the checkpoint) are never written back here: the
 """
 
 import enum
+import re
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -15,6 +17,8 @@ from msgspec import Meta, field
 from protocol.config.addresses import LISTEN_ADDRESS, TCP_ADDRESS
 
 DEFAULT_MAMBA_BLOCK_SIZE = 512
+_MARKED = re.compile(r"`([a-z]\w*)`")
+"""The name of a setting in the text of an error."""
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -592,4 +596,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ConfigError(Exception):
-    """A setting that cannot be used; the text names it and its bound."""
+    """A setting that cannot be used; the text names it and its bound.
+
+    Names of settings may be in backticks, which `str` leaves out.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_MARKED.sub(r"\1", text))
+        self._text = text
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        """Return the text with what `spell` makes of each marked name."""
+        return _MARKED.sub(lambda match: spell(match[1]), self._text)

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.config.engine_config import Device
 
-GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
 """Device files of drivers that torch can use."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 """Settings of the scheduler; a GPU needs larger steps to be busy."""

@@ -6,6 +6,7 @@ which may have dashes too.
 """
 
 import argparse
+import contextlib
 import ctypes
 import difflib
 import linecache
@@ -14,8 +15,9 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,7 +37,27 @@ _SIZE = re.compile(r"(\d+)([.]\d+)?([kKmMgGtT])")
 _CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
 _TAKES_NO_VALUE = re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument .*")
 _NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
+_KEY = re.compile(rb"""^(["']?)([\w-]+)\1[ \t]*:(?=\s|$)""", re.MULTILINE)
+"""Of the mapping that a YAML file is."""
 _DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
+
+
+class _Given(NamedTuple):
+    """A setting that the user gives."""
+
+    value: Any
+    written: str
+    """Its name: a flag, a variable, or a key of a file."""
+    file: str | None = None
+
+    @property
+    def origin(self) -> str:
+        return self.written if self.file is None else f"{self.written} in {self.file}"
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
 
 
 class Setting(NamedTuple):
@@ -49,7 +71,7 @@ class Setting(NamedTuple):
     @property
     def flag(self) -> str:
         """The command-line flag."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
@@ -187,21 +209,41 @@ def resolve(
     gpu_nodes: Sequence[str] = GPU_NODES,
 ) -> EngineConfig:
     """Merge flags, `TROIKA_*` variables and a YAML file; ConfigError: a name or value is wrong."""
+    given = _read(flags, environ, file)
+    try:
+        return _merge(given, gpu_nodes)
+    except ConfigError as error:
+        raise ConfigError(error.spelled(partial(_spell, given))) from error
+
+
+def _read(
+    flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None
+) -> dict[str, _Given]:
+    """Return the settings that are given, those that win over others, by name."""
     known = {setting.name: setting for setting in settings()}
-    values: dict[str, tuple[Any, str]] = {}
+    given: dict[str, _Given] = {}
     for key, value in ({} if file is None else _read_yaml(file)).items():
         name = _known_name(str(key).replace("-", "_"), known, file)
-        values[name] = (value, f"{key} in {file}")
+        if name in given:
+            raise ConfigError(f"{given[name].written} and {key} in {file} are the same setting")
+        given[name] = _Given(value, str(key), file)
     for variable, text in environ.items():
         if variable.startswith(ENV_PREFIX):
             name = variable.removeprefix(ENV_PREFIX).lower()
-            values[_known_name(name, known, "the environment")] = (text, variable)
+            given[_known_name(name, known, "the environment")] = _Given(text, variable)
     for name, value in flags.items():
         _known_name(name, known, "the arguments")
-        values[name] = (value, known[name].flag)
+        given[name] = _Given(value, known[name].flag)
+    return given
+
+
+def _merge(given: Mapping[str, _Given], gpu_nodes: Sequence[str]) -> EngineConfig:
+    known = {setting.name: setting for setting in settings()}
     tree: dict[str, dict[str, Any]] = {}
-    for name, (value, origin) in values.items():
-        tree.setdefault(known[name].section, {})[name] = _convert(value, known[name], origin)
+    for name, one in given.items():
+        tree.setdefault(known[name].section, {})[name] = _convert(
+            one.value, known[name], one.origin
+        )
     model = msgspec.convert(tree, EngineConfig).model
     if model.model != "null" and computes_on_gpu(model.device, gpu_nodes):
         tree["scheduler"] = gpu_defaults(tree.get("scheduler", {}))
@@ -210,7 +252,28 @@ def resolve(
 
 def configure(**values: Any) -> EngineConfig:
     """Build a configuration from keywords alone, for embedding; errors as `resolve`."""
-    return resolve(values, {})
+    return _merge(_read(values, {}, None), GPU_NODES)
+
+
+def _spell(given: Mapping[str, _Given], name: str) -> str:
+    """Return the name of a setting as the user has written it.
+
+    One that is not given is written as a key where keys alone are given, and else as a flag.
+    """
+    if name in given:
+        return given[name].written
+    keys = [one.written for one in given.values() if one.file is not None]
+    if len(keys) < len(given) or not keys:
+        return flag_of(name)
+    return name.replace("_", "-") if any("-" in key for key in keys) else name
+
+
+def speller(arguments: argparse.Namespace) -> Callable[[str], str]:
+    """Return what writes the names of settings as a parsed command line has them."""
+    given: dict[str, _Given] = {}
+    with contextlib.suppress(ConfigError):  # the file has changed meanwhile
+        given = _read(_flags_in(arguments), os.environ, vars(arguments).get("config"))
+    return partial(_spell, given)
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
@@ -231,17 +294,19 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
             meant = f"; did you mean --{name}?" if f"--{name}" in options else ""
             parser.error(f"unknown argument {name}{meant}; see --help")
         parser.error(f"unknown flag {name}{hint(name, options)}; see --help")
-    arguments = vars(parsed)
-    names = {setting.name for setting in settings()}
-    flags = {name: value for name, value in arguments.items() if name in names}
     try:
-        return resolve(flags, os.environ, arguments.get("config"))
+        return resolve(_flags_in(parsed), os.environ, vars(parsed).get("config"))
     except ConfigError as error:
         parser.error(str(error))
     finally:
         for setting in settings():
             if setting.is_secret:
                 _erase_variable(setting.variable)
+
+
+def _flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = {setting.name for setting in settings()}
+    return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def _erase_variable(name: str) -> None:
@@ -258,7 +323,8 @@ def _erase_variable(name: str) -> None:
 
 def _read_yaml(file: str) -> dict[Any, Any]:
     try:
-        content = msgspec.yaml.decode(Path(file).read_bytes())
+        text = Path(file).read_bytes()
+        content = msgspec.yaml.decode(text)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
@@ -267,6 +333,10 @@ def _read_yaml(file: str) -> dict[Any, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping of setting names to values")
+    keys = [key for _, key in _KEY.findall(text)]
+    for key in content:
+        if keys.count(str(key).encode()) > 1:
+            raise ConfigError(f"{file} has {key} twice")
     return content
 
 

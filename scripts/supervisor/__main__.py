@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from protocol.config import ConfigError, LogFormat
+from protocol.config.settings import speller
 from protocol.lifecycle import Role
 from protocol.process.logs import configure_logging, log_label
 from scripts.supervisor.console import Console
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
         )
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)
+        if isinstance(error, ConfigError) and not is_embedded:
+            failure = error.spelled(speller(arguments))
     if reports is not None:
         reports.close(failure)
     elif failure is not None:

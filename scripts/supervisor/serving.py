@@ -25,7 +25,14 @@ from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.process_table import num_ranks
 from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir, wait_for_epoch_by_clock
-from scripts.supervisor.startup import check_directories, complete_config, open_listener
+from scripts.supervisor.startup import (
+    check_adapters,
+    check_chats,
+    check_device,
+    check_directories,
+    complete_config,
+    open_listener,
+)
 from scripts.supervisor.system import System
 
 
@@ -113,6 +120,9 @@ def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
     check_directories(config, has_api=has_api)
     if has_api:
         validate_api_port(config)
+        check_chats(config.model)
+        check_adapters(config)
+    check_device(config)
     divide_gpus(config, os.environ)
     check_links(config)
     return config

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,12 +16,17 @@ import msgspec
 from api_proc.http import listener as http_listener
 from api_proc.http.api_keys import read_keys
 from api_proc.http.tls import make_context
-from protocol.config import ApiConfig, ConfigError, EngineConfig, settings
+from protocol.adapters import AdapterError, open_weights, read_config_bytes
+from protocol.config import ApiConfig, ConfigError, EngineConfig, ModelConfig, settings
+from protocol.config.engine_config import AttentionName, Device
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu
+from protocol.config.lora_modules import parse_lora_module
 from protocol.process.launch import failure_file
 from protocol.version import version
 from scripts.supervisor.help_pages import help_text
 from scripts.supervisor.model_names import resolve
+
+_FILE_SETTING = re.compile(r"\b(ssl_[a-z_]+|api_key_file)(?= )")
 
 
 def complete_config(config: EngineConfig) -> EngineConfig:
@@ -37,9 +43,9 @@ def complete_config(config: EngineConfig) -> EngineConfig:
     if model.model == "null":
         return config
     if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
-        raise ConfigError(f"tokenizer {model.tokenizer} is not a directory with a tokenizer.json")
+        raise ConfigError(f"`tokenizer` {model.tokenizer} is not a directory with a tokenizer.json")
     if model.chat_template is not None and not Path(model.chat_template).is_file():
-        raise ConfigError(f"chat_template {model.chat_template} is not a file")
+        raise ConfigError(f"`chat_template` {model.chat_template} is not a file")
     return msgspec.structs.replace(config, model=resolve(model))
 
 
@@ -58,10 +64,52 @@ def check_directories(config: EngineConfig, *, has_api: bool) -> None:
             with tempfile.TemporaryFile(dir=directory):
                 pass
         except FileExistsError as error:
-            raise ConfigError(f"{name} {directory} is a file, not a directory") from error
+            raise ConfigError(f"`{name}` {directory} is a file, not a directory") from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # there may be room later
-                raise ConfigError(f"{name} {directory}: {error.strerror}") from error
+                raise ConfigError(f"`{name}` {directory}: {error.strerror}") from error
+
+
+def check_chats(model: ModelConfig) -> None:
+    """Raise ConfigError for parsers and a template of chats that the API would refuse."""
+    if {model.tool_call_parser, model.reasoning_parser} != {"auto"}:
+        from api_proc.chat.families import find_dialect
+
+        find_dialect(None, model.tool_call_parser, model.reasoning_parser)
+    if model.chat_template is not None:
+        from api_proc.text.chat_template import ChatTemplate
+        from api_proc.text.checkpoint import chat_templates
+
+        [source] = chat_templates(Path(), {}, model.chat_template).values()
+        ChatTemplate(source, {})
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raise ConfigError for a directory of `lora_modules` that the API would refuse."""
+    for text in config.lora.lora_modules:
+        module = parse_lora_module(text)
+        try:
+            read_config_bytes(module.path)
+            open_weights(module.path).close()
+        except (AdapterError, OSError) as error:
+            raise ConfigError(f"`lora_modules`: {module.name}: {error}") from error
+
+
+def check_device(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> None:
+    """Raise ConfigError for settings that need a GPU, where engines here have none."""
+    worker, has_engine = config.worker, config.parallel.data_parallel_size > 0
+    if not has_engine or config.model.model == "null" or computes_on_gpu(Device.AUTO, gpu_nodes):
+        return
+    wanted = {
+        "`device` cuda": config.model.device is Device.CUDA,
+        "`batch_invariant`": worker.batch_invariant,
+        f"`attention_backend` {worker.attention_backend}": worker.attention_backend
+        is not AttentionName.AUTO,
+    }
+    for setting, needs_gpu in wanted.items():
+        if needs_gpu:
+            files = ", ".join(gpu_nodes)
+            raise ConfigError(f"{setting} needs a GPU, and this machine has none: no file {files}")
 
 
 def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> int:
@@ -84,7 +132,7 @@ def open_listener(api: ApiConfig) -> socket.socket:
         if api.api_key_file is not None:
             read_keys(Path(api.api_key_file))
     except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(_FILE_SETTING.sub(r"`\1`", str(error))) from error
     try:
         return http_listener.open_listener(api)
     except (OSError, ValueError) as error:
@@ -105,7 +153,8 @@ def open_listener(api: ApiConfig) -> socket.socket:
 def check_has_processes(config: EngineConfig) -> None:
     """Raise ConfigError if an engine without an API would have no process at all."""
     if config.parallel.data_parallel_size == 0 and config.placement.ray is None:
-        raise ConfigError("data_parallel_size 0 with no-api starts nothing: leave out one of them")
+        text = "`data_parallel_size` 0 with --no-api starts nothing: leave out one of them"
+        raise ConfigError(text)
 
 
 def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,49 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
 def test_bad_value_is_named_with_its_bound(values: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         configure(**values)
+
+
+def test_rules_name_settings_as_the_user_has(tmp_path: Path) -> None:
+    """As flags, variables or keys; one that is not given as a key only where all others are."""
+    file = tmp_path / "engine.yaml"
+
+    def complaint(content: str = "", *, environ: dict[str, str] | None = None, **flags: Any) -> str:
+        file.write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            resolve(flags, environ or {}, str(file))
+        return str(caught.value)
+
+    assert complaint("max-num-seqs: 16\n", max_num_batched_tokens="8") == (
+        "--max-num-batched-tokens 8 must be at least max-num-seqs 16"
+    )
+    assert complaint("tenant_weights: a=1\n") == "tenant_weights needs scheduling_policy fair"
+    assert complaint("tenant-weights: a=1\n") == "tenant-weights needs scheduling-policy fair"
+    assert complaint(environ={"TROIKA_TENANT_WEIGHTS": "a=1"}) == (
+        "TROIKA_TENANT_WEIGHTS needs --scheduling-policy fair"
+    )
+    assert complaint("port: 5\n", tenant_weights="a=1") == (
+        "--tenant-weights needs --scheduling-policy fair"
+    )
+    with pytest.raises(ConfigError, match=r"^tenant_weights needs scheduling_policy fair"):
+        configure(tenant_weights="a=1")
+
+
+def test_a_setting_comes_once_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    for content, complaint in (
+        ("port: 1\nseed: 2\nport: 1\n", f"{file} has port twice"),
+        ("max-num-seqs: 1\n'max-num-seqs' : 2\n", f"{file} has max-num-seqs twice"),
+        (
+            "max-num-seqs: 1\nmax_num_seqs: 1\n",
+            f"max-num-seqs and max_num_seqs in {file} are the same setting",
+        ),
+    ):
+        file.write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            resolve({}, {}, str(file))
+        assert str(caught.value) == complaint
+    file.write_text("# port: 1\nport: 1\ntenant_weights:\n  port: 1\nscheduling_policy: fair\n")
+    assert resolve({}, {}, str(file)).api.port == 1
 
 
 @pytest.mark.parametrize("content", ["- 1\n", "port: [", "prot: 1\n"])

@@ -95,7 +95,7 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
         (["--replica-addresses", "host:1"], "'host:1' is not tcp://HOST:PORT"),
         (["--kv-listen", "host:0"], "'host:0' is not HOST:PORT, as 10.0.0.2:7001, with a port"),
         (["--session-key", "a b"], "'a b' is not cache_salt or a header's name of 1 to 64"),
-        (["--ssl-keyfile", "k"], "ssl_keyfile needs ssl_certfile"),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile needs --ssl-certfile"),
         (["--config", "/nothing"], "cannot read /nothing: No such file or directory"),
         (["--help=schedular"], "schedular; did you mean scheduler?; see --help"),
     ],

@@ -54,7 +54,7 @@ def test_a_start_without_any_process_is_refused() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
     )
     assert done.returncode == 1
-    assert "data_parallel_size 0 with no-api starts nothing" in done.stderr
+    assert "troika: --data-parallel-size 0 with --no-api starts nothing" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,54 @@ def test_wrong_files_beside_the_model(models: Path, setting: str, sentence: str)
     with pytest.raises(ConfigError) as caught:
         startup.complete_config(configure(model="Qwen3-0.6B", **{setting: "empty"}))
     assert str(caught.value) == sentence
+
+
+def test_parsers_and_templates_are_refused_before_a_process_starts(models: Path) -> None:
+    for setting in ("tool_call_parser", "reasoning_parser"):
+        startup.check_chats(configure(model="null", **{setting: "off"}).model)
+        with pytest.raises(ConfigError, match=f"^{setting} 'nope' must be auto, off or one of"):
+            startup.check_chats(configure(model="null", **{setting: "nope"}).model)
+    template = Path("template.jinja")
+    template.write_text("{{ messages }}")
+    model = configure(model="null", chat_template=str(template)).model
+    startup.check_chats(model)
+    template.write_text("{% if x %}")
+    with pytest.raises(ConfigError, match=r"^chat template, line 1: "):
+        startup.check_chats(model)
+
+
+def test_adapters_are_refused_before_a_process_starts(models: Path) -> None:
+    adapter = models / "adapter"
+    config = configure(model="null", enable_lora=True, lora_modules=f"a={adapter}")
+    for name, complaint in (
+        ("", f"lora_modules: a: {adapter} does not exist"),
+        ("other", f"lora_modules: a: {adapter} has no adapter_config.json, which"),
+        ("adapter_config.json", f"lora_modules: a: {adapter} has no adapter_model.safetensors"),
+    ):
+        if name:
+            adapter.mkdir(exist_ok=True)
+            (adapter / name).write_text("{}")
+        with pytest.raises(ConfigError) as caught:
+            startup.check_adapters(config)
+        assert str(caught.value).startswith(complaint)
+    (adapter / "adapter_model.safetensors").write_text("x")
+    startup.check_adapters(config)
+
+
+def test_settings_that_need_a_gpu(models: Path) -> None:
+    node = models / "nvidiactl"
+    for name, value, shown in (
+        ("device", "cuda", "device cuda"),
+        ("batch_invariant", True, "batch_invariant"),
+        ("attention_backend", "triton", "attention_backend triton"),
+    ):
+        config = configure(model="Qwen3-0.6B", **{name: value})
+        node.unlink(missing_ok=True)
+        with pytest.raises(ConfigError, match=f"^{shown} needs a GPU, and this machine has none"):
+            startup.check_device(config, [str(node)])
+        node.touch()
+        startup.check_device(config, [str(node)])
+    startup.check_device(configure(model="Qwen3-0.6B"), ["/nothing"])
 
 
 @pytest.mark.parametrize("setting", ["kv_offload_dir", "journal_dir"])
