@@ -100,6 +100,18 @@ def _extreme(generator: torch.Generator) -> Tensor:
     return torch.randn(LARGE, generator=generator).sign() * torch.finfo(torch.bfloat16).max
 
 
+def _near_zero(generator: torch.Generator) -> Tensor:
+    """Most scores differ from 0 by less than a rounding error of the best one."""
+    scores = torch.randn(LARGE, generator=generator) * 1e-9
+    scores[::3] = 0.0
+    scores[:20] = torch.linspace(-1.0, 2.0, 20)
+    return scores
+
+
+def _negative(generator: torch.Generator) -> Tensor:
+    return _flat(generator) - 60.0
+
+
 def _against_the_sample(generator: torch.Generator) -> Tensor:
     """The tokens by which the kernel estimates where top_p ends are unlike all others."""
     scores = _flat(generator)
@@ -115,7 +127,7 @@ def _against_the_sample(generator: torch.Generator) -> Tensor:
     "make",
     [
         *(_flat, _peaked, _tail, _equal, _few_values, _few_tokens, _extreme),
-        _against_the_sample,
+        *(_near_zero, _negative, _against_the_sample),
     ],
 )
 def test_both_choose_the_same_tokens_of_large_vocabularies(

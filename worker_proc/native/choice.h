@@ -2,9 +2,9 @@
 //
 // A first pass finds the best score, and the best of each group of tokens. In most rows a few
 // tokens have nearly all of the weight, and a bound for the weights of the others shows which token
-// the draw takes (`among_heavy`). Where it does not, one further pass computes all weights. Nothing
-// is sorted but few tokens: a sample of the row shows where top_p may end. A wrong guess or a loose
-// bound costs time and changes no token.
+// the draw takes (`among_heavy`). Where it does not, one further pass computes all weights, or takes
+// them from a table (`value_weights.h`). Nothing is sorted but few tokens: a sample of the row shows
+// where top_p may end. A wrong guess or a loose bound costs time and changes no token.
 // Sums of weights are integers, so their order is free. The last bits of a weight may differ from
 // torch's, which computes another exponential function.
 
@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "exact_sums.h"
+#include "value_weights.h"
 
 namespace {
 
@@ -104,6 +104,11 @@ struct Scratch {
   std::vector<int64_t> sums;  // of the chunks of a row
   std::vector<float> edited, saved;
   Tokens tokens;
+  ValueWeights values;
+  std::vector<uint16_t> places;
+  std::vector<int32_t> ends;  // of the chunks, in the places
+  std::vector<int32_t> counts;
+  std::vector<int64_t> kept;
   std::vector<Candidate> candidates, sorted;
   std::vector<float> weights, weights_of_sorted;  // of the candidates
   int64_t buckets[kNumBuckets];
@@ -425,7 +430,11 @@ class Row {
 
   // Chooses among the tokens that top_p keeps.
   int64_t within(double top_p, int64_t number) {
-    const Bracket bracket = guess(top_p);
+    if constexpr (std::is_same_v<T, Bf16>) {
+      if (has_few_values()) return within_values(top_p, number);
+    }
+    const auto score_of = [&](float sum, float limit) { return score_at(sum, limit); };
+    const Bracket bracket = guess(top_p, score_of);
     int64_t before = 0;
     const int64_t bound = top_p_bound(split(bracket, before), top_p);
     const Candidate last = last_kept_of_tokens(bracket, before, bound);
@@ -446,6 +455,139 @@ class Row {
       total += sum;
     }
     return by_id(last, scaled(number, total));
+  }
+
+  // Whether a table of the weights of all values takes less time than the weights of all tokens.
+  bool has_few_values() {
+    constexpr int kTokensOfValue = 4;
+    const float least = best_ - (kNoWeight + 0.1f) / per_nat_;
+    const int count = scratch_.values.set_range(best_, least);
+    return count > 0 && count * kTokensOfValue <= size_;
+  }
+
+  // As `within`, with a table of weights. All tokens of a place of the table have the same weight,
+  // so that the counts of the places show which token is the last one that top_p keeps.
+  int64_t within_values(double top_p, int64_t number) {
+    const ValueWeights& values = scratch_.values;
+    const PlaceBracket bracket = guess_places(top_p);
+    const Pair total = split_places(bracket);
+    const int64_t bound = top_p_bound(total[0], top_p);
+    count_places(bracket);
+    int64_t sum = total[1];
+    int last = bracket.high;
+    for (; last > bracket.low; last--) {
+      const int64_t own = scratch_.counts[last - bracket.low] * values.weight_of(last);
+      if (sum + own >= bound) break;
+      sum += own;
+    }
+    const bool is_within = total[1] < bound && last > bracket.low;
+    if (!is_within || values.is_shared(last)) return within_any(bound, number);
+    const int64_t own = values.weight_of(last);
+    const int64_t num_last = (bound - sum + own - 1) / own;
+    const int64_t rest = scaled(number, sum + num_last * own);
+    const int32_t last_id = add_kept_places(bracket, last, num_last, rest);
+    return by_id({values.score_of(last), last_id}, rest);
+  }
+
+  // Places among which the last token is that top_p keeps.
+  struct PlaceBracket {
+    int low, high;  // low < place <= high
+  };
+
+  PlaceBracket guess_places(double top_p) {
+    ValueWeights& values = scratch_.values;
+    values.fill([&](Part scores) { return weigh(scores); });
+    bool is_counted = false;
+    const Bracket bracket = guess(top_p, [&](float sum, float limit) {
+      if (!is_counted) count_sample();
+      is_counted = true;
+      return values.score_at(sum, limit);
+    });
+    // The score that a sum leads to may be that of the last token.
+    const int low = std::max(0, values.place_of(bracket.low) - 1);
+    const int high = std::max(low, values.place_of(bracket.high));
+    values.set_limit(high);
+    return {low, high};
+  }
+
+  // Counts the values of the sample that `guess` takes.
+  void count_sample() {
+    scratch_.values.clear_counts();
+    for (int chunk = 0; chunk < num_chunks(); chunk++) {
+      const int i = sample_of(chunk);
+      if (i + kGroups <= size_) scratch_.values.count<kGroups>(scores_ + i);
+    }
+  }
+
+  // Collects the places within the bracket, and sums the weights above it for each chunk. Returns
+  // the sums of all weights and of those above it.
+  Pair split_places(PlaceBracket bracket) {
+    const ValueWeights& values = scratch_.values;
+    auto& places = scratch_.places;
+    if (places.size() < static_cast<size_t>(size_) + kChunk) places.resize(size_ + kChunk);
+    scratch_.ends.clear();
+    scratch_.sums.clear();
+    Pair total = {};
+    int count = 0;
+    for (int chunk = 0; chunk < num_chunks(); chunk++) {
+      fetch_upcoming(chunk);
+      Pair sums = {};
+      if (any_within(chunk, no_weight_)) {
+        const int first = chunk * kChunk;
+        uint16_t doubled[kChunk];
+        values.double_places_of(scores_ + first, std::min(kChunk, size_ - first), doubled);
+        sums = values.sum(doubled);
+        count += ValueWeights::copy_within(doubled, bracket.low, bracket.high, &places[count]);
+      }
+      scratch_.ends.push_back(count);
+      scratch_.sums.push_back(sums[1]);
+      total += sums;
+    }
+    return total;
+  }
+
+  // Counts the tokens of each place within the bracket.
+  void count_places(PlaceBracket bracket) {
+    constexpr int kCounts = 4;  // side by side: an addition waits for the one before
+    const int size = bracket.high - bracket.low + 1, num_places = scratch_.ends.back();
+    auto& counts = scratch_.counts;
+    counts.assign(kCounts * size, 0);
+    for (int i = 0; i < num_places; i++) {
+      counts[i % kCounts * size + scratch_.places[i] - bracket.low]++;
+    }
+    for (int i = size; i < kCounts * size; i++) counts[i % size] += counts[i];
+  }
+
+  // Adds the weights of the tokens within the bracket that top_p keeps to the sums of the chunks, up
+  // to the one where they exceed `rest`. Of the last place it keeps `num_last` tokens. Returns the
+  // last one, or the size of the vocabulary if that is in a later chunk.
+  int32_t add_kept_places(PlaceBracket bracket, int last, int64_t num_last, int64_t rest) {
+    const ValueWeights& values = scratch_.values;
+    auto& kept = scratch_.kept;
+    kept.assign(bracket.high - bracket.low + 1, 0);
+    for (int place = last + 1; place <= bracket.high; place++) {
+      kept[place - bracket.low] = values.weight_of(place);
+    }
+    int32_t last_id = size_;
+    int i = 0;
+    for (int chunk = 0; chunk < num_chunks() && rest >= 0; chunk++) {
+      int64_t sum = 0, count = 0;
+      for (; i < scratch_.ends[chunk]; i++) {
+        sum += kept[scratch_.places[i] - bracket.low];
+        count += scratch_.places[i] == last;
+      }
+      if (num_last > 0 && count >= num_last) {
+        last_id = chunk * kChunk - 1;
+        for (count = 0; count < num_last;) {
+          count += values.place_of(widen(scores_[++last_id])) == last;
+        }
+      }
+      count = std::min(count, num_last);
+      num_last -= count;
+      scratch_.sums[chunk] += sum + count * values.weight_of(last);
+      rest -= scratch_.sums[chunk];
+    }
+    return last_id;
   }
 
   // The tokens up to `last` in the order of the vocabulary.
@@ -539,9 +681,13 @@ class Row {
     return low;
   }
 
+  // The first token of a chunk's sample.
+  static int sample_of(int chunk) { return chunk * kChunk + chunk * 7 % kGroupSize * kGroups; }
+
   // Estimates where top_p ends: the best tokens are known from their groups, and a sample of one in
   // 32 stands for the others.
-  Bracket guess(double top_p) {
+  template <class ScoreAt>
+  Bracket guess(double top_p, const ScoreAt& score_at) {
     const float limit = score_of_groups(kFewTokens, kManyTokens);
     Part heavy_sums = {}, light_sums = {}, squares = {};
     for (int i = 0; i < num_groups(); i += kPartLanes) {
@@ -557,7 +703,7 @@ class Row {
     weights.resize(most);
     int count = 0;
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      int i = chunk * kChunk + chunk * 7 % kGroupSize * kGroups;
+      int i = sample_of(chunk);
       if (i + kGroups > size_) continue;
       for (const int last = i + kGroups; i < last; i += kPartLanes, count += kPartLanes) {
         const Part s = part_at(scores_ + i);
