@@ -4,7 +4,11 @@ One kernel attends, with two kinds of tiles. A prefill tile holds some tokens of
 step, with all query heads that share a KV head. A decode tile holds the only token of its part, and
 its context may be divided over several programs, whose results `combine_kernel` adds up. Which
 tokens a tile holds follows from the step's arrays on the device, so no plan is made on the host and
-a launch depends on the number of parts and tokens alone.
+a launch depends on the number of parts and tokens alone. `attention.py` launches the kernels.
+
+Keys are stored as [blocks, block size, KV heads, head dimension], values likewise. A program takes
+its tiles of keys in the order of positions, with an online softmax: the sums so far are scaled when
+a greater score comes.
 
 The arrays, int32: `first_rows` [P + 1], the row of each part's first token; `starts` [P], its
 position; `table_rows` [P], its row in the block table; `kept_from` [P], the first position whose KV
@@ -84,6 +88,18 @@ def store_kernel(
 
 
 @triton.jit
+def load_tile(places, is_read, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
+    """Return a tile of keys or values, with zeros for what no query sees and behind the rows."""
+    if not IS_WHOLE:
+        tile = tl.load(places, mask=is_read & is_dim, other=0.0)
+    elif IS_PADDED:
+        tile = tl.load(places, mask=is_dim, other=0.0)
+    else:
+        tile = tl.load(places)
+    return tile
+
+
+@triton.jit
 def attend_to_tile(
     most,
     total,
@@ -123,13 +139,8 @@ def attend_to_tile(
     slot = (block * BLOCK_SIZE + seen % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
     key_places = keys + slot[None, :] * HEAD_DIM + dim[:, None]
     value_places = values + slot[:, None] * VALUE_DIM + value_dim[None, :]
-    if not IS_WHOLE:
-        is_key = is_read[None, :] & (dim[:, None] < HEAD_DIM)
-        tile_keys = tl.load(key_places, mask=is_key, other=0.0)
-    elif HEAD_DIM == PADDED_DIM:
-        tile_keys = tl.load(key_places)
-    else:
-        tile_keys = tl.load(key_places, mask=dim[:, None] < HEAD_DIM, other=0.0)
+    is_dim = dim[:, None] < HEAD_DIM
+    tile_keys = load_tile(key_places, is_read[None, :], is_dim, IS_WHOLE, HEAD_DIM < PADDED_DIM)
     scores = tl.dot(queries, tile_keys, input_precision="ieee") * scale
     if HAS_SOFTCAP:
         scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
@@ -143,17 +154,59 @@ def attend_to_tile(
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(most - base)
-    if not IS_WHOLE:
-        is_value = is_read[:, None] & (value_dim[None, :] < VALUE_DIM)
-        tile_values = tl.load(value_places, mask=is_value, other=0.0)
-    elif VALUE_DIM == PADDED_VALUE_DIM:
-        tile_values = tl.load(value_places)
-    else:
-        tile_values = tl.load(value_places, mask=value_dim[None, :] < VALUE_DIM, other=0.0)
+    is_dim = value_dim[None, :] < VALUE_DIM
+    is_padded: tl.constexpr = VALUE_DIM < PADDED_VALUE_DIM
+    tile_values = load_tile(value_places, is_read[:, None], is_dim, IS_WHOLE, is_padded)
     added = tl.dot(weights.to(tile_values.dtype), tile_values, input_precision="ieee")
     sums = sums * shrink[:, None] + added
     total = total * shrink + tl.sum(weights, axis=1)
     return greatest, total, sums
+
+
+@triton.jit
+def place_of_tile(first_rows, num_parts, tile, IS_DECODE: tl.constexpr, TILE_TOKENS: tl.constexpr):
+    """Return the part of a tile, and the tile's first token in it, which may be behind the last."""
+    if IS_DECODE:
+        part = tile
+        first_token = tile * 0
+    else:
+        part = part_at(first_rows, num_parts, tile, TILE_TOKENS, 1)
+        first_tile = tl.load(first_rows + part) // TILE_TOKENS + part
+        first_token = (tile - first_tile) * TILE_TOKENS
+    return part, first_token
+
+
+@triton.jit
+def keys_that_all_see(
+    first,
+    begin,
+    end,
+    WINDOW: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Return the range of whole tiles of keys that each query of a tile sees.
+
+    `first` is the position of the first query; the tile's keys are those from `begin` to `end`.
+    """
+    whole_begin = begin
+    if WINDOW > 0:
+        last_position = first + TILE_TOKENS - 1
+        whole_begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE_KEYS) * TILE_KEYS
+        whole_begin = tl.maximum(whole_begin, begin)
+    whole_end = tl.minimum(end, first + 1) // TILE_KEYS * TILE_KEYS
+    whole_end = tl.maximum(whole_end, whole_begin)
+    return whole_begin, whole_end
+
+
+@triton.jit
+def with_sinks(most, total, sums, sinks, head, is_row):
+    """Return the sum of weights and the sums of values with the sink of each row's head."""
+    sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+    base = tl.maximum(most, sink)
+    sums = sums * tl.exp2(most - base)[:, None]
+    total = total * tl.exp2(most - base) + tl.exp2(sink - base)
+    return total, sums
 
 
 @triton.jit(do_not_specialize=BY_PART)
@@ -197,13 +250,7 @@ def attend_kernel(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if IS_DECODE:
-        part = tile
-        first_token = tile * 0
-    else:
-        part = part_at(first_rows, num_parts, tile, TILE_TOKENS, 1)
-        first_tile = tl.load(first_rows + part) // TILE_TOKENS + part
-        first_token = (tile - first_tile) * TILE_TOKENS
+    part, first_token = place_of_tile(first_rows, num_parts, tile, IS_DECODE, TILE_TOKENS)
     first_row = tl.load(first_rows + part)
     num_tokens = tl.load(first_rows + part + 1) - first_row
     if IS_DECODE:
@@ -242,13 +289,9 @@ def attend_kernel(
         sums = tl.zeros([TILE_ROWS, PADDED_VALUE_DIM], tl.float32)
         # Only tiles of keys that some queries do not see, at either end, need masks. One loop for
         # all is as fast for a decode, which waits for memory.
-        whole_begin = begin
-        if WINDOW > 0:
-            last_position = start + first_token + TILE_TOKENS - 1
-            whole_begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE_KEYS) * TILE_KEYS
-            whole_begin = tl.maximum(whole_begin, begin)
-        whole_end = tl.minimum(end, start + first_token + 1) // TILE_KEYS * TILE_KEYS
-        whole_end = tl.maximum(whole_end, whole_begin)
+        whole_begin, whole_end = keys_that_all_see(
+            start + first_token, begin, end, WINDOW, TILE_TOKENS, TILE_KEYS
+        )
         for stage in tl.static_range(3 if HAS_WHOLE_TILES else 1):
             if not HAS_WHOLE_TILES:
                 loop_begin, loop_end = begin, end
@@ -295,10 +338,7 @@ def attend_kernel(
             tl.store(partial_stats + place * 2 + 1, total, mask=is_row)
         else:
             if HAS_SINKS:
-                sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-                base = tl.maximum(most, sink)
-                sums = sums * tl.exp2(most - base)[:, None]
-                total = total * tl.exp2(most - base) + tl.exp2(sink - base)
+                total, sums = with_sinks(most, total, sums, sinks, head, is_row)
             result = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # rows that fill up
             place = row * NUM_HEADS + head
             tl.store(
