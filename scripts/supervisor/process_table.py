@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from protocol.config import EngineConfig
+from protocol.config.gpu_defaults import computes_on_gpu
 from protocol.lifecycle import Fatal, ProcessState, ProcessStatus, Progress, Promote, Ready, Role
 from protocol.message import Message, ProtocolError, encode
 from protocol.process.child_handle import ChildHandle, rss_bytes
@@ -393,8 +394,9 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         return {role: number for role, number in numbers.items() if number}
     has_standby = bool(config.recovery.standby_workers)
     size = config.parallel.num_ranks
+    uses_gpu = config.model.model != "null" and computes_on_gpu(config.model.device)
     numbers = {
-        Role.ZYGOTE: size * (has_standby or size > 1),
+        Role.ZYGOTE: size * (has_standby or (size > 1 and not uses_gpu)),
         Role.WORKER: size,
         Role.STANDBY: size * has_standby,
         Role.CORE: 1,

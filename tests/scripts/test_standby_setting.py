@@ -51,6 +51,12 @@ def test_a_group_of_ranks_has_as_many_zygotes_and_standbys(standby_workers: int)
     assert numbers.get(Role.STANDBY, 0) == 4 * standby_workers
 
 
+def test_ranks_on_gpus_have_no_zygotes() -> None:
+    """No device survives a fork."""
+    config = complete_config(configure(model="demo", device="cuda", tensor_parallel_size=2))
+    assert Role.ZYGOTE not in num_ranks(config, has_api=False)
+
+
 def test_one_worker_has_a_zygote_only_with_a_standby() -> None:
     """The zygote starts first, because the worker waits for it."""
     with_standby = complete_config(configure(model="demo", device="cpu"))

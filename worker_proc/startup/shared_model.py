@@ -33,9 +33,8 @@ def load_shared_model(
     memory, and with other facts the core would have to start anew. The ranks are joined by their
     forks: here nothing is exchanged.
     """
-    is_alone = config.parallel.num_ranks == 1  # of ranks on a device the loader states the reason
-    if is_alone and resolve_device(config.model.device).type != "cpu":
-        raise ValueError("standby_workers needs device cpu: no other device survives a fork")
+    if resolve_device(config.model.device).type != "cpu":
+        raise ValueError("workers are forked with device cpu only: no other device survives a fork")
     torch.set_num_threads(1)
     prepared = prepare_model(config, progress, keeps_proofs=True, rank=rank)
     found = SharedCalibration()
