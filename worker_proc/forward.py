@@ -9,6 +9,7 @@ from worker_proc.cuda.device import uses_triton
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_pool import CopyBlocks, KVPool, copy_by_index
+from worker_proc.kv.kv_tensors import KVTensors, Shapes
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.recurrent.layers import recurrent_layers
 from worker_proc.recurrent.state_pool import StatePool
@@ -29,28 +30,24 @@ def attach_cache(
     Recurrent modules get a pool of states, by default of as many blocks, with `num_swap_states`
     more for those of swapped requests.
     """
-    specs = [layer.spec for layer in loaded.layers]
-    shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
     copy_blocks: CopyBlocks = copy_by_index
     if uses_triton(loaded.device):
         from worker_proc.cuda.swap import copy_blocks
     dtype = layout.format.pool_dtype(loaded.dtype)
+    shapes = _pool_shapes(loaded, backend, layout, num_blocks)
     pool = KVPool(shapes, num_host_blocks, dtype, loaded.device, copy_blocks)
-    places = {
-        index: (number, tensors)
-        for number, group in enumerate(layout.groups)
-        for tensors, index in zip(pool.tensors, group.layers, strict=False)
-    }
+    parts = _parts_of_layers(layout, pool)
     attached: dict[str, list[PagedLayer]] = {}
     for index, layer in enumerate(loaded.layers):
         source = layer.spec.kv_source
-        number, tensors = places[index if source is None else source]
+        number, tensors = parts[index if source is None else source]
+        place = layout.places[index] if layout.places else None
         sinks = None
         if layer.sinks is not None:
             sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
         biases = None if layer.biases is None else loaded.model.get_buffer(layer.biases)
         compression = compression_of(loaded.model.get_submodule(layer.module_name))
-        terms = (sinks, biases, layer.bias_origin, compression)
+        terms = (sinks, biases, layer.bias_origin, compression, place)
         paged = PagedLayer(layer.spec, tensors, backend, number, *terms)
         attached.setdefault(layer.module_name, []).append(paged)
     in_turn: list[LayersInTurn] = []
@@ -68,6 +65,26 @@ def attach_cache(
         )
         _attach_states(loaded, pool, states)
     return pool
+
+
+def _pool_shapes(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, num_blocks: int
+) -> list[Shapes]:
+    if layout.places:
+        return [((num_blocks, layout.block_numbers), None)]
+    stored = [loaded.layers[index].spec for index in layout.tensor_layers]
+    return [backend.pool_shapes(spec, num_blocks) for spec in stored]
+
+
+def _parts_of_layers(layout: KVLayout, pool: KVPool) -> dict[int, tuple[int, KVTensors]]:
+    """Return the group of each layer with KV, and its tensors."""
+    if layout.places:
+        return {index: (place.group, pool.tensors[0]) for index, place in enumerate(layout.places)}
+    return {
+        index: (number, tensors)
+        for number, group in enumerate(layout.groups)
+        for tensors, index in zip(pool.tensors, group.layers, strict=False)
+    }
 
 
 def _attach_states(loaded: LoadedModel, pool: KVPool, states: StatePool) -> None:

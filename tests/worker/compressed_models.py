@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import DeepseekV4Config
+from transformers import DeepseekV4Config, PretrainedConfig
 
 from tests.worker.checkpoints import SHAPE, WINDOW, Architecture
 
@@ -38,3 +38,10 @@ WITH_LONG_GROUPS = Architecture(
     ),
 )
 """Its entries are of 4 and of 128 tokens, with the angles of the published models."""
+
+
+def with_window(window: int) -> PretrainedConfig:
+    """Return the configuration of `WITH_LONG_GROUPS` with another window."""
+    config = WITH_LONG_GROUPS.config()
+    config.sliding_window = window
+    return config

@@ -13,13 +13,12 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint, load_model
-from tests.worker.compressed_models import DEEPSEEK_V4, WITH_LONG_GROUPS
+from tests.worker.compressed_models import DEEPSEEK_V4, with_window
 from tests.worker.driving import drive
 from tests.worker.hollow_checkpoints import write_hollow
 from tests.worker.parity import generate, make_runner
 from worker_proc.attention.compression import compression_of
 from worker_proc.errors import UnsupportedModel
-from worker_proc.kv.kv_tensors import bytes_per_block
 from worker_proc.loading.loader import check_model
 from worker_proc.loading.text_model import auto_class
 from worker_proc.modules import compressed, quantization
@@ -29,6 +28,7 @@ from worker_proc.modules.router import ROW_STEP, RowBlocks
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup.load_runner import load_model_runner
+from worker_proc.startup.parts import block_bytes_of, make_layout
 from worker_proc.startup.refusals import check_compressed
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -51,10 +51,15 @@ def library() -> NativeLibrary:
 
 @pytest.mark.slow
 @needs_kernels
-def test_outputs_of_long_texts_equal_generate(tmp_path: Path) -> None:
-    """With groups of 4 and 128 tokens, cut at other places, and behind cached prefixes."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("window", [128, 20])
+def test_outputs_of_long_texts_equal_generate(window: int, tmp_path: Path) -> None:
+    """With groups of 4 and 128 tokens, cut at other places, and behind cached prefixes.
+
+    The blocks of rows that neither windows nor groups reach are freed, and used again.
+    """
     build()
-    config = WITH_LONG_GROUPS.config()
+    config = with_window(window)
     build_checkpoint(tmp_path, config)
     model = auto_class(config).from_pretrained(tmp_path, dtype=torch.float32).eval()
     rng = random.Random(3)
@@ -65,6 +70,7 @@ def test_outputs_of_long_texts_equal_generate(tmp_path: Path) -> None:
     assert len(set(map(tuple, expected))) == len(prompts)
     runner = make_runner(tmp_path, 1200)
     assert runner.facts.exact_resume
+    assert {group.window for group in runner.facts.kv_groups} == {None, 128}
     greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     for options in (
         {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
@@ -93,9 +99,9 @@ def test_blocks_hold_what_is_announced_of_any_size(block_size: int, directory: P
         )
         runner = load_model_runner(settings, lambda *_: None)
         outputs.append(drive(runner, prompts, params, max_num_seqs=4).output_token_ids)
-        specs = [layer.spec for layer in load_model(directory, "float32").layers]
-        tensors = runner._pool.all_tensors
-        assert sum(one[0].nbytes for one in tensors) == bytes_per_block(specs, size, torch.float32)
+        loaded = load_model(directory, "float32")
+        [tensor] = runner._pool.all_tensors
+        assert tensor[0].nbytes == block_bytes_of(loaded, make_layout(loaded, settings))
     assert outputs[0] == outputs[1]
 
 

@@ -2,14 +2,15 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from protocol.core_worker import KVGroup, ModelFacts
 from worker_proc.errors import InsufficientMemory
-from worker_proc.kv.kv_groups import MAX_GROUPS, KVLayout, LayerSpec, lay_out
-from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
+from worker_proc.kv.kv_groups import MAX_GROUPS, CompressedSpec, KVLayout, LayerSpec, lay_out
+from worker_proc.kv.kv_tensors import block_bytes_of, bytes_per_block, size_cache
 from worker_proc.kv.window import first_visible
 
 FAR = 10_000
@@ -115,3 +116,62 @@ def test_a_block_takes_the_bytes_of_one_group() -> None:
     specs = [spec(None), spec(9), spec(9)]
     [index] = lay_out(specs, 4, 8, FAR, True).tensor_layers
     assert bytes_per_block([specs[index]], 4, torch.bfloat16) == 4 * 2 * (16 + 16) * 2
+
+
+LATENT = LayerSpec(64, 1, 512, 512, None, is_latent=True)
+SLIDING = replace(LATENT, compressed=CompressedSpec(128))
+SPARSE = replace(LATENT, compressed=CompressedSpec(128, 4, 2, 128, 64, 512))
+HEAVY = replace(LATENT, compressed=CompressedSpec(128, 128))
+PUBLISHED = [HEAVY, HEAVY, *[HEAVY, SPARSE] * 20, HEAVY]
+"""The layers of transformers' default configuration of DeepSeek-V4."""
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("block_size", [4, 16, 48, 256])
+@pytest.mark.parametrize("specs", [PUBLISHED, [SPARSE], [SLIDING, SLIDING, HEAVY]])
+def test_layers_with_entries_have_places_of_their_own_in_a_block(
+    specs: list[LayerSpec], block_size: int, hybrid: bool
+) -> None:
+    found = lay_out(specs, block_size, 2048, 2**20, hybrid)
+    taken: dict[int, list[range]] = {}
+    for spec_, place in zip(specs, found.places, strict=True):
+        compressed = spec_.compressed
+        assert compressed is not None
+        num_rows = block_size * compressed.row_width(512)
+        taken.setdefault(place.group, []).append(range(place.rows_at, place.rows_at + num_rows))
+        num_entries = compressed.block_entries(block_size) * compressed.entry_width(512)
+        taken.setdefault(0, []).append(range(place.entries_at, place.entries_at + num_entries))
+    for parts in taken.values():
+        ordered = sorted(filter(len, parts), key=lambda part: part.start)
+        for one, other in pairwise(ordered):
+            assert one.stop <= other.start
+        assert ordered[-1].stop <= found.block_numbers
+    assert block_bytes_of(specs, found, torch.bfloat16) == 2 * found.block_numbers
+    assert [group.window for group in found.groups] == [None, *[128] * (len(found.groups) - 1)]
+    assert (len(found.groups) > 1) == hybrid
+
+
+def test_entries_alone_are_kept_of_long_texts() -> None:
+    """Of 131,072 tokens the cache keeps a sixteenth of all rows, those of a long step included."""
+    num_bytes = []
+    for hybrid in (False, True):
+        found = lay_out(PUBLISHED, 16, 2048, 2**20, hybrid)
+        num_blocks = found.num_blocks_for(131_072)
+        num_bytes.append(num_blocks * block_bytes_of(PUBLISHED, found, torch.bfloat16))
+    assert num_bytes[1] * 16 < num_bytes[0]
+
+
+def test_blocks_keep_all_rows_that_entries_are_made_of() -> None:
+    """The tokens of an entry may reach further than the window."""
+    wide = replace(HEAVY, compressed=CompressedSpec(13, 128))
+    overlapping = replace(SPARSE, compressed=CompressedSpec(3, 4, 2, 128, 64, 512))
+    assert lay_out([wide, SLIDING], 16, 2048, FAR, True).groups[1].window == 128
+    assert lay_out([overlapping], 16, 2048, FAR, True).groups[1].window == 8
+    assert sizes(lay_out([wide], 16, 2048, 128, True)) == [(None, 1)]  # it passes no token
+
+
+def test_models_of_many_layers_have_larger_blocks_and_no_more_groups_than_messages_hold() -> None:
+    specs = [SPARSE, HEAVY] * 100
+    found = lay_out(specs, 4, 2048, 2**20, True)
+    assert len(found.groups) <= MAX_GROUPS
+    assert sorted(i for group in found.groups[1:] for i in group.layers) == list(range(200))

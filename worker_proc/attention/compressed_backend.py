@@ -3,14 +3,17 @@
 See native/compressed_attention.h. A row's results depend on its own text alone.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from worker_proc.attention.compression import Compression, Parameters
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.native import NativeBackend
+from worker_proc.attention.work import Shares, Work
 from worker_proc.inputs import StepInputs
-from worker_proc.kv.kv_groups import CompressedSpec, LayerSpec
-from worker_proc.kv.kv_tensors import Shapes
+from worker_proc.kv.kv_groups import CompressedSpec
+from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.structures import (
     CompressedLayerArgs,
     CompressedRowsArgs,
@@ -28,10 +31,9 @@ class CompressedBackend(NativeBackend):
     _ends: dict[int, torch.Tensor]
     """The rows whose tokens end a group, by the number of its tokens."""
 
-    def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return `[block, numbers]`: the rows of its tokens, and behind them its entries."""
-        assert spec.compressed is not None
-        return (num_blocks, spec.compressed.block_numbers(spec.head_dim, self._block_size)), None
+    def _share(self, parts: Sequence[ScheduledRequest], group: int) -> Shares:
+        """Return no pieces of work: the kernel makes its own."""
+        return Shares(Work([], [], [0], [], [], [], [], []), 0, 0)
 
     def begin_step(self, inputs: StepInputs) -> None:
         super().begin_step(inputs)
@@ -55,6 +57,8 @@ class CompressedBackend(NativeBackend):
         query = rows.query if rows.query.stride(2) == 1 else rows.query.contiguous()
         step.query = RowsArgs(query.data_ptr(), query.stride(0), query.stride(1))
         step.stored, step.num_texts = whole.data_ptr(), self._num_texts
+        kept_blocks = self.steps[0]
+        step.entry_table_offset, step.entry_tables = kept_blocks.table_offset, kept_blocks.tables
         out = query.new_empty(len(query), spec.num_heads, spec.head_dim)
         self._library.attend_compressed(args, self.steps[layer.group], step, out)
         del kept
@@ -103,16 +107,18 @@ class CompressedBackend(NativeBackend):
 def _layer_args(
     layer: PagedLayer, compressed: CompressedSpec, block_size: int, scale: float
 ) -> CompressedLayerArgs:
-    spec = layer.spec
+    spec, place, pool = layer.spec, layer.place, layer.kv.keys
+    assert place is not None
     return CompressedLayerArgs(
-        pool=layer.kv.keys.data_ptr(),
+        rows=pool[:, place.rows_at :].data_ptr(),
+        entries=pool[:, place.entries_at :].data_ptr(),
         sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
-        block_stride=layer.kv.keys.stride(0),
+        block_stride=pool.stride(0),
         num_heads=spec.num_heads,
         head_dim=spec.head_dim,
         block_size=block_size,
         window=compressed.window,
-        is_bf16=layer.kv.keys.dtype == torch.bfloat16,
+        is_bf16=pool.dtype == torch.bfloat16,
         ratio=compressed.ratio,
         num_series=compressed.num_series,
         row_width=compressed.row_width(spec.head_dim),

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from worker_proc.attention.compression import Compression
 from worker_proc.attention.stand_ins import OWN_ATTENTION
 from worker_proc.inputs import StepInputs
-from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_groups import LayerSpec, Place
 from worker_proc.kv.kv_tensors import KVTensors, Shapes
 
 IMPLEMENTATION = "troika_paged"
@@ -74,6 +74,8 @@ class PagedLayer:
     before it: the precision is then that of the distance. None: columns are positions."""
     compression: Compression | None = None
     """What makes compressed entries of the module's rows."""
+    place: Place | None = None
+    """Where such a layer, or one beside it, keeps them and its rows."""
 
 
 class LayersInTurn:

@@ -4,11 +4,17 @@ A layer that shares the KV of an earlier one is in no group: it reads what that 
 A block of the pool belongs to one group at a time. All groups have the same number of layers and
 share the tensors: layer i of every group keeps its KV in tensor pair i. So one pool of equal blocks
 serves all groups, and a request holds only the blocks that each window needs.
+
+Layers with compressed entries keep them in one group without a window, and the rows of their tokens
+in others, whose blocks are freed. There a block is a row of one tensor, in which each layer of a
+group has its place: a block of the entries of all layers has room for the rows of a few layers.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from protocol.core_worker import KVGroup
 from worker_proc.kv.kv_format import KVFormat
@@ -40,11 +46,14 @@ class CompressedSpec:
         """Return the numbers that are stored for an entry."""
         return head_dim + self.index_dim if self.ratio else 0
 
-    def block_numbers(self, head_dim: int, block_size: int) -> int:
-        """Return the numbers that are stored in a block: the last token of an entry is in it."""
-        num_entries = -(-block_size // self.ratio) if self.ratio else 0
-        rows = block_size * self.row_width(head_dim)
-        return rows + num_entries * self.entry_width(head_dim)
+    def block_entries(self, block_size: int) -> int:
+        """Return the most entries whose last token is in a block."""
+        return -(-block_size // self.ratio) if self.ratio else 0
+
+    @property
+    def reach(self) -> int:
+        """The last positions of which a token reads rows, itself included."""
+        return max(self.window, self.num_series * self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +74,8 @@ class LayerSpec:
     """Else a token also attends to those behind it; a window counts the positions to each side,
     the token itself included."""
     compressed: CompressedSpec | None = None
-    """Of a layer whose cache holds compressed entries, or that is beside such layers. It has no
-    window then: blocks are kept, since entries are made of what they hold."""
+    """Of a layer whose cache holds compressed entries, or that is beside such layers. `window` is
+    None then."""
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
@@ -84,6 +93,17 @@ class LayerGroup:
     may be none."""
 
 
+class Place(NamedTuple):
+    """Where a layer with compressed entries, or beside such layers, keeps what it stores."""
+
+    group: int
+    """Of the rows of its tokens."""
+    rows_at: int
+    """Their first number in a block."""
+    entries_at: int
+    """The first number of its entries in a block of group 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The groups of a model's layers, which share one pool."""
@@ -94,6 +114,10 @@ class KVLayout:
     format: KVFormat = KVFormat.PLAIN
     has_states: bool = False
     """Whether a request has a table of state blocks, behind those of the groups."""
+    places: tuple[Place, ...] = ()
+    """Of each layer, where layers have compressed entries."""
+    block_numbers: int = 0
+    """The numbers of a block there, in the only tensor."""
 
     @property
     def num_tables(self) -> int:
@@ -144,6 +168,8 @@ def lay_out(
     cannot share tensors, all layers form one group that frees no blocks. A stage without attention
     has this group, too, if other stages have it (`has_attention`).
     """
+    if any(spec.compressed is not None for spec in specs):
+        return _lay_out_compressed(specs, block_size, max_chunk, max_model_len, hybrid)
     kinds: dict[int | None, list[int]] = {}
     own = {index: spec for index, spec in enumerate(specs) if spec.kv_source is None}
     for index, spec in own.items():
@@ -164,3 +190,51 @@ def _cut(kinds: dict[int | None, list[int]]) -> list[LayerGroup]:
         for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
         for first in range(0, len(layers), size)
     ]
+
+
+def _lay_out_compressed(
+    specs: Sequence[LayerSpec], block_size: int, max_chunk: int, max_model_len: int, hybrid: bool
+) -> KVLayout:
+    """Put entries in a group that keeps them, and rows in groups with a window, if there is one."""
+    rows, entries, reach = [], [], 0
+    for spec in specs:
+        compressed = spec.compressed
+        assert compressed is not None
+        rows.append(block_size * compressed.row_width(spec.head_dim))
+        num_entries = compressed.block_entries(block_size)
+        entries.append(num_entries * compressed.entry_width(spec.head_dim))
+        reach = max(reach, compressed.reach)
+    groups = [LayerGroup(None, tuple(range(len(specs))))]
+    if not hybrid or reach >= max_model_len:
+        size = sum(entries) + sum(rows)
+        of_rows = [(0, at) for at in _starts(rows, sum(entries))]
+    else:
+        size = max(sum(entries), *rows)
+        while len(parts := _fill(rows, size)) >= MAX_GROUPS:
+            size += -(-size // 4)
+        of_rows = [(0, 0)] * len(specs)
+        for number, part in enumerate(parts, 1):
+            groups.append(LayerGroup(reach, tuple(part)))
+            for layer, at in zip(part, _starts([rows[i] for i in part]), strict=True):
+                of_rows[layer] = (number, at)
+    places = [Place(*row, at) for row, at in zip(of_rows, _starts(entries), strict=True)]
+    return KVLayout(tuple(groups), block_size, max_chunk, places=tuple(places), block_numbers=size)
+
+
+def _starts(sizes: Sequence[int], first: int = 0) -> list[int]:
+    """Return where parts of these sizes begin, one behind the other."""
+    return list(accumulate(sizes, initial=first))[:-1]
+
+
+def _fill(rows: Sequence[int], size: int) -> list[list[int]]:
+    """Divide layers among blocks of a size, those with the longest rows first."""
+    parts: list[list[int]] = []
+    left: list[int] = []
+    for layer in sorted(range(len(rows)), key=lambda layer: -rows[layer]):
+        number = next((n for n, room in enumerate(left) if room >= rows[layer]), len(parts))
+        if number == len(parts):
+            parts.append([])
+            left.append(size)
+        parts[number].append(layer)
+        left[number] -= rows[layer]
+    return parts

@@ -126,10 +126,16 @@ def bytes_per_block(
 
 def _layer_bytes(spec: LayerSpec, block_size: int, dtype: torch.dtype, format: KVFormat) -> int:
     """Return the size of one block of a layer."""
-    if spec.compressed is not None:
-        return spec.compressed.block_numbers(spec.head_dim, block_size) * dtype.itemsize
     row_bytes = sum(format.row_bytes(dim, dtype) for dim in spec.stored_dims)
     return block_size * spec.num_kv_heads * row_bytes
+
+
+def block_bytes_of(specs: Sequence[LayerSpec], layout: KVLayout, dtype: torch.dtype) -> int:
+    """Return the size of one block of a layout in all tensors; `specs` are those of all layers."""
+    if layout.places:
+        return layout.block_numbers * dtype.itemsize
+    stored = [specs[index] for index in layout.tensor_layers]
+    return bytes_per_block(stored, layout.block_size, dtype, layout.format)
 
 
 def format_sizes(one: int, other: int) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from worker_proc.attention.interface import (
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.inputs import StepInputs
-from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
@@ -182,14 +182,15 @@ class _Trial(NamedTuple):
         num_texts, num_tokens, _ = rows.shape
         per_text = -(-num_tokens // _BLOCK_SIZE)
         backend = CompressedBackend(self.library, _BLOCK_SIZE, torch.float32, [self.spec])
-        shape, _ = backend.pool_shapes(self.spec, 1 + num_texts * per_text)
-        pool = torch.zeros(shape)
+        layout = lay_out([self.spec], _BLOCK_SIZE, num_tokens, num_tokens, False)
+        pool = torch.zeros(1 + num_texts * per_text, layout.block_numbers)
         layer = PagedLayer(
             self.spec,
             KVTensors(pool, pool),
             backend,
             sinks=self.sinks,
             compression=compression_of(self.module),
+            place=layout.places[0],
         )
         self.module.__dict__["paged_layer"] = layer
         # The blocks of a text are in descending order.

@@ -3,8 +3,9 @@
 // A token has one row in a layer, which all heads share as key and value. Beside it the cache holds what
 // the token contributes to entries: one or two series of values, and of gates. Entry w is made of the
 // tokens of group w, which are `ratio` successive tokens, and with two series also of those of group
-// w - 1: each dimension is an average of the values, weighted by a softmax over the gates. It lies in the
-// block of the last token of its group. A block has the rows of its tokens, and behind them its entries.
+// w - 1: each dimension is an average of the values, weighted by a softmax over the gates. Rows are in
+// blocks that are freed behind the window, and entries in others: each in that of the last token of its
+// group.
 //
 // A token attends to the window before it and, in the same softmax, to the entries of the groups that end
 // with it or before it: to all of them, or to those that an indexer scores highest. The indexer has
@@ -37,7 +38,7 @@ struct Compressor {
 };
 
 struct CompressedLayer {
-  void* pool;
+  void *rows, *entries;  // of block 0
   const float* sinks;    // as in Layer
   int64_t block_stride;  // in elements
   int32_t num_heads, head_dim, block_size, window, is_bf16;
@@ -51,6 +52,7 @@ struct CompressedLayer {
 // What a step gives a layer. Ends are the rows whose tokens end a group, with the angles of its entry.
 struct CompressedRows {
   Rows query;
+  const int32_t *entry_table_offset, *entry_tables;  // as in Step, of the blocks of entries
   const void* stored;         // [num_rows][row_width]
   const void* index_queries;  // [num_rows][num_index_heads][indexed.dim]
   const float* index_weights;  // [num_rows][num_index_heads]
@@ -104,20 +106,18 @@ class Compressed {
   }
 
  private:
-  T* block_of(int segment, int position) const {
-    const int64_t block = step_.tables[step_.table_offset[segment] + position / layer_.block_size];
-    return static_cast<T*>(layer_.pool) + block * layer_.block_stride;
-  }
-
   const T* row(int segment, int position) const {
-    return block_of(segment, position) +
-           static_cast<int64_t>(position % layer_.block_size) * layer_.row_width;
+    const int64_t block = step_.tables[step_.table_offset[segment] + position / layer_.block_size];
+    const int64_t place = position % layer_.block_size;
+    return static_cast<T*>(layer_.rows) + block * layer_.block_stride + place * layer_.row_width;
   }
 
   T* entry(int segment, int number) const {
     const int last = (number + 1) * layer_.ratio - 1;
     const int64_t place = last % layer_.block_size / layer_.ratio;
-    return block_of(segment, last) + static_cast<int64_t>(layer_.block_size) * layer_.row_width +
+    const int64_t block =
+        rows_.entry_tables[rows_.entry_table_offset[segment] + last / layer_.block_size];
+    return static_cast<T*>(layer_.entries) + block * layer_.block_stride +
            place * layer_.entry_width;
   }
 

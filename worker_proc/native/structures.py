@@ -239,7 +239,7 @@ class CompressedLayerArgs(ctypes.Structure):
     """`CompressedLayer` of compressed_attention.h."""
 
     _fields_ = (
-        *_fields("pool sinks", _POINTER),
+        *_fields("rows entries sinks", _POINTER),
         ("block_stride", _LONG),
         *_fields("num_heads head_dim block_size window is_bf16", _INT),
         *_fields("ratio num_series row_width entry_width rope_dim", _INT),
@@ -254,6 +254,7 @@ class CompressedRowsArgs(ctypes.Structure):
 
     _fields_ = (
         ("query", RowsArgs),
-        *_fields("stored index_queries index_weights end_rows cosines sines", _POINTER),
+        *_fields("entry_table_offset entry_tables stored", _POINTER),
+        *_fields("index_queries index_weights end_rows cosines sines", _POINTER),
         *_fields("num_ends num_texts", _INT),
     )

@@ -62,8 +62,8 @@ def _lay_out(
 
 def block_bytes_of(loaded: LoadedModel, layout: KVLayout) -> int:
     """Return the bytes of one block in all tensors of a group."""
-    specs = [loaded.layers[index].spec for index in layout.tensor_layers]
-    return kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype, layout.format)
+    specs = [layer.spec for layer in loaded.layers]
+    return kv_tensors.block_bytes_of(specs, layout, loaded.dtype)
 
 
 def check_swap_space(num_bytes: int) -> None:

@@ -16,7 +16,7 @@ from worker_proc.cuda.coverage import choose_attention
 from worker_proc.errors import CheckpointError, UnsupportedModel, unsupported_failures
 from worker_proc.kv.kv_format import FORMATS
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec, lay_out
-from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
+from worker_proc.kv.kv_tensors import block_bytes_of, size_cache
 from worker_proc.loading.context import length_key, stated_length
 from worker_proc.loading.draft import group_without_window
 from worker_proc.loading.inspection import check_room, read_config
@@ -252,10 +252,9 @@ def check_cache(checked: CheckedModel, rehearsal: Rehearsal, config: EngineConfi
             num_speculative_tokens=config.scheduler.num_speculative_tokens,
             override=config.cache.num_state_blocks_override,
         )
-    stored = [specs[index] for index in layout.tensor_layers]
     size_cache(
         available_bytes=available_bytes,
-        block_bytes=bytes_per_block(stored, layout.block_size, inspected.dtype, layout.format),
+        block_bytes=block_bytes_of(specs, layout, inspected.dtype),
         layout=layout,
         model_len=inspected.model_len,
         max_model_len=config.model.max_model_len,
