@@ -149,7 +149,7 @@ struct FloatSums;
 // Rows [row, last_row) and pairs [pair, last_pair), as multiply_with_vectors computes them.
 template <class W, class Out>
 void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row, int64_t pair,
-                     int64_t last_pair, int64_t skipped, const Out& out) {
+                     int64_t last_pair, int64_t num_next, const Out& out) {
   const int64_t num_rows = last_row - row;
   if (num_rows == 0 || pair >= last_pair) return;
   const float* const inputs = rows.of(row, last_row);
@@ -158,7 +158,7 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
       reinterpret_cast<float*>(space_for<FloatBlock>(kFloatUnits * kUnitFloats * kPairOutputs));
   float* const sums = reinterpret_cast<float*>(space_for<FloatSums>(num_rows * kPairOutputs));
   for (; pair < last_pair; pair++) {
-    WeightsAhead ahead = weights_after(w, pair, last_pair, skipped, num_tiles);
+    WeightsAhead ahead = weights_ahead(w, pair + 1, last_pair + num_next, num_tiles);
     std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
     for (int64_t first = 0; first < w.num_units; first += kFloatUnits) {
       const int64_t count = std::min(kFloatUnits, w.num_units - first);

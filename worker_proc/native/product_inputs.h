@@ -42,16 +42,6 @@ WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t 
   return {};
 }
 
-// Those that a thread reads after a pair of a piece: of the next one in it, or of the pair behind as
-// many others as `skipped`, which other threads probably take. 0: it reads no piece after this one.
-template <class W>
-WeightsAhead weights_after(const W& w, int64_t pair, int64_t last_pair, int64_t skipped,
-                           int64_t num_tiles) {
-  const int64_t next = pair + 1;
-  if (next < last_pair || skipped == 0) return weights_ahead(w, next, last_pair, num_tiles);
-  return weights_ahead(w, next + skipped, w.num_pairs, num_tiles);
-}
-
 // Memory of a thread for units, one for each use.
 template <class Use>
 Unit* space_for(int64_t num_units) {

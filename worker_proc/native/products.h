@@ -283,11 +283,11 @@ void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int
   multiply_tiles_of<T>(w, rows, row, num_rows, 0, num_tiles, pair, ahead, out);
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. `skipped` is that of
-// weights_after.
+// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. This thread probably goes
+// on with `num_next` pairs behind them.
 template <typename T, class W, class Out>
 void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                           int64_t last_pair, const Out& out, int64_t skipped = 0) {
+                           int64_t last_pair, const Out& out, int64_t num_next = 0) {
   const int64_t num_rows = last_row - row;
   if (num_rows == 0) return;
   WeightsAhead none;
@@ -297,7 +297,7 @@ void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   for (; pair < last_pair; pair++)
     multiply_pair<T>(w, rows, row, num_rows, num_tiles, pair,
-                     weights_after(w, pair, last_pair, skipped, num_tiles), out);
+                     weights_ahead(w, pair + 1, last_pair + num_next, num_tiles), out);
 }
 
 #ifndef __AVX512F__
@@ -677,7 +677,7 @@ int64_t rows_at_once() {
 
 template <typename T, class W, class Out>
 void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                   int64_t last_pair, const Out& out, int64_t skipped = 0) {
+                   int64_t last_pair, const Out& out, int64_t num_next = 0) {
 #ifdef __AMX_BF16__
   if constexpr (!std::is_same<T, float>::value)
     if (uses_tiles<T>())
@@ -688,7 +688,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     if (troika_uses_floats && last_row - row >= kLeastFloatRows) {
       FloatRows own(rows, w.num_units);
       return multiply_floats(w, rows.floats ? *rows.floats : own, row, last_row, pair, last_pair,
-                             skipped, out);
+                             num_next, out);
     }
 #endif
 #ifndef __AVX512F__
@@ -698,7 +698,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     if (last_row - row >= kManyRows)
       return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
-  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, skipped);
+  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
 }
 
 template <typename T>
@@ -746,11 +746,11 @@ bool unpacks(int64_t num_rows) {
 // Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
 template <typename T, class W, class Out>
 void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                    int64_t last_pair, const Out& out, int64_t skipped = 0) {
+                    int64_t last_pair, const Out& out, int64_t num_next = 0) {
   if constexpr (kHasManyRegisters && W::kAreCodes)
     if (unpacks<T, W>(last_row - row))
       return multiply_unpacked<T>(w, rows, row, last_row, pair, last_pair, out);
-  multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, skipped);
+  multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
 }
 
 // Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
@@ -770,24 +770,34 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMostCodedRows))
     return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
                              team.last(w.num_pairs), out);
-  const int64_t most = rows_in_cache<T>(w.num_units);
-  const int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
+  int64_t most = rows_in_cache<T>(w.num_units);
+  // The first of these rows make the units of compact weights for the others, so there are more of them.
+  constexpr int64_t kMostUnits = 80 * 1024, kMostRowsOfUnits = 288;
+  if (takes_pairs && W::kMakesVectors && !uses_floats<T>())
+    most = std::clamp(kMostUnits / w.num_units, most, kMostRowsOfUnits);
+  int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
+  if (takes_pairs) {
+    // A thread takes neighbouring pairs, and of many rows those that it has in its cache: it makes the
+    // same share of the rows in other phases.
+    constexpr int64_t kLeastRowsOfShare = 128;
+    const int64_t shares = team.num_shares();
+    if (num_rows >= shares * kLeastRowsOfShare) num_groups = (num_groups + shares - 1) / shares * shares;
+    const int64_t total = num_groups * w.num_pairs;
+    for (int64_t task; (task = team.take_near(total)) < total;) {
+      const int64_t group = task / w.num_pairs, pair = task % w.num_pairs;
+      multiply_block<T>(w, rows, num_rows * group / num_groups, num_rows * (group + 1) / num_groups,
+                        pair, pair + 1, out, w.num_pairs - (pair + 1));
+    }
+    return;
+  }
+  // Few and long pieces, within which the next weights are fetched while the present ones are used.
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
-  // One or two pairs, so that threads end together; or few and long pieces, within which the next
-  // weights are fetched while the present ones are used. Of two pairs, the outputs of a row are whole
-  // lines, also where a pair has 16 of them.
-  constexpr int64_t kManyPieces = 16;  // of a thread
-  const int64_t piece_pairs = num_groups * w.num_pairs >= 2 * kManyPieces * team.size ? 2 : 1;
-  const int64_t num_pieces = takes_pairs ? (w.num_pairs + piece_pairs - 1) / piece_pairs
-                                         : std::min<int64_t>(w.num_pairs, 2 * team.size);
+  const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {
     const int64_t row = task / num_pieces * group, piece = task % num_pieces;
-    const int64_t first = takes_pairs ? piece * piece_pairs : w.num_pairs * piece / num_pieces;
-    const int64_t last = takes_pairs ? std::min(first + piece_pairs, w.num_pairs)
-                                     : w.num_pairs * (piece + 1) / num_pieces;
-    multiply_block<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows), first, last,
-                      out, takes_pairs ? (team.size - 1) * piece_pairs : 0);
+    multiply_block<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows),
+                      w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces, out);
   }
 }
 

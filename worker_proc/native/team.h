@@ -19,7 +19,7 @@ namespace {
 // What the threads of a region share. Phases are numbered; each thread counts them by itself.
 class Crew {
   friend class Team;
-  static constexpr int kCounters = 4;
+  static constexpr int kPhases = 4, kMostShares = 8;
   struct alignas(64) Counter {
     std::atomic<int64_t> value{0};
   };
@@ -27,7 +27,7 @@ class Crew {
     std::atomic<int32_t> value{0};
   };
   Word num_waiting_, num_asleep_, last_ended_;
-  Counter taken_[kCounters];
+  Counter taken_[kPhases][kMostShares];
 };
 
 // One thread's view of its crew.
@@ -40,7 +40,7 @@ class Team {
   // Ends a phase: returns once all threads have ended it, and all that they wrote can be read.
   void barrier() {
     phase_++;
-    if (id == 0) counter(phase_ + 2).store(0, std::memory_order_relaxed);
+    if (id < num_shares()) counter(phase_ + 2, id).store(0, std::memory_order_relaxed);
     if (size == 1) return;
     std::atomic<int32_t>& last_ended = crew_.last_ended_.value;
     if (crew_.num_waiting_.value.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
@@ -61,8 +61,26 @@ class Team {
 
   // Takes the next of `count` pieces of this phase's work; `count` if none is left.
   int64_t take(int64_t count) {
-    return std::min(counter(phase_).fetch_add(1, std::memory_order_relaxed), count);
+    return std::min(counter(phase_, 0).fetch_add(1, std::memory_order_relaxed), count);
   }
+
+  // The same for a phase that takes all pieces so: first those of this thread's share of them, from the
+  // first to the last, and then what is left of others.
+  int64_t take_near(int64_t count) {
+    const int shares = num_shares(), own = id * shares / size;
+    for (int i = 0; i < shares; i++) {
+      const int share = (own + i) % shares;
+      const int64_t begin = count * share / shares, end = count * (share + 1) / shares;
+      std::atomic<int64_t>& taken = counter(phase_, share);
+      if (begin + taken.load(std::memory_order_relaxed) >= end) continue;
+      const int64_t place = begin + taken.fetch_add(1, std::memory_order_relaxed);
+      if (place < end) return place;
+    }
+    return count;
+  }
+
+  // The shares of take_near: one for each thread, unless there are too many.
+  int num_shares() const { return std::min(size, Crew::kMostShares); }
 
   // This thread's share of `count` pieces, [first, last).
   int64_t first(int64_t count) const { return count * id / size; }
@@ -72,8 +90,8 @@ class Team {
   static constexpr int kSpins = 1000;  // about 50 us
 
   // Cleared two phases ahead, when no thread can still take from the phase that used it before.
-  std::atomic<int64_t>& counter(int64_t phase) {
-    return crew_.taken_[phase % Crew::kCounters].value;
+  std::atomic<int64_t>& counter(int64_t phase, int share) {
+    return crew_.taken_[phase % Crew::kPhases][share].value;
   }
 
   static void pause() {
