@@ -20,11 +20,13 @@ def output_grammar(
     content: Grammar | None,
     *,
     is_reasoning_open: bool,
+    is_reasoning_over: bool = False,
     added_token_id: Callable[[str], int | None],
 ) -> Grammar | None:
     """Return what the output is confined to: calls where they are required, else content too.
 
     `content` confines the content alone: reasoning and calls that are not required may precede it.
+    Where the prompt ends with the end of the reasoning, there is no more of it.
     """
     has_tools = use is not None and (use.needs_grammar or content is not None)
     if not has_tools and (content is None or not dialect.has_reasoning):
@@ -38,7 +40,9 @@ def output_grammar(
     if dialect.messages is not None:
         start = _messages(dialect.messages, use, inner, lark)
     else:
-        start = f"{_reasoning(dialect, lark, is_open=is_reasoning_open)} "
+        start = ""
+        if not is_reasoning_over:
+            start = f"{_reasoning(dialect, lark, is_open=is_reasoning_open)} "
         if use is None or dialect.tools is None:
             assert inner is not None
             start += inner

@@ -87,6 +87,7 @@ def _constrain(
             use,
             content,
             is_reasoning_open=state.text.is_reasoning_open(prompt_token_ids),
+            is_reasoning_over=state.text.is_reasoning_over(prompt_token_ids),
             added_token_id=state.text.tokenizer.added_token_id,
         )
     except GrammarTooLarge:

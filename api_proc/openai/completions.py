@@ -133,7 +133,7 @@ class CompletionFormat:
             offsets = [num_echoed + offset for offset in offsets]
         if self.body.echo and is_first:
             token_ids = prompt.token_ids + token_ids
-            known = sequence.prompt_logprobs or [None]
+            known = sequence.prompt_logprobs
             assert len(known) == len(prompt.token_ids), "prompt logprobs are incomplete"
             entries = known + entries
             offsets = prompt_offsets(self.tokenizer, prompt.token_ids) + offsets

@@ -84,7 +84,7 @@ class OutputSequence:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
         """By position; None for the first token."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop, include_in_output=include_stop) if stop else None
@@ -113,8 +113,6 @@ class OutputSequence:
             self.num_cached_tokens = output.num_cached_tokens
         for part in output.prompt_logprobs or []:
             known = self.prompt_logprobs
-            if not known:
-                known.append(None)
             assert part.first_position <= len(known)
             known.extend(part.entries[len(known) - part.first_position :])
 

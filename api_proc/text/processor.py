@@ -61,7 +61,7 @@ _ID_CHARS = 2
 
 NULL_MODEL = "null"
 REASONING_TAIL_TOKENS = 32
-"""Tokens at the end of a prompt that hold the marker of reasoning which the prompt begins."""
+"""Tokens at the end of a prompt that hold the marker of reasoning that it begins or ends."""
 _NULL_CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n"
@@ -257,11 +257,17 @@ class TextProcessor:
     def is_reasoning_open(self, prompt_token_ids: list[int]) -> bool:
         """Whether a prompt ends with the start of the model's reasoning."""
         reasoning = self.dialect.reasoning
-        if reasoning is None:
-            return False
+        return reasoning is not None and self._ends_with(prompt_token_ids, reasoning.begin)
+
+    def is_reasoning_over(self, prompt_token_ids: list[int]) -> bool:
+        """Whether a prompt ends with the end of the model's reasoning, as where that is off."""
+        reasoning = self.dialect.reasoning
+        return reasoning is not None and self._ends_with(prompt_token_ids, reasoning.end)
+
+    def _ends_with(self, prompt_token_ids: list[int], marker: str) -> bool:
         tail = prompt_token_ids[-REASONING_TAIL_TOKENS:]
         text = self.tokenizer.decode(tail, skip_special_tokens=False)
-        return text.rstrip().endswith(reasoning.begin)
+        return text.rstrip().endswith(marker.strip())
 
     async def _token_ids(
         self,

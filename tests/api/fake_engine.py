@@ -105,7 +105,7 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 
 def prompt_part(add: AddRequest) -> list[PromptLogprobs] | None:
     num_top = add.sampling_params.prompt_logprobs
-    if num_top is None:
+    if num_top is None or add.num_prompt_tokens == 1:  # a worker computes none for the first token
         return None
     entries = [logprobs_of(i, num_top) for i in add.unpacked_prompt[1:]]
     return [PromptLogprobs(add.request_id, 1, entries)]

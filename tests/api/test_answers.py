@@ -275,6 +275,13 @@ def test_text_parts_and_developer_role(make_server: MakeServer) -> None:
     assert live.client.requests[-1].prompt_token_ids == expected
 
 
+def test_a_prompt_of_one_token_has_no_log_probability(make_server: MakeServer) -> None:
+    body = {"prompt": [5], "max_tokens": 1, "prompt_logprobs": 1, "logprobs": 1, "echo": True}
+    [choice] = httpx.post(make_server().url + COMPLETIONS, json=body).json()["choices"]
+    assert choice["prompt_logprobs"] == [None]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+
+
 def test_an_error_begins_with_its_field(make_server: MakeServer) -> None:
     """Also where the field's name is a part of another word in the text."""
     live = make_server()

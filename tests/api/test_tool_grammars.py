@@ -14,7 +14,10 @@ from api_proc.chat.formats import Dialect
 from api_proc.chat.grammar import output_grammar
 from api_proc.chat.parser import OutputParser
 from api_proc.chat.tools import FunctionTool, Tool, ToolUse
+from api_proc.text.processor import TextProcessor
+from protocol.config import ModelConfig
 from protocol.sampling import Grammar, GrammarKind
+from tests.api.fake_engine import ids_of
 from tests.api.test_chat_parser import OUTPUTS, Parsed, collected
 
 FAMILIES = [family.names[-1] for family in TOOL_FAMILIES]
@@ -292,12 +295,13 @@ def test_content_is_confined_after_reasoning_and_beside_calls(
         ),
     }[name]
 
-    def accepts(use: ToolUse | None, text: str) -> bool:
+    def accepts(use: ToolUse | None, text: str, *, is_over: bool = False) -> bool:
         grammar = output_grammar(
             dialect_of(name),
             use,
             CONTENTS[kind],
             is_reasoning_open=False,
+            is_reasoning_over=is_over,
             added_token_id=vocabulary.added_id,
         )
         assert grammar is not None
@@ -313,6 +317,26 @@ def test_content_is_confined_after_reasoning_and_beside_calls(
         assert not accepts(None, prefix + call)
         assert accepts(required, prefix + call)
         assert not accepts(required, prefix + begin + '"a/b"')
+    if name != "gpt_oss":  # its prompts never end with reasoning
+        for prefix in ("", before):
+            assert accepts(None, prefix + '"a/b"', is_over=True) == (not prefix)
+            assert accepts(optional, prefix + '"a/b"', is_over=True) == (not prefix)
+            assert accepts(required, prefix + call, is_over=True) == (not prefix)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_open", "is_over"),
+    [
+        ("", False, False),
+        ("<think>\n", True, False),
+        ("<think>\n\n</think>\n\n", False, True),
+        ("<think>\n\n</think>\n\nHi", False, False),
+    ],
+)
+def test_where_a_prompt_ends(end: str, is_open: bool, is_over: bool) -> None:
+    text = TextProcessor.load(ModelConfig(model="null", reasoning_parser="qwen3"))
+    ids = ids_of(f"assistant\n{end}")
+    assert (text.is_reasoning_open(ids), text.is_reasoning_over(ids)) == (is_open, is_over)
 
 
 def test_a_grammar_is_left_alone_where_nothing_precedes_the_content() -> None:
