@@ -15,6 +15,8 @@ from api_proc.chat.reasoning_counter import ReasoningCounter
 
 
 class OutputParser:
+    """Passes on an output's reasoning, content and tool calls, in the syntax of its model."""
+
     def __init__(
         self,
         dialect: Dialect,

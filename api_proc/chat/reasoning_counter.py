@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 
 class ReasoningCounter:
+    """The number of reasoning tokens among the ids so far."""
+
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],

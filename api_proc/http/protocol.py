@@ -36,6 +36,8 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class HttpProtocol(HttpToolsProtocol):
+    """The parser and writer of one connection, made by uvicorn for each one."""
+
     last_active = 0.0  # when a part of a request was received or a response ended
     head_since: float | None = None  # when an incomplete head, or trailers, began
     num_head_bytes = 0

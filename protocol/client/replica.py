@@ -16,6 +16,8 @@ _NUM_RESTS = 10
 
 
 class Replica:
+    """One core with its workers, as a client sees it."""
+
     def __init__(self, number: int, address: str, client: AsyncEngineClient) -> None:
         self.number = number
         self.address = address

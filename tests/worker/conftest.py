@@ -3,12 +3,13 @@
 import copy
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import PretrainedConfig
 
-from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.parity import MAX_TOKENS, Serve, Served, generate, make_prompts
 from worker_proc.attention.probe import ProbedModel, probe_model
 from worker_proc.loading import inspection
@@ -18,6 +19,22 @@ from worker_proc.startup import prepare
 
 _PROBED: dict[tuple[type, str], ProbedModel] = {}
 """What was found of the configurations that this process has loaded."""
+
+
+@pytest.fixture(scope="session")
+def llama_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama checkpoint, to be copied before it is changed."""
+    directory = tmp_path_factory.mktemp("llama")
+    build_checkpoint(directory, ARCHITECTURES[0].config())
+    return directory
+
+
+@pytest.fixture
+def copied(llama_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the small Llama checkpoint, to be changed."""
+    for file in llama_checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
 
 
 @pytest.fixture(autouse=True, scope="module")

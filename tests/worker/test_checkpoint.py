@@ -20,20 +20,6 @@ LLAMA = ARCHITECTURES[0].config
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    build_checkpoint(directory, LLAMA())
-    return directory
-
-
-@pytest.fixture
-def copied(llama: Path, tmp_path: Path) -> Path:
-    for file in llama.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
 def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -230,10 +216,10 @@ def test_keys_known_to_be_harmless_are_allowed(copied: Path, tmp_path_factory: A
     load(tied)
 
 
-def test_sizes_are_given_in_a_unit_that_shows_the_difference(llama: Path) -> None:
+def test_sizes_are_given_in_a_unit_that_shows_the_difference(llama_checkpoint: Path) -> None:
     config = EngineConfig(
         model=ModelConfig(
-            model=str(llama), max_model_len=200, device=Device.CPU, dtype=Dtype.FLOAT32
+            model=str(llama_checkpoint), max_model_len=200, device=Device.CPU, dtype=Dtype.FLOAT32
         ),
         cache=CacheConfig(block_size=4, kv_cache_memory_bytes=50_000),
         worker=WorkerConfig(num_threads=1),
@@ -242,9 +228,9 @@ def test_sizes_are_given_in_a_unit_that_shows_the_difference(llama: Path) -> Non
         load_model_runner(config, silent)
 
 
-def test_json_of_the_checkpoints_is_as_expected(llama: Path) -> None:
+def test_json_of_the_checkpoints_is_as_expected(llama_checkpoint: Path) -> None:
     """The values that the cases above change are there."""
-    config = json.loads((llama / "config.json").read_text())
+    config = json.loads((llama_checkpoint / "config.json").read_text())
     assert {"hidden_size", "hidden_act", "rope_parameters", "dtype", "eos_token_id"} <= set(config)
 
 

@@ -47,28 +47,13 @@ def load(directory: Path, dtype: str = "auto") -> LoadedModel:
     return load_model(directory, dtype)
 
 
-def test_weights_are_read_straight_to_a_device(llama: Path) -> None:
+def test_weights_are_read_straight_to_a_device(llama_checkpoint: Path) -> None:
     """The meta device stands for one that is not the host."""
     check = modeling_utils.check_and_set_device_map
-    checked = loader.check_model(str(llama), "auto", torch.device("meta"), silent)
+    checked = loader.check_model(str(llama_checkpoint), "auto", torch.device("meta"), silent)
     model = loader._load_weights(checked, loader._reader(checked), silent)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert modeling_utils.check_and_set_device_map is check
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama checkpoint, to be copied before it is changed."""
-    directory = tmp_path_factory.mktemp("llama")
-    build_checkpoint(directory, LLAMA())
-    return directory
-
-
-@pytest.fixture
-def copied(llama: Path, tmp_path: Path) -> Path:
-    for file in llama.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
 
 
 def change_config(directory: Path, **changes: Any) -> None:
@@ -103,28 +88,28 @@ def test_a_model_whose_code_fails_is_refused_by_its_type(
     assert len(text) < 400
 
 
-def test_sharded_weights_equal_those_in_one_file(llama: Path, tmp_path: Path) -> None:
+def test_sharded_weights_equal_those_in_one_file(llama_checkpoint: Path, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, LLAMA(), max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    whole = load(llama).model.state_dict()
+    whole = load(llama_checkpoint).model.state_dict()
     sharded = load(tmp_path).model.state_dict()
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(tensor, sharded[name]) for name, tensor in whole.items())
 
 
 def test_reports_progress_and_prints_nothing(
-    llama: Path, capfd: pytest.CaptureFixture[str]
+    llama_checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[str, int, int]] = []
-    load_model(llama, "auto", progress=lambda *report: seen.append(report))
+    load_model(llama_checkpoint, "auto", progress=lambda *report: seen.append(report))
     assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["inspect", "load_weights"]
     _, done, total = seen[-1]
     assert done == total > 10
     assert capfd.readouterr().err == ""
 
 
-def test_facts_come_from_the_checkpoint(llama: Path) -> None:
-    loaded = load(llama)
+def test_facts_come_from_the_checkpoint(llama_checkpoint: Path) -> None:
+    loaded = load(llama_checkpoint)
     assert loaded.vocab_size == VOCAB_SIZE
     assert loaded.eos_token_ids == [EOS_TOKEN_ID]
     assert loaded.model_len == 256
@@ -249,27 +234,31 @@ def config_of(directory: Path, max_model_len: int | None, **cache: Any) -> Engin
     )
 
 
-def test_a_context_that_does_not_fit_is_explained(llama: Path) -> None:
-    block_bytes = bytes_per_block([layer.spec for layer in load(llama).layers], 4, torch.bfloat16)
-    config = config_of(llama, 200, kv_cache_memory_bytes=11 * block_bytes)
+def test_a_context_that_does_not_fit_is_explained(llama_checkpoint: Path) -> None:
+    block_bytes = bytes_per_block(
+        [layer.spec for layer in load(llama_checkpoint).layers], 4, torch.bfloat16
+    )
+    config = config_of(llama_checkpoint, 200, kv_cache_memory_bytes=11 * block_bytes)
     with pytest.raises(InsufficientMemory, match=r"KiB of KV cache.* that fits is 41"):
         load_model_runner(config, silent)
 
 
 def test_the_context_shrinks_to_what_fits_unless_asked_for(
-    llama: Path, caplog: pytest.LogCaptureFixture
+    llama_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        runner = load_model_runner(config_of(llama, None, num_gpu_blocks_override=11), silent)
+        runner = load_model_runner(
+            config_of(llama_checkpoint, None, num_gpu_blocks_override=11), silent
+        )
     assert (runner.facts.max_model_len, runner.facts.num_gpu_blocks) == (41, 11)
     assert "41 instead of the model's 256" in caplog.text
-    runner = load_model_runner(config_of(llama, 100, num_gpu_blocks_override=90), silent)
+    runner = load_model_runner(config_of(llama_checkpoint, 100, num_gpu_blocks_override=90), silent)
     assert runner.facts.max_model_len == 100
 
 
-def test_more_context_than_the_model_has_is_refused(llama: Path) -> None:
+def test_more_context_than_the_model_has_is_refused(llama_checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="257 is greater than the 256"):
-        load_model_runner(config_of(llama, 257), silent)
+        load_model_runner(config_of(llama_checkpoint, 257), silent)
 
 
 def test_an_empty_pool_is_refused() -> None:
