@@ -2,7 +2,8 @@
 //
 // worker_proc/decoder/ writes the program once, when a model is loaded. An instruction reads and
 // writes buffers with one row for each token of the step; all threads work on it together, and a
-// barrier ends it unless it joins the next one. Values are rounded to the model's dtype where transformers' modules round.
+// barrier ends it unless it joins the next one. Values are rounded to the model's dtype where
+// transformers' modules round.
 
 #include "attention_pairs.h"
 #include "coded_rows.h"

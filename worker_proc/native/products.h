@@ -3,6 +3,11 @@
 // Every output is one chain of sums over the inputs, from the first to the last. The chain is the
 // same for any number of rows, any place among them, and any number of threads. Rows are float,
 // Bf16, or int8_t: codes, whose sums are whole numbers modulo 2^32 (coded_rows.h).
+//
+// decoder.cpp calls `multiply` and `multiply_heads`, which divide rows and outputs among the threads;
+// experts.h, which divides its work itself, calls `multiply_block`. Behind these `multiply_part`
+// takes the way that suits the processor and the number of rows: AMX tiles, vectors, or weights that
+// are widened to float32 once for many rows. weights.h states how weights lie in memory.
 
 #pragma once
 
