@@ -203,6 +203,11 @@ struct RoundedUnits : Codes {
   PartBits units(PartBits words, int number) const {
     return rounded_halves((*this)(words, 2 * number), (*this)(words, 2 * number + 1));
   }
+
+  // Unit `number` of a tile.
+  PartBits unit_of(const PartBits* words, int number) const {
+    return units(words[number / (Codes::kPerWord / 2)], number % (Codes::kPerWord / 2));
+  }
 };
 
 // What a weight in codes is, whatever the rows are.

@@ -162,28 +162,54 @@ struct CodedTile {
   static constexpr uint32_t kZero = 1 << (kBits - 1);
   static constexpr int64_t kBytes = 2 * kTile * kBits / 8;
 
+  // Where the processor rounds two vectors of floats to one of bfloat16 values, a word of codes of 8
+  // bits has every second input of an output: the words of eight outputs, two of each, are a vector.
+#ifdef __AVX512BF16__
+  static constexpr bool kHasTwins = kBits == 8;
+#else
+  static constexpr bool kHasTwins = false;
+#endif
+
   static void place(const int8_t* codes, int64_t lane, uint8_t* tile) {
     for (int64_t i = 0; i < kTileInputs; i += kPerWord) {
+      const int64_t turn = i / kPerWord % 2;
       uint32_t word = 0;
-      for (int k = 0; k < kPerWord; k++) word |= (codes[i + k] + kZero) << kBits * k;
+      for (int k = 0; k < kPerWord; k++) {
+        const int64_t input = kHasTwins ? i - turn * kPerWord + 2 * k + turn : i + k;
+        word |= (codes[input] + kZero) << kBits * k;
+      }
       word = word << kRotation | word >> (32 - kRotation);
-      std::memcpy(tile + (i / kPerWord * kLanes + lane) * 4, &word, 4);
+      const int64_t first = i / kPerWord * kLanes;
+      const int64_t at = kHasTwins ? first - turn * kLanes + 2 * lane + turn : first + lane;
+      std::memcpy(tile + at * 4, &word, 4);
     }
   }
 
   [[gnu::noinline]] static void unpack(const uint8_t* tile, Vec scales, Unit* units) {
-    for_pairs(tile, scales, [&](int64_t place, PartBits first, PartBits second) {
-      *reinterpret_cast<PartBits*>(units + place) = high_halves(first, second);
-    });
+    if constexpr (kHasTwins) {
+      for_units(tile, scales, [&](int64_t place, PartBits unit) {
+        *reinterpret_cast<PartBits*>(units + place) = unit;
+      });
+    } else {
+      for_pairs(tile, scales, [&](int64_t place, PartBits first, PartBits second) {
+        *reinterpret_cast<PartBits*>(units + place) = high_halves(first, second);
+      });
+    }
   }
 
   // The same as float32, [inputs][kPairOutputs].
   [[gnu::noinline]] static void widen(const uint8_t* tile, Vec scales, Unit* inputs) {
-    for_pairs(tile, scales, [&](int64_t place, PartBits first, PartBits second) {
+    const auto put = [&](int64_t place, PartBits first, PartBits second) {
       Unit* to = inputs + place / kLanes * 2 * kPairOutputs + place % kLanes;
       *reinterpret_cast<PartBits*>(to) = first & 0xffff0000u;
       *reinterpret_cast<PartBits*>(to + kPairOutputs) = second & 0xffff0000u;
-    });
+    };
+    if constexpr (kHasTwins) {
+      for_units(tile, scales,
+                [&](int64_t place, PartBits unit) { put(place, unit << 16, unit); });
+    } else {
+      for_pairs(tile, scales, put);
+    }
   }
 
   // The products of the scales and of codes at bits 7 to 22 of words. Every step is exact.
@@ -215,6 +241,11 @@ struct CodedTile {
       return high_halves(Code::rounded((*this)(words, k)), Code::rounded((*this)(words, k + 1)));
     }
 
+    // Unit `number` of a tile.
+    PartBits unit_of(const PartBits* words, int number) const {
+      return units(words[number / (kPerWord / 2)], number % (kPerWord / 2));
+    }
+
    private:
     // A float of this size changes by 1 where the lowest bit of code k lies.
     static constexpr float size_of(int k) { return 65536 >> kBits * k; }
@@ -222,7 +253,51 @@ struct CodedTile {
     Part scales_, offsets_[kCount];
   };
 
+#ifdef __AVX512BF16__
+  // The products where kHasTwins is true: those of each eight outputs.
+  class Twins {
+   public:
+    static constexpr int kPerWord = CodedTile::kPerWord;
+
+    explicit Twins(Part scales) : halves_{Products(twice(scales, 0)), Products(twice(scales, 8))} {}
+
+    // Unit `number` of a tile.
+    PartBits unit_of(const PartBits* words, int number) const {
+      PartBits low = words[number / kPerWord * 2], high = words[number / kPerWord * 2 + 1];
+      const int k = number % kPerWord;
+      if (k >= Products::kCount) {
+        low = low >> 16 | low << 16;
+        high = high >> 16 | high << 16;
+      }
+      const Part products[] = {halves_[0](low, k % Products::kCount),
+                               halves_[1](high, k % Products::kCount)};
+      return (PartBits)(__m512i)_mm512_cvtne2ps_pbh((__m512)products[1], (__m512)products[0]);
+    }
+
+   private:
+    // Each of eight scales twice.
+    static Part twice(Part scales, int first) {
+      const PartInt lanes = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+      return (Part)_mm512_permutexvar_ps((__m512i)(lanes + first), (__m512)scales);
+    }
+
+    const Products halves_[2];
+  };
+  using Made = std::conditional_t<kHasTwins, Twins, Products>;
+#else
+  using Made = Products;
+#endif
+
  private:
+  // Calls f(place of a vector in the tile of units, the units).
+  template <class F>
+  [[gnu::always_inline]] static void for_units(const uint8_t* tile, Vec scales, const F& f) {
+    const Made made((Part)scales);
+#pragma GCC unroll 16
+    for (int number = 0; number < kUnitStep; number++)
+      f(number * kLanes, made.unit_of(reinterpret_cast<const PartBits*>(tile), number));
+  }
+
   // Calls f(place of a part in the tile of units, its lower and its upper values).
   template <class F>
   [[gnu::always_inline]] static void for_pairs(const uint8_t* tile, Vec scales, const F& f) {
@@ -335,14 +410,13 @@ struct VectorsInRegisters {
     [[gnu::always_inline]] Step(const VectorsInRegisters& w, int64_t pair, int64_t unit)
         : tiles_(w.panels.tile_codes(pair, 0, unit)),
           codes_{w.panels.template codes_of<Codes>(pair, 0, unit),
-                 w.panels.template codes_of<Codes>(pair, 1, unit)} {
-      for (int64_t i = 0; i < 2 * kBytes; i += kLine) __builtin_prefetch(tiles_ + kCodesAhead + i);
-    }
+                 w.panels.template codes_of<Codes>(pair, 1, unit)} {}
 
     [[gnu::always_inline]] VecBits vector(int number, int half) const {
-      constexpr int kUnits = Codes::kPerWord / 2;
+      // The codes that come next are fetched bit by bit, so that memory is never idle.
+      if (half == 0) __builtin_prefetch(tiles_ + kCodesAhead + number * (2 * kBytes / kUnitStep));
       const auto* words = reinterpret_cast<const PartBits*>(tiles_ + half * kBytes);
-      return (VecBits)codes_[half].units(words[number / kUnits], number % kUnits);
+      return (VecBits)codes_[half].unit_of(words, number);
     }
 
    private:
@@ -359,7 +433,7 @@ struct VectorsInRegisters {
 
 template <class Code, class F>
 void with_vectors(const CodedPanels<Code>& w, const F& f) {
-  f(VectorsInRegisters<CodedPanels<Code>, typename CodedTile<Code>::Products>{w});
+  f(VectorsInRegisters<CodedPanels<Code>, typename CodedTile<Code>::Made>{w});
 }
 
 #endif
