@@ -51,17 +51,22 @@ def prepare_device(device: torch.device, rank: int = 0) -> None:
     UnsupportedModel: there are fewer GPUs than ranks.
     """
     if device.type == "cuda":
-        if rank >= (num_devices := torch.cuda.device_count()):
-            raise UnsupportedModel(
-                f"device cuda: rank {rank} of the model needs a GPU of its own, and PyTorch finds"
-                f" {num_devices}; choose a smaller tensor_parallel_size"
-            )
-        torch.cuda.set_device(rank)
+        if rank > 0:  # the first has the device that CUDA chooses
+            _choose_device(rank)
         # It would make a plan for every new pair of batch size and length, which takes longer than
         # the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Products and sums are fused, whatever the default of this version of Triton is.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def _choose_device(rank: int) -> None:
+    if rank >= (num_devices := torch.cuda.device_count()):
+        raise UnsupportedModel(
+            f"device cuda: rank {rank} of the model needs a GPU of its own, and PyTorch finds"
+            f" {num_devices}; choose a smaller tensor_parallel_size"
+        )
+    torch.cuda.set_device(rank)
 
 
 def uses_triton(device: torch.device) -> bool:
