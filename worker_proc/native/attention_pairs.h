@@ -198,31 +198,42 @@ void widen_span_values(PairTile& tile, PairSpan& span) {
 
 constexpr int kLinesPerStep = 4;  // so that scores and values of a span fetch another one
 
-template <int R, bool kFetches>
-void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
-                        float (*scores)[kSpanSlots]) {
-  Vec sums[R][kSpanGroups];
+// The scores of the first G groups of a span.
+template <int R, int G, bool kFetches>
+void score_groups(PairTile& tile, int first, const PairSpan& span, float (*scores)[kSpanSlots]) {
+  Vec sums[R][G];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < kSpanGroups; g++) sums[r][g] = Vec{};
+    for (int g = 0; g < G; g++) sums[r][g] = Vec{};
   for (int d = 0; d < tile.dim / 2; d++) {
-    VecBits keys[kSpanGroups];
+    VecBits keys[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < kSpanGroups; g++)
+    for (int g = 0; g < G; g++)
       keys[g] = *reinterpret_cast<const VecBits*>(span.keys[g] + d * kLanes);
     if constexpr (kFetches) tile.ahead.fetch(kLinesPerStep);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int g = 0; g < kSpanGroups; g++)
+      for (int g = 0; g < G; g++)
         sums[r][g] = add_product<Bf16>(sums[r][g], tile.query(first + r)[d], keys[g]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < kSpanGroups; g++)
+    for (int g = 0; g < G; g++)
       _mm512_store_ps(scores[first + r] + g * kLanes, (__m512)sums[r][g]);
+}
+
+// Groups past the context are not scored: their scores would be masked.
+template <int R, bool kFetches>
+void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
+                        float (*scores)[kSpanSlots]) {
+  constexpr int kHalf = kSpanGroups / 2;
+  if (span.num_groups <= kHalf)
+    score_groups<R, kHalf, kFetches>(tile, first, span, scores);
+  else
+    score_groups<R, kSpanGroups, kFetches>(tile, first, span, scores);
 }
 
 template <int R, int C, bool kFetches>
