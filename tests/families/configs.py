@@ -11,6 +11,7 @@ from tests.worker.compressed_models import DEEPSEEK_V4
 from tests.worker.families import FAMILIES as FURTHER_ARCHITECTURES
 from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.recurrent_models import RECURRENT
+from tests.worker.score_term_models import SCORE_TERMS
 
 MAX_LENGTH = 1024
 """Positions of each model."""
@@ -267,7 +268,7 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         architecture.name: _longer(architecture.config)
         for architecture in (
             *(*ARCHITECTURES, *FURTHER_ARCHITECTURES),
-            *(*RECURRENT, *OWN_ATTENTION, DEEPSEEK_V4),
+            *(*RECURRENT, *OWN_ATTENTION, DEEPSEEK_V4, *SCORE_TERMS),
         )
     },
     **{name: lambda name=name: small_config(name) for name in TYPES},  # type: ignore[misc]

@@ -3,8 +3,9 @@
 Both backends give what float64 gives, and the native kernel the same bits however the work is cut.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,6 +40,9 @@ class Terms(NamedTuple):
     has_sinks: bool = False
     has_biases: bool = False
     is_by_distance: bool = False
+    num_distances: int = 0
+    """Over which each query has biases of its own."""
+    has_row_sinks: bool = False
 
 
 _WIDE = LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None)
@@ -55,6 +59,13 @@ SHORT_TERMS = (
     Terms("distances_window", replace(_ODD, window=9), has_biases=True, is_by_distance=True),
     Terms("chunks", replace(_WIDE, window=13, is_chunked=True)),
     Terms("long_chunks", replace(_ODD, window=64, is_chunked=True), has_sinks=True),
+    Terms("row_biases_and_sinks", _WIDE, num_distances=5, has_row_sinks=True),
+)
+SHORT_ROW_TERMS = (
+    Terms("row_biases", _WIDE, num_distances=37),
+    Terms("row_biases_window", replace(_ODD, window=9), num_distances=9),
+    Terms("many_row_terms", _MANY, num_distances=70, has_row_sinks=True),
+    Terms("row_biases_of_all", _ODD, num_distances=2 * max(LENGTHS)),
 )
 LONG_TERMS = (
     Terms("sinks", _ODD, has_sinks=True),
@@ -63,14 +74,31 @@ LONG_TERMS = (
     Terms("chunks", replace(_ODD, window=700, is_chunked=True)),
     Terms("long_chunks", replace(_ODD, window=SECTION + 190, is_chunked=True), has_sinks=True),
 )
+LONG_ROW_TERMS = (
+    Terms("row_terms", _ODD, num_distances=SECTION + 100, has_row_sinks=True),
+    Terms("near_row_terms", _WIDE, num_distances=40, has_row_sinks=True),
+)
+
+
+def cases(terms: Sequence[Terms], slow: Sequence[Terms]) -> list[Any]:
+    return [*terms, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
 
 
 def make_layer(
     texts: Texts, terms: Terms, backend: AttentionBackend, length: int = max(LENGTHS)
 ) -> PagedLayer:
-    """Return an empty layer with random sinks, and biases that grow with the position."""
+    """Return an empty layer with random sinks, and biases that grow with the position.
+
+    Texts get random terms of their rows.
+    """
     generator = torch.Generator().manual_seed(8)
     sinks = biases = None
+    heads, counts = terms.spec.num_heads, [len(rows[0]) for rows in texts.rows]
+    if terms.num_distances:
+        shapes = [(count, heads, terms.num_distances) for count in counts]
+        texts.biases = [torch.randn(s, generator=generator).to(texts.dtype) * 2 for s in shapes]
+    if terms.has_row_sinks:
+        texts.sinks = [torch.randn(count, heads, generator=generator) * 2 for count in counts]
     if terms.has_sinks:
         sinks = torch.randn(terms.spec.num_heads, generator=generator) * 2
     if terms.has_biases:
@@ -86,10 +114,10 @@ def plain_backend(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> SdpaB
     return SdpaBackend({Rule(0, spec.window, spec.is_chunked)}, block_size, dtype, CPU)
 
 
-def exact(layer: PagedLayer, rows: list[torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+def exact(layer: PagedLayer, texts: Texts, text: int, positions: torch.Tensor) -> torch.Tensor:
     """Return what some positions of a text get, in float64."""
     spec = layer.spec
-    query, key, value = (each.double() for each in rows)
+    query, key, value = (each.double() for each in texts.rows[text])
     heads = torch.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
     keys = torch.arange(len(key))
     scores = torch.einsum("qhd,khd->hqk", query[positions], key[:, heads]) * SCALE
@@ -97,14 +125,23 @@ def exact(layer: PagedLayer, rows: list[torch.Tensor], positions: torch.Tensor) 
         columns = keys[None] if layer.bias_origin is None else keys - positions[:, None]
         columns = (columns + (layer.bias_origin or 0)).clamp(max=layer.biases.shape[1] - 1)
         scores += layer.biases[:, columns].double()  # those of later keys are hidden
+    distances = positions[:, None] - keys
+    for position, row in enumerate(positions.tolist()):
+        if texts.biases is not None:
+            own = texts.biases[text][row].double()
+            is_near = (distances[position] >= 0) & (distances[position] < own.shape[1])
+            scores[:, position, is_near] += own[:, distances[position, is_near]]
     seen = keys <= positions[:, None]
     if spec.window is not None and spec.is_chunked:
         seen &= keys // spec.window == positions[:, None] // spec.window
     elif spec.window is not None:
         seen &= keys > positions[:, None] - spec.window
     scores = scores.masked_fill(~seen, -torch.inf)
-    if layer.sinks is not None:
-        sinks = layer.sinks.double()[:, None, None]
+    if layer.sinks is not None or texts.sinks is not None:
+        of_rows = None if texts.sinks is None else texts.sinks[text][positions].double()
+        of_layer = None if layer.sinks is None else layer.sinks.double()[:, None, None]
+        sinks = of_layer if of_rows is None else of_rows.t()[:, :, None]
+        assert sinks is not None
         scores = torch.cat([scores, sinks.expand(-1, len(positions), 1)], dim=-1)
     weights = scores.softmax(-1)[..., : len(key)]
     return torch.einsum("hqk,khd->qhd", weights, value[:, heads])
@@ -116,13 +153,13 @@ def check_values(texts: Texts, layer: PagedLayer, tolerance: float) -> None:
     rest = [(i, done, LENGTHS[i] - done) for i, _, done in half if LENGTHS[i] > done]
     for parts in (half, rest):
         for (i, start, count), found in zip(parts, texts.attend(layer, parts), strict=True):
-            want = exact(layer, texts.rows[i], torch.arange(start, start + count))
+            want = exact(layer, texts, i, torch.arange(start, start + count))
             torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", SHORT_TERMS, ids=lambda terms: terms.name)
+@pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
 def test_both_backends_give_what_float64_gives(
     terms: Terms, dtype: torch.dtype, block_size: int
 ) -> None:
@@ -135,7 +172,7 @@ def test_both_backends_give_what_float64_gives(
 
 @pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.FP8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", SHORT_TERMS, ids=lambda terms: terms.name)
+@pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
 def test_codes_have_the_same_terms(terms: Terms, dtype: torch.dtype, format: KVFormat) -> None:
     texts = Texts(terms.spec, 16, dtype, format=format)
     for rows in texts.rows:
@@ -145,7 +182,7 @@ def test_codes_have_the_same_terms(terms: Terms, dtype: torch.dtype, format: KVF
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", SHORT_TERMS, ids=lambda terms: terms.name)
+@pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
 def test_bits_do_not_depend_on_the_cut(terms: Terms, dtype: torch.dtype) -> None:
     texts = Texts(terms.spec, 16, dtype)
     backend = native_backend(16, dtype, [terms.spec.window], specs=[terms.spec])
@@ -161,7 +198,7 @@ def test_bits_do_not_depend_on_the_cut(terms: Terms, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", LONG_TERMS, ids=lambda terms: terms.name)
+@pytest.mark.parametrize("terms", cases(LONG_TERMS, LONG_ROW_TERMS), ids=lambda terms: terms.name)
 def test_sections_are_merged_with_the_terms_once(terms: Terms, dtype: torch.dtype) -> None:
     texts = Texts(terms.spec, 16, dtype, (LONG, 20))
     backend = native_backend(16, dtype, [terms.spec.window], specs=[terms.spec])
@@ -170,7 +207,7 @@ def test_sections_are_merged_with_the_terms_once(terms: Terms, dtype: torch.dtyp
     expected, _ = texts.attend(layer, [(0, 0, LONG), (1, 0, 20)])
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     some = torch.arange(LONG)[::37]
-    want = exact(layer, texts.rows[0], some)
+    want = exact(layer, texts, 0, some)
     torch.testing.assert_close(expected[some].double(), want, rtol=tolerance, atol=tolerance)
     num_splits = 0
     for num_threads in (2, 4):

@@ -67,7 +67,6 @@ def change_config(directory: Path, **changes: Any) -> None:
         ("blt", "cannot be prepared (AttributeError"),
         ("pi0", "cannot be prepared (AttributeError"),
         ("idefics", "tokens with positions fails (ValueError"),
-        ("doge", "its own code computes with a mask"),
     ],
 )
 def test_a_model_whose_code_fails_is_refused_by_its_type(

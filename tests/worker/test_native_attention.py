@@ -90,6 +90,10 @@ class Texts:
             ]
             for length in lengths
         ]
+        self.biases: list[torch.Tensor] | None = None
+        """Of each text's queries, by distance: `[length, num_heads, distances]`."""
+        self.sinks: list[torch.Tensor] | None = None
+        """Of each text's queries, `[length, num_heads]`."""
         if spec.is_latent:
             for rows in self.rows:
                 rows[2] = rows[1][..., : spec.value_head_dim]
@@ -128,13 +132,15 @@ class Texts:
             ScheduledRequest(self.requests[i], start, count, True) for i, start, count in parts
         ]
         layer.backend.begin_step(pack_step(scheduled, CPU))
-        packed = [
-            torch.cat([self.rows[i][kind][start : start + count] for i, start, count in parts])
-            for kind in range(3)
-        ]
+
+        def packed(texts: Sequence[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([texts[i][start : start + count] for i, start, count in parts])
+
+        terms = [None if one is None else packed(one) for one in (self.biases, self.sinks)]
+        kinds = [packed([rows[kind] for rows in self.rows]) for kind in range(3)]
         # The layout that models pass: heads first in memory.
-        rows = Rows(*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in packed))
-        out = layer.backend.attend(layer, rows, Scoring(SCALE, softcap))
+        rows = Rows(*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in kinds))
+        out = layer.backend.attend(layer, rows, Scoring(SCALE, softcap, *terms))
         return list(out.split([count for _, _, count in parts]))
 
 

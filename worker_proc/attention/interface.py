@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from worker_proc.attention.compression import Compression
+from worker_proc.attention.score_terms import with_key_biases
 from worker_proc.attention.stand_ins import OWN_ATTENTION
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec, Place
@@ -35,6 +36,11 @@ class Scoring(NamedTuple):
 
     scale: float
     softcap: float | None  # bound that scores approach by tanh
+    biases: torch.Tensor | None = None
+    """`[T, num_heads, distances]`: what each query adds to the scores of the keys before it, by
+    their distance, its own key first. Nothing is added to those that are further away."""
+    sinks: torch.Tensor | None = None
+    """float32 `[T, num_heads]`: sinks of each query, in place of those of the layer."""
 
 
 class AttentionBackend(Protocol):
@@ -153,19 +159,30 @@ def paged_attention(  # noqa: PLR0917 (the signature is transformers')
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend for one module with a `paged_layer`: the function that transformers calls.
 
     Takes `[1, heads, T, dim]`; returns `[1, T, num_heads, value_head_dim]` and no weights. The
-    probe checked `kwargs` when the model was loaded.
+    probe checked `kwargs` when the model was loaded. A mask is one of key biases, and biases by
+    position are those by distance (score_terms.py).
     """
     layer = cast(PagedLayer | LayersInTurn, module.paged_layer)
     if isinstance(layer, LayersInTurn):
         layer = layer.next()
     scale = layer.spec.head_dim**-0.5 if scaling is None else scaling
+    if attention_mask is not None:
+        query, key = with_key_biases(query, key, attention_mask, scale)
+    scoring = Scoring(
+        scale,
+        softcap,
+        None if position_bias is None else position_bias[0].transpose(0, 1),
+        None if sinks is None else sinks[0, :, :, 0].t().float().contiguous(),
+    )
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
-    return layer.backend.attend(layer, rows, Scoring(scale, softcap)).unsqueeze(0), None
+    return layer.backend.attend(layer, rows, scoring).unsqueeze(0), None

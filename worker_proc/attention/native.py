@@ -21,8 +21,8 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.kv.window import first_visible
 from worker_proc.mirror import ScheduledRequest
-from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
-from worker_proc.native.structures import LayerArgs, StepArgs
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, rows_args
+from worker_proc.native.structures import LayerArgs, RowTermsArgs, StepArgs
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
@@ -210,22 +210,36 @@ class NativeBackend:
         """Attend with some of the query heads of each KV head at a time."""
         if layer not in self._parts:
             self._parts[layer] = list(_cut_heads(layer))
-        query = rows.query.unflatten(1, (layer.spec.num_kv_heads, -1))
-        parts = [
-            self._attend(
-                part.layer, rows._replace(query=query[:, :, part.heads].flatten(1, 2)), scoring
-            ).unflatten(1, (layer.spec.num_kv_heads, -1))
-            for part in self._parts[layer]
-        ]
+        num_kv_heads = layer.spec.num_kv_heads
+
+        def of(heads: slice, one: torch.Tensor) -> torch.Tensor:
+            own: torch.Tensor = one.unflatten(1, (num_kv_heads, -1))[:, :, heads]
+            return own.flatten(1, 2).contiguous()
+
+        def attended(part: _Heads) -> torch.Tensor:
+            own = scoring._replace(
+                biases=None if scoring.biases is None else of(part.heads, scoring.biases),
+                sinks=None if scoring.sinks is None else of(part.heads, scoring.sinks),
+            )
+            query = of(part.heads, rows.query)
+            out = self._attend(part.layer, rows._replace(query=query), own)
+            split: torch.Tensor = out.unflatten(1, (num_kv_heads, -1))
+            return split
+
+        parts = [attended(part) for part in self._parts[layer]]
         return torch.cat(parts, dim=2).flatten(1, 2)
 
     def _attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         spec, step = layer.spec, self.steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
-        extras = scoring.softcap, layer.sinks, layer.biases
-        assert not spec.is_latent or extras == (None, None, None)  # for which there is no kernel
+        extras = scoring[1:], layer.sinks, layer.biases
+        no_extras = (None, None, None), None, None
+        assert not spec.is_latent or extras == no_extras  # for which there is no kernel
+        terms, kept = _row_terms(scoring)
         numbers = (scoring.scale, scoring.softcap or 0.0)
-        self._library.attend(self.layer_args(layer), step, Rows(*map(_dense, rows)), numbers, out)
+        dense = Rows(*map(_dense, rows))
+        self._library.attend(self.layer_args(layer), step, dense, numbers, out, terms=terms)
+        del kept
         return out
 
     def _has_pairs(self, spec: LayerSpec) -> bool:
@@ -282,6 +296,21 @@ def _cut_heads(layer: PagedLayer) -> Iterator[_Heads]:
             biases=None if layer.biases is None else layer.biases[own].contiguous(),
         )
         yield _Heads(heads, part)
+
+
+def _row_terms(scoring: Scoring) -> tuple[RowTermsArgs, torch.Tensor | None]:
+    """Return what each row has beside its layer, and what must be kept for it."""
+    if scoring.biases is None and scoring.sinks is None:
+        return RowTermsArgs(), None
+    terms = RowTermsArgs()
+    biases = None
+    if scoring.biases is not None:
+        biases = _dense(scoring.biases)
+        terms.biases, terms.num_distances = rows_args(biases), biases.shape[2]
+    if scoring.sinks is not None:
+        assert scoring.sinks.is_contiguous()
+        terms.sinks = scoring.sinks.data_ptr()
+    return terms, biases
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,11 @@ from worker_proc.attention.indexers import choose_all, indexers_of
 from worker_proc.attention.interface import has_own_attention
 from worker_proc.attention.recorder import NUM_PROBE_TOKENS, ProbedLayer, Recorder
 from worker_proc.attention.recording import recording
+from worker_proc.attention.score_terms import (
+    distance_terms_of,
+    modules_with_terms,
+    take_score_terms,
+)
 from worker_proc.attention.stand_ins import OwnCache
 from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.recurrent.recording import recorded_states
@@ -50,8 +55,14 @@ class ProbedModel:
     """How many outputs the modules in lists have, of those that return several."""
     indexed_length: int | None = None
     """Of texts whose tokens are all chosen by indexers, if there are some (indexers.py)."""
+    num_logits: int | None = None
+    """Of a row; some models leave out those of tokens that only fill up a vocabulary."""
+    masked_length: int | None = None
+    """Of texts none of whose tokens is hidden for its key's bias, if keys have some."""
     row_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """What modules with matrices of their own take, by name, without the dimensions of texts."""
+    argument_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """What modules with stacks of matrices take, by argument; 0 is the number of rows."""
 
 
 def probe_model(
@@ -67,6 +78,10 @@ def probe_model(
     recorder = Recorder(model)
     config = model.config
     indexed_length = choose_all(model)
+    terms_length = take_score_terms(model)
+    for _, module in modules_with_terms(model):  # what the served forward takes from children
+        terms = distance_terms_of(module)
+        recorder.storages.add([] if terms is None else terms.child.parameters())
     compressions = take_compressors(model)
     for compression in compressions:  # the kernel computes with these
         recorder.storages.add(compression.used_parameters())
@@ -80,7 +95,7 @@ def probe_model(
         recorder.storages,
     ):
         cache = OwnCache(recorder.own_attention) if is_own else None
-        _run_forward(model, cache, has_output_layer=has_output_layer)
+        output = _run_forward(model, cache, has_output_layer=has_output_layer)
     layers = recorder.compressed_layers() if compressions else recorder.layers
     _check_directions(layers, config.model_type, has_output_layer=has_output_layer)
     num_reached = num_layers - _num_passed_over(model, num_layers, recorder.called)
@@ -103,12 +118,15 @@ def probe_model(
         has_states=bool(recurrent),
         num_outputs=_num_outputs(model, recorder.num_outputs),
         indexed_length=indexed_length,
+        masked_length=terms_length,
+        num_logits=output.logits.shape[-1] if has_output_layer else None,
         row_shapes=recorder.row_shapes,
+        argument_shapes=recorder.argument_shapes,
     )
 
 
-def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_layer: bool) -> None:
-    """Compute one packed row of tokens; UnsupportedModel: this fails."""
+def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_layer: bool) -> Any:
+    """Return what a model makes of one packed row of tokens; UnsupportedModel: this fails."""
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
     kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
     options: dict[str, Any] = {"logits_to_keep": kept} if has_output_layer else {}
@@ -116,7 +134,7 @@ def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_l
         options["past_key_values"] = cache
     failed = f"the model type {model.config.model_type} is not supported"
     try:
-        model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
+        return model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{failed}: {error}") from error
     except Exception as error:

@@ -5,7 +5,7 @@ What a forward asks of them is recorded; see probe.py.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,11 @@ from worker_proc.attention.compression import MAX_COMPRESSED_HEADS, compression_
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
+from worker_proc.attention.score_terms import (
+    distance_terms_of,
+    key_biases_of,
+    with_key_biases,
+)
 from worker_proc.attention.stand_ins import OwnCall, OwnMask
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import CompressedSpec, LayerSpec
@@ -27,8 +32,8 @@ _LAYERS = (nn.Linear, nn.Embedding, Conv1D)
 _HARMLESS_ARGUMENTS = frozenset(
     {
         *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
-        *("logits_to_keep", "output_hidden_states", "output_router_logits"),
-        *("position_embeddings", "position_ids"),
+        *("logits_to_keep", "output_hidden_states", "output_router_logits", "sinks"),
+        *("position_bias", "position_embeddings", "position_ids"),
         *("return_dict", "s_aux", "scaling", "sin", "sliding_window", "softcap", "target_dtype"),
         *("use_cache", "use_top_left_mask"),
     }
@@ -61,6 +66,20 @@ class ProbedMask:
         return self
 
 
+class RowTerms(NamedTuple):
+    """What the scores of a layer have that follows from rows; see score_terms.py."""
+
+    num_distances: int = 0
+    """Over which each query has biases; 0: there are none."""
+    has_row_sinks: bool = False
+    """Whether each query has sinks."""
+    has_key_biases: bool = False
+    """Whether keys have biases, in the last dimensions of their heads."""
+
+
+NO_ROW_TERMS = RowTerms()
+
+
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
     """One attention call of the forward."""
@@ -73,6 +92,7 @@ class ProbedLayer:
     """The buffer that has what is added to scores, by head and position of the key."""
     bias_origin: int | None = None
     """The column of a row's own key there; see `PagedLayer`."""
+    row_terms: RowTerms = NO_ROW_TERMS
 
 
 class _UsedStorages(TorchDispatchMode):
@@ -124,17 +144,30 @@ class Recorder:
         """Of the mixtures of experts whose place has been taken."""
         self.row_shapes: dict[str, tuple[int, ...]] = {}
         """What modules with matrices of their own take, without the dimensions of texts."""
+        self.argument_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        """What modules with stacks of matrices take, by argument; 0 is the number of rows."""
 
-    def take_rows(self, module: nn.Module, args: tuple[object, ...]) -> None:
+    def take_rows(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Note the rows that a module with matrices of its own takes."""
-        own = module.named_parameters(recurse=False)
-        if isinstance(module, _LAYERS) or not any(weight.dim() == 2 for _, weight in own):
+        dims = {weight.dim() for _, weight in module.named_parameters(recurse=False)}
+        if isinstance(module, _LAYERS) or not dims & {2, 3}:
             return
         rows = args[0] if len(args) == 1 else None
         if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
             return
-        if rows.dim() > 2 and rows.shape[:2] == (1, NUM_PROBE_TOKENS):
-            self.row_shapes[self._module_names[module]] = tuple(rows.shape[2:])
+        if rows.dim() < 3 or rows.shape[:2] != (1, NUM_PROBE_TOKENS):
+            return
+        name = self._module_names[module]
+        if 2 in dims:
+            self.row_shapes[name] = tuple(rows.shape[2:])
+        elif all(isinstance(one, torch.Tensor) for one in kwargs.values()):
+            given = {"": rows} | cast(dict[str, torch.Tensor], kwargs)
+            self.argument_shapes[name] = {
+                key: tuple(0 if size == NUM_PROBE_TOKENS else size for size in one.shape)
+                for key, one in given.items()
+            }
 
     def attention(
         self,
@@ -148,6 +181,11 @@ class Recorder:
     ) -> tuple[torch.Tensor, None]:
         """Record the call, and return an output of the right shape."""
         name = self._module_names.get(module, type(module).__name__)
+        noted = key_biases_of(module)
+        if noted is not None and noted.mask is not None:
+            query, key = with_key_biases(query, key, cast(torch.Tensor, attention_mask), 1.0)
+            attention_mask, noted.mask = noted.mask, None
+        num_distances, has_row_sinks = self._row_terms(name, module, query, kwargs)
         visible = self._visible(name, module, attention_mask, args, kwargs)
         batch, num_heads, length, _ = query.shape
         _, num_kv_heads, key_length, head_dim = key.shape
@@ -168,9 +206,28 @@ class Recorder:
             is_causal=visible.is_causal,
         )
         sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
-        self.layers.append(ProbedLayer(name, spec, sinks))
+        terms = RowTerms(num_distances, has_row_sinks, has_key_biases=noted is not None)
+        self.layers.append(ProbedLayer(name, spec, sinks, row_terms=terms))
         self._has_one_row.append(key is value and num_kv_heads == 1)
         return query.new_empty(batch, length, num_heads, value_head_dim), None
+
+    @staticmethod
+    def _row_terms(
+        name: str, module: nn.Module, query: torch.Tensor, kwargs: dict[str, object]
+    ) -> tuple[int, bool]:
+        """Return over how many distances queries have biases, and whether they have sinks."""
+        biases, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
+        _, num_heads, length, _ = query.shape
+        num_distances = 0
+        if biases is not None:
+            terms = distance_terms_of(module)
+            num_distances = 0 if terms is None else terms.num_distances
+            shape = (1, num_heads, length, num_distances)
+            if not num_distances or getattr(biases, "shape", None) != shape:
+                raise UnsupportedModel(f"{name} adds biases of pairs of a query and a key")
+        if sinks is not None and getattr(sinks, "shape", None) != (1, num_heads, length, 1):
+            raise UnsupportedModel(f"{name} has sinks that are not one of each query and head")
+        return num_distances, sinks is not None
 
     def compressed_layers(self) -> list[ProbedLayer]:
         """Return the layers of a model with compressors, beside which others have windows alone."""

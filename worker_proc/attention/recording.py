@@ -136,8 +136,8 @@ class _EmptyLists(TorchFunctionMode):
 def _running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Keep the modules whose forward runs or ran."""
 
-    def begin(module: nn.Module, args: tuple[object, ...]) -> None:
-        recorder.take_rows(module, args)
+    def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        recorder.take_rows(module, args, kwargs)
         recorder.running.append(module)
         recorder.called.add(module)
 
@@ -150,7 +150,7 @@ def _running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         handle
         for module in model.modules()
         for handle in (
-            module.register_forward_pre_hook(begin),
+            module.register_forward_pre_hook(begin, with_kwargs=True),
             module.register_forward_hook(end),
         )
     ]

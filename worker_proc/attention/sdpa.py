@@ -59,8 +59,8 @@ class ScoreTerms(NamedTuple):
     """What scores have beside products, in shapes that fit them."""
 
     mask: torch.Tensor | None  # 0, and -inf for what a query does not attend to; None: causal
-    sinks: torch.Tensor | None  # [..., heads, 1, 1]
-    biases: torch.Tensor | None  # [..., heads, 1, L]
+    sinks: torch.Tensor | None  # [..., heads, T or 1, 1]
+    biases: torch.Tensor | None  # [..., heads, T or 1, L]
 
 
 Decodes = list[tuple[int, ScheduledRequest]]  # parts of one token, each with its row
@@ -109,7 +109,7 @@ class SdpaBackend:
                 keys = _gather(kv.keys, chunk.block_ids)[: chunk.context_len]
                 values = _gather(kv.values, chunk.block_ids)[: chunk.context_len]
                 values = values[..., : spec.value_head_dim]
-            terms = _terms_of_chunk(layer, chunk)
+            terms = _terms_of_chunk(layer, chunk, scoring)
             out[chunk.rows] = _attend_chunk(query[chunk.rows], keys, values, scoring, terms)
         return out
 
@@ -198,30 +198,53 @@ def _hidden(queries: torch.Tensor, keys: torch.Tensor, rule: Rule) -> torch.Tens
     return hidden
 
 
-def _terms_of_group(layer: PagedLayer, group: DecodeGroup) -> ScoreTerms:
+def _terms_of_group(layer: PagedLayer, group: DecodeGroup, scoring: Scoring) -> ScoreTerms:
     """Return the terms of scores `[B, kv_heads, heads of each, L]`."""
     shape = (layer.spec.num_kv_heads, layer.spec.num_heads // layer.spec.num_kv_heads)
     sinks, biases = layer.sinks, layer.biases
     if sinks is not None:
         sinks = sinks.view(1, *shape, 1)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.index_select(0, group.rows).view(-1, *shape, 1)
     if biases is not None:
         columns = _bias_columns(layer, group.queries, group.positions)
         biases = biases[:, columns].transpose(0, 1).unflatten(1, shape)
+    if scoring.biases is not None:
+        by_distance = scoring.biases.index_select(0, group.rows)
+        distances = (group.queries - group.positions).unsqueeze(1)
+        biases = _by_position(by_distance, distances).unflatten(1, shape)
     return ScoreTerms(group.mask, sinks, biases)
 
 
-def _terms_of_chunk(layer: PagedLayer, chunk: Chunk) -> ScoreTerms:
+def _terms_of_chunk(layer: PagedLayer, chunk: Chunk, scoring: Scoring) -> ScoreTerms:
     """Return the terms of scores `[kv_heads, heads of each, T, L]`."""
     shape = (layer.spec.num_kv_heads, layer.spec.num_heads // layer.spec.num_kv_heads)
     sinks, biases = layer.sinks, layer.biases
     if sinks is not None:
         sinks = sinks.view(*shape, 1, 1)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks[chunk.rows].t().reshape(*shape, -1, 1)
+    if biases is None and scoring.biases is None:
+        return ScoreTerms(chunk.mask, sinks, None)
+    end, num_tokens = chunk.first + chunk.context_len, chunk.rows.stop - chunk.rows.start
+    device = (biases if scoring.biases is None else scoring.biases).device  # type: ignore[union-attr]
+    keys = torch.arange(chunk.first, end, device=device)
+    queries = keys[-num_tokens:, None]
     if biases is not None:
-        end, num_tokens = chunk.first + chunk.context_len, chunk.rows.stop - chunk.rows.start
-        keys = torch.arange(chunk.first, end, device=biases.device)
-        columns = _bias_columns(layer, keys[-num_tokens:, None], keys[None])
+        columns = _bias_columns(layer, queries, keys[None])
         biases = biases[:, columns].unflatten(0, shape)
+    if scoring.biases is not None:
+        by_distance = scoring.biases[chunk.rows].transpose(0, 1)
+        biases = _by_position(by_distance, queries - keys).unflatten(0, shape)
     return ScoreTerms(chunk.mask, sinks, biases)
+
+
+def _by_position(by_distance: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+    """Return biases `[..., L]` of `[..., distances]`, given the distances of L keys."""
+    count = by_distance.shape[-1]
+    columns = distances.clamp(0, count - 1).expand(*by_distance.shape[:-1], -1)
+    is_near = (distances >= 0) & (distances < count)
+    return by_distance.float().gather(-1, columns).where(is_near, 0.0)
 
 
 def _bias_columns(
@@ -253,7 +276,7 @@ def _attend_group(
     values = values.reshape(size, -1, spec.num_kv_heads, spec.value_head_dim)
     keys = keys.masked_fill_(group.hidden, 0).transpose(1, 2)
     values = values.masked_fill_(group.hidden, 0).transpose(1, 2)
-    out = _attend(queries, keys, values, scoring, _terms_of_group(layer, group))
+    out = _attend(queries, keys, values, scoring, _terms_of_group(layer, group, scoring))
     return out.reshape(size, spec.num_heads, spec.value_head_dim)
 
 
@@ -288,7 +311,7 @@ def _attend(
     terms: ScoreTerms,
 ) -> torch.Tensor:
     mask, sinks, biases = terms
-    scale, softcap = scoring
+    scale, softcap, *_ = scoring
     if softcap is None and sinks is None and biases is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale

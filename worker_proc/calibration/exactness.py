@@ -6,6 +6,7 @@ alone. Known properties of the backend decide first. Then the model's own module
 the threads and shapes that they will run with.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
 NUM_TRIAL_ROWS = 5
 MAX_FACTORS = 2**17  # of a norm of heads: 512 heads of 256 dimensions
+_ATTENTION = "scaled_dot_product_attention"
 MAX_PRODUCTS = 2**28  # most multiplications in one trial of a module: some milliseconds
 
 
@@ -101,7 +103,7 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
             continue
-        if is_rowwise(module) or _multiplies_by_elements(module):
+        if is_rowwise(module) or _multiplies_by_elements(module) or _attends_in_tokens(module):
             continue
         layer: PackedLayer | None = module.__dict__.get("recurrent_layer")
         if any(
@@ -110,6 +112,16 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
             if layer is None or own_name in layer.plain_products
         ):
             yield f"{name} ({type(module).__name__})"
+
+
+def _attends_in_tokens(module: nn.Module) -> bool:
+    """Return whether a module's own code attends to what each token has alone, as to its streams.
+
+    A matrix of its own has the queries, the same for all tokens (Inkling-2). Its rows are tried
+    among others.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and _ATTENTION in code.co_names
 
 
 @torch.inference_mode()
@@ -170,7 +182,8 @@ def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A part with other arguments is tried only as a part of the whole forward.
-        dims = (3, 4) if _has_packed_matrices(module) else (3,)
+        has_streams = _has_packed_matrices(module) or _attends_in_tokens(module)
+        dims = (3, 4) if has_streams else (3,)
         if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() in dims for v in args):
             return
         if len({value.shape[1] for value in args}) == 1:

@@ -8,6 +8,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -36,8 +37,8 @@ from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import (
     auto_class,
-    building_without_libraries,
     part_for_texts,
+    without_libraries,
 )
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.quantization.formats import take_format
@@ -159,6 +160,13 @@ def _inspect(
             " attention beyond is not computed",
             model_len,
         )
+    if probed.masked_length is not None and probed.masked_length < model_len:
+        model_len = probed.masked_length
+        _log.info(
+            "the context is %d tokens at most: beyond (keep_window_size) tokens are hidden for the"
+            " biases of their keys, which is not computed",
+            model_len,
+        )
     return InspectedModel(
         config, text_config, probed, model_len, torch_dtype, format, kind, modules
     )
@@ -184,10 +192,10 @@ def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
         _rejections(directory, no_model),
         torch.device("meta"),
         no_init_weights(),
-        building_without_libraries(),
     ):
         own_config = copy.deepcopy(config)  # the probe changes it
-        model = auto_class(config).from_config(own_config, trust_remote_code=False)
+        build = partial(auto_class(config).from_config, own_config, trust_remote_code=False)
+        model = without_libraries(build)
         if model_kind(config) is ModelKind.EMBEDS:
             drop_pooler(model)
     model.tie_weights()  # which is left out where weights are not initialized

@@ -31,6 +31,7 @@ from worker_proc.attention.indexers import choose_all
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention, set_implementation
 from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.score_terms import take_score_terms
 from worker_proc.errors import (
     CheckpointError,
     unsupported_failures,
@@ -60,14 +61,14 @@ from worker_proc.loading.pooling_model import (
     activate_dense_rows,
     is_of_head,
 )
-from worker_proc.loading.row_positions import give_positions
+from worker_proc.loading.row_positions import give_positions, give_positions_of_rows
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import (
     auto_class,
     building_without,
-    building_without_libraries,
     is_of_other_part,
     is_part_for_texts,
+    without_libraries,
 )
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.native.kernels import NATIVE_DTYPES
@@ -122,6 +123,8 @@ class LoadedModel:
     """Whether the model has modules with a state, of which a stage may have none."""
     row_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """What modules with matrices of their own take, by name, without the dimensions of texts."""
+    argument_shapes: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    """What modules with stacks of matrices take, by argument; 0 is the number of rows."""
     summed: Sequence[str] = ()
     """Modules whose outputs the ranks add up, if several divide the model."""
 
@@ -237,10 +240,12 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     route_uncached(model)
     choose_all(model)
     take_compressors(model)
+    take_score_terms(model)
     make_linears_plain(model)
     keep_read(model, probed.read_linears)
     fix_frequencies(model, inspected.model_len)
     give_positions(model, probed.layers, inspected.model_len)
+    give_positions_of_rows(model, probed.layers)
     model = model.eval().requires_grad_(False)
     _rescale(model)
     loaded = LoadedModel(
@@ -248,7 +253,9 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         layers=probed.layers,
         dtype=inspected.dtype,
         device=device,
-        vocab_size=inspected.text_config.vocab_size,
+        vocab_size=min(
+            inspected.text_config.vocab_size, probed.num_logits or inspected.text_config.vocab_size
+        ),
         model_len=inspected.model_len,
         eos_token_ids=_eos_token_ids(model, inspected.text_config),
         codes=None if files is None else files.report,
@@ -260,6 +267,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         has_attention=probed.has_attention,
         has_states=probed.has_states,
         row_shapes=probed.row_shapes,
+        argument_shapes=probed.argument_shapes,
     )
     return _with_head(loaded, model, checked)
 
@@ -313,6 +321,7 @@ def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedMode
     layers = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.layers]
     recurrent = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.recurrent]
     row_shapes = {f"{INNER}.{name}": shape for name, shape in loaded.row_shapes.items()}
+    stacks = {f"{INNER}.{name}": shapes for name, shapes in loaded.argument_shapes.items()}
     wrapped = PoolingModel(model, inspected.probed.position_offset)
     return replace(
         loaded,
@@ -320,6 +329,7 @@ def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedMode
         layers=layers,
         recurrent=recurrent,
         row_shapes=row_shapes,
+        argument_shapes=stacks,
     )
 
 
@@ -334,15 +344,14 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
         with (
             _reported(progress),
             _straight_to(device) as placement,
-            building_without_libraries(),
             building_without(unused_modules),
         ):
             options = _OPTIONS | placement
             try:
-                model, info = read(options)
+                model, info = without_libraries(partial(read, options))
             except NotImplementedError:  # a module computes something while it is built
                 load_meta_kernels()
-                model, info = read(options)
+                model, info = without_libraries(partial(read, options))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     missing = set(info["missing_keys"])

@@ -6,6 +6,7 @@ texts, so each such layer is given a stand-in for the cache, whose length is ano
 row: what is missing to its position. The layer's own code computes the factor.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,20 @@ class PackedPositions:
         """Return what each row's number lacks to its position, `[T]`."""
         return self._missing
 
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the number of keys, and the position of the first one: there are the row's."""
+        return query_length, 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return that no columns are kept here: modules with states have them elsewhere."""
+
+    @staticmethod
+    def update_conv_state(columns: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Return columns as they are."""
+        return columns
+
     @staticmethod
     def update(
         key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
@@ -43,11 +58,49 @@ class PackedPositions:
         return key, value
 
 
-class _PastTokens(PackedPositions):
-    """Stands in for a cache with a number of tokens."""
+class PastTokens(PackedPositions):
+    """Stands in for a cache with a number of tokens, to which no row attends."""
 
     def __init__(self, num_tokens: int) -> None:
         self._missing = torch.tensor(num_tokens)
+        self._num_tokens = num_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the number of keys, and the position of the first one: those before are hidden."""
+        return query_length, self._num_tokens
+
+
+def counts_from_cache(module: nn.Module) -> bool:
+    """Return whether a module's own code asks a cache for the position of its first row."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "get_query_offset" in code.co_names
+
+
+def give_positions_of_rows(model: nn.Module, layers: Sequence[ProbedLayer]) -> None:
+    """Let attention modules that ask a cache for positions get those of packed rows.
+
+    They are given to the whole model only.
+    """
+    names = dict.fromkeys(layer.module_name for layer in layers)
+    modules = [one for one in map(model.get_submodule, names) if counts_from_cache(one)]
+    if not modules:
+        return
+    given: list[torch.Tensor | None] = [None]
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[0] = kwargs.get("position_ids")
+
+    def give(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        is_served = module.config._attn_implementation == IMPLEMENTATION
+        if not is_served or given[0] is None or kwargs.get("past_key_values") is not None:
+            return None
+        return args, kwargs | {"past_key_values": PackedPositions(given[0])}
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    for module in modules:
+        module.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def counts_rows(module: nn.Module) -> bool:
@@ -124,7 +177,7 @@ def _takes_positions(module: Any, queries: list[torch.Tensor], model_len: int) -
     found = query_of(rows, PackedPositions(packed))
     for row, position in enumerate(positions):
         # All rows at once, as products of a single row may be rounded otherwise.
-        expected = query_of(rows, _PastTokens(position - row))
+        expected = query_of(rows, PastTokens(position - row))
         if not torch.equal(found[:, :, row], expected[:, :, row]):
             return False
     return True

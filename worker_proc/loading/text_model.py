@@ -4,6 +4,8 @@ Of a vision-language model this is the language model: towers and projectors, wh
 reaches, are not built, and their weights are not read.
 """
 
+import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,6 +129,40 @@ def building_without_libraries() -> Iterator[None]:
         yield
     finally:
         del AutoModel.from_config  # its base class has it
+
+
+def without_libraries(build: Callable[[], Any]) -> Any:
+    """Return what `build` builds, where towers that are built by their class may lack a library.
+
+    Such as that of Inkling, which needs scipy. Each of them is found by an attempt that fails.
+    """
+    replaced: dict[type[PreTrainedModel], Any] = {}
+    with building_without_libraries():
+        try:
+            while True:
+                try:
+                    return build()
+                except ImportError as error:
+                    tower = _tower_of(error)
+                    if tower is None or tower in replaced:
+                        raise
+                    reason = f"{tower.__name__}: {error}"
+                    replaced[tower] = lambda *_, reason=reason, **__: MissingTower(reason)
+                    setattr(sys.modules[tower.__module__], tower.__name__, replaced[tower])
+        finally:
+            for tower in replaced:
+                setattr(sys.modules[tower.__module__], tower.__name__, tower)
+
+
+def _tower_of(error: ImportError) -> type[PreTrainedModel] | None:
+    """Return the class of the innermost model within another one that was built when one failed."""
+    building = [
+        frame.f_locals.get("self")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "__init__"
+    ]
+    models = dict.fromkeys(type(one) for one in building if isinstance(one, PreTrainedModel))
+    return [*models][-1] if len(models) > 1 else None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from worker_proc.modules.experts import (
 )
 from worker_proc.modules.gated_norm import is_gated
 from worker_proc.modules.grouped_experts import GroupedExperts, fused_grouped_experts
+from worker_proc.modules.own_gated_experts import OwnGatedExperts, own_gated_experts
 from worker_proc.modules.packed_linear import computing_codes, make_linear, round_linears
 from worker_proc.modules.router import install_router
 from worker_proc.modules.scaled_experts import scaled_experts
@@ -58,6 +59,8 @@ SCALED_KEY = " scaled"
 ROUTER_KEY = " router"
 """Ends the key of a router among what is proven, behind the path of its parent."""
 Module = TypeVar("Module", bound=nn.Module)
+OWN_GATE = -1
+"""The number of experts whose gates are the module's own."""
 _Fused = tuple[int, nn.Module]
 """The number of a kernel among those of its kind, and the module that computes with it."""
 
@@ -197,7 +200,7 @@ def fuse_modules(
                 if parameters:
                     replacement = made.setdefault((found[0], *parameters), replacement)
                 setattr(parent, name, replacement)
-                if isinstance(replacement, GroupedExperts):
+                if isinstance(replacement, GroupedExperts | OwnGatedExperts):
                     fused |= _with_router(parent, path, library, dtype, proven)
                 gone.update(child.modules())
                 for part in child.modules():  # may be referred to elsewhere: drop their weights
@@ -377,10 +380,17 @@ def _fused_grouped(
     module: nn.Module, library: NativeLibrary, number: int | None, format: Format
 ) -> _Fused | None:
     """Return a module for experts whose router stays; the number is that of their activation."""
-    function = getattr(module, "act_fn", None)
-    activation = activation_of(function, library, number=number)
-    found = fused_grouped_experts(module, library, activation, format, is_proven=number is not None)
-    return None if found is None else (int(activation or Activation.SILU), found)
+    found: GroupedExperts | OwnGatedExperts | None = None
+    if number != OWN_GATE:
+        function = getattr(module, "act_fn", None)
+        activation = activation_of(function, library, number=number)
+        is_proven = number is not None
+        found = fused_grouped_experts(module, library, activation, format, is_proven=is_proven)
+    if found is not None:
+        return int(activation or Activation.SILU), found
+    if format is Format.UNITS and number in (None, OWN_GATE):
+        found = own_gated_experts(module, library, is_proven=number is not None)
+    return None if found is None else (OWN_GATE, found)
 
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:

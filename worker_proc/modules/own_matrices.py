@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.modules.packed_matrix import PackedMatrix
+from worker_proc.modules.packed_matrix import PackedMatrices, PackedMatrix
 from worker_proc.modules.trial_errors import TRIAL_FAILURES, TRIAL_SCALES, greatest, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.rowwise import compute_rowwise
 
+_Arguments = Mapping[str, torch.Tensor]
 NUM_TRIAL_ROWS = 5
 _MIXING = {"paged_layer", "recurrent_layer"}
 """Attributes of modules that mix the tokens of a text; others treat their matrices."""
@@ -44,34 +45,78 @@ def pack_own_matrices(
             continue
         if proven is not None and name not in proven:
             continue
-        trials = []
-        if proven is None:
-            rows = torch.randn(1, NUM_TRIAL_ROWS, *shape, generator=make_generator(1))
-            trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
-        if _pack(module, trials, library, MAX_ERROR.get(dtype, 0.0)):
+        trials = [] if proven is not None else _trials({"": (1, NUM_TRIAL_ROWS, *shape)}, dtype)
+        matrices = {n: p for n, p in module.named_parameters(recurse=False) if is_own_matrix(p)}
+        if _pack(module, matrices, trials, library, MAX_ERROR.get(dtype, 0.0)):
             packed.append(name)
     return packed
 
 
+@torch.inference_mode()
+def pack_own_stacks(
+    model: nn.Module,
+    argument_shapes: Mapping[str, Mapping[str, Sequence[int]]],
+    library: NativeLibrary,
+    dtype: torch.dtype,
+    proven: Collection[str] | None = None,
+) -> list[str]:
+    """Do the same for matrices of several products at once, `[num_matrices, outputs, inputs]`.
+
+    Such as those of shared experts (Inkling). `argument_shapes` are those of a module's arguments
+    by name, "" for the first one, with 0 in the place of the number of rows.
+    """
+    packed = []
+    modules = dict(model.named_modules())
+    for name, shapes in argument_shapes.items():
+        module = modules.get(name)
+        if module is None or (proven is not None and name not in proven):
+            continue
+        counted = {key: [size or NUM_TRIAL_ROWS for size in one] for key, one in shapes.items()}
+        trials = [] if proven is not None else _trials(counted, dtype)
+        stacks = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
+        if _pack(module, stacks, trials, library, MAX_ERROR.get(dtype, 0.0)):
+            packed.append(name)
+    return packed
+
+
+def _trials(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> list[_Arguments]:
+    """Return random arguments of each scale, by name; "" is the name of the first one."""
+    generator = make_generator(1)
+    given = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    return [
+        {name: (one * scale).to(dtype) for name, one in given.items()} for scale in TRIAL_SCALES
+    ]
+
+
+def _called(module: nn.Module, given: _Arguments) -> tuple[torch.Tensor, ...]:
+    return _results(module(given[""], **{name: one for name, one in given.items() if name}))
+
+
 def _pack(
-    module: nn.Module, trials: Sequence[torch.Tensor], library: NativeLibrary, max_error: float
+    module: nn.Module,
+    matrices: Mapping[str, nn.Parameter],
+    trials: Sequence[_Arguments],
+    library: NativeLibrary,
+    max_error: float,
 ) -> bool:
-    """Pack the matrices of a module, unless it gives other results with them for trial rows."""
-    matrices = {n: p for n, p in module.named_parameters(recurse=False) if is_own_matrix(p)}
+    """Pack the matrices of a module, unless it gives other results with them in trials."""
     if not matrices or any(m.is_meta or m.dtype not in NATIVE_DTYPES for m in matrices.values()):
         return False
     try:
-        expected = [_results(module(rows)) for rows in trials]
+        expected = [_called(module, given) for given in trials]
     except TRIAL_FAILURES:
         return False  # it takes something else
     before = dict(module.__dict__)
-    packed = {name: PackedMatrix(library, matrix) for name, matrix in matrices.items()}
+    packed = {
+        name: (PackedMatrix if matrix.dim() == 2 else PackedMatrices)(library, matrix)
+        for name, matrix in matrices.items()
+    }
     for name in packed:
         del module._parameters[name]
     module.__dict__.update(packed)
     compute_rowwise(module)
     try:
-        found = [_results(module(rows)) for rows in trials]
+        found = [_called(module, given) for given in trials]
         is_same = all(map(_agree, found, expected, [max_error] * len(found)))
         if is_same and (not trials or all(matrix.is_used for matrix in packed.values())):
             return True

@@ -1,5 +1,6 @@
 """A weight of a module that multiplies by `functional.linear` itself, packed for the kernels."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,3 +70,43 @@ class PackedMatrix:
         if func is functional.linear and not kwargs and isinstance(args[1], PackedMatrix):
             return args[1].linear(args[0], *args[2:])
         raise TypeError(f"a packed weight has no {getattr(func, '__name__', func)}")
+
+
+class PackedMatrices:
+    """Stands in a module for weights `[num_matrices, out_features, in_features]`.
+
+    Transposed, they can be the second argument of `torch.bmm`, with rows for each of them. Every
+    other operation raises TypeError.
+    """
+
+    def __init__(self, library: NativeLibrary, weight: torch.Tensor) -> None:
+        self._matrices = [PackedMatrix(library, matrix) for matrix in weight]
+        self._is_transposed = False
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rows have been multiplied by all of them."""
+        return all(matrix.is_used for matrix in self._matrices)
+
+    def transpose(self, one: int, other: int) -> "PackedMatrices":
+        """Return the same with outputs and inputs exchanged."""
+        if {one % 3, other % 3} != {1, 2}:
+            raise TypeError("packed weights are transposed within each of them")
+        found = copy.copy(self)
+        found._is_transposed = not self._is_transposed
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_product = func is torch.bmm and not kwargs and isinstance(args[1], PackedMatrices)
+        if not is_product or not args[1]._is_transposed:
+            raise TypeError(f"packed weights have no {getattr(func, '__name__', func)}")
+        rows, matrices = args
+        pairs = zip(rows.contiguous(), matrices._matrices, strict=True)
+        return torch.stack([matrix.linear(each) for each, matrix in pairs])

@@ -62,7 +62,7 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
     shape = len(TRIAL_SCALES), num_tokens, spec.input_size
     rows = torch.randn(shape, generator=make_generator(1)) * scales
     with _own_functions():
-        expected = _computed(module, rows)
+        expected = _computed(module, spec, rows)
     found = _computed_in_steps(module, spec, library, rows)
     if expected.shape != found.shape:
         return math.inf
@@ -86,7 +86,7 @@ def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Obser
             RowwiseFunctions() as functions,
             ObservedProducts(module) as products,
         ):
-            _computed(module, rows)
+            _computed(module, spec, rows)
         seen.append(functions.sizes)
     names = (products.left, products.right, products.added, products.others)
     return Observed(seen[0] != seen[1], *map(sorted, names))
@@ -120,18 +120,21 @@ def _computed_in_steps(
 
     def compute(packed: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         pool.begin_step(inputs)
-        return _computed(module, packed, inputs.position_ids)
+        return _computed(module, spec, packed, inputs.position_ids)
 
     return compute_in_steps(rows, STEPS, tables, compute)
 
 
 def _computed(
-    module: nn.Module, rows: torch.Tensor, positions: torch.Tensor | None = None
+    module: nn.Module,
+    spec: RecurrentSpec,
+    rows: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows that a module makes of others; several results are joined.
 
-    It gets positions if it takes them, by default those of whole texts, ids of tokens that follow
-    from the rows, no cache, and None for all else that it requires.
+    It gets positions if it takes them, by default those of whole texts, ids of tokens and further
+    rows that follow from the rows, no cache, and None for all else that it requires.
     """
     _, _, *others = signature(type(module).forward).parameters.values()
     given: dict[str, Any] = {}
@@ -140,6 +143,9 @@ def _computed(
             given["position_ids"] = positions
             if positions is None:
                 given["position_ids"] = torch.arange(rows.shape[1]).expand(len(rows), -1)
+        elif (size := spec.other_sizes.get(parameter.name)) is not None:
+            repeats = -(-size // rows.shape[-1])
+            given[parameter.name] = rows.flip(-1).repeat(1, 1, repeats)[..., :size]
         elif parameter.name == "use_cache":
             given["use_cache"] = False
         elif parameter.name == "input_ids":

@@ -10,7 +10,7 @@ namespace {
 
 template <typename T>
 void attend_all(const Layer& layer, const Step& step, const Rows& query, const Rows& key,
-                const Rows& value, T* out, float scale, float softcap) {
+                const Rows& value, const RowTerms& terms, T* out, float scale, float softcap) {
   Crew crew;
 #pragma omp parallel
   {
@@ -18,20 +18,22 @@ void attend_all(const Layer& layer, const Step& step, const Rows& query, const R
     if (layer.is_latent)
       attend_latent(team, layer, step, query, key, value, out, scale);
     else
-      attend_any(team, layer, step, query, key, value, out, layer.num_heads * layer.value_head_dim,
-                 scale, softcap);
+      attend_any(team, layer, step, query, key, value, terms, out,
+                 layer.num_heads * layer.value_head_dim, scale, softcap);
   }
 }
 
 }  // namespace
 
 extern "C" void troika_attend(const Layer* layer, const Step* step, const Rows* query,
-                              const Rows* key, const Rows* value, void* out, float scale,
-                              float softcap) {
+                              const Rows* key, const Rows* value, const RowTerms* terms, void* out,
+                              float scale, float softcap) {
   if (layer->is_bf16)
-    attend_all(*layer, *step, *query, *key, *value, static_cast<Bf16*>(out), scale, softcap);
+    attend_all(*layer, *step, *query, *key, *value, *terms, static_cast<Bf16*>(out), scale,
+               softcap);
   else
-    attend_all(*layer, *step, *query, *key, *value, static_cast<float*>(out), scale, softcap);
+    attend_all(*layer, *step, *query, *key, *value, *terms, static_cast<float*>(out), scale,
+               softcap);
 }
 
 // For layers that are not causal; their pools, blocks and formats are not read.

@@ -56,11 +56,9 @@ struct Exponential {
 struct Tile {
   int num_rows, dim, vdim, padded_vdim;
   float softcap;
-  bool has_biases;
+  TileBiases<kTileRows> biases;
   int position[kTileRows];
   int visible_from[kTileRows];
-  const float* biases[kTileRows];  // by position, if there are any
-  float own_bias[kTileRows];       // at the row's own position: the others are relative to it
   float top[kTileRows];
   EndedSections<kTileRows, Exponential> ended;
   alignas(64) float query[kTileRows * kMaxDim];
@@ -154,9 +152,9 @@ inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   }
   Part s[kParts];
   for (int p = 0; p < kParts; p++) s[p] = part_at(weights + p * kPartLanes);
-  if (tile.has_biases)
+  if (tile.biases.reach(r, first_position, kLanes))
     for (int p = 0; p < kParts; p++)
-      s[p] += part_at(tile.biases[r] + first_position + p * kPartLanes) - tile.own_bias[r];
+      s[p] += part_at(tile.biases.at(r, first_position + p * kPartLanes)) - tile.biases.own(r);
   if (low > 0 || end < kLanes)
     for (int p = 0; p < kParts; p++)
       for (int i = 0; i < kPartLanes; i++) {
@@ -333,7 +331,7 @@ template <typename T>
 class Head {
  public:
   Head(Tile& tile, SpanCopy& copy, const Layer& layer, const Step& step, int kv_head,
-       const Rows& query, const Rows& value, float scale)
+       const Rows& query, const Rows& value, const RowTerms& terms, float scale)
       : tile_(tile),
         copy_(copy),
         layer_(layer),
@@ -342,6 +340,7 @@ class Head {
         per_kv_(layer.num_heads / layer.num_kv_heads),
         query_(query),
         value_(value),
+        terms_(terms),
         scale_(scale) {}
 
   template <class Write>
@@ -385,10 +384,7 @@ class Head {
       for (int d = 0; d < tile_.dim; d++) tile_.query[r * tile_.dim + d] = widen(q[d]) * scale_;
       tile_.position[r] = step_.start[segment] + first_token + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
-      if (tile_.has_biases) {
-        tile_.biases[r] = layer_.biases_of(head, tile_.position[r]);
-        tile_.own_bias[r] = tile_.biases[r][tile_.position[r]];
-      }
+      tile_.biases.take<T>(r, layer_, terms_, first_row + token, head, tile_.position[r]);
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
@@ -416,13 +412,15 @@ class Head {
   const Step& step_;
   const int kv_head_, per_kv_;
   const Rows &query_, &value_;
+  const RowTerms& terms_;
   const float scale_;
 };
 
 // Stores keys and values, and attends; the caller ends the phase.
 template <typename T>
 void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
-            const Rows& value, T* out, int64_t out_stride, float scale, float softcap) {
+            const Rows& value, const RowTerms& terms, T* out, int64_t out_stride, float scale,
+            float softcap) {
   if (!layer.is_shared) {
     if (layer.kv_format == kPlainPools)
       store<T>(team, layer, step, key, value);
@@ -437,16 +435,17 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   tile.vdim = layer.value_head_dim;
   tile.padded_vdim = padded_dim(layer);
   tile.softcap = softcap;
-  tile.has_biases = layer.biases != nullptr;
+  tile.biases.begin(layer, terms);
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     T* o = out + row * out_stride + head * layer.value_head_dim;
-    const float factor = averaging_factor<Exponential>(layer, head, sums);
+    const float factor = averaging_factor<Exponential>(layer, terms, row, head, sums);
     for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
   };
   attend_pieces<Exponential>(
       team, layer, step,
       [&](const Piece& piece, int kv_head, const PieceOfHead&) {
-        Head<T>(tile, copy, layer, step, kv_head, query, value, scale).attend_piece(piece, write);
+        Head<T>(tile, copy, layer, step, kv_head, query, value, terms, scale)
+            .attend_piece(piece, write);
       },
       write);
 }

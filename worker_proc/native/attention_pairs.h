@@ -110,11 +110,9 @@ class LinesAhead {
 struct PairTile {
   int dim, vdim;
   float scale, softcap;  // the scale is positive
-  bool has_biases;
+  TileBiases<kPairRows> biases;
   int position[kPairRows];
   int visible_from[kPairRows];
-  const float* biases[kPairRows];  // by position, if there are any
-  float own_bias[kPairRows];       // at the row's own position: the others are relative to it
   float top[kPairRows];
   alignas(64) float sums[kPairRows][kLanes];
   alignas(64) float scores[2][kPairRows][kSpanSlots];  // of a span, and of the next one
@@ -562,11 +560,11 @@ void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores)
     for (int g = 0; g < kSpanGroups; g++)
       s[g] = (__m512)tanh_of((Vec)s[g] * (tile.scale / tile.softcap));
   }
-  if (tile.has_biases) {
-    const __m512 unit = _mm512_set1_ps(kLog2E), own = _mm512_set1_ps(tile.own_bias[r]);
+  if (tile.biases.reach(r, span.base, kSpanSlots)) {
+    const __m512 unit = _mm512_set1_ps(kLog2E), own = _mm512_set1_ps(tile.biases.own(r));
     for (int g = 0; g < kSpanGroups; g++) {
       const __m512 bias =
-          _mm512_sub_ps(_mm512_loadu_ps(tile.biases[r] + span.base + g * kLanes), own);
+          _mm512_sub_ps(_mm512_loadu_ps(tile.biases.at(r, span.base + g * kLanes)), own);
       s[g] = _mm512_fmadd_ps(s[g], _mm512_set1_ps(factor), _mm512_mul_ps(bias, unit));
     }
     factor = 1.0f;
@@ -824,14 +822,15 @@ struct PairQueries {
 class PairHead {
  public:
   PairHead(PairTile& tile, const Layer& layer, const Step& step, int kv_head, const Rows& query,
-           const Rows& value)
+           const Rows& value, const RowTerms& terms)
       : tile_(tile),
         layer_(layer),
         step_(step),
         kv_head_(kv_head),
         per_kv_(layer.num_heads / layer.num_kv_heads),
         query_(query),
-        value_(value) {}
+        value_(value),
+        terms_(terms) {}
 
   // The upcoming row is the first one of the piece that this thread will probably take next.
   template <class Write>
@@ -982,10 +981,7 @@ class PairHead {
       if (troika_uses_floats) widen_values(q, tile_.dim, tile_.wide_query(r));
       tile_.position[r] = step_.start[queries.segment] + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
-      if (tile_.has_biases) {
-        tile_.biases[r] = layer_.biases_of(head, tile_.position[r]);
-        tile_.own_bias[r] = tile_.biases[r][tile_.position[r]];
-      }
+      tile_.biases.take<Bf16>(r, layer_, terms_, row, head, tile_.position[r]);
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
@@ -1009,6 +1005,7 @@ class PairHead {
   const Step& step_;
   const int kv_head_, per_kv_;
   const Rows &query_, &value_;
+  const RowTerms& terms_;
 };
 
 // Keys and values of this step's tokens; two tokens of one pair of slots may be stored at once.
@@ -1036,8 +1033,8 @@ inline void store_pairs(Team& team, const Layer& layer, const Step& step, const 
 
 // Stores keys and values, and attends; the caller ends the phase.
 inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const Rows& query,
-                         const Rows& key, const Rows& value, Bf16* out, int64_t out_stride,
-                         float scale, float softcap) {
+                         const Rows& key, const Rows& value, const RowTerms& terms, Bf16* out,
+                         int64_t out_stride, float scale, float softcap) {
   if (!layer.is_shared) {
     if (layer.kv_format == kPlainPools)
       store_pairs(team, layer, step, key, value);
@@ -1050,14 +1047,14 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   static thread_local PairTile tile;
   tile.dim = layer.head_dim;
   tile.vdim = layer.value_head_dim;
-  tile.has_biases = layer.biases != nullptr;
+  tile.biases.begin(layer, terms);
   tile.scale = scale;
   tile.softcap = softcap;
   tile.ahead.clear();
   tile.fetched = nullptr;
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     Bf16* o = out + row * out_stride + head * layer.value_head_dim;
-    const float factor = averaging_factor<PowerOfTwo>(layer, head, sums);
+    const float factor = averaging_factor<PowerOfTwo>(layer, terms, row, head, sums);
     for (int d = 0; d < layer.value_head_dim; d += kLanes) {
       // A sum of zeros may have either sign.
       const Vec v = load(sums.values + d) * factor + 0.0f;
@@ -1069,7 +1066,8 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
       [&](const Piece& piece, int kv_head, const PieceOfHead& next) {
         UpcomingRow upcoming;
         if (next.exists()) upcoming = PairHead::first_row(layer, step, next.piece(), next.kv_head());
-        PairHead(tile, layer, step, kv_head, query, value).attend_piece(piece, upcoming, write);
+        PairHead(tile, layer, step, kv_head, query, value, terms)
+            .attend_piece(piece, upcoming, write);
       },
       write);
 }
@@ -1083,14 +1081,15 @@ namespace {
 // Attends over a layer's pools in their layout.
 template <typename T>
 void attend_any(Team& team, const Layer& layer, const Step& step, const Rows& query,
-                const Rows& key, const Rows& value, T* out, int64_t out_stride, float scale,
-                float softcap) {
+                const Rows& key, const Rows& value, const RowTerms& terms, T* out,
+                int64_t out_stride, float scale, float softcap) {
 #ifdef TROIKA_HAS_PAIRS
   if constexpr (sizeof(T) == sizeof(Bf16))
     if (layer.has_pairs)
-      return attend_pairs(team, layer, step, query, key, value, out, out_stride, scale, softcap);
+      return attend_pairs(team, layer, step, query, key, value, terms, out, out_stride, scale,
+                          softcap);
 #endif
-  attend(team, layer, step, query, key, value, out, out_stride, scale, softcap);
+  attend(team, layer, step, query, key, value, terms, out, out_stride, scale, softcap);
 }
 
 }  // namespace

@@ -495,7 +495,7 @@ class Executor {
     const T* value = key + layer.num_kv_heads * layer.head_dim;
     attend_any(team_, layer, *run_.steps[i.group], {query, source_stride, layer.head_dim},
                {key, source_stride, layer.head_dim}, {value, source_stride, layer.value_head_dim},
-               row(i.target, 0), run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T)),
+               RowTerms{}, row(i.target, 0), run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T)),
                i.scale, i.softcap);
   }
 

@@ -52,6 +52,7 @@ from worker_proc.native.structures import (
     MasksArgs,
     ProgramArgs,
     RowsArgs,
+    RowTermsArgs,
     RunArgs,
     StepArgs,
     StoredType,
@@ -65,7 +66,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 _GATES = 16  # of a pair of panels
 _UNIT_BYTES = 4
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
+    "troika_attend": (*[_POINTER] * 7, _FLOAT, _FLOAT),
     "troika_attend_texts": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_attend_compressed": (*[_POINTER] * 4,),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
@@ -139,13 +140,15 @@ class NativeLibrary:
         rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         scoring: tuple[float, float],
         out: torch.Tensor,
+        *,
+        terms: RowTermsArgs,
     ) -> None:
         """Store keys and values, and attend into `out`, `[T, num_heads, value_head_dim]`.
 
         `rows` are query, key and value, `[T, heads, dim]` each; `scoring` is the factor on scores,
         and their soft cap or 0.
         """
-        parts = (layer, step, *map(_rows_args, rows))
+        parts = (layer, step, *map(rows_args, rows), terms)
         self._library.troika_attend(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
 
     def attend_texts(
@@ -160,7 +163,7 @@ class NativeLibrary:
         first_rows, counts = texts
         columns = ((_INT * len(first_rows))(*first_rows), (_INT * len(counts))(*counts))
         addresses = (ctypes.addressof(column) for column in columns)
-        parts = (layer, WholeTextsArgs(len(first_rows), *addresses), *map(_rows_args, rows))
+        parts = (layer, WholeTextsArgs(len(first_rows), *addresses), *map(rows_args, rows))
         self._library.troika_attend_texts(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
 
     def attend_compressed(
@@ -512,6 +515,6 @@ def _padded_rows(rows: torch.Tensor, num_units: int, itemsize: int) -> torch.Ten
     return pad(rows, (0, missing)) if missing else rows
 
 
-def _rows_args(tensor: torch.Tensor) -> RowsArgs:
+def rows_args(tensor: torch.Tensor) -> RowsArgs:
     assert tensor.stride(2) == 1
     return RowsArgs(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))

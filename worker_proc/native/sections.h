@@ -10,6 +10,9 @@
 #include "team.h"
 #include "vec.h"
 
+#include <limits>
+#include <vector>
+
 namespace {
 
 constexpr int kMaxDim = 512;
@@ -26,6 +29,59 @@ inline int first_visible(const Layer& layer, int position) {
   if (layer.is_chunked) return position / layer.window * layer.window;
   return std::max(0, position - layer.window + 1);
 }
+
+// What a layer or a row adds to scores, for the rows of a tile.
+template <int kRows>
+class TileBiases {
+ public:
+  static constexpr int kRoom = 64;  // positions that kernels may read before and behind those of a row
+
+  void begin(const Layer& layer, const RowTerms& terms) {
+    num_distances_ = terms.biases.data ? terms.num_distances : 0;
+    exist_ = layer.biases || num_distances_;
+    const size_t size = static_cast<size_t>(kRows) * (num_distances_ + 2 * kRoom);
+    if (num_distances_ && values_.size() < size) values_.resize(size);
+  }
+
+  template <typename T>
+  void take(int r, const Layer& layer, const RowTerms& terms, int64_t row, int head, int position) {
+    if (!exist_) return;
+    if (!num_distances_) {
+      of_row_[r] = layer.biases_of(head, position);
+      own_[r] = of_row_[r][position];
+      from_[r] = std::numeric_limits<int>::min();
+      return;
+    }
+    float* const to = values_.data() + static_cast<size_t>(r) * (num_distances_ + 2 * kRoom);
+    const T* by_distance = static_cast<const T*>(terms.biases.data) +
+                           row * terms.biases.row_stride + head * terms.biases.head_stride;
+    std::memset(to, 0, kRoom * sizeof(float));
+    for (int i = 0; i < num_distances_; i++)
+      to[kRoom + i] = widen(by_distance[num_distances_ - 1 - i]);
+    std::memset(to + kRoom + num_distances_, 0, kRoom * sizeof(float));
+    from_[r] = position - num_distances_ + 1;
+    of_row_[r] = to + kRoom - from_[r];
+    own_[r] = 0.0f;
+  }
+
+  // Whether a row has biases for any of `count` positions, at most kRoom.
+  bool reach(int r, int first_position, int count) const {
+    return exist_ && first_position + count > from_[r];
+  }
+
+  const float* at(int r, int position) const { return of_row_[r] + position; }
+
+  // At the row's own position, where columns are those of a layer: the others are relative to it.
+  float own(int r) const { return own_[r]; }
+
+ private:
+  bool exist_ = false;
+  int num_distances_ = 0;
+  int from_[kRows];
+  const float* of_row_[kRows];  // by position
+  float own_[kRows];
+  std::vector<float> values_;
+};
 
 // From `begin` on, up to `end`.
 struct Positions {
@@ -67,9 +123,11 @@ template <class Power>
 // The factor that turns the values of all sections into their average. A sink adds to the weights and
 // not to the values: it enters here, once. kUnit is how much of the scores of `Power` is one of the sink.
 template <class Power>
-float averaging_factor(const Layer& layer, int head, const RowSums& sums) {
-  if (layer.sinks == nullptr) return 1.0f / sums.weights;
-  const float sink = layer.sinks[head] * Power::kUnit;
+float averaging_factor(const Layer& layer, const RowTerms& terms, int64_t row, int head,
+                       const RowSums& sums) {
+  const float* const sinks = terms.sinks ? terms.sinks + row * layer.num_heads : layer.sinks;
+  if (sinks == nullptr) return 1.0f / sums.weights;
+  const float sink = sinks[head] * Power::kUnit;
   if (sink > sums.top) {
     const float factor = Power()(sums.top - sink);
     return factor / (sums.weights * factor + 1.0f);

@@ -64,4 +64,13 @@ struct Rows {
   const void* data;
   int64_t row_stride, head_stride;
 };
+
+// What the scores of each row have beside those of its layer.
+struct RowTerms {
+  // Added to the score of a key, by its distance from the row, in the model's type; null data: nothing.
+  // To keys that are num_distances or more positions before the row nothing is added.
+  Rows biases;
+  int32_t num_distances;
+  const float* sinks;  // in place of the layer's, [row][num_heads]; null: none
+};
 }

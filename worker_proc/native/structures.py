@@ -100,6 +100,12 @@ class RowsArgs(ctypes.Structure):
     _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
 
 
+class RowTermsArgs(ctypes.Structure):
+    """`RowTerms` of step.h."""
+
+    _fields_ = (("biases", RowsArgs), ("num_distances", _INT), ("sinks", _POINTER))
+
+
 class BufferArgs(ctypes.Structure):
     """`Buffer` of decoder.cpp."""
 

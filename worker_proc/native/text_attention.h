@@ -99,7 +99,6 @@ void attend_texts(const Layer& layer, const WholeTexts& texts, const Rows& query
     tile.vdim = layer.value_head_dim;
     tile.padded_vdim = padded_dim(layer);
     tile.softcap = softcap;
-    tile.has_biases = false;
     const auto write = [&](int64_t row, int head, const RowSums& sums) {
       T* o = out + (row * layer.num_heads + head) * layer.value_head_dim;
       const float factor = 1.0f / sums.weights;

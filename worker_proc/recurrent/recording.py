@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -28,9 +29,13 @@ from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 class _Recorder:
     """The forward of one module, which records its calls of the functions."""
 
-    def __init__(self, module: nn.Module, name: str, found: list[RecurrentSpec]) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, found: list[RecurrentSpec], *, is_float32: bool
+    ) -> None:
+        """`is_float32`: the module's weights, and its rows with them, have this type always."""
         self._name = name
         self._found = found
+        self._is_float32 = is_float32
         self._states: list[StateSpec] = []
         functions = {function: partial(self._call, function) for function in OPERATIONS}
         self._forward = forward_with(module, functions)
@@ -50,7 +55,7 @@ class _Recorder:
             spec, result = OPERATIONS[function].describe(*args, **kwargs)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{self._name}: {error}") from error
-        self._states.append(spec)
+        self._states.append(replace(spec, is_window=False) if self._is_float32 else spec)
         return result
 
 
@@ -75,8 +80,17 @@ class _CacheRecorder:
             states = describe_states(cache, self._dtype)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{self._name}: {error}") from error
-        rows = next(one for one in bound.arguments.values() if isinstance(one, torch.Tensor))
-        self._found.append(RecurrentSpec(self._name, rows.shape[-1], states))
+        given = {
+            name: one for name, one in bound.arguments.items() if isinstance(one, torch.Tensor)
+        }
+        first, *others = given
+        rows = given[first]
+        sizes = {
+            name: given[name].shape[-1]
+            for name in others
+            if given[name].is_floating_point() and given[name].shape[:2] == rows.shape[:2]
+        }
+        self._found.append(RecurrentSpec(self._name, rows.shape[-1], states, sizes))
         return result
 
 
@@ -96,16 +110,25 @@ def recorded_states(
     }
     caching = _modules_with_cached_states(model)
     for name, module in modules.items():
-        module.__dict__["forward"] = _Recorder(module, name, found).forward
+        is_float32 = _stays_float32(model, module, name)
+        recorder = _Recorder(module, name, found, is_float32=is_float32)
+        module.__dict__["forward"] = recorder.forward
         on_used(module.parameters())
     for name, module in caching.items():
-        recorder = _CacheRecorder(module, name, model.dtype, found)
-        module.__dict__["forward"] = recorder.forward
+        caching_recorder = _CacheRecorder(module, name, model.dtype, found)
+        module.__dict__["forward"] = caching_recorder.forward
     try:
         yield found
     finally:
         for module in (*modules.values(), *caching.values()):
             del module.__dict__["forward"]
+
+
+def _stays_float32(model: PreTrainedModel, module: nn.Module, name: str) -> bool:
+    """Return whether transformers keeps all weights of a module in float32."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    names = [f"{name}.{own}" for own, _ in module.named_parameters()]
+    return bool(names) and all(any(part in one for part in kept) for one in names)
 
 
 def _modules_with_cached_states(model: nn.Module) -> dict[str, nn.Module]:

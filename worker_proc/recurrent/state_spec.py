@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,6 +35,8 @@ class RecurrentSpec:
     input_size: int
     """Of the rows that it takes."""
     states: tuple[StateSpec, ...]
+    other_sizes: dict[str, int] = field(default_factory=dict)
+    """Of further rows of the same tokens, by the names of arguments."""
 
 
 def state_bytes(specs: Iterable[RecurrentSpec], model_dtype: torch.dtype) -> int:

@@ -35,7 +35,7 @@ from worker_proc.modules.fused import fuse_modules
 from worker_proc.modules.grouped_linear import pack_grouped_linears
 from worker_proc.modules.latent import install_latent
 from worker_proc.modules.own_attention import OwnLayer, install_own_attention
-from worker_proc.modules.own_matrices import pack_own_matrices
+from worker_proc.modules.own_matrices import pack_own_matrices, pack_own_stacks
 from worker_proc.modules.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.modules.quantization import (
     FORMATS,
@@ -46,6 +46,7 @@ from worker_proc.modules.quantization import (
     load_coding_library,
 )
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
+from worker_proc.modules.score_terms import pack_distance_products, prove_score_terms
 from worker_proc.modules.sized_experts import pack_sized_experts
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
@@ -67,6 +68,7 @@ from worker_proc.startup.refusals import (
     check_cache,
     check_compressed,
     check_own_attention,
+    check_score_terms,
     check_settings,
     check_stated_length,
     has_entries,
@@ -197,6 +199,7 @@ def _check(
     if draft is not None:
         check_own_attention(draft, config.model.max_model_len)
         check_compressed(draft, config)
+        check_score_terms(draft, config)
         rehearse_draft(draft, proofs)
     library = None
     if setting is None and any(has_entries(one) for one in (checked, draft) if one is not None):
@@ -292,6 +295,17 @@ def _setting_with_kernels(config: EngineConfig, device: torch.device) -> str | N
     return None
 
 
+def _take_terms(
+    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
+) -> None:
+    """Prove modules with terms of rows in their scores, keep the proof under a name, and pack."""
+    known = None if proofs is None else proofs.get(name, list[str])
+    proven = prove_score_terms(loaded, library, known)
+    if proofs is not None and known is None:
+        proofs.put(name, proven)
+    pack_distance_products(loaded, library)
+
+
 def _compute_states(
     loaded: LoadedModel,
     library: NativeLibrary | None,
@@ -299,7 +313,8 @@ def _compute_states(
     progress: ReportProgress,
     suffix: str = "",
 ) -> None:
-    """Let recurrent modules compute packed rows, and keep the proof."""
+    """Prove terms of rows in scores, let recurrent modules compute packed rows, keep the proofs."""
+    _take_terms(loaded, library, proofs, f"score_terms{suffix}")
     if not loaded.recurrent:
         return
     progress("check_recurrent", 0, 1)
@@ -417,15 +432,19 @@ def _fuse(
     if proofs is not None and known is None:
         proofs.put(name, fused)
     pack_grouped_linears(loaded.model, library)
-    if not loaded.row_shapes:
-        return
-    name = f"{name}_matrices"
-    packed_before = None if proofs is None else proofs.get(name, list[str])
-    packed = pack_own_matrices(
-        loaded.model, loaded.row_shapes, library, loaded.dtype, packed_before
-    )
-    if proofs is not None and packed_before is None:
-        proofs.put(name, packed)
+    matrices = partial(pack_own_matrices, loaded.model, loaded.row_shapes)
+    stacks = partial(pack_own_stacks, loaded.model, loaded.argument_shapes)
+    for kind, shapes, pack in (
+        ("matrices", loaded.row_shapes, matrices),
+        ("stacks", loaded.argument_shapes, stacks),
+    ):
+        if not shapes:
+            continue
+        key = f"{name}_{kind}"
+        before = None if proofs is None else proofs.get(key, list[str])
+        packed = pack(library, loaded.dtype, before)
+        if proofs is not None and before is None:
+            proofs.put(key, packed)
 
 
 def _load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from protocol.config import EngineConfig, KVCacheDtype, ModelConfig, Quantization, WorkerConfig
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.native import can_attend
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.recorder import NO_ROW_TERMS, ProbedLayer
 from worker_proc.calibration.memory import most_cache_bytes
 from worker_proc.cuda.coverage import choose_attention
 from worker_proc.errors import CheckpointError, UnsupportedModel, unsupported_failures
@@ -126,6 +126,7 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
         )
     check_own_attention(checked, model.max_model_len)
     check_compressed(checked, config)
+    check_score_terms(checked, config)
     _check_attention(checked, config.worker)
     if model.quantization is not None:
         check_rounded_dtype(inspected.dtype, model.quantization)
@@ -177,6 +178,26 @@ def check_compressed(checked: CheckedModel, config: EngineConfig) -> None:
         )
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (number := getattr(parallel, name)) > 1:
+            raise UnsupportedModel(f"{name} {number}: {kind}, which one worker computes")
+
+
+def check_score_terms(checked: CheckedModel, config: EngineConfig) -> None:
+    """Refuse settings with which nothing computes terms of rows in scores."""
+    terms = [layer.row_terms for layer in checked.inspected.probed.layers]
+    has_key_biases = any(one.has_key_biases for one in terms)
+    if all(one == NO_ROW_TERMS for one in terms):
+        return
+    what = "a bias of each key" if has_key_biases else "biases of each query by distance"
+    kind = f"{checked.inspected.config.model_type} has scores with {what}"
+    if checked.device.type != "cpu":
+        raise UnsupportedModel(f"{kind}, which the CPU computes only, not {checked.device.type}")
+    if has_key_biases and config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise UnsupportedModel(
+            f"kv_cache_dtype {config.cache.kv_cache_dtype}: {kind}, and its cache holds the model's"
+            " type only"
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (number := getattr(config.parallel, name)) > 1:
             raise UnsupportedModel(f"{name} {number}: {kind}, which one worker computes")
 
 

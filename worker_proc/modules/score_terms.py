@@ -1,0 +1,279 @@
+"""Proves modules whose scores have terms of rows (attention/score_terms.py), and packs their part.
+
+A module computes packed rows of three texts of different scales, in steps of several lengths, and
+attends over a small pool by the kernel that will be used. It must agree with its own forward over
+each text, in float32, at the first positions and at the last ones. Windows and distances are cut
+short, so that the texts are longer. Modules with a state inside are left out on both sides: they
+have a proof of their own.
+"""
+
+import copy
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from worker_proc.attention.interface import (
+    IMPLEMENTATION,
+    AttentionBackend,
+    PagedLayer,
+    set_implementation,
+    transformers_attention,
+)
+from worker_proc.attention.native import NativeBackend, can_attend
+from worker_proc.attention.recorder import NO_ROW_TERMS, ProbedLayer
+from worker_proc.attention.score_terms import PRODUCT, distance_terms_of
+from worker_proc.attention.sdpa import Rule, SdpaBackend
+from worker_proc.errors import UnsupportedModel
+from worker_proc.inputs import StepInputs
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_tensors import KVTensors
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.row_positions import PackedPositions, PastTokens, counts_from_cache
+from worker_proc.modules.coded_weights import dequantized
+from worker_proc.modules.packed_linear import can_pack, make_linear
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.modules.trial_texts import STEPS, compute_in_steps
+from worker_proc.native.kernels import NativeLibrary
+
+MAX_ERROR = 1e-4
+"""Greatest error of a row, relative to its length: sums have another order."""
+MAX_REACH = 24
+"""Windows and distances of a trial, at most."""
+_BLOCK_SIZE = 8
+_CPU = torch.device("cpu")
+_Call = dict[str, Any]
+
+
+class _Recorded(Exception):
+    """The arguments of all kinds of modules are recorded."""
+
+
+@torch.inference_mode()
+def prove_score_terms(
+    loaded: LoadedModel, library: NativeLibrary | None, known: list[str] | None = None
+) -> list[str]:
+    """Return the names of the modules that are proven, before any of their parts are replaced.
+
+    `known` is this result of an earlier start, with which nothing is tried. UnsupportedModel: a
+    module differs from its own forward.
+    """
+    layers = [layer for layer in loaded.layers if layer.row_terms != NO_ROW_TERMS]
+    names = [layer.module_name for layer in layers]
+    if not layers or known == names:
+        return names
+    num_tokens = min(sum(STEPS), loaded.model_len)
+    calls = _record_calls(loaded, [loaded.model.get_submodule(name) for name in names], num_tokens)
+    for layer in layers:
+        module = loaded.model.get_submodule(layer.module_name)
+        error = _greatest_error(loaded, layer, module, calls[type(module)], library)
+        if not error <= MAX_ERROR:
+            raise UnsupportedModel(
+                f"{layer.module_name} ({type(module).__name__}) with terms of rows in its scores"
+                f" differs from its own forward (relative error {error:.3g})"
+            )
+    return names
+
+
+def pack_distance_products(loaded: LoadedModel, library: NativeLibrary | None) -> None:
+    """Pack what makes biases by distance of the states of queries."""
+    if not can_pack(loaded.dtype, loaded.device, library):
+        return
+    for layer in loaded.layers:
+        terms = distance_terms_of(loaded.model.get_submodule(layer.module_name))
+        if terms is None:
+            continue
+        profiles = terms.profiles.detach()
+        child = terms.child
+        [name] = child._parameters
+        # Its own forward, with which the model is compared, computes with it.
+        del child._parameters[name]
+        child.__dict__[name] = profiles
+        child.__dict__[PRODUCT] = make_linear(profiles.t().contiguous(), None, library)
+
+
+def _record_calls(
+    loaded: LoadedModel, modules: Sequence[nn.Module], num_tokens: int
+) -> dict[type[nn.Module], _Call]:
+    """Return the arguments of each kind of module in a text's own forward, in float32."""
+    calls: dict[type[nn.Module], _Call] = {}
+    kinds = {type(module) for module in modules}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(type(module), {key: _as_float(value) for key, value in kwargs.items()})
+        if set(calls) == kinds:
+            raise _Recorded
+
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        with transformers_attention(loaded.model):
+            tokens = positions % loaded.vocab_size
+            loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
+    except _Recorded:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_float, value))
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if is_real else value
+
+
+def _greatest_error(
+    loaded: LoadedModel,
+    layer: ProbedLayer,
+    module: nn.Module,
+    call: _Call,
+    library: NativeLibrary | None,
+) -> float:
+    """Return the greatest error of a row, at the first positions and at the last ones."""
+    inner = [
+        spec.module_name.removeprefix(f"{layer.module_name}.")
+        for spec in loaded.recurrent
+        if spec.module_name.startswith(f"{layer.module_name}.")
+    ]
+    shared = {
+        id(value): value
+        for part in module.modules()
+        for value in part.__dict__.values()
+        if isinstance(value, PretrainedConfig)
+    }
+    with dequantized(module):
+        own = copy.deepcopy(module, shared).float()
+    spec = layer.spec
+    if spec.window is not None:
+        spec = replace(spec, window=min(spec.window, MAX_REACH))
+    if (terms := distance_terms_of(own)) is not None:
+        terms.cut(MAX_REACH)
+    [rows_name, *others] = [name for name in call if name.endswith("hidden_states")]
+    num_tokens, size = call[rows_name].shape[1:]
+    shape = len(TRIAL_SCALES), num_tokens, size
+    rows = torch.randn(shape, generator=make_generator(1))
+    rows *= torch.tensor(TRIAL_SCALES).view(-1, 1, 1)
+    trial = _Trial(own, spec, call, (rows_name, *others), library)
+    with _leaving_out(own, inner):
+        shifts = sorted({0, loaded.model_len - num_tokens})
+        return greatest(trial.error(rows, shift) for shift in shifts)
+
+
+@contextmanager
+def _leaving_out(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let some parts of a module return their rows as they are."""
+    parts = [module.get_submodule(name) for name in names]
+    for part in parts:
+        part.__dict__["forward"] = lambda rows, *_, **__: rows
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.__dict__["forward"]
+
+
+class _Trial(NamedTuple):
+    """A copy of a module in float32, and how it is called."""
+
+    module: nn.Module
+    spec: LayerSpec
+    call: _Call
+    names: Sequence[str]
+    """Of the arguments that are rows."""
+    library: NativeLibrary | None
+
+    def error(self, rows: torch.Tensor, shift: int) -> float:
+        """Return the greatest error of texts `[num_texts, T, size]` that begin at a position."""
+        before = cast(Any, self.module).config._attn_implementation
+        set_implementation(self.module, "eager")
+        try:
+            expected = torch.cat([self._own(text.unsqueeze(0), shift) for text in rows])
+            set_implementation(self.module, IMPLEMENTATION)
+            found = self._computed_in_steps(rows, shift)
+        finally:
+            set_implementation(self.module, before)
+        lengths = expected.norm(dim=-1).clamp_min(1e-30)
+        return greatest([float(((found - expected).norm(dim=-1) / lengths).max())])
+
+    def _own(self, text: torch.Tensor, shift: int) -> torch.Tensor:
+        num_tokens = text.shape[1]
+        positions = torch.arange(num_tokens)
+        distances = positions[:, None] - positions
+        hidden = distances < 0
+        if self.spec.window is not None:
+            hidden |= distances >= self.spec.window
+        mask = torch.zeros(1, 1, num_tokens, num_tokens).masked_fill_(
+            hidden, torch.finfo(torch.float32).min
+        )
+        return self._called(text, positions, shift, mask, PastTokens(shift))
+
+    def _computed_in_steps(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
+        num_texts, num_tokens, _ = rows.shape
+        per_text = -(-num_tokens // _BLOCK_SIZE)
+        backend = self._backend()
+        shapes = backend.pool_shapes(self.spec, 1 + num_texts * per_text)
+        pools = KVTensors(*(torch.zeros(cast(tuple[int, ...], shape)) for shape in shapes))
+        self.module.__dict__["paged_layer"] = PagedLayer(self.spec, pools, backend)
+        # The blocks of a text are in descending order.
+        tables = [
+            array("i", range(last, last - per_text, -1))
+            for last in range(per_text, 1 + num_texts * per_text, per_text)
+        ]
+
+        def compute(packed: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+            backend.begin_step(inputs)
+            cache = PackedPositions(inputs.position_ids + shift)
+            return self._called(packed, inputs.position_ids[0], shift, None, cache)
+
+        return compute_in_steps(rows, _steps_of(num_tokens), tables, compute)
+
+    def _backend(self) -> AttentionBackend:
+        if self.library is not None and can_attend([self.spec], torch.float32, _CPU):
+            windows = (self.spec.window,)
+            return NativeBackend(self.library, _BLOCK_SIZE, torch.float32, [self.spec], windows)
+        return SdpaBackend({Rule(0, self.spec.window)}, _BLOCK_SIZE, torch.float32, _CPU)
+
+    def _called(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        shift: int,
+        mask: torch.Tensor | None,
+        cache: PackedPositions,
+    ) -> torch.Tensor:
+        num_tokens = self.call[self.names[0]].shape[1]
+        given = {key: _at(value, positions, num_tokens) for key, value in self.call.items()}
+        # Where there are rows of several kinds, they differ.
+        given |= {name: rows.roll(place, -1) for place, name in enumerate(self.names)}
+        given |= {"attention_mask": mask, "position_ids": (positions + shift).unsqueeze(0)}
+        given["past_key_values"] = cache if counts_from_cache(self.module) else None
+        out: torch.Tensor = self.module(**given)[0]
+        return out
+
+
+def _steps_of(num_tokens: int) -> list[int]:
+    """Return the steps of a trial as far as the tokens suffice."""
+    steps, left = [], num_tokens
+    for count in STEPS:
+        if left:
+            steps.append(min(count, left))
+            left -= steps[-1]
+    return steps
+
+
+def _at(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
+    """Return what is given of some positions, of which `[1, T, ...]` are given."""
+    if isinstance(value, tuple):
+        return tuple(_at(one, positions, num_tokens) for one in value)
+    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
+        return value.index_select(1, positions)
+    return value
