@@ -56,6 +56,7 @@ from worker_proc.native.structures import (
     RunArgs,
     StepArgs,
     StoredType,
+    StreamMixingArgs,
     WholeTextsArgs,
 )
 
@@ -72,6 +73,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 4),
     "troika_gated_norm": (_POINTER,),
+    "troika_mix_streams": (_POINTER,),
     "troika_convolve": (_POINTER, _POINTER),
     "troika_prepare_heads": (_POINTER,),
     "troika_scan": (_POINTER, _POINTER),
@@ -215,6 +217,10 @@ class NativeLibrary:
     def gated_norm(self, norm: GatedNormArgs) -> None:
         """Normalize rows, and multiply them by a function of gates."""
         self._library.troika_gated_norm(ctypes.byref(norm))
+
+    def mix_streams(self, mixing: StreamMixingArgs) -> None:
+        """Make one row of the streams of each row, and the weights of new streams."""
+        self._library.troika_mix_streams(ctypes.byref(mixing))
 
     def convolve(self, convolution: ConvolutionArgs, texts: RecurrentTexts) -> None:
         """Convolve the rows of each text, and save the last ones at its cuts."""

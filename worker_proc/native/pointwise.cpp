@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "pointwise.h"
+#include "stream_mixing.h"
 
 namespace {
 
@@ -70,4 +71,9 @@ extern "C" void troika_activate(const void* in, int64_t stride, void* out, int32
 // Normalizes rows of `size` values, of which each group has a norm of its own.
 extern "C" void troika_gated_norm(const GatedNorm* norm) {
   norm->is_bf16 ? gated_norm<Bf16>(*norm) : gated_norm<float>(*norm);
+}
+
+// Mixes the streams of rows.
+extern "C" void troika_mix_streams(const StreamMixing* mixing) {
+  mixing->is_bf16 ? StreamMixer<Bf16>(*mixing).compute() : StreamMixer<float>(*mixing).compute();
 }

@@ -264,3 +264,14 @@ class CompressedRowsArgs(ctypes.Structure):
         *_fields("index_queries index_weights end_rows cosines sines", _POINTER),
         *_fields("num_ends num_texts", _INT),
     )
+
+
+class StreamMixingArgs(ctypes.Structure):
+    """`StreamMixing` of stream_mixing.h."""
+
+    _fields_ = (
+        *_fields("products streams biases scales gates matrix out", _POINTER),
+        ("stride", _LONG),
+        *_fields("num_rows num_streams size num_iterations is_bf16", _INT),
+        ("epsilon", _FLOAT),
+    )

@@ -33,6 +33,7 @@ from worker_proc.modules.coded_weights import dequantize_weights, without_kernel
 from worker_proc.modules.compressed import install_compressed
 from worker_proc.modules.fused import fuse_modules
 from worker_proc.modules.grouped_linear import pack_grouped_linears
+from worker_proc.modules.hyper_connections import install_hyper_connections
 from worker_proc.modules.latent import install_latent
 from worker_proc.modules.own_attention import OwnLayer, install_own_attention
 from worker_proc.modules.own_matrices import pack_own_matrices, pack_own_stacks
@@ -434,9 +435,11 @@ def _fuse(
     pack_grouped_linears(loaded.model, library)
     matrices = partial(pack_own_matrices, loaded.model, loaded.row_shapes)
     stacks = partial(pack_own_stacks, loaded.model, loaded.argument_shapes)
+    streams = partial(install_hyper_connections, loaded.model, loaded.row_shapes)
     for kind, shapes, pack in (
         ("matrices", loaded.row_shapes, matrices),
         ("stacks", loaded.argument_shapes, stacks),
+        ("streams", loaded.row_shapes, streams),
     ):
         if not shapes:
             continue
