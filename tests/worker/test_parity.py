@@ -46,7 +46,7 @@ def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve:
         groups = runner.facts.kv_groups
         for tensors in runner._pool.tensors:
             is_latent = tensors.values is tensors.keys  # one row for keys and values of all heads
-            names = LATENT_NAMES | RECURRENT_LATENT_NAMES | {DEEPSEEK_V4.name}
+            names = LATENT_NAMES | RECURRENT_LATENT_NAMES | {DEEPSEEK_V4.name, "glm5_next"}
             assert is_latent == (architecture.name in names)
         for mode, options in modes_of(num_blocks).items():
             run = drive(runner, served.prompts, GREEDY, **({"max_num_seqs": 16} | options))
