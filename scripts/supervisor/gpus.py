@@ -38,7 +38,8 @@ def divide_gpus(config: EngineConfig, environment: MutableMapping[str, str]) -> 
 
     GPUs that cannot be counted are not divided. ConfigError: there are too few.
     """
-    if config.model.model == "null" or not computes_on_gpu(config.model.device):
+    has_engine = config.parallel.data_parallel_size > 0
+    if not has_engine or config.model.model == "null" or not computes_on_gpu(config.model.device):
         return
     gpus, replica = visible_gpus(environment), config.run.replica
     if replica is not None:

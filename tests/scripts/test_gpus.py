@@ -68,3 +68,15 @@ def test_cpu_and_the_null_model_need_no_gpu() -> None:
         configure(model="null", device="cuda", data_parallel_size=2),
     ):
         divide_gpus(config, {VISIBLE: "0,1,2"})
+
+
+def test_engines_of_other_machines_need_no_gpus_here() -> None:
+    config = configure(
+        model="m",
+        device="cuda",
+        tensor_parallel_size=2,
+        data_parallel_size=0,
+        agents_listen="10.0.0.1:5555",
+        curve_keys="keys",
+    )
+    divide_gpus(config, {VISIBLE: "0"})
