@@ -53,13 +53,18 @@ class RankGroup:
                 raise RuntimeError("another rank was replaced, and this one was not")
             return
         is_cuda = self._device.type == "cuda"
+        # By its path: PyTorch does not decode the quoted characters of a URL.
+        num_ranks = self._share.num_ranks
+        store = dist.FileStore(str(path), num_ranks)  # type: ignore[attr-defined]
+        store.set_timeout(self._timeout)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
-            init_method=path.absolute().as_uri(),
+            store=store,
             rank=self._share.rank,
-            world_size=self._share.num_ranks,
+            world_size=num_ranks,
             timeout=self._timeout,
-            device_id=self._device if is_cuda else None,
+            # It needs an index, which the device of a model has not.
+            device_id=torch.device("cuda", torch.cuda.current_device()) if is_cuda else None,
         )
         self._members = list(members)
         dist.barrier()  # all have opened the file

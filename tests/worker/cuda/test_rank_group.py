@@ -28,11 +28,13 @@ from worker_proc.calibration import self_check
 from worker_proc.decoder import install
 from worker_proc.native.structures import Rotation
 from worker_proc.parallel.device_group import DIFFERS
+from worker_proc.parallel.share import Share
 from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
 from tests.worker.cuda.rank_processes import in_ranks, rows_of, sum_rows  # noqa: E402
+from worker_proc.cuda.rank_group import RankGroup  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="needs a GPU for each rank")
 
@@ -43,7 +45,9 @@ SMALL = SHAPE | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_valu
 
 
 def test_sums_are_those_of_float32_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    found = in_ranks(3, sum_rows, tmp_path / "group")
+    directory = tmp_path / "a run"
+    directory.mkdir()
+    found = in_ranks(3, sum_rows, directory / "group")
     for index, rows in enumerate(rows_of(3)):
         expected = ((rows[0].float() + rows[1].float()) + rows[2].float()).bfloat16()
         columns = torch.cat(list(rows[:, :, :2]), dim=1)
@@ -51,6 +55,25 @@ def test_sums_are_those_of_float32_in_the_order_of_the_ranks(tmp_path: Path) -> 
             assert torch.equal(of_rank["sums"][index], expected)
             assert torch.equal(of_rank["columns"][index], columns)
     assert all(of_rank["token_ids"] == [7, DIFFERS, 9] for of_rank in found)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_nccl_is_told_the_number_of_the_rank_s_gpu(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch refuses a device without a number, and that of a model is "cuda"."""
+    asked: list[tuple[str, Any]] = []
+
+    def init_process_group(backend: str, **options: Any) -> None:
+        asked.append((backend, options["device_id"]))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: number)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    group = RankGroup(Share(number, 2), torch.device("cuda"), timeout_s=1.0)
+    group.join(tmp_path / "group", [1, 2])
+    assert asked == [("nccl", torch.device("cuda", number))]
 
 
 def compute_tokens(
