@@ -21,6 +21,8 @@ from worker_proc.inputs import StepInputs
 
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SIZE_STEP, MAX_SIZE = 32, 512
+_WAITS = "synchronizing"
+"""In PyTorch's error for a forward that waits for the device."""
 _log = logging.getLogger("troika.worker")
 
 
@@ -139,13 +141,18 @@ class DecodeGraphs:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
+        is_divided: bool = False,
     ) -> None:
-        """Take a model whose attention modules are attached to the pool that it will use."""
+        """Take a model whose attention modules are attached to the pool that it will use.
+
+        `is_divided`: it is a part of one, and a forward exchanges sums with other ranks.
+        """
         self._model = model
         self._backend = backend
         self._sampler = sampler
         self._longest = max_model_len
         self._vocab_size = vocab_size
+        self._is_divided = is_divided
         self._sizes = padded_sizes(max_num_seqs)
         self._decodes: dict[int, StaticDecode] = {}
         self._is_captured = backend.tables.tensor.device.type == "cuda"
@@ -205,6 +212,10 @@ class DecodeGraphs:
             try:
                 self._logits = decode.capture(self._pool, self._logits, self._sizes[-1])
             except RuntimeError as error:
+                # In ranks a forward that waits fails on all of them. Any other failure is of this
+                # rank, which may have begun more sums than the others.
+                if self._is_divided and _WAITS not in str(error):
+                    raise
                 _log.warning("decode steps run without CUDA graphs: %s", error)
                 self._sizes.clear()
                 self._decodes.clear()

@@ -231,6 +231,7 @@ def make_graphs(
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
         vocab_size=facts.vocab_size,
+        is_divided=config.parallel.num_ranks > 1,
     )
 
 

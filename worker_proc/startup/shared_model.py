@@ -34,7 +34,7 @@ def load_shared_model(
     forks: here nothing is exchanged.
     """
     if resolve_device(config.model.device).type != "cpu":
-        raise ValueError("workers are forked with device cpu only: no other device survives a fork")
+        raise ValueError("standby_workers needs device cpu: no other device survives a fork")
     torch.set_num_threads(1)
     prepared = prepare_model(config, progress, keeps_proofs=True, rank=rank)
     found = SharedCalibration()

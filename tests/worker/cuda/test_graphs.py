@@ -39,12 +39,13 @@ class _Recorder:
     def __init__(self) -> None:
         self.captured: list[tuple[int, object]] = []
         self.fails = False
+        self.problem = "called a synchronizing operation"
 
     def make(self, model: object, backend: object, sampler: object, size: int, **_: object) -> Any:
         def capture(pool: object, logits: object, most_rows: int) -> str:
             assert most_rows == 8
             if self.fails:
-                raise RuntimeError("called a synchronizing operation")
+                raise RuntimeError(self.problem)
             self.captured.append((size, logits))
             return "logits"
 
@@ -105,6 +106,19 @@ def test_after_a_sleep_sizes_are_captured_when_they_are_needed(recorder: _Record
     for _ in range(2):
         assert made.compute(step_of(3)) == 4
     assert recorder.captured == [(4, None)], "the logits of a pool that slept are gone"
+
+
+def test_a_rank_that_alone_cannot_capture_ends(recorder: _Recorder) -> None:
+    """The others replay, and their sums would be paired with those of another layer."""
+    recorder.fails = True
+    made = make_graphs()
+    made._is_divided = True
+    assert made.compute(step_of(3)) is None
+    recorder.problem = "CUDA out of memory"
+    made = make_graphs()
+    made._is_divided = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.compute(step_of(3))
 
 
 def test_a_forward_that_waits_for_the_device_is_not_captured(

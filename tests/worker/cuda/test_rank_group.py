@@ -58,7 +58,7 @@ def test_sums_are_those_of_float32_in_the_order_of_the_ranks(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_nccl_is_told_the_number_of_the_rank_s_gpu(
+def test_nccl_gets_the_number_of_the_rank_s_gpu(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch refuses a device without a number, and that of a model is "cuda"."""
