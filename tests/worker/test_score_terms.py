@@ -28,7 +28,7 @@ from tests.worker.parity import (
 )
 from tests.worker.score_term_models import SCORE_TERMS, WIDE
 from tests.worker.test_loader import load
-from worker_proc.attention.recorder import RowTerms
+from worker_proc.attention.recorder import NUM_PROBE_TOKENS, RowTerms
 from worker_proc.attention.score_terms import KEY_BIAS_DIMS, with_key_biases
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading import inspection
@@ -71,6 +71,20 @@ def test_the_probe_records_terms(tmp_path: Path) -> None:
         assert found[name] == [sliding, (RowTerms(DISTANCES, has_sinks), None, 16)] * 2
     biased = RowTerms(has_key_biases=True), None, 16 + KEY_BIAS_DIMS
     assert found["doge"] == [biased] * 2
+
+
+@pytest.mark.parametrize("num_shared_experts", [2, NUM_PROBE_TOKENS])
+def test_experts_are_not_counted_as_rows(
+    num_shared_experts: int, tmp_path: Path
+) -> None:
+    """Also where as many experts share a row as the probe has rows."""
+    config = MODELS["inkling_text"].config()
+    config.n_shared_experts = num_shared_experts
+    config.save_pretrained(tmp_path)
+    inspected = inspection.inspect_config(str(tmp_path), "float32", torch.device("cpu"))
+    shapes = {"": (1, 0, config.hidden_size), "gammas": (0, num_shared_experts)}
+    names = [f"model.layers.{layer}.mlp.shared_experts" for layer in (1, 2)]
+    assert inspected.probed.argument_shapes == dict.fromkeys(names, shapes)
 
 
 def test_a_context_ends_where_keys_would_be_hidden(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 What a forward asks of them is recorded; see probe.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -95,6 +95,14 @@ class ProbedLayer:
     row_terms: RowTerms = NO_ROW_TERMS
 
 
+def _without_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with 0 in the place of the number of rows, which other sizes may equal."""
+    sizes = list(shape)
+    if NUM_PROBE_TOKENS in sizes:
+        sizes[sizes.index(NUM_PROBE_TOKENS)] = 0
+    return tuple(sizes)
+
+
 class _UsedStorages(TorchDispatchMode):
     """Records the storages of all tensors that are computed with."""
 
@@ -165,8 +173,7 @@ class Recorder:
         elif all(isinstance(one, torch.Tensor) for one in kwargs.values()):
             given = {"": rows} | cast(dict[str, torch.Tensor], kwargs)
             self.argument_shapes[name] = {
-                key: tuple(0 if size == NUM_PROBE_TOKENS else size for size in one.shape)
-                for key, one in given.items()
+                key: _without_rows(one.shape) for key, one in given.items()
             }
 
     def attention(
