@@ -74,9 +74,7 @@ def test_the_probe_records_terms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_shared_experts", [2, NUM_PROBE_TOKENS])
-def test_experts_are_not_counted_as_rows(
-    num_shared_experts: int, tmp_path: Path
-) -> None:
+def test_experts_are_not_counted_as_rows(num_shared_experts: int, tmp_path: Path) -> None:
     """Also where as many experts share a row as the probe has rows."""
     config = MODELS["inkling_text"].config()
     config.n_shared_experts = num_shared_experts
