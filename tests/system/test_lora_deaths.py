@@ -1,5 +1,6 @@
 """Workers that are killed while they load an adapter: real processes, `kill -9`, every token."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -76,9 +77,16 @@ def is_reading(pid: int, path: Path) -> bool:
     """Whether a process has a file open."""
     try:
         fds = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
-        return any(os.readlink(fd) == str(path) for fd in fds)
-    except OSError:  # the process is gone, or has closed one of them meanwhile
+    except OSError:  # the process is gone
         return False
+    return any(_target(fd) == str(path) for fd in fds)
+
+
+def _target(fd: str) -> str | None:
+    """Return the file of a descriptor; None: it has been closed meanwhile."""
+    with contextlib.suppress(OSError):
+        return os.readlink(fd)
+    return None
 
 
 def has_stopped(pid: int) -> bool:

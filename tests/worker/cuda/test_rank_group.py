@@ -44,6 +44,7 @@ SAMPLED = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.5, seed=3, ignore_
 SMALL = SHAPE | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_float32_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     directory = tmp_path / "a run"
     directory.mkdir()
