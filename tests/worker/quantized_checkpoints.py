@@ -403,3 +403,13 @@ def write_quantized(
     settings = json.loads(path.read_text()) | {"quantization_config": layout.settings}
     path.write_text(json.dumps(settings))
     return dense
+
+
+def replace_tensor(directory: Path, name: str, value: torch.Tensor | None) -> None:
+    """Store another value of a tensor, or one more tensor; None: leave it out."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(name, None)
+    if value is not None:
+        tensors[name] = value
+    save_file(tensors, path, {"format": "pt"})

@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint, load_model
 from tests.worker.compressed_models import DEEPSEEK_V4, with_window
 from tests.worker.driving import drive
-from tests.worker.hollow_checkpoints import write_hollow
+from tests.worker.hollow_checkpoints import assert_refused_before_weights, write_hollow
 from tests.worker.parity import generate, make_runner
 from worker_proc.attention.compression import compression_of
 from worker_proc.errors import UnsupportedModel
@@ -215,12 +215,7 @@ def test_blocks_of_rows_keep_the_tokens_of_their_rows() -> None:
 def test_settings_are_refused_before_the_weights(
     settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    write_hollow(tmp_path, DEEPSEEK_V4.config())
-    phases: list[str] = []
-    config = configure(model=str(tmp_path), device="cpu", num_threads=1, **settings)
-    with pytest.raises(UnsupportedModel, match=reason):
-        load_model_runner(config, lambda phase, done, total: phases.append(phase))
-    assert "load_weights" not in phases
+    assert_refused_before_weights(tmp_path, DEEPSEEK_V4.config(), settings, reason)
 
 
 @pytest.mark.slow

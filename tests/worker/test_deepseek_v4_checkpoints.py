@@ -13,6 +13,7 @@ from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.deepseek_v4_checkpoints import write_published
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts, make_runner
+from tests.worker.quantized_checkpoints import replace_tensor
 from tests.worker.runners import make_runners
 from tests.worker.test_loader import change_config
 from tests.worker.test_quantized_checkpoints import open_files
@@ -103,12 +104,7 @@ def test_tensors_that_do_not_fit_are_named(
     part: str, value: torch.Tensor | None, reason: str, tmp_path: Path
 ) -> None:
     coded = write_published(tmp_path)
-    path = coded / "model.safetensors"
-    tensors = load_file(path)
-    del tensors[f"{EXPERT}.{part}"]
-    if value is not None:
-        tensors[f"{EXPERT}.{part}"] = value
-    save_file(tensors, path, {"format": "pt"})
+    replace_tensor(coded, f"{EXPERT}.{part}", value)
     with pytest.raises(CheckpointError, match=reason) as caught:
         make_runner(coded, 200)
     assert EXPERT in str(caught.value)

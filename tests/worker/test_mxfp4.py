@@ -14,6 +14,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint, load_model
 from tests.worker.driving import drive
 from tests.worker.parity import MAX_TOKENS, generate, make_prompts, make_runner
+from tests.worker.quantized_checkpoints import replace_tensor
 from worker_proc.errors import CheckpointError
 
 BLOCK = 32
@@ -98,12 +99,7 @@ def test_tensors_that_do_not_fit_are_named(
     part: str, value: torch.Tensor | None, reason: str, tmp_path: Path
 ) -> None:
     coded = write_mxfp4(tmp_path)
-    path = coded / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop(f"{EXPERTS}.{part}", None)
-    if value is not None:
-        tensors[f"{EXPERTS}.{part}"] = value
-    save_file(tensors, path, {"format": "pt"})
+    replace_tensor(coded, f"{EXPERTS}.{part}", value)
     with pytest.raises(CheckpointError, match=reason) as caught:
         make_runner(coded, 200)
     assert EXPERTS in str(caught.value)

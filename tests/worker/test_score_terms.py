@@ -15,7 +15,7 @@ from transformers.models.inkling2.modeling_inkling2 import Inkling2SlidingAttent
 from protocol.config.settings import configure
 from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.hollow_checkpoints import write_hollow
+from tests.worker.hollow_checkpoints import assert_refused_before_weights, write_hollow
 from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
@@ -38,7 +38,6 @@ from worker_proc.modules import score_terms
 from worker_proc.modules.score_terms import prove_score_terms
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.startup.load_runner import load_model_runner
 from worker_proc.startup.refusals import check_score_terms
 
 needs_kernels = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -195,12 +194,7 @@ def test_logits_of_tokens_that_only_fill_up_are_not_counted(tmp_path: Path) -> N
 def test_settings_are_refused_before_the_weights(
     name: str, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    write_hollow(tmp_path, MODELS[name].config())
-    phases: list[str] = []
-    config = configure(model=str(tmp_path), device="cpu", num_threads=1, **settings)
-    with pytest.raises(UnsupportedModel, match=reason):
-        load_model_runner(config, lambda phase, done, total: phases.append(phase))
-    assert "load_weights" not in phases
+    assert_refused_before_weights(tmp_path, MODELS[name].config(), settings, reason)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class RankGroup:
     def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield consecutive rows that fit into a slot."""
         row_bytes = rows.shape[1] * rows.element_size()
-        yield from rows.split(max(1, self._slot_bytes // row_bytes))
+        yield from rows.split(self._slot_bytes // row_bytes)
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Return all ranks' rows, `[num_ranks, T, width]`, until the next call."""

@@ -153,20 +153,20 @@ def _inspect(
                 " (sliding_window), and attention sees all",
                 model_len,
             )
-    if probed.indexed_length is not None and probed.indexed_length < model_len:
-        model_len = probed.indexed_length
-        _log.info(
-            "the context is %d tokens at most: its indexers choose all of them, and sparse"
-            " attention beyond is not computed",
-            model_len,
-        )
-    if probed.masked_length is not None and probed.masked_length < model_len:
-        model_len = probed.masked_length
-        _log.info(
-            "the context is %d tokens at most: beyond (keep_window_size) tokens are hidden for the"
-            " biases of their keys, which is not computed",
-            model_len,
-        )
+    for length, reason in (
+        (
+            probed.indexed_length,
+            "its indexers choose all of them, and sparse attention beyond is not computed",
+        ),
+        (
+            probed.masked_length,
+            "beyond (keep_window_size) tokens are hidden for the biases of their keys, which is"
+            " not computed",
+        ),
+    ):
+        if length is not None and length < model_len:
+            model_len = length
+            _log.info("the context is %d tokens at most: %s", model_len, reason)
     return InspectedModel(
         config, text_config, probed, model_len, torch_dtype, format, kind, modules
     )

@@ -74,6 +74,20 @@ def proven(proofs: StartCache | None, name: str, type_: type[T], prove: Callable
     return found
 
 
+def with_proof(
+    proofs: StartCache | None, name: str, type_: type[T], install: Callable[[T | None], T]
+) -> T:
+    """Install what an earlier start has proven; else it is proven now, and kept.
+
+    `install` takes the proof, or None if there is none yet, and returns it.
+    """
+    known = None if proofs is None else proofs.get(name, type_)
+    found = install(known)
+    if proofs is not None and known is None:
+        proofs.put(name, found)
+    return found
+
+
 def _key(config: EngineConfig) -> Iterator[bytes]:
     # A successor is started with the numbers of blocks that its predecessor has found memory for.
     cache = msgspec.structs.replace(

@@ -9,7 +9,6 @@ rows are tried if some rows differ.
 
 import copy
 import math
-from array import array
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -23,7 +22,6 @@ from worker_proc.attention.interface import (
     IMPLEMENTATION,
     PagedLayer,
     set_implementation,
-    transformers_attention,
 )
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
@@ -33,8 +31,9 @@ from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
+from worker_proc.modules.trial_calls import Call, at_positions, record_calls
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
-from worker_proc.modules.trial_texts import STEPS, compute_in_steps
+from worker_proc.modules.trial_texts import compute_in_steps, descending_tables, steps_of
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 MAX_ERROR = 1e-4
@@ -43,8 +42,6 @@ NUM_TRIALS = 3
 _BLOCK_SIZE = 16
 _NUM_GROUPS = 3
 _SPARE_TOKENS = 5
-_Call = dict[str, Any]
-"""The arguments of an attention module but its rows."""
 
 
 class _Recorded(Exception):
@@ -96,7 +93,9 @@ def _least_error(loaded: LoadedModel, layer: ProbedLayer, library: NativeLibrary
     least = max(compressed.window, _NUM_GROUPS * compressed.ratio) + _SPARE_TOKENS
     num_tokens = min(least, loaded.model_len)
     own = loaded.model.get_submodule(layer.module_name)
-    call = _record_call(loaded, num_tokens)
+    first = loaded.model.get_submodule(loaded.layers[0].module_name)
+    call = record_calls(loaded, [first], num_tokens)[type(first)]  # all modules get the same
+    call.pop("hidden_states", None)
     with dequantized(own):
         module = copy.deepcopy(own).float()
     num_entries = num_tokens // compressed.ratio if compressed.ratio else 0
@@ -125,38 +124,6 @@ def _input_size(module: nn.Module) -> int:
     return next(part.in_features for part in module.modules() if isinstance(part, nn.Linear))
 
 
-def _record_call(loaded: LoadedModel, num_tokens: int) -> _Call:
-    """Return the arguments of the first module in a text's own forward: all get the same."""
-    first = loaded.model.get_submodule(loaded.layers[0].module_name)
-    calls: list[_Call] = []
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append({key: _as_float(value) for key, value in kwargs.items()})
-        calls[-1].pop("hidden_states", None)
-        raise _Recorded
-
-    positions = torch.arange(num_tokens).unsqueeze(0)
-    handle = first.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        with transformers_attention(loaded.model):
-            tokens = positions % loaded.vocab_size
-            loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
-    except _Recorded:
-        pass
-    finally:
-        handle.remove()
-    return calls[0]
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_as_float, value))
-    if isinstance(value, dict):
-        return {key: _as_float(one) for key, one in value.items()}
-    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.float() if is_real else value
-
-
 class _Trial(NamedTuple):
     """A copy of a module in float32, and how it attends."""
 
@@ -164,7 +131,7 @@ class _Trial(NamedTuple):
     spec: LayerSpec
     sinks: torch.Tensor | None
     library: NativeLibrary
-    call: _Call
+    call: Call
 
     def error(self, rows: torch.Tensor) -> float:
         """Return the greatest error of texts `[num_texts, T, size]`, relative to a row's length."""
@@ -180,10 +147,10 @@ class _Trial(NamedTuple):
 
     def _computed_in_steps(self, rows: torch.Tensor) -> torch.Tensor:
         num_texts, num_tokens, _ = rows.shape
-        per_text = -(-num_tokens // _BLOCK_SIZE)
+        tables = descending_tables(num_texts, num_tokens, _BLOCK_SIZE)
         backend = CompressedBackend(self.library, _BLOCK_SIZE, torch.float32, [self.spec])
         layout = lay_out([self.spec], _BLOCK_SIZE, num_tokens, num_tokens, False)
-        pool = torch.zeros(1 + num_texts * per_text, layout.block_numbers)
+        pool = torch.zeros(1 + sum(map(len, tables)), layout.block_numbers)
         layer = PagedLayer(
             self.spec,
             KVTensors(pool, pool),
@@ -193,37 +160,11 @@ class _Trial(NamedTuple):
             place=layout.places[0],
         )
         self.module.__dict__["paged_layer"] = layer
-        # The blocks of a text are in descending order.
-        tables = [
-            array("i", range(last, last - per_text, -1))
-            for last in range(per_text, 1 + num_texts * per_text, per_text)
-        ]
 
         def compute(packed: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             backend.begin_step(inputs)
-            call = _at(self.call, inputs.position_ids[0], num_tokens)
+            call = at_positions(self.call, inputs.position_ids[0], num_tokens)
             out: torch.Tensor = self.module(packed, **(call | {"attention_mask": None}))[0]
             return out
 
-        return compute_in_steps(rows, _steps_of(num_tokens), tables, compute)
-
-
-def _steps_of(num_tokens: int) -> list[int]:
-    """Return the first steps of a trial as far as the tokens suffice, and one for the rest."""
-    steps, left = [], num_tokens
-    for count in (*STEPS, num_tokens):
-        if left:
-            steps.append(min(count, left))
-            left -= steps[-1]
-    return steps
-
-
-def _at(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
-    """Return what is given of some positions, of which `[1, T, ...]` are given."""
-    if isinstance(value, tuple):
-        return tuple(_at(one, positions, num_tokens) for one in value)
-    if isinstance(value, dict):
-        return {key: _at(one, positions, num_tokens) for key, one in value.items()}
-    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
-        return value.index_select(1, positions)
-    return value
+        return compute_in_steps(rows, steps_of(num_tokens), tables, compute)

@@ -229,13 +229,14 @@ def fused_grouped_experts(
     if expected is None:
         return None
     candidate = GroupedExperts(library, gating, experts, format)
-    found = candidate(*tried).float()
+    return candidate if agrees(candidate(*tried), expected, tried) else None
+
+
+def agrees(found: torch.Tensor, expected: torch.Tensor, tried: Trials) -> bool:
+    """Return whether the results of trials are close enough to a module's own, for each scale."""
     count = len(found) // len(TRIAL_SCALES)
-    error = greatest(
-        greatest_error(*pair)
-        for pair in zip(found.split(count), expected.split(count), strict=True)
-    )
-    return candidate if error <= MAX_ERROR[tried.rows.dtype] else None
+    pairs = zip(found.float().split(count), expected.split(count), strict=True)
+    return greatest(greatest_error(*pair) for pair in pairs) <= MAX_ERROR[tried.rows.dtype]
 
 
 def own_results(

@@ -29,6 +29,7 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantize_weights, dequantized
+from worker_proc.modules.trial_calls import as_float
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import Rotation
@@ -194,7 +195,7 @@ def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not args:
-            calls.append({key: _as_float(value) for key, value in kwargs.items()})
+            calls.append(as_float(kwargs))
             calls[-1].pop("hidden_states", None)
         raise _Recorded
 
@@ -210,13 +211,6 @@ def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:
     finally:
         handle.remove()
     return calls
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_as_float, value))
-    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.float() if is_real else value
 
 
 def _rotation_of(

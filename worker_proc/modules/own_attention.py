@@ -7,7 +7,6 @@ scales, at the first positions and at the last ones, behind as many stored keys.
 in float32, so that only the order of sums differs.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from worker_proc.attention.interface import (
@@ -37,7 +36,7 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.modules.coded_weights import dequantized
+from worker_proc.modules.trial_calls import in_float32
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 
 NUM_TOKENS = 7
@@ -206,7 +205,7 @@ def _observe(
         if known is not None and known[number].biases_of != number:
             layers.append(known[number])
             continue
-        with _in_float32(module) as own:
+        with in_float32(module) as own:
             inputs.call(own, _random_rows(own, inputs), cache)
             call = calls.pop()
             # Of other weights: heads whose weights are equal may get others by an adapter.
@@ -313,7 +312,7 @@ def _prove(
             layer = layers[number]
             table = None if layer.biases_of is None else tables[layer.biases_of]
             trial = _Trial(number, probed.spec, layer.spec, table, num_past)
-            with _in_float32(module) as own:
+            with in_float32(module) as own:
                 error = trial.error(loaded.model, own, ours, theirs)
             if not error <= MAX_ERROR:
                 raise UnsupportedModel(
@@ -473,16 +472,3 @@ def _norms_pass_rows(model: nn.Module) -> Iterator[None]:
     finally:
         for module in norms:
             del module.__dict__["forward"]
-
-
-@contextmanager
-def _in_float32(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a copy with the same configuration, which names the form of attention."""
-    shared = {
-        id(value): value
-        for part in module.modules()
-        for value in part.__dict__.values()
-        if isinstance(value, PretrainedConfig)
-    }
-    with dequantized(module):
-        yield copy.deepcopy(module, shared).float()

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from worker_proc.modules.grouped_experts import (
-    MAX_ERROR,
-    TRIAL_SCALES,
     ExpertModule,
+    agrees,
     own_results,
     read_experts,
     trials,
 )
 from worker_proc.modules.packed_linear import NativeLinear, make_linear
-from worker_proc.modules.trial_errors import greatest, greatest_error
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.rowwise import RowwiseFunctions
 
@@ -89,10 +87,4 @@ def own_gated_experts(
     if expected is None:
         return None
     candidate = OwnGatedExperts(library, gate, experts)
-    found = candidate(*tried).float()
-    count = len(found) // len(TRIAL_SCALES)
-    error = greatest(
-        greatest_error(*pair)
-        for pair in zip(found.split(count), expected.split(count), strict=True)
-    )
-    return candidate if error <= MAX_ERROR[tried.rows.dtype] else None
+    return candidate if agrees(candidate(*tried), expected, tried) else None

@@ -7,8 +7,6 @@ short, so that the texts are longer. Modules with a state inside are left out on
 have a proof of their own.
 """
 
-import copy
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,14 +14,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from worker_proc.attention.interface import (
     IMPLEMENTATION,
     AttentionBackend,
     PagedLayer,
     set_implementation,
-    transformers_attention,
 )
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.recorder import NO_ROW_TERMS, ProbedLayer
@@ -36,10 +32,10 @@ from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.row_positions import PackedPositions, PastTokens, counts_from_cache
-from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.packed_linear import can_pack, make_linear
+from worker_proc.modules.trial_calls import Call, at_positions, in_float32, record_calls
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
-from worker_proc.modules.trial_texts import STEPS, compute_in_steps
+from worker_proc.modules.trial_texts import STEPS, compute_in_steps, descending_tables, steps_of
 from worker_proc.native.kernels import NativeLibrary
 
 MAX_ERROR = 1e-4
@@ -48,11 +44,6 @@ MAX_REACH = 24
 """Windows and distances of a trial, at most."""
 _BLOCK_SIZE = 8
 _CPU = torch.device("cpu")
-_Call = dict[str, Any]
-
-
-class _Recorded(Exception):
-    """The arguments of all kinds of modules are recorded."""
 
 
 @torch.inference_mode()
@@ -69,7 +60,7 @@ def prove_score_terms(
     if not layers or known == names:
         return names
     num_tokens = min(sum(STEPS), loaded.model_len)
-    calls = _record_calls(loaded, [loaded.model.get_submodule(name) for name in names], num_tokens)
+    calls = record_calls(loaded, [loaded.model.get_submodule(name) for name in names], num_tokens)
     for layer in layers:
         module = loaded.model.get_submodule(layer.module_name)
         error = _greatest_error(loaded, layer, module, calls[type(module)], library)
@@ -98,44 +89,11 @@ def pack_distance_products(loaded: LoadedModel, library: NativeLibrary | None) -
         child.__dict__[PRODUCT] = make_linear(profiles.t().contiguous(), None, library)
 
 
-def _record_calls(
-    loaded: LoadedModel, modules: Sequence[nn.Module], num_tokens: int
-) -> dict[type[nn.Module], _Call]:
-    """Return the arguments of each kind of module in a text's own forward, in float32."""
-    calls: dict[type[nn.Module], _Call] = {}
-    kinds = {type(module) for module in modules}
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(type(module), {key: _as_float(value) for key, value in kwargs.items()})
-        if set(calls) == kinds:
-            raise _Recorded
-
-    positions = torch.arange(num_tokens).unsqueeze(0)
-    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
-    try:
-        with transformers_attention(loaded.model):
-            tokens = positions % loaded.vocab_size
-            loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
-    except _Recorded:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_as_float, value))
-    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.float() if is_real else value
-
-
 def _greatest_error(
     loaded: LoadedModel,
     layer: ProbedLayer,
     module: nn.Module,
-    call: _Call,
+    call: Call,
     library: NativeLibrary | None,
 ) -> float:
     """Return the greatest error of a row, at the first positions and at the last ones."""
@@ -144,14 +102,8 @@ def _greatest_error(
         for spec in loaded.recurrent
         if spec.module_name.startswith(f"{layer.module_name}.")
     ]
-    shared = {
-        id(value): value
-        for part in module.modules()
-        for value in part.__dict__.values()
-        if isinstance(value, PretrainedConfig)
-    }
-    with dequantized(module):
-        own = copy.deepcopy(module, shared).float()
+    with in_float32(module) as copied:
+        own = copied
     spec = layer.spec
     if spec.window is not None:
         spec = replace(spec, window=min(spec.window, MAX_REACH))
@@ -186,7 +138,7 @@ class _Trial(NamedTuple):
 
     module: nn.Module
     spec: LayerSpec
-    call: _Call
+    call: Call
     names: Sequence[str]
     """Of the arguments that are rows."""
     library: NativeLibrary | None
@@ -218,23 +170,18 @@ class _Trial(NamedTuple):
 
     def _computed_in_steps(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
         num_texts, num_tokens, _ = rows.shape
-        per_text = -(-num_tokens // _BLOCK_SIZE)
+        tables = descending_tables(num_texts, num_tokens, _BLOCK_SIZE)
         backend = self._backend()
-        shapes = backend.pool_shapes(self.spec, 1 + num_texts * per_text)
+        shapes = backend.pool_shapes(self.spec, 1 + sum(map(len, tables)))
         pools = KVTensors(*(torch.zeros(cast(tuple[int, ...], shape)) for shape in shapes))
         self.module.__dict__["paged_layer"] = PagedLayer(self.spec, pools, backend)
-        # The blocks of a text are in descending order.
-        tables = [
-            array("i", range(last, last - per_text, -1))
-            for last in range(per_text, 1 + num_texts * per_text, per_text)
-        ]
 
         def compute(packed: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             backend.begin_step(inputs)
             cache = PackedPositions(inputs.position_ids + shift)
             return self._called(packed, inputs.position_ids[0], shift, None, cache)
 
-        return compute_in_steps(rows, _steps_of(num_tokens), tables, compute)
+        return compute_in_steps(rows, steps_of(num_tokens), tables, compute)
 
     def _backend(self) -> AttentionBackend:
         if self.library is not None and can_attend([self.spec], torch.float32, _CPU):
@@ -251,29 +198,10 @@ class _Trial(NamedTuple):
         cache: PackedPositions,
     ) -> torch.Tensor:
         num_tokens = self.call[self.names[0]].shape[1]
-        given = {key: _at(value, positions, num_tokens) for key, value in self.call.items()}
+        given = at_positions(self.call, positions, num_tokens)
         # Where there are rows of several kinds, they differ.
         given |= {name: rows.roll(place, -1) for place, name in enumerate(self.names)}
         given |= {"attention_mask": mask, "position_ids": (positions + shift).unsqueeze(0)}
         given["past_key_values"] = cache if counts_from_cache(self.module) else None
         out: torch.Tensor = self.module(**given)[0]
         return out
-
-
-def _steps_of(num_tokens: int) -> list[int]:
-    """Return the steps of a trial as far as the tokens suffice."""
-    steps, left = [], num_tokens
-    for count in STEPS:
-        if left:
-            steps.append(min(count, left))
-            left -= steps[-1]
-    return steps
-
-
-def _at(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
-    """Return what is given of some positions, of which `[1, T, ...]` are given."""
-    if isinstance(value, tuple):
-        return tuple(_at(one, positions, num_tokens) for one in value)
-    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
-        return value.index_select(1, positions)
-    return value

@@ -14,6 +14,25 @@ STEPS = (1, 21, 44, 1, 3)
 _CPU = torch.device("cpu")
 
 
+def steps_of(num_tokens: int) -> list[int]:
+    """Return the first of `STEPS` as far as the tokens suffice, and one step for the rest."""
+    steps, left = [], num_tokens
+    for count in (*STEPS, num_tokens):
+        if left:
+            steps.append(min(count, left))
+            left -= steps[-1]
+    return steps
+
+
+def descending_tables(num_texts: int, num_tokens: int, block_size: int) -> list["array[int]"]:
+    """Return the block tables of texts, from block 1 on, each with its last block first."""
+    per_text = -(-num_tokens // block_size)
+    return [
+        array("i", range(last, last - per_text, -1))
+        for last in range(per_text, 1 + num_texts * per_text, per_text)
+    ]
+
+
 def compute_in_steps(
     rows: torch.Tensor,
     steps: Sequence[int],

@@ -26,7 +26,7 @@ from worker_proc.loading.loader import (
 )
 from worker_proc.loading.mapped_pages import release_mapped_pages
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.loading.proofs import Proofs, find_proofs
+from worker_proc.loading.proofs import Proofs, find_proofs, with_proof
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.adapted_modules import adapt_modules, find_sites
 from worker_proc.modules.coded_weights import dequantize_weights, without_kernels
@@ -300,10 +300,7 @@ def _take_terms(
     loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
 ) -> None:
     """Prove modules with terms of rows in their scores, keep the proof under a name, and pack."""
-    known = None if proofs is None else proofs.get(name, list[str])
-    proven = prove_score_terms(loaded, library, known)
-    if proofs is not None and known is None:
-        proofs.put(name, proven)
+    with_proof(proofs, name, list[str], partial(prove_score_terms, loaded, library))
     pack_distance_products(loaded, library)
 
 
@@ -319,11 +316,8 @@ def _compute_states(
     if not loaded.recurrent:
         return
     progress("check_recurrent", 0, 1)
-    name = f"recurrent{suffix}"
-    known = None if proofs is None else proofs.get(name, dict[str, ProvenModule])
-    proven = install_recurrent(loaded, library, known)
-    if proofs is not None and known is None:
-        proofs.put(name, proven)
+    install = partial(install_recurrent, loaded, library)
+    with_proof(proofs, f"recurrent{suffix}", dict[str, ProvenModule], install)
 
 
 def _replace_attention(
@@ -387,10 +381,7 @@ def _attend_to_entries(
     loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
 ) -> None:
     """Let modules attend over compressed entries, and keep the proof under a name."""
-    known = None if proofs is None else proofs.get(name, list[str])
-    proven = install_compressed(loaded, library, known)
-    if proofs is not None and known is None:
-        proofs.put(name, proven)
+    with_proof(proofs, name, list[str], partial(install_compressed, loaded, library))
 
 
 def _make_executor(
@@ -426,12 +417,10 @@ def _fuse(
     Then linear layers with groups are packed, and matrices in modules' own code: of these it is
     kept which modules have them.
     """
-    known = None if proofs is None else proofs.get(name, dict[str, int])
-    fused = fuse_modules(
-        loaded.model, library, loaded.dtype, known, format=format, on_tried=on_tried
+    fuse = partial(
+        fuse_modules, loaded.model, library, loaded.dtype, format=format, on_tried=on_tried
     )
-    if proofs is not None and known is None:
-        proofs.put(name, fused)
+    with_proof(proofs, name, dict[str, int], fuse)
     pack_grouped_linears(loaded.model, library)
     matrices = partial(pack_own_matrices, loaded.model, loaded.row_shapes)
     stacks = partial(pack_own_stacks, loaded.model, loaded.argument_shapes)
@@ -443,11 +432,8 @@ def _fuse(
     ):
         if not shapes:
             continue
-        key = f"{name}_{kind}"
-        before = None if proofs is None else proofs.get(key, list[str])
-        packed = pack(library, loaded.dtype, before)
-        if proofs is not None and before is None:
-            proofs.put(key, packed)
+        install = partial(pack, library, loaded.dtype)
+        with_proof(proofs, f"{name}_{kind}", list[str], install)
 
 
 def _load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:

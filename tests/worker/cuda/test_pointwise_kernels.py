@@ -20,6 +20,7 @@ from worker_proc.cuda.pointwise import (  # noqa: E402
     TritonLibrary,
     activate_and_multiply,
     add_and_norm,
+    add_up,
     rotate_and_store,
 )
 
@@ -156,3 +157,16 @@ def test_keys_that_are_cached_already_go_to_the_null_block() -> None:
     qkv = rows_of(4, 3 * 16, torch.float32)
     rotate_and_store(kept, qkv, None, angles, rotation=Rotation.HALVES, spec=spec)
     assert written_slots(step, before) == {(0, 0), step.slot_of(1, 4)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_ranks_are_added_up_in_float32_in_their_order(num_rows: int, dtype: torch.dtype) -> None:
+    """The sum of three such values depends on its order, and is longer than a tile."""
+    gathered = (rows_of(3 * num_rows, 513, dtype) * 1e3).view(3, num_rows, 513)
+    out = torch.empty_like(gathered[0])
+    add_up(gathered, out)
+    first, second, third = gathered.float()
+    assert torch.equal(out, ((first + second) + third).to(dtype))
+    if dtype is torch.float32:
+        assert not torch.equal(out, first + (second + third))

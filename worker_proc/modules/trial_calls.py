@@ -1,0 +1,79 @@
+"""What a text's own forward gives to modules, and copies of modules, for trials in float32."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from worker_proc.attention.interface import transformers_attention
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.modules.coded_weights import dequantized
+
+Call = dict[str, Any]
+"""The arguments of a module by name."""
+
+
+class _Recorded(Exception):
+    """The arguments of all kinds of modules are recorded."""
+
+
+def record_calls(
+    loaded: LoadedModel, modules: Sequence[nn.Module], num_tokens: int
+) -> dict[type[nn.Module], Call]:
+    """Return the arguments of each kind of module in a text's own forward, in float32."""
+    calls: dict[type[nn.Module], Call] = {}
+    kinds = {type(module) for module in modules}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: Call) -> None:
+        calls.setdefault(type(module), as_float(kwargs))
+        if set(calls) == kinds:
+            raise _Recorded
+
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        with transformers_attention(loaded.model), suppress(_Recorded):
+            tokens = positions % loaded.vocab_size
+            loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def as_float(value: Any) -> Any:
+    """Return an argument, or a collection of them, with real numbers in float32."""
+    if isinstance(value, tuple):
+        return tuple(map(as_float, value))
+    if isinstance(value, dict):
+        return {key: as_float(one) for key, one in value.items()}
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if is_real else value
+
+
+def at_positions(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
+    """Return what is given of some positions, of which `[1, T, ...]` are given."""
+    if isinstance(value, tuple):
+        return tuple(at_positions(one, positions, num_tokens) for one in value)
+    if isinstance(value, dict):
+        return {key: at_positions(one, positions, num_tokens) for key, one in value.items()}
+    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
+        return value.index_select(1, positions)
+    return value
+
+
+@contextmanager
+def in_float32(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a copy with the same configuration, which names the form of attention."""
+    shared = {
+        id(value): value
+        for part in module.modules()
+        for value in part.__dict__.values()
+        if isinstance(value, PretrainedConfig)
+    }
+    with dequantized(module):
+        yield copy.deepcopy(module, shared).float()
