@@ -1,15 +1,38 @@
-"""Limits how long a step may take, by the durations of recent steps of its size.
+"""Measures steps, and limits how long one may take by the durations of recent steps of its size.
 
 Steps are sorted into classes by their number of tokens; each class is twice as large as the one
 before. The limit of a class without any step yet follows from its neighbours, with a margin.
 """
 
+import time
 from collections import deque
+from typing import NamedTuple
 
 from protocol.config import RecoveryConfig
 
 _HISTORY = 128  # steps of a class that count; their 99th percentile is the second largest
 _RECOUNT = 16
+
+
+class Arrival(NamedTuple):
+    """When a step arrived, and whether requests were running then."""
+
+    at_ns: int
+    finds_requests: bool
+    """Else the time before the step does not count as a wait: there was nothing to compute."""
+
+
+class StepTimes:
+    """Measures steps, each from the end of the one before it if it arrived earlier."""
+
+    def __init__(self) -> None:
+        self._ended_ns = time.perf_counter_ns()
+
+    def end(self, arrival: Arrival) -> tuple[int, int]:
+        """End a step now; returns how long it took and how long the worker waited for it, in ns."""
+        before, self._ended_ns = self._ended_ns, time.perf_counter_ns()
+        wait_ns = max(arrival.at_ns - before, 0) if arrival.finds_requests else 0
+        return self._ended_ns - max(arrival.at_ns, before), wait_ns
 
 
 class StepTimer:

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 
 from protocol.config import EngineConfig
+from worker_proc.drafting.draft_model import DraftModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.load_runner import build_runner, num_threads
@@ -27,6 +28,14 @@ def make_runners(configs: Sequence[EngineConfig]) -> Iterator[ModelRunner]:
         if number not in calibrations:
             calibrations[number] = calibrate(prepared, config, _silent)
         yield cast(ModelRunner, build_runner(prepared, config, calibrations[number], _silent))
+
+
+def draft_model_of(runner: ModelRunner) -> DraftModel:
+    """Return the draft model of a runner that has one."""
+    drafter = runner._drafter
+    assert drafter is not None
+    assert drafter.model is not None
+    return drafter.model
 
 
 def _silent(phase: str, done: int, total: int) -> None:

@@ -97,7 +97,8 @@ def check_draft_model(
     assert run.output_token_ids == expected.output_token_ids
     assert run.logprobs == expected.logprobs
     assert 20 < run.num_accepted_drafts < run.num_drafts
-    having = [getattr(runner, "_draft_model", None) is not None for runner in runners]
+    drafters = [getattr(runner, "_drafter", None) for runner in runners]
+    having = [drafter is not None and drafter.model is not None for drafter in drafters]
     assert having == [rank == answering_rank for rank in range(len(runners))]
 
 

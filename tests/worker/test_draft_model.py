@@ -22,6 +22,7 @@ from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run, drive
 from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.parity import make_runner
+from tests.worker.runners import draft_model_of
 from worker_proc.drafting.draft_model import num_spare_blocks
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner
@@ -140,9 +141,7 @@ def test_blocks_are_the_same_bytes_after_they_were_read_from_a_store(
     keys = [first, bytes([2] * 32)]
     assert services[1].load(LoadBlocks(1, [5, 6], keys)) is None
     eventually(services[1].take_results, "read")
-    own, other = (runner._draft_model for runner in (writer, reader))
-    assert own is not None
-    assert other is not None
+    own, other = map(draft_model_of, (writer, reader))
     pools = zip(own._pool.all_tensors, other._pool.all_tensors, strict=True)
     assert all(torch.equal(one[1], two[5]) and one[1].any() for one, two in pools)
     assert [other.holds(block_id) for block_id in (5, 6)] == [True, False]

@@ -14,7 +14,8 @@ from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import across_the_wire, make_scheduler
 from tests.worker.test_loader import config_of, silent
 from worker_proc.calibration.self_check import check_texts
-from worker_proc.model_runner import NOT_FINITE, ModelRunner
+from worker_proc.model_runner import ModelRunner
+from worker_proc.sampling.step_sampler import NOT_FINITE
 from worker_proc.startup.load_runner import load_model_runner
 
 BAD_TOKEN = 200

@@ -16,12 +16,12 @@ from tests.worker.recurrent_models import KINDS, RECURRENT
 from tests.worker.test_not_finite import run
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.inputs import StepInputs
-from worker_proc.model_runner import NOT_FINITE
 from worker_proc.recurrent import delta_rule
 from worker_proc.recurrent.layers import recurrent_layers
 from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.step_texts import texts_of
+from worker_proc.sampling.step_sampler import NOT_FINITE
 from worker_proc.startup.announcement import announcement
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}

@@ -17,6 +17,7 @@ from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoi
 from tests.worker.driving import Run, drive
 from tests.worker.parity import make_runner
 from tests.worker.recurrent_models import KINDS, RECURRENT
+from tests.worker.runners import draft_model_of
 from tests.worker.test_draft_model import Intermittent
 from tests.worker.test_speculation import Oracle
 from worker_proc.drafting import draft_model, repetitions
@@ -184,8 +185,7 @@ def load(model: Path, draft: Path | None, dtype: str = "bfloat16", **cache: obje
 
 def with_states(runner: ModelRunner, num_blocks: int | None) -> DraftModelStates:
     """Let a draft model have as many state blocks; None: those that it has."""
-    draft = runner._draft_model
-    assert draft is not None
+    draft = draft_model_of(runner)
     assert draft._states is not None
     if num_blocks is not None:
         draft._states = DraftModelStates(num_blocks, runner.facts.block_size, 8)
@@ -276,8 +276,7 @@ def test_a_recurrent_draft_model_begins_from_snapshots(
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     computed = {}
     for spacing in (8, None):
-        draft = guessing._draft_model
-        assert draft is not None
+        draft = draft_model_of(guessing)
         draft._states = DraftModelStates(40, guessing.facts.block_size, spacing)
         num_computed.clear()
         run = drive(guessing, prompts, params, **BY_MODEL, **OFTEN, max_num_seqs=1)
@@ -305,8 +304,7 @@ def test_a_recurrent_draft_model_catches_up_within_the_budget_of_a_step(
 ) -> None:
     build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
     guessing = load(tmp_path, tmp_path)
-    draft = guessing._draft_model
-    assert draft is not None
+    draft = draft_model_of(guessing)
     draft._states, draft._max_tokens = DraftModelStates(40, 4, None), 20
     prompts = [[*range(20, 20 + 96), 5 + number] for number in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -334,8 +332,7 @@ def test_blocks_of_a_recurrent_draft_model_are_in_no_store(tmp_path: Path) -> No
     """One that is read for the model counts as missing there, and so does the state at its end."""
     build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
     runner = load(tmp_path, tmp_path, kv_offload_bytes=2**20)
-    draft, drafts = runner._draft_model, runner.draft_blocks
-    assert draft is not None
+    draft, drafts = draft_model_of(runner), runner.draft_blocks
     assert drafts is not None
     assert not drafts.are_kept
     prompt = list(range(20, 20 + 32))
@@ -361,8 +358,7 @@ def test_states_are_taken_from_the_memory_of_the_cache(tmp_path: Path) -> None:
         runner = make_runner(
             tmp_path, None, "bfloat16", NUM_DRAFTS, tmp_path, kv_cache_memory_bytes=num_bytes
         )
-        draft = runner._draft_model
-        assert draft is not None
+        draft = draft_model_of(runner)
         model, drafts = (state_pool_of(one) for one in (runner._model, draft._loaded.model))
         assert model is not None
         assert drafts is not None

@@ -48,12 +48,11 @@ from worker_proc.startup.cpu_pinning import is_confined
 from worker_proc.startup.parts import (
     block_bytes_of,
     make_backend,
-    make_device_sampler,
     make_draft_layout,
-    make_graphs,
     make_layout,
     make_rank_group,
     make_sampler,
+    make_steps_ahead,
     share_swap_space,
 )
 from worker_proc.startup.prepare import describe_codes, prepare_model
@@ -116,10 +115,10 @@ def build_runner(
     if part is not None and not part.pipe.stage.is_last:
         runner = StageRunner(model, part, exchange)
     else:
-        device_sampler = make_device_sampler(model.loaded, model.backend, config)
-        graphs = make_graphs(model.loaded, model.backend, device_sampler, model.facts, config)
-        if graphs is not None and exchange is None:  # ranks are not connected before a step
-            graphs.capture()
+        group = None if exchange is None else exchange.group
+        ahead = make_steps_ahead(model.loaded, model.backend, model.facts, config, group)
+        if ahead is not None and ahead.graphs is not None and exchange is None:
+            ahead.graphs.capture()  # ranks are not connected before a step
         draft_model, draft_blocks = _build_draft_model(
             prepared, config, calibration, model.facts, num_states=size.num_draft_model_states
         )
@@ -129,8 +128,7 @@ def build_runner(
             draft_model=draft_model,
             draft_blocks=draft_blocks,
             shared_drafts=_share_drafts(config, exchange),
-            device_sampler=device_sampler,
-            graphs=graphs,
+            steps_ahead=ahead,
             exchange=exchange,
             stage=part,
         )

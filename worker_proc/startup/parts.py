@@ -19,14 +19,14 @@ from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.parallel.device_group import DeviceGroup
 from worker_proc.parallel.share import Share
 from worker_proc.sampling.sampler import MakeChoice, Sampler
 
 if TYPE_CHECKING:
     from worker_proc.cuda.backend import CudaBackend, StepAttention
-    from worker_proc.cuda.device_sampler import DeviceSampler
-    from worker_proc.cuda.graphs import DecodeGraphs
     from worker_proc.cuda.rank_group import RankGroup
+    from worker_proc.cuda.steps_ahead import StepsAhead
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
@@ -193,46 +193,41 @@ def make_sampler(
     return Sampler(tokens.vocab_size, tokens.eos_token_ids, loaded.device, library, make_choice)
 
 
-def make_device_sampler(
-    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
-) -> "DeviceSampler | None":
-    """Return what samples without the host, where Triton attends; None: the host takes part."""
+def make_steps_ahead(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    facts: ModelFacts,
+    config: EngineConfig,
+    group: DeviceGroup | None,
+) -> "StepsAhead | None":
+    """Return what computes and samples steps without the host; None: the host takes part.
+
+    Its decodes are not captured yet. `group` compares the tokens of several ranks.
+    """
     if not uses_triton(loaded.device):
         return None
     from worker_proc.cuda.backend import CudaBackend
     from worker_proc.cuda.device_sampler import DeviceSampler
-    from worker_proc.cuda.graphs import MAX_SIZE
+    from worker_proc.cuda.graphs import MAX_SIZE, DecodeGraphs
+    from worker_proc.cuda.steps_ahead import StepsAhead
 
     if not isinstance(backend, CudaBackend):
         return None
-    max_num_rows = max(config.scheduler.max_num_seqs, MAX_SIZE)
-    return DeviceSampler(backend, loaded.vocab_size, max_num_rows)
-
-
-def make_graphs(
-    loaded: LoadedModel,
-    backend: AttentionBackend,
-    sampler: "DeviceSampler | None",
-    facts: ModelFacts,
-    config: EngineConfig,
-) -> "DecodeGraphs | None":
-    """Return decodes to be captured, where Triton attends; None: every step is launched anew."""
-    if sampler is None or config.worker.enforce_eager:
-        return None
-    from worker_proc.cuda.backend import CudaBackend
-    from worker_proc.cuda.graphs import DecodeGraphs
-
-    assert isinstance(backend, CudaBackend)
-    return DecodeGraphs(
-        loaded.model,
-        backend,
-        sampler,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        vocab_size=facts.vocab_size,
-        is_divided=config.parallel.num_ranks > 1,
-    )
+    max_num_seqs, vocab_size = config.scheduler.max_num_seqs, facts.vocab_size
+    sampler = DeviceSampler(backend, vocab_size, max(max_num_seqs, MAX_SIZE))
+    graphs = None
+    if not config.worker.enforce_eager:
+        graphs = DecodeGraphs(
+            loaded.model,
+            backend,
+            sampler,
+            max_num_seqs=max_num_seqs,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            vocab_size=vocab_size,
+            is_divided=config.parallel.num_ranks > 1,
+        )
+    return StepsAhead(loaded.model, backend, vocab_size, sampler, graphs=graphs, group=group)
 
 
 def make_rank_group(loaded: LoadedModel, share: Share, timeout_s: float) -> "RankGroup | None":

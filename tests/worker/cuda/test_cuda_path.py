@@ -22,6 +22,7 @@ from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts
+from tests.worker.runners import draft_model_of
 from worker_proc.calibration import self_check
 from worker_proc.decoder import install
 from worker_proc.inputs import pack_step
@@ -114,8 +115,7 @@ def test_every_draft_of_the_model_itself_is_right(
     model = build_checkpoint(tmp_path, Qwen3Config(**SMALL))
     prompts = [prompt[:9] for prompt in make_prompts()[:2]]
     runner = make_runner(tmp_path, draft=tmp_path)
-    draft = runner._draft_model
-    assert draft is not None
+    draft = draft_model_of(runner)
     assert isinstance(draft._backend, CudaBackend)
     assert draft._backend is not runner._backend
     assert "forward" in install.layer_modules(draft._loaded)[0].__dict__

@@ -15,8 +15,9 @@ from tests.worker.cuda.test_cuda_path import SMALL, make_runner, take_cuda_path
 from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import Run, drive
 from tests.worker.parity import make_prompts
-from worker_proc import model_runner
-from worker_proc.model_runner import NOT_FINITE, ModelRunner
+from worker_proc.cuda import steps_ahead
+from worker_proc.model_runner import ModelRunner
+from worker_proc.sampling.step_sampler import NOT_FINITE
 
 prepare_triton()
 from tests.worker.cuda.variants import note_variants  # noqa: E402
@@ -64,7 +65,7 @@ def expected(directory: Path) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         set_uses_triton(patch, False)
         plain = make_runner(directory, native_decoder=NativeDecoder.OFF)
-    assert plain._device_sampler is None
+    assert plain._steps_ahead is None
     return drive(plain, PROMPTS, SAMPLED, max_num_seqs=1).output_token_ids
 
 
@@ -163,8 +164,8 @@ def test_requests_of_a_process_that_died_continue_exactly(
 def test_logits_that_are_not_finite_fail_their_request_alone(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = runner._device_sampler
-    assert sampler is not None
+    assert runner._steps_ahead is not None
+    sampler = runner._steps_ahead.sampler
     choose = sampler.choose
 
     def spoil(logits: torch.Tensor, *args: torch.Tensor) -> None:
@@ -174,13 +175,13 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
 
     monkeypatch.setattr(sampler, "choose", spoil)
     errors = []
-    read = model_runner.ModelRunnerOutput
+    read = steps_ahead.ModelRunnerOutput
 
     def record(*args: object, **fields: object) -> object:
         errors.append(fields.get("request_errors"))
         return read(*args, **fields)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(model_runner, "ModelRunnerOutput", record)
+    monkeypatch.setattr(steps_ahead, "ModelRunnerOutput", record)
     drive(runner, PROMPTS[:2], SAMPLED[0], max_num_seqs=2)
     assert {1: NOT_FINITE} in errors
     assert all(set(found or {}) <= {1} for found in errors)
