@@ -1,6 +1,7 @@
 """One HTTP request and its response on raw ASGI: bounded reading, disconnects, SSE."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +12,10 @@ from api_proc.errors import ApiError
 from protocol.process.failpoints import failpoint
 
 BODY_TIMEOUT_S = 60.0
+LINGER_S = 5.0
+"""Longest time in which the rest of a refused body is discarded before the connection is closed."""
+LINGER_IDLE_S = 1.0
+"""The same while nothing arrives."""
 KEEP_ALIVE_INTERVAL_S = 15.0
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
@@ -44,6 +49,7 @@ _VALUE_BYTES = 100
 """That a name or a value of the body takes as an object, as long as the request is open."""
 _USUAL_VALUES = 1024
 """As many are not counted, so that agents with some tools need no more than their bytes."""
+_CLOSE = (b"connection", b"close")
 _CLOSED = "the handler is closed"
 """uvloop's error for a write to a closed transport."""
 _STREAM_START: Message = {
@@ -199,14 +205,20 @@ class Connection:
             await self._wait_disconnected()
 
     async def send(
-        self, status: int, body: bytes, headers: Headers = (), content_type: bytes = JSON
+        self,
+        status: int,
+        body: bytes,
+        headers: Headers = (),
+        content_type: bytes = JSON,
+        *,
+        more: bool = False,
     ) -> None:
-        """Send a whole response."""
+        """Send a whole response; with `more` the caller ends it."""
         length = (b"content-length", str(len(body)).encode())
         fields = [length, (b"content-type", content_type), *headers, *self.headers]
         self.response_started = True
         await self._write({"type": "http.response.start", "status": status, "headers": fields})
-        await self._write({"type": "http.response.body", "body": body})
+        await self._write({"type": "http.response.body", "body": body, "more_body": more})
 
     async def send_pieces(self, pieces: Sequence[bytes]) -> None:
         """Send a large response as fast as the client reads it, so that no more is buffered."""
@@ -230,7 +242,26 @@ class Connection:
         await self._write({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: ApiError) -> None:
-        await self.send(error.status, error_body(self.scope, error), error.headers)
+        """Send an error; one that closes the connection discards the rest of the body before that.
+
+        The system resets a connection that is closed with unread bytes, and a client that sends its
+        whole body first would lose the answer.
+        """
+        body = error_body(self.scope, error)
+        if _CLOSE not in error.headers:
+            await self.send(error.status, body, error.headers)
+            return
+        await self.send(error.status, body, error.headers, more=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self._discard_body()
+        await self._write({"type": "http.response.body", "body": b""})
+
+    async def _discard_body(self) -> None:
+        more = True
+        while more:
+            message = await asyncio.wait_for(self._receive(), LINGER_IDLE_S)
+            more = message["type"] == "http.request" and message.get("more_body", False)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
         """Send server-sent events; waits while the client reads too slowly."""
@@ -288,4 +319,4 @@ def _too_large(max_bytes: int) -> ApiError:
 
 def _closing(status: int, message: str, code: str) -> ApiError:
     """Return an error that closes the connection, because the rest of the body stays unread."""
-    return ApiError(status, message, code=code, headers=((b"connection", b"close"),))
+    return ApiError(status, message, code=code, headers=(_CLOSE,))
