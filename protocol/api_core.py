@@ -345,25 +345,8 @@ def validate_request(
     if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
         text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"
         return RequestError(ErrorCode.INVALID, text, "prompt")
-    prompt_len = add.num_prompt_tokens
-    total_len = prompt_len + len(add.output_token_ids)
-    if prompt_len == 0:
-        return RequestError(ErrorCode.INVALID, "prompt must hold at least one token", "prompt")
-    longest = facts.max_prompt_len(add.sampling_params)
-    if prompt_len > longest or total_len > facts.max_model_len:
-        output = " and at least one output token" if longest < facts.max_model_len else ""
-        return RequestError(
-            ErrorCode.TOO_LONG,
-            f"prompt has {prompt_len} tokens; the model's context of {facts.max_model_len} tokens"
-            f" must hold it{output}",
-            "prompt",
-        )
-    highest = max(max(ids, default=0) for ids in (add.prompt_token_ids, add.output_token_ids))
-    is_known = id_bound is not None and id_bound <= facts.vocab_size
-    if add.packed_prompt and not is_known and has_ids_from(add.packed_prompt, facts.vocab_size):
-        highest = max(unpack_token_ids(add.packed_prompt))
-    if highest >= facts.vocab_size:
-        return outside_vocabulary(highest, facts, "prompt")
+    if (error := _validate_lengths(add, facts) or _validate_ids(add, facts, id_bound)) is not None:
+        return error
     params = add.sampling_params
     if (error := _validate_token_ids(params, facts)) is not None:
         return error
@@ -382,6 +365,36 @@ def validate_request(
     if detection is not None and (error := _validate_detection(detection)) is not None:
         return error
     return _validate_room(add, facts)
+
+
+def _validate_lengths(add: AddRequest, facts: ModelFacts) -> RequestError | None:
+    num_prompt_tokens, num_output_tokens = add.num_prompt_tokens, len(add.output_token_ids)
+    if num_prompt_tokens == 0:
+        return RequestError(ErrorCode.INVALID, "prompt must hold at least one token", "prompt")
+    context = f"the model's context of {facts.max_model_len} tokens must hold"
+    longest = facts.max_prompt_len(add.sampling_params)
+    if num_prompt_tokens > longest:
+        output = " and at least one output token" if longest < facts.max_model_len else ""
+        text = f"prompt has {num_prompt_tokens} tokens; {context} it{output}"
+        return RequestError(ErrorCode.TOO_LONG, text, "prompt")
+    if num_prompt_tokens + num_output_tokens > facts.max_model_len:
+        text = f"output_token_ids has {num_output_tokens} tokens; {context} them and the prompt"
+        text = f"{text} of {num_prompt_tokens}"
+        return RequestError(ErrorCode.TOO_LONG, text, "output_token_ids")
+    return None
+
+
+def _validate_ids(add: AddRequest, facts: ModelFacts, id_bound: int | None) -> RequestError | None:
+    highest = max(add.prompt_token_ids, default=0)
+    is_known = id_bound is not None and id_bound <= facts.vocab_size
+    if add.packed_prompt and not is_known and has_ids_from(add.packed_prompt, facts.vocab_size):
+        highest = max(unpack_token_ids(add.packed_prompt))
+    if highest >= facts.vocab_size:
+        return outside_vocabulary(highest, facts, "prompt")
+    highest = max(add.output_token_ids, default=0)
+    if highest >= facts.vocab_size:
+        return outside_vocabulary(highest, facts, "output_token_ids")
+    return None
 
 
 def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestError | None:

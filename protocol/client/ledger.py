@@ -21,7 +21,6 @@ without comparing clocks.
 
 import contextlib
 import itertools
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ from protocol.api_core import (
 )
 from protocol.client.errors import failure_of
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
-from protocol.config.complaints import read_complaint
+from protocol.config.request_bounds import out_of_bounds
 from protocol.core_worker import ModelFacts, PromptLogprobs
 from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
 from protocol.sampling import SamplingParams
@@ -49,8 +48,6 @@ from protocol.sampling import SamplingParams
 REPAIR_MESSAGES_MAX = 3
 MOVES_MAX = 3
 """How often a request goes on at another replica without an output in between."""
-_PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
-"""Where a decoding error lies: the index of a field, and of a field within that."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -102,7 +99,7 @@ def check_request(
     try:
         checked = decode_from_client(body)
     except ProtocolError as problem:
-        raise failure_of(_out_of_bounds(str(problem))) from problem
+        raise failure_of(out_of_bounds(str(problem))) from problem
     assert isinstance(checked, AddRequest)
     error = validate_request(checked, facts, id_bound)
     if error is not None:
@@ -119,19 +116,6 @@ def _packed(prompt: PromptIds) -> tuple[bytes, int | None]:
         with contextlib.suppress(TypeError, OverflowError):
             return pack_token_ids(prompt), None
     return b"", None
-
-
-def _out_of_bounds(problem: str) -> RequestError:
-    """Replace the indices in a decoding error by names of fields."""
-    match = _PATH.search(problem)
-    if match is None:
-        return RequestError(ErrorCode.INVALID, problem[:MAX_TEXT])
-    name = AddRequest.__struct_fields__[int(match[1]) - 1]  # the message's own name comes first
-    if name == "sampling_params" and match[2] is not None:
-        name = SamplingParams.__struct_fields__[int(match[2])]
-    param = "prompt" if name in ("prompt_token_ids", "packed_prompt") else name
-    text = f"{param}: {read_complaint(_PATH.sub('', problem)).reason}"
-    return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
 
 
 class Room:

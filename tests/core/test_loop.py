@@ -177,6 +177,8 @@ def test_an_unreadable_request_is_refused_alone(bench: Bench) -> None:
     bench.until(lambda: client.refused)
     [refused] = client.refused
     assert (refused.request_id, refused.error.code) == (300, ErrorCode.INVALID)
+    assert refused.error.param == "priority"
+    assert refused.error.message == "priority: must be an integer <= 2147483647"
     worker.answers = True
     client.finish(1)
     assert client.tokens(1) == all_tokens(4)

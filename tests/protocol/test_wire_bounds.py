@@ -56,3 +56,21 @@ def test_good_values_pass() -> None:
     add = AddRequest(1, [5], params)
     assert decode_from_client(encode(add)) == add
     assert validate_request(add, FACTS) is None
+
+
+@pytest.mark.parametrize(
+    ("outputs", "problem"),
+    [
+        ([1000], "token id 1000 is outside the vocabulary of 1000 tokens"),
+        (
+            [5] * 13,
+            "output_token_ids has 13 tokens; the model's context of 512 tokens must hold them and"
+            " the prompt of 500",
+        ),
+    ],
+)
+def test_errors_of_outputs_name_them(outputs: list[int], problem: str) -> None:
+    add = AddRequest(1, [5] * 500, SamplingParams(), output_token_ids=outputs, resent=True)
+    error = validate_request(add, FACTS)
+    assert error is not None
+    assert (error.param, error.message) == ("output_token_ids", problem)
