@@ -152,6 +152,39 @@ def test_both_choose_the_same_tokens_of_large_vocabularies(
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("make", [_flat, _peaked, _tail])
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_both_choose_the_same_tokens_of_large_vocabularies_with_edits(
+    make: Callable[[torch.Generator], Tensor], has_masks: bool
+) -> None:
+    """Penalties for the best tokens and for others, alone and with some tokens allowed."""
+    native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
+    portable = Sampler(LARGE, EOS, CPU)
+    scores = make(torch.Generator().manual_seed(5)).bfloat16()
+    best = scores.float().topk(60).indices.tolist()
+    rng = random.Random(6)
+    rows = []
+    for seed in range(24):
+        params = SamplingParams(
+            seed=seed,
+            temperature=rng.choice([0.0, 0.5, 1.0, 1.0]),
+            top_p=[0.3, 0.95, 0.999, 1.0][seed % 4],
+            top_k=rng.choice([0, 0, 0, 40]),
+            repetition_penalty=rng.choice([1.1, 0.8]),
+            frequency_penalty=rng.choice([0.0, 0.4]),
+        )
+        ids = [rng.choice(best) if rng.random() < 0.2 else rng.randrange(LARGE) for _ in range(200)]
+        rows.append(Row(params, ids, 100))
+    masks = None
+    if has_masks:
+        num_words = -(-LARGE // 32)
+        words = torch.randint(-(2**31), 2**31, (12, num_words)).to(torch.int32)
+        masks = RowMasks(words, {2 * line: line for line in range(12)}, LARGE)
+    logits = scores.expand(24, -1)
+    assert native.sample(logits, rows, masks) == portable.sample(logits, rows, masks)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.97])
 def test_a_tail_that_the_kernel_only_bounds_is_drawn_exactly(top_p: float) -> None:
     """One token has 94.5 % of the weight, and ten thousand others have the rest."""

@@ -65,7 +65,7 @@ struct Candidate {
   }
 };
 
-// Tokens in the order of their ids; past the last one there is room for 16 more.
+// Tokens; past the last one there is room for 16 more.
 struct Tokens {
   std::vector<int32_t> ids, parts;
   std::vector<float> scores, weights;
@@ -100,9 +100,9 @@ struct Tokens {
 // Memory of one thread, used again for each row.
 struct Scratch {
   std::vector<float> best_of_chunks, best_of_groups, weights_of_groups;
+  std::vector<int32_t> chunks;  // to scan again
   std::vector<float> sample, weights_of_sample;
   std::vector<int64_t> sums;  // of the chunks of a row
-  std::vector<float> edited, saved;
   Tokens tokens;
   ValueWeights values;
   std::vector<uint16_t> places;
@@ -114,15 +114,40 @@ struct Scratch {
   int64_t buckets[kNumBuckets];
 };
 
+// Tokens whose scores are not those of the logits. Their order is free, and behind the last score there
+// is room for a part.
+struct EditedTokens {
+  int size = 0;
+  const int32_t* ids = nullptr;
+  const float* scores = nullptr;
+};
+
+// The scores of a row of logits.
 template <typename T>
+struct RawScores {
+  using Value = T;
+
+  const T* values;
+
+  Part part(int i) const { return part_at(values + i); }
+  float at(int i) const { return widen(values[i]); }
+  RawScores without_edited() const { return *this; }
+  EditedTokens edited() const { return {}; }
+};
+
+// `Scores` has part(i), the scores from i on, a multiple of kPartLanes, and at(i), a single one. What
+// is without edited tokens has the score -inf in their place.
+template <class Scores>
 class Row {
  public:
-  // `upcoming` are scores that the thread probably reads next, as many, or null.
-  Row(const T* scores, int32_t size, Scratch& scratch, const void* upcoming = nullptr)
+  using Value = typename Scores::Value;
+
+  // `upcoming` are values that the thread probably reads next, as many, or null.
+  Row(const Scores& scores, int32_t size, Scratch& scratch, const Value* upcoming = nullptr)
       : scores_(scores),
         size_(size),
         scratch_(scratch),
-        upcoming_(static_cast<const char*>(upcoming)) {}
+        upcoming_(reinterpret_cast<const char*>(upcoming)) {}
 
   // Finds the best score; returns whether no score is NaN.
   bool scan() {
@@ -135,6 +160,27 @@ class Row {
       best_ = std::max(best_, scratch_.best_of_chunks[chunk]);
     }
     return is_number;
+  }
+
+  // The same where a scan of the logits came before, and no other scores than those of the edited tokens
+  // differ from them.
+  void scan_edited() {
+    scratch_.chunks.clear();
+    const EditedTokens edited = scores_.edited();
+    for (int i = 0; i < edited.size; i++) {
+      const int id = edited.ids[i], chunk = id / kChunk;
+      const float score = edited.scores[i], logit = scores_.logit(id);
+      float& best = scratch_.best_of_groups[chunk * kGroups + id % kGroups];
+      if (score < logit && logit == best) {
+        scratch_.chunks.push_back(chunk);  // which of the group's other scores is the best is not known
+        continue;
+      }
+      best = std::max(best, score);
+      scratch_.best_of_chunks[chunk] = std::max(scratch_.best_of_chunks[chunk], score);
+    }
+    for (const int32_t chunk : scratch_.chunks) scan_chunk(chunk);
+    best_ = kNegInf;
+    for (const float best : scratch_.best_of_chunks) best_ = std::max(best_, best);
   }
 
   float best() const { return best_; }
@@ -170,32 +216,39 @@ class Row {
   int num_groups() const { return num_chunks() * kGroups; }
 
   // The last `count` scores from i on; the other lanes are -inf.
-  Part part_of_rest(int i, int count) const {
-    float scores[kPartLanes];
-    std::fill(scores, scores + kPartLanes, kNegInf);
-    for (int lane = 0; lane < count; lane++) scores[lane] = widen(scores_[i + lane]);
-    return part_at(scores);
+  template <class Some>
+  static Part part_of_rest(const Some& scores, int i, int count) {
+    float rest[kPartLanes];
+    std::fill(rest, rest + kPartLanes, kNegInf);
+    for (int lane = 0; lane < count; lane++) rest[lane] = scores.at(i + lane);
+    return part_at(rest);
   }
 
   // Calls part(i, scores) for the parts of a chunk; past the end scores are -inf.
   template <class F>
   [[gnu::always_inline]] void each_part(int chunk, const F& part) const {
-    const int last = std::min((chunk + 1) * kChunk, size_);
-    int i = chunk * kChunk;
-    for (; i + kPartLanes <= last; i += kPartLanes) part(i, part_at(scores_ + i));
-    if (i < last) part(i, part_of_rest(i, last - i));
+    each_part(scores_, chunk, part);
   }
 
-  // A block of a chunk that ends at `last`.
+  template <class Some, class F>
+  [[gnu::always_inline]] void each_part(const Some& scores, int chunk, const F& part) const {
+    const int last = std::min((chunk + 1) * kChunk, size_);
+    int i = chunk * kChunk;
+    for (; i + kPartLanes <= last; i += kPartLanes) part(i, scores.part(i));
+    if (i < last) part(i, part_of_rest(scores, i, last - i));
+  }
+
+  // A block of a chunk that ends at `last`, without edited tokens.
   [[gnu::always_inline]] Block block_at(int i, int last) const {
+    const auto some = scores_.without_edited();
     Block scores;
     if (i + kBlock <= last) {
-      for (int p = 0; p < kBlockParts; p++) scores.parts[p] = part_at(scores_ + i + p * kPartLanes);
+      for (int p = 0; p < kBlockParts; p++) scores.parts[p] = some.part(i + p * kPartLanes);
       return scores;
     }
     for (int p = 0; p < kBlockParts; p++) {
       const int first = i + p * kPartLanes;
-      scores.parts[p] = part_of_rest(first, std::clamp(last - first, 0, kPartLanes));
+      scores.parts[p] = part_of_rest(some, first, std::clamp(last - first, 0, kPartLanes));
     }
     return scores;
   }
@@ -210,14 +263,14 @@ class Row {
     int i = chunk * kChunk;
     for (; i + kStep <= last; i += kStep) {
       for (int p = 0; p < kParts; p++) {
-        const Part a = part_at(scores_ + i + p * kPartLanes);
-        const Part b = part_at(scores_ + i + kGroups + p * kPartLanes);
+        const Part a = scores_.part(i + p * kPartLanes);
+        const Part b = scores_.part(i + kGroups + p * kPartLanes);
         is_nan |= unordered(a, b);
         best[p] = larger(a, larger(b, best[p]));
       }
     }
     for (int p = 0; i < last; i += kPartLanes, p = (p + 1) % kParts) {
-      const Part v = last - i < kPartLanes ? part_of_rest(i, last - i) : part_at(scores_ + i);
+      const Part v = last - i < kPartLanes ? part_of_rest(scores_, i, last - i) : scores_.part(i);
       is_nan |= unordered(v, v);
       best[p] = larger(v, best[p]);
     }
@@ -370,12 +423,24 @@ class Row {
 
   // Fetches the chunk of the upcoming row, while this one is computed.
   void fetch_upcoming(int chunk) const {
-    constexpr int kLine = 64, kBytes = kChunk * sizeof(T);
+    constexpr int kLine = 64, kBytes = kChunk * sizeof(Value);
     if (upcoming_ == nullptr) return;
     for (int i = 0; i < kBytes; i += kLine) __builtin_prefetch(upcoming_ + chunk * kBytes + i, 0, 2);
   }
 
-  // The sum of a chunk's weights.
+  // Calls f(id, score, weight) for the edited tokens.
+  template <class F>
+  void each_edited(const F& f) const {
+    const EditedTokens edited = scores_.edited();
+    for (int i = 0; i < edited.size; i += kPartLanes) {
+      const Part scores = part_at(edited.scores + i), weights = weigh(scores);
+      const int count = std::min(kPartLanes, edited.size - i);
+      for (int lane = 0; lane < count; lane++)
+        f(edited.ids[i + lane], scores[lane], whole(weights[lane]));
+    }
+  }
+
+  // The sum of a chunk's weights, without edited tokens.
   int64_t sum_chunk(int chunk) const {
     if (!any_within(chunk, no_weight_)) return 0;
     return any_within(chunk, kNarrowNats) ? sum_of_blocks<WideSum>(chunk)
@@ -399,6 +464,10 @@ class Row {
       scratch_.sums.push_back(sum_chunk(chunk));
       total += scratch_.sums.back();
     }
+    each_edited([&](int32_t id, float, int64_t weight) {
+      scratch_.sums[id / kChunk] += weight;
+      total += weight;
+    });
     return by_id({kNegInf, size_}, scaled(number, total));
   }
 
@@ -426,33 +495,41 @@ class Row {
   // Scores between which the last token is looked for that top_p keeps.
   struct Bracket {
     float low, high;  // low < score <= high
+
+    // Wider ones beside it.
+    Bracket below() const { return {low - kWider * (high - low), low}; }
+    Bracket above() const { return {high, high + kWider * (high - low)}; }
+    static constexpr float kWider = 4.0f;
   };
+  static constexpr int kMostTries = 3;
 
   // Chooses among the tokens that top_p keeps.
   int64_t within(double top_p, int64_t number) {
-    if constexpr (std::is_same_v<T, Bf16>) {
+    if constexpr (std::is_same_v<Scores, RawScores<Bf16>>) {
       if (has_few_values()) return within_values(top_p, number);
     }
     const auto score_of = [&](float sum, float limit) { return score_at(sum, limit); };
-    const Bracket bracket = guess(top_p, score_of);
-    int64_t before = 0;
-    const int64_t bound = top_p_bound(split(bracket, before), top_p);
-    const Candidate last = last_kept_of_tokens(bracket, before, bound);
-    if (last.id < 0) return within_any(bound, number);
+    Bracket bracket = guess(top_p, score_of);
+    int64_t before = 0, bound = 0;
+    Candidate last{0.0f, -1};
+    for (int tries = 0; last.id < 0; tries++) {
+      if (tries == kMostTries) return within_any(bound, number);
+      if (tries > 0) bracket = before < bound ? bracket.below() : bracket.above();
+      before = 0;
+      bound = top_p_bound(split(bracket, before), top_p);
+      last = last_kept_of_tokens(bracket, before, bound);
+    }
     Tokens& tokens = scratch_.tokens;
     for (int i = 0; i < tokens.size; i += kPartLanes) {
       const PartInt ids = int_at(&tokens.ids[i]);
       const Lanes kept = lanes_kept(part_at(&tokens.scores[i]), ids, last);
       save_part(select(kept, part_at(&tokens.weights[i]), Part{}), &tokens.weights[i]);
     }
-    int64_t total = 0;
-    int at = 0;
-    for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      int64_t& sum = scratch_.sums[chunk];
-      for (; at < tokens.size && tokens.ids[at] < (chunk + 1) * kChunk; at++) {
-        sum += whole(tokens.weights[at]);
-      }
-      total += sum;
+    int64_t total = before;
+    for (int i = 0; i < tokens.size; i++) {
+      const int64_t weight = whole(tokens.weights[i]);
+      scratch_.sums[tokens.ids[i] / kChunk] += weight;
+      total += weight;
     }
     return by_id(last, scaled(number, total));
   }
@@ -515,7 +592,7 @@ class Row {
     scratch_.values.clear_counts();
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       const int i = sample_of(chunk);
-      if (i + kGroups <= size_) scratch_.values.count<kGroups>(scores_ + i);
+      if (i + kGroups <= size_) scratch_.values.count<kGroups>(scores_.values + i);
     }
   }
 
@@ -535,7 +612,7 @@ class Row {
       if (any_within(chunk, no_weight_)) {
         const int first = chunk * kChunk;
         uint16_t doubled[kChunk];
-        values.double_places_of(scores_ + first, std::min(kChunk, size_ - first), doubled);
+        values.double_places_of(scores_.values + first, std::min(kChunk, size_ - first), doubled);
         sums = values.sum(doubled);
         count += ValueWeights::copy_within(doubled, bracket.low, bracket.high, &places[count]);
       }
@@ -579,7 +656,7 @@ class Row {
       if (num_last > 0 && count >= num_last) {
         last_id = chunk * kChunk - 1;
         for (count = 0; count < num_last;) {
-          count += values.place_of(widen(scores_[++last_id])) == last;
+          count += values.place_of(scores_.at(++last_id)) == last;
         }
       }
       count = std::min(count, num_last);
@@ -615,6 +692,15 @@ class Row {
       total += split_chunk(chunk, bracket);
       before += scratch_.sums.back();
     }
+    each_edited([&](int32_t id, float score, int64_t weight) {
+      total += weight;
+      if (score > bracket.high) {
+        scratch_.sums[id / kChunk] += weight;
+        before += weight;
+      } else if (score > bracket.low) {
+        tokens.ids[tokens.size++] = id;
+      }
+    });
     return total;
   }
 
@@ -706,7 +792,7 @@ class Row {
       int i = sample_of(chunk);
       if (i + kGroups > size_) continue;
       for (const int last = i + kGroups; i < last; i += kPartLanes, count += kPartLanes) {
-        const Part s = part_at(scores_ + i);
+        const Part s = scores_.part(i);
         const Part w = select(above(s, splat_part(limit)), Part{}, weigh(s)) / kUnit;
         save_part(s, &sample[count]);
         save_part(w, &weights[count]);
@@ -760,7 +846,7 @@ class Row {
   Candidate last_kept_of_tokens(Bracket bracket, int64_t before, int64_t bound) {
     Tokens& tokens = scratch_.tokens;
     if (before >= bound || tokens.size == 0) return {0.0f, -1};
-    for (int i = 0; i < tokens.size; i++) tokens.scores[i] = widen(scores_[tokens.ids[i]]);
+    for (int i = 0; i < tokens.size; i++) tokens.scores[i] = scores_.at(tokens.ids[i]);
     constexpr int kNumParts = 512;
     const float high = std::min(bracket.high, best_);
     const float low = std::max(bracket.low, best_ - no_weight_ / per_nat_);
@@ -872,12 +958,23 @@ class Row {
 
   // Collects the tokens with a better score, in the order of their ids.
   void collect_above(float limit) {
-    scratch_.candidates.clear();
+    auto& found = scratch_.candidates;
+    found.clear();
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       if (!(scratch_.best_of_chunks[chunk] > limit)) continue;
-      each_part(chunk, [&](int i, Part s) { append(s, i, bits_of(above(s, splat_part(limit)))); });
+      each_part(scores_.without_edited(), chunk,
+                [&](int i, Part s) { append(s, i, bits_of(above(s, splat_part(limit)))); });
     }
+    const auto num_others = static_cast<std::ptrdiff_t>(found.size());
+    const EditedTokens edited = scores_.edited();
+    for (int i = 0; i < edited.size; i++)
+      if (edited.scores[i] > limit) found.push_back({edited.scores[i], edited.ids[i]});
+    const auto first_edited = found.begin() + num_others;
+    std::sort(first_edited, found.end(), has_lower_id);
+    std::inplace_merge(found.begin(), first_edited, found.end(), has_lower_id);
   }
+
+  static bool has_lower_id(const Candidate& a, const Candidate& b) { return a.id < b.id; }
 
   void append(Part s, int i, uint32_t bits) {
     for (; bits != 0; bits &= bits - 1) {
@@ -924,7 +1021,6 @@ class Row {
       }
       kept.resize(num_kept);
     }
-    const auto has_lower_id = [](const Candidate& a, const Candidate& b) { return a.id < b.id; };
     std::sort(kept.begin(), kept.end(), has_lower_id);
     weigh_candidates();
     const int64_t total = weight_of_candidates();
@@ -937,7 +1033,7 @@ class Row {
     return most_likely();  // only if the parameters make no sense
   }
 
-  const T* scores_;
+  const Scores scores_;
   const int32_t size_;
   Scratch& scratch_;
   const char* upcoming_;

@@ -176,7 +176,7 @@ class Weigher {
     for (const float term : kTerms) {
       for (int i = 0; i < kCount; i++) v[i] = multiply_add_part(v[i], r[i], splat_part(term));
     }
-    for (int i = 0; i < kCount; i++) v[i] = (Part)((PartInt)v[i] + ((PartInt)n[i] << 23));
+    for (int i = 0; i < kCount; i++) v[i] = (Part)((PartBits)v[i] + ((PartBits)n[i] << 23));
   }
 
   float best_ = 0.0f, factor_ = 1.0f, farthest_ = 0.0f;

@@ -1,7 +1,7 @@
 // Chooses one token for each row of logits that a step samples.
 //
-// A row is read where it lies. Only the scores of a row with edits or a mask are copied, to memory
-// of the thread that treats it.
+// A row is read where it lies. Edits and masks change no logits: the scores that they change lie
+// beside them, in memory of the thread that treats the row.
 
 #include <omp.h>
 
@@ -32,16 +32,18 @@ constexpr int32_t kNotFinite = 1;  // NaN, +inf, or nothing but -inf: the token 
 template <typename T>
 class Chooser {
  public:
-  Chooser(const Logits& logits, const Edit* edits, const Masks& masks, Scratch& scratch)
-      : logits_(logits), edits_(edits), masks_(masks), scratch_(scratch) {}
+  Chooser(const Logits& logits, const Edit* edits, const Masks& masks, Scratch& scratch,
+          EditSpace& space)
+      : logits_(logits), edits_(edits), masks_(masks), scratch_(scratch), space_(space) {}
 
   // Returns the state of the row, and sets the token. The thread takes the `upcoming` order next, if
   // there is one.
   int32_t choose(const Order& order, const Order* upcoming, int64_t& token) {
     token = 0;
     const T* raw = scores_of(order);
-    if (order.mask >= 0 || order.num_edits > 0) return choose_edited(order, raw, token);
-    Row<T> row(raw, logits_.vocab_size, scratch_, upcoming ? scores_of(*upcoming) : nullptr);
+    const T* next = upcoming ? scores_of(*upcoming) : nullptr;
+    if (order.mask >= 0 || order.num_edits > 0) return choose_edited(order, raw, next, token);
+    Row<RawScores<T>> row({raw}, logits_.vocab_size, scratch_, next);
     if (!row.scan() || !std::isfinite(row.best())) return kNotFinite;
     token = row.choose(order);
     return kChosen;
@@ -52,69 +54,38 @@ class Chooser {
     return static_cast<const T*>(logits_.data) + order.row * logits_.stride;
   }
 
-  int32_t choose_edited(const Order& order, const T* raw, int64_t& token) {
+  int32_t choose_edited(const Order& order, const T* raw, const T* upcoming, int64_t& token) {
     const int32_t size = logits_.vocab_size;
     const uint32_t* mask =
         order.mask < 0 ? nullptr : masks_.words + int64_t{order.mask} * masks_.num_words;
-    float* scores = copied(raw);
-    Row<float> row(scores, size, scratch_);
-    if (!row.scan() || !std::isfinite(row.best())) return kNotFinite;
-    const int64_t most_likely = row.most_likely();
-    Editor editor(scores, size, mask, masks_.num_words);
-    for (int32_t i = 0; i < order.num_edits; i++) {
-      editor.apply(edits_[order.first_edit + i], scratch_.saved);
-    }
-    const bool is_possible = !mask || confine(scores, mask);
-    row.scan();
-    token = is_possible && row.best() > kNegInf ? row.choose(order) : most_likely;
-    return kChosen;
-  }
-
-  float* copied(const T* raw) {
-    const int size = logits_.vocab_size;
-    scratch_.edited.resize(size);
-    float* scores = scratch_.edited.data();
-    int i = 0;
-    for (; i + kPartLanes <= size; i += kPartLanes) save_part(part_at(raw + i), scores + i);
-    for (; i < size; i++) scores[i] = widen(raw[i]);
-    return scores;
-  }
-
-  uint32_t allowed(const uint32_t* mask, int i) const {
-    const int word = i / 32;
-    return word < masks_.num_words ? mask[word] >> (i % 32) : 0;
-  }
-
-  // Bans the tokens that are not allowed; returns whether one is left. Where all that is allowed
-  // has score -inf, each of these tokens is equally likely.
-  bool confine(float* scores, const uint32_t* mask) const {
-    const int size = logits_.vocab_size;
-    float best = kNegInf;
-    const auto each = [&](const auto& score_of) {
-      Part best_of_lanes = splat_part(kNegInf);
-      int i = 0;
-      for (; i + kPartLanes <= size; i += kPartLanes) {
-        const Part score = score_of(part_at(scores + i));
-        const Part v = select(lanes_of(allowed(mask, i)), score, splat_part(kNegInf));
-        best_of_lanes = larger(v, best_of_lanes);
-        save_part(v, scores + i);
-      }
-      best = max_of(best_of_lanes);
-      for (; i < size; i++) {
-        scores[i] = allowed(mask, i) & 1 ? score_of(splat_part(scores[i]))[0] : kNegInf;
-        best = std::max(best, scores[i]);
-      }
+    Row<RawScores<T>> raw_row({raw}, size, scratch_);
+    if (!raw_row.scan() || !std::isfinite(raw_row.best())) return kNotFinite;
+    Editor<T> editor(raw, size, mask, masks_.num_words, space_);
+    for (int32_t i = 0; i < order.num_edits; i++) editor.apply(edits_[order.first_edit + i]);
+    const auto choose_possible = [&] {
+      Row<EditedScores<T>> row(editor.scores(), size, scratch_, upcoming);
+      if (editor.changes_others())
+        row.scan();
+      else
+        row.scan_edited();
+      if (!(row.best() > kNegInf)) return false;
+      token = row.choose(order);
+      return true;
     };
-    each([](Part v) { return v; });
-    if (best > kNegInf) return true;
-    each([](Part) { return Part{}; });
-    return best > kNegInf;
+    if (choose_possible()) return kChosen;
+    // Where all that is allowed has score -inf, each of these tokens is equally likely.
+    editor.set_all(0.0f);
+    if (mask && choose_possible()) return kChosen;
+    raw_row.scan();
+    token = raw_row.most_likely();
+    return kChosen;
   }
 
   const Logits& logits_;
   const Edit* edits_;
   const Masks& masks_;
   Scratch& scratch_;
+  EditSpace& space_;
 };
 
 template <typename T>
@@ -126,7 +97,8 @@ void choose_all(const Logits& logits, const Order* orders, int32_t num_orders, c
 #pragma omp parallel if (num_orders > 1 && int64_t{num_orders} * logits.vocab_size > kFewScores)
   {
     thread_local Scratch scratch;
-    Chooser<T> chooser(logits, edits, masks, scratch);
+    thread_local EditSpace space;
+    Chooser<T> chooser(logits, edits, masks, scratch, space);
     // Except for the last ones, an order is taken before the one ahead of it is chosen, so that its
     // scores can be fetched.
     const int32_t num_last = 2 * omp_get_num_threads();

@@ -34,7 +34,9 @@ inline int first_visible(const Layer& layer, int position) {
 template <int kRows>
 class TileBiases {
  public:
-  static constexpr int kRoom = 64;  // positions that kernels may read before and behind those of a row
+  // Positions that kernels may read before and behind those of a row: 64 of a span, which may begin
+  // behind the row with a later one of the tile.
+  static constexpr int kRoom = 64 + kRows;
 
   void begin(const Layer& layer, const RowTerms& terms) {
     num_distances_ = terms.biases.data ? terms.num_distances : 0;
@@ -89,7 +91,8 @@ struct Positions {
 };
 
 // A row's softmax over some positions: the sums of its weights and of its weighted values, relative
-// to the weight of its highest score. Without any weight the row sees none of the positions.
+// to the weight of the score `top`. That is about the highest score: pairs leave it lower while no score
+// exceeds it by more than kMostAboveTop. Without any weight the row sees none of the positions.
 struct RowSums {
   float top, weights;
   float* values;

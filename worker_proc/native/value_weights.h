@@ -198,8 +198,10 @@ class ValueWeights {
     save(_mm512_castps512_ps256((__m512)weights), to);
     save(_mm512_extractf32x8_ps((__m512)weights, 1), to + 8);
 #else
+    // Places past the last one have any bits as weights.
+    const Part bounded = smaller(larger(weights, Part{}), splat_part(2 * kUnit));
     for (int lane = 0; lane < kPartLanes; lane++) {
-      to[lane] = Pair{static_cast<int64_t>(weights[lane]), 0};
+      to[lane] = Pair{static_cast<int64_t>(bounded[lane]), 0};
     }
 #endif
   }
