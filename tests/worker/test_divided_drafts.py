@@ -91,15 +91,19 @@ def draft(tmp_path: Path) -> str:
 BY_MODEL = GUESSING | {"has_draft_model": True}
 
 
+def which_draft(runners: Sequence[Runner]) -> list[bool]:
+    """Return which runners have a draft model."""
+    drafters = [getattr(runner, "_drafter", None) for runner in runners]
+    return [drafter is not None and drafter.model is not None for drafter in drafters]
+
+
 def check_draft_model(
     runners: Sequence[Runner], answering_rank: int, run: Run, expected: Run
 ) -> None:
     assert run.output_token_ids == expected.output_token_ids
     assert run.logprobs == expected.logprobs
     assert 20 < run.num_accepted_drafts < run.num_drafts
-    drafters = [getattr(runner, "_drafter", None) for runner in runners]
-    having = [drafter is not None and drafter.model is not None for drafter in drafters]
-    assert having == [rank == answering_rank for rank in range(len(runners))]
+    assert which_draft(runners) == [rank == answering_rank for rank in range(len(runners))]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,7 @@ def test_a_recurrent_draft_model_is_whole_at_one_rank(
     expected = divide(model, 2).drive(PROMPTS, PARAMS, **PLAIN)
     parts = divide(model, 2, speculative_model=str(model), num_speculative_tokens=NUM_DRAFTS)
     answering_rank = 1 if divide is Stages else 0
-    having = [getattr(runner, "_draft_model", None) is not None for runner in parts.runners]
-    assert having == [rank == answering_rank for rank in range(2)]
+    assert which_draft(parts.runners) == [rank == answering_rank for rank in range(2)]
     few_blocks = {"num_blocks": 60, "num_host_blocks": 0}
     for settings in ({}, {"max_num_batched_tokens": 17}, few_blocks):
         run = parts.drive(PROMPTS, PARAMS, **BY_MODEL | {"mamba_block_size": 8} | settings)

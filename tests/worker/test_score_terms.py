@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,8 @@ from tests.worker.parity import (
 )
 from tests.worker.score_term_models import SCORE_TERMS, WIDE
 from tests.worker.test_loader import load
+from worker_proc.attention.indexers import ALL_TOKENS
+from worker_proc.attention.interface import Rows, paged_attention
 from worker_proc.attention.recorder import NUM_PROBE_TOKENS, RowTerms
 from worker_proc.attention.score_terms import KEY_BIAS_DIMS, with_key_biases
 from worker_proc.errors import UnsupportedModel
@@ -56,6 +59,24 @@ def test_key_biases_are_added_to_scores() -> None:
         scores = wide[0] @ wide[1].repeat_interleave(2, dim=1).mT * scale
         plain = query.float() @ key.float().repeat_interleave(2, dim=1).mT * scale
         torch.testing.assert_close(scores, plain + own.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_chosen_tokens_are_no_biases_of_keys() -> None:
+    """What takes the place of a mask where indexers choose all tokens changes no score."""
+    attended: list[Rows] = []
+
+    def attend(layer: object, rows: Rows, scoring: object) -> torch.Tensor:
+        attended.append(rows)
+        return rows.query
+
+    backend = SimpleNamespace(attend=attend)
+    layer = SimpleNamespace(spec=SimpleNamespace(head_dim=8), backend=backend)
+    module: Any = SimpleNamespace(paged_layer=layer)
+    query, key, value = torch.randn(3, 1, 4, 5, 8)
+    paged_attention(module, query, key, value, ALL_TOKENS)  # type: ignore[arg-type]
+    paged_attention(module, query, key, value, None)
+    masked, plain = attended
+    assert all(map(torch.equal, masked, plain))
 
 
 def test_the_probe_records_terms(tmp_path: Path) -> None:
