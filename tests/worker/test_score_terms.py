@@ -61,7 +61,7 @@ def test_key_biases_are_added_to_scores() -> None:
         torch.testing.assert_close(scores, plain + own.float(), rtol=tolerance, atol=tolerance)
 
 
-def test_chosen_tokens_are_no_biases_of_keys() -> None:
+def test_chosen_tokens_add_nothing_to_scores() -> None:
     """What takes the place of a mask where indexers choose all tokens changes no score."""
     attended: list[Rows] = []
 

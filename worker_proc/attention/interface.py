@@ -176,7 +176,7 @@ def paged_attention(  # noqa: PLR0917 (the signature is transformers')
     if isinstance(layer, LayersInTurn):
         layer = layer.next()
     scale = layer.spec.head_dim**-0.5 if scaling is None else scaling
-    if isinstance(attention_mask, torch.Tensor):  # ALL_TOKENS (indexers.py) is no mask
+    if isinstance(attention_mask, torch.Tensor):  # ALL_TOKENS (indexers.py) hides nothing
         query, key = with_key_biases(query, key, attention_mask, scale)
     scoring = Scoring(
         scale,
