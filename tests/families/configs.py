@@ -81,6 +81,9 @@ _WHOLE_ANGLES: dict[str, Any] = {
     "rope_parameters": THREE_ROWS | {"partial_rotary_factor": 1.0},
 }
 
+_PLACEHOLDERS: dict[str, Any] = {"vocab_size": 8, "vocab_offset": 496}
+"""Of tokens that stand for images or sound."""
+
 _INDEXED: dict[str, Any] = {
     **{"head_dim": 8, "index_topk": MAX_LENGTH, "index_n_heads": 4, "index_head_dim": 16},
     "layer_types": ["indexed_attention"] * 2,
@@ -127,9 +130,44 @@ _OTHER: Mapping[str, dict[str, Any]] = {
         **{"indexer_budget": MAX_LENGTH, "indexer_compress_ratio": 4},
     },
     "step3p7": {"sliding_window": WINDOW},
+    "dots3_note": _INDEXED
+    | {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "per_layer_config": {
+            1: {
+                **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+                **{"kv_lora_rank": 24, "head_dim": 24},
+            }
+        },
+    },
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
+    "muse_spark": {"moe_hidden_size": 32},
     "youtu": {"head_dim": 8},
 }
 """What single types need beside these."""
+
+_PARTS: Mapping[str, dict[str, Any]] = {
+    "deepseek_ocr2_sam_vision_model": {"global_attn_indexes": [1], "downsample_channels": [48, 64]},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 64},
+    "dots3_note_vision_encoder": {
+        **{"adapter_in_dim": 32, "adapter_out_dim": 64, "num_local_experts": 4},
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "gemma3n_audio": {
+        **_PLACEHOLDERS,
+        **{"conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "vocab_offset": 504},
+    },
+    "gemma3n_vision": _PLACEHOLDERS,
+    "inkling2_vision": {"text_hidden_size": 64},
+    "inkling_audio": {"text_hidden_size": 64},
+    "inkling_vision": {"text_hidden_size": 64},
+    "timm_wrapper": {"model_args": {"embed_dim": 32}},
+    "muse_spark_audio": {
+        **{"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]},
+        **{"num_hidden_layers": 2, "out_hidden_size": 64},
+    },
+}
+"""What single parts that text does not reach need, by their own types."""
 
 _AROUND_TEXT: Mapping[str, dict[str, Any]] = {
     name: {"vision_start_token_id": SHAPE["vocab_size"] - 20}
@@ -177,9 +215,12 @@ TYPES = (
         "qwen3_5_moe",
         "qwen3_asr",
         "qwen4_exp",
+        "vibevoice_asr",
         "video_llama_3",
         "video_llava",
     ),
+    *("deepseek_ocr2", "dots3_note", "fast_vlm", "gemma3n", "inkling2", "inkling_mm_model"),
+    *("muse_spark", "perception_lm"),
     *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
     *("ernie4_5_vl_moe", "hunyuan_vl", "janus", "mistral4", "mistral_large4", "muse_glimmer"),
     *(
@@ -236,7 +277,8 @@ def _text_sizes(default: PretrainedConfig) -> dict[str, Any]:
 
 def _tower_sizes(default: PretrainedConfig) -> dict[str, Any]:
     known = set(default.to_dict()) | set(default.attribute_map)
-    return {key: value for key, value in _TOWER.items() if key in known}
+    sizes = {key: value for key, value in _TOWER.items() if key in known}
+    return sizes | _PARTS.get(default.model_type, {})
 
 
 def _special_tokens(default: PretrainedConfig) -> dict[str, Any]:
