@@ -28,8 +28,9 @@ from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
 from scripts.hub.remote_headers import fetched_headers
 from scripts.hub.transfer import Transfer
 from worker_proc.gguf.parts import part_name, part_paths
+from worker_proc.quantization.methods import OWN_FILE
 
-CONFIG = ("config.json", "generation_config.json")
+CONFIG = ("config.json", "generation_config.json", OWN_FILE)
 _TOKENIZER = "tokenizer.json"
 _WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -275,6 +275,139 @@ def fp8_tensor() -> Layout:
     return Layout("fp8_tensor", settings, encode, "fp8")
 
 
+def fp8_number(name: str) -> Layout:
+    """FP8 with one scale of a weight, under a name that some models give it."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        scale = (weight.abs().max() / 448).bfloat16()
+        codes, values = _fp8(weight, scale.expand_as(weight))
+        unused = {"activation_scale": torch.tensor(0.5), "qscale_act": torch.tensor(0.5)}
+        return {"weight": codes, name: scale, **unused}, values
+
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    return Layout(f"fp8_{name}", settings, encode, "fp8")
+
+
+def fbgemm_fp8() -> Layout:
+    """FP8 with a scale of each output, as of FBGEMM."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        codes, values = _fp8(weight, scale.expand_as(weight))
+        unused = torch.tensor(1200.0)
+        return {"weight": codes, "weight_scale": scale, "input_scale_ub": unused}, values
+
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    return Layout("fbgemm_fp8", settings, encode, "fbgemm_fp8 fp8")
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _round_to_e2m1(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest numbers of 4 bits, two codes in a byte, and their values."""
+    sizes = torch.tensor(_E2M1)
+    places = (numbers.abs().unsqueeze(-1) - sizes).abs().argmin(-1)
+    codes = places + 8 * (numbers < 0)
+    pairs = codes.flatten().view(-1, 2)
+    packed = (pairs[:, 0] + 16 * pairs[:, 1]).to(torch.uint8).view(len(numbers), -1)
+    return packed, sizes[places].double() * numbers.sign().double()
+
+
+def _encode_nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
+    """Return codes, scales in e4m3, the factor of all of them, a power of two, and the values."""
+    groups = weight.unflatten(1, (-1, 16))
+    needed = groups.abs().amax(2) / 6
+    factor = 2.0 ** float((needed.max() / 448).log2().ceil())
+    scales = (needed / factor).to(torch.float8_e4m3fn)
+    of_each = (scales.double() * factor).repeat_interleave(16, 1)
+    packed, values = _round_to_e2m1((weight / of_each).nan_to_num(0.0).float())
+    return packed, scales, factor, values * of_each
+
+
+def nvfp4_pack_quantized() -> Layout:
+    """compressed-tensors, numbers of 4 bits with scales in e4m3 of 16 inputs."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        packed, scales, factor, values = _encode_nvfp4(weight)
+        parts = {"weight_packed": packed, "weight_scale": scales}
+        parts["weight_global_scale"] = torch.tensor([1 / factor])
+        return parts | {"input_global_scale": torch.tensor([300.0])}, values
+
+    weights = {
+        **{"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group"},
+        "group_size": 16,
+    }
+    inputs = weights | {"dynamic": "local"}
+    settings = _compressed("nvfp4-pack-quantized", weights, inputs)
+    return Layout("nvfp4_pack_quantized", settings, encode, "compressed-tensors fp4")
+
+
+def mxfp4_pack_quantized() -> Layout:
+    """compressed-tensors, numbers of 4 bits with powers of two of 32 inputs."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        exponents = (weight.unflatten(1, (-1, 32)).abs().amax(2) / 6).log2().ceil()
+        of_each = (2.0 ** exponents.double()).repeat_interleave(32, 1)
+        packed, values = _round_to_e2m1((weight / of_each).float())
+        parts = {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}
+        return parts, values * of_each
+
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group"}
+    weights |= {"group_size": 32, "scale_dtype": "torch.uint8"}
+    settings = _compressed("mxfp4-pack-quantized", weights)
+    return Layout("mxfp4_pack_quantized", settings, encode, "compressed-tensors fp4")
+
+
+def _encode_mxfp8(weight: torch.Tensor) -> Encoded:
+    exponents = (weight.unflatten(1, (-1, 32)).abs().amax(2) / 448).log2().ceil()
+    codes, values = _fp8(weight, (2.0**exponents).repeat_interleave(32, 1))
+    return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}, values
+
+
+def mxfp8_quantized() -> Layout:
+    """compressed-tensors, e4m3 with powers of two of 32 inputs."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group"}
+    weights |= {"group_size": 32, "scale_dtype": "torch.uint8"}
+    settings = _compressed("mxfp8-quantized", weights)
+    return Layout("mxfp8_quantized", settings, _encode_mxfp8, "compressed-tensors fp8")
+
+
+def modelopt(algorithm: str) -> Layout:
+    """Model Optimizer: "NVFP4", "FP8" or "MXFP8"."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        if algorithm == "MXFP8":
+            return _encode_mxfp8(weight)
+        if algorithm == "FP8":
+            scale = weight.abs().max() / 448
+            codes, values = _fp8(weight, scale.expand_as(weight))
+            return {"weight": codes, "weight_scale": scale, "k_scale": torch.tensor(1.0)}, values
+        packed, scales, factor, values = _encode_nvfp4(weight)
+        parts = {"weight": packed, "weight_scale": scales, "input_scale": torch.tensor(0.1)}
+        return parts | {"weight_scale_2": torch.tensor(factor)}, values
+
+    settings = {
+        **{"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]},
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+    }
+    kind = "fp4" if algorithm == "NVFP4" else "fp8"
+    return Layout(f"modelopt_{algorithm}", settings, encode, f"modelopt {kind}")
+
+
+def auto_round(stored_as: Layout) -> Layout:
+    """AutoRound, which has the tensors of GPTQ or AWQ."""
+    packing = {"gptq": "auto_round:auto_gptq", "awq": "auto_round:auto_awq"}
+    settings = {key: stored_as.settings[key] for key in ("bits", "group_size")}
+    settings |= {
+        "quant_method": "auto-round",
+        "packing_format": packing[stored_as.settings["quant_method"]],
+        "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "fp"}},
+    }
+    name = f"auto_round_{stored_as.name}"
+    return Layout(name, settings, stored_as.encode, "auto-round int4")
+
+
 def bitsandbytes_int8() -> Layout:
     """bitsandbytes with 8 bits, as of LLM.int8()."""
 
@@ -372,6 +505,11 @@ LAYOUTS = (
     bitsandbytes_int8(),
     bitsandbytes_table("nf4", is_nested=True),
     bitsandbytes_table("fp4", is_nested=False),
+    *(fp8_number(name) for name in ("weight_scale_inv", "qscale_weight")),
+    fbgemm_fp8(),
+    *(nvfp4_pack_quantized(), mxfp4_pack_quantized(), mxfp8_quantized()),
+    *(modelopt(algorithm) for algorithm in ("NVFP4", "FP8", "MXFP8")),
+    *(auto_round(one) for one in (gptq(4, 128, is_symmetric=True), awq(64))),
 )
 
 

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "format": (
         {"quantization_config": {"quant_method": "hqq"}},
         {},
-        "quant_method is 'hqq'; supported: awq, bitsandbytes, ",
+        "quant_method is 'hqq'; supported: auto-round, awq, ",
     ),
     "format_of_the_text": (
         {"text_config": {"quantization_config": {"quant_method": "exl2"}}},

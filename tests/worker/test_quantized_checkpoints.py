@@ -3,6 +3,7 @@
 The reference of a layout is a plain checkpoint with the weights that its codes stand for.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,18 +28,25 @@ from tests.worker.quantized_checkpoints import (
     LAYOUTS,
     WIDE,
     Layout,
+    auto_round,
     awq,
     bitsandbytes_int8,
     bitsandbytes_table,
     float_quantized,
     fp8_blocks,
+    fp8_number,
     fp8_tensor,
     gptq,
     int_quantized,
+    modelopt,
+    mxfp4_pack_quantized,
+    mxfp8_quantized,
+    nvfp4_pack_quantized,
     pack_quantized,
     write_quantized,
 )
 from tests.worker.runners import make_runners
+from tests.worker.score_term_models import SCORE_TERMS
 from tests.worker.test_loader import change_config, load
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.inspection import inspect_config
@@ -51,6 +59,7 @@ from worker_proc.native.build import compiler
 from worker_proc.native.packed_weights import GROUPED, Format
 from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.headers import read_headers
+from worker_proc.startup.early_refusals import refuse_config
 from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
@@ -118,6 +127,18 @@ SERVED = (
     (bitsandbytes_table("nf4", is_nested=True), MOE),
     (bitsandbytes_table("nf4", is_nested=True), None),
     (bitsandbytes_table("fp4", is_nested=False), None),
+    *(
+        pytest.param(layout, config, marks=pytest.mark.slow, id=layout.name)
+        for layout, config in (
+            (fp8_number("weight_scale_inv"), None),
+            (nvfp4_pack_quantized(), None),
+            (mxfp4_pack_quantized(), MOE),
+            (mxfp8_quantized(), None),
+            (modelopt("NVFP4"), MOE),
+            (modelopt("MXFP8"), MOE),
+            (auto_round(gptq(4, 128, is_symmetric=True)), None),
+        )
+    ),
 )
 
 
@@ -267,6 +288,8 @@ def test_an_output_layer_that_is_codes_is_not_rounded_again(tmp_path: Path) -> N
 BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+ROUNDED = auto_round(awq(64)).settings
 GROUP = r"config_groups\.a"
 
 
@@ -274,7 +297,7 @@ GROUP = r"config_groups\.a"
     ("settings", "reason"),
     [
         ("gptq", 'quantization_config is "gptq", and must be an object'),
-        ({"quant_method": "hqq"}, r"quant_method is 'hqq'; supported: awq, bitsandbytes, "),
+        ({"quant_method": "hqq"}, r"quant_method is 'hqq'; supported: auto-round, awq, "),
         ({}, "quant_method is None"),
         (GPTQ | {"bits": 3}, "quantization_config.bits is 3; supported: 4 or 8"),
         (GPTQ | {"bits": True}, "bits is true"),
@@ -289,6 +312,13 @@ GROUP = r"config_groups\.a"
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, 'storage is "bfloat16"; supported: "uint8"'),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; supported: two"),
         (FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2"'),
+        (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, 'quant_algo is "NVFP4_AWQ"; supported: "FP8" or'),
+        (
+            MODELOPT | {"quantized_layers": {"a": {"quant_algo": "INT4"}}},
+            r"layers\.a\.quant_algo is",
+        ),
+        (ROUNDED | {"packing_format": "auto_round"}, 'packing_format is "auto_round"; supported'),
+        (ROUNDED | {"extra_config": {"a": {"bits": 8}}}, r"config\.a\.bits is 8; supported: 4"),
         (compressed() | {"format": "marlin-24"}, 'format is "marlin-24"; supported: "pack-q'),
         (compressed() | {"config_groups": {}}, "config_groups is {}; supported: at least one"),
         (compressed() | {"config_groups": {"a": 1}}, rf"{GROUP} is 1, and must be an object"),
@@ -309,6 +339,16 @@ def test_settings_are_refused_before_weights_are_read(
     with pytest.raises((UnsupportedModel, CheckpointError), match=reason) as caught:
         inspect_config(str(tmp_path), "auto", CPU)
     assert "config.json: quantization_config" in str(caught.value)
+
+
+def test_codes_of_joined_experts_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    config = SCORE_TERMS[0].config()
+    assert config.model_type == "inkling_text"
+    config.save_pretrained(tmp_path)
+    change_config(tmp_path, quantization_config=MODELOPT)
+    for refuse in (refuse_config, lambda path: inspect_config(path, "auto", CPU)):
+        with pytest.raises(UnsupportedModel, match="codes of all experts of a layer in one tensor"):
+            refuse(str(tmp_path))
 
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -462,6 +502,48 @@ def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
     change_config(tmp_path / "coded", quantization_config=settings)
     with pytest.raises(CheckpointError, match="no target of config_groups names it"):
         load(tmp_path / "coded")
+
+
+def test_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:
+    """NVFP4 in most layers, and FP8 in others."""
+    four, eight = nvfp4_pack_quantized(), float_quantized("channel")
+    groups = [
+        layout.settings["config_groups"]["group_0"] | {"format": layout.settings["format"]}
+        for layout in (four, eight)
+    ]
+    dense = write_quantized(tmp_path / "coded", four)
+    expected = load_file(dense / "model.safetensors")
+    path = tmp_path / "coded" / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in expected if name.endswith("down_proj.weight")]:
+        parts, values = eight.encode(expected[name])
+        layer = name.removesuffix("weight")
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(layer)}
+        tensors |= {layer + part: value.contiguous() for part, value in parts.items()}
+        expected[name] = values.float()
+    save_file(tensors, path, {"format": "pt"})
+    groups[1]["targets"] = [r"re:.*down_proj$"]
+    settings = {"format": "mixed-precision", "config_groups": dict(zip("ab", groups, strict=True))}
+    change_config(tmp_path / "coded", quantization_config=four.settings | settings)
+    weights = open_files(tmp_path / "coded").weights
+    assert len(weights) == 2 * 7
+    for name, stored in weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+
+
+def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """Older checkpoints of Model Optimizer have no quantization_config in config.json."""
+    layout = modelopt("NVFP4")
+    write_quantized(tmp_path / "coded", replace(layout, settings={}))
+    config = json.loads((tmp_path / "coded" / "config.json").read_text())
+    config.pop("quantization_config")
+    (tmp_path / "coded" / "config.json").write_text(json.dumps(config))
+    own = tmp_path / "coded" / "hf_quant_config.json"
+    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    assert len(open_files(tmp_path / "coded").weights) == 2 * 7
+    own.write_text("{")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json cannot be read"):
+        open_files(tmp_path / "coded")
 
 
 @pytest.mark.parametrize(

@@ -66,4 +66,4 @@ def read_awq(settings: Settings) -> CheckpointFormat:
     settings.one_of("version", ("gemm", "GEMM"), "gemm")
     settings.one_of("zero_point", (True,), True)
     scheme = AwqScheme(group_size)
-    return CheckpointFormat("awq", "qweight", frozenset({"qzeros", "scales"}), lambda _: scheme)
+    return CheckpointFormat("awq", ("qweight",), frozenset({"qzeros", "scales"}), lambda _: scheme)

@@ -152,7 +152,7 @@ def read_bitsandbytes(settings: Settings) -> CheckpointFormat:
         name = settings.one_of("bnb_4bit_quant_type", tuple(_KINDS), "fp4")
         parts = frozenset({_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP, f"{_STATE}{name}"})
         scheme = _always(TableScheme(name))
-    return CheckpointFormat("bitsandbytes", "weight", parts, scheme)
+    return CheckpointFormat("bitsandbytes", ("weight",), parts, scheme)
 
 
 def _always(scheme: Scheme) -> Callable[[str], Scheme]:

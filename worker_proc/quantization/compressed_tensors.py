@@ -5,9 +5,11 @@ hold consecutive inputs from the lowest bits on, `weight_shape`, `weight_scale`,
 `[outputs, groups]`, and, if it is not symmetric, `weight_zero_point`, int32
 `[outputs * bits / 32, groups]`, packed along the outputs. Half of a code's range is added before
 packing. A layer of `int-quantized` has `weight`, int8 `[outputs, inputs]`, and one of
-`float-quantized` has it in e4m3; `weight_scale` and `weight_zero_point` are not packed.
+`float-quantized` or `mxfp8-quantized` has it in e4m3; `weight_scale` and `weight_zero_point` are
+not packed. Numbers of 4 bits are `weight_packed` (fp4.py).
 
-Groups of layers may have different settings, which name their layers by `targets`.
+Groups of layers may have different settings, which name their layers by `targets`; with
+`mixed-precision` each group names its format.
 """
 
 import re
@@ -18,8 +20,10 @@ from typing import NamedTuple
 import torch
 
 from worker_proc.errors import CheckpointError
+from worker_proc.quantization.fp4 import NVFP4_GROUP, Fp4Scheme, WholeScale
 from worker_proc.quantization.fp8 import Fp8Scheme, read_block
 from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.mxfp4 import E2M1_GROUP
 from worker_proc.quantization.scheme import (
     UNUSED_PARTS,
     CheckpointFormat,
@@ -33,7 +37,13 @@ from worker_proc.quantization.scheme import (
 )
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight, unpack_int32
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_MIXED, _PACKED, _MXFP8 = "mixed-precision", "pack-quantized", "mxfp8-quantized"
+_MXFP4, _NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+_FORMATS = (
+    *(_PACKED, "int-quantized", "float-quantized", "naive-quantized"),
+    *(_MXFP4, _MXFP8, _NVFP4),
+)
+_WHOLE_SCALE = WholeScale("weight_global_scale", divides=True)
 GROUP_SIZES = (32, 64, 128)
 _ALL_LAYERS = "Linear"
 
@@ -135,17 +145,21 @@ def _scheme_of(groups: list[_Group], layer: str) -> Scheme:
 
 def read_compressed_tensors(settings: Settings) -> CheckpointFormat:
     """Return the format that the settings describe."""
-    name = settings.one_of("format", _FORMATS)
+    name = settings.one_of("format", (*_FORMATS, _MIXED))
     groups = [_read_group(group, name) for group in settings.sections("config_groups")]
     if not groups:
         raise settings.unsupported("config_groups", "at least one group")
-    codes = "weight_packed" if name == "pack-quantized" else "weight"
-    parts = UNUSED_PARTS | {"weight_scale", "weight_zero_point", "weight_shape"}
-    return CheckpointFormat("compressed-tensors", codes, parts, partial(_scheme_of, groups))
+    parts = {"weight_scale", "weight_zero_point", "weight_shape", _WHOLE_SCALE.name}
+    return CheckpointFormat(
+        "compressed-tensors",
+        ("weight_packed", "weight"),
+        UNUSED_PARTS | parts,
+        partial(_scheme_of, groups),
+    )
 
 
 def _read_group(group: Settings, name: str) -> _Group:
-    group.one_of("format", (name,), name)
+    name = group.one_of("format", _FORMATS if name == _MIXED else (name,), name)
     group.one_of("output_activations", (None,))
     targets = group.get("targets", [])
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
@@ -154,15 +168,25 @@ def _read_group(group: Settings, name: str) -> _Group:
     weights.one_of("dynamic", (False,), False)
     if weights.one_of("type", ("int", "float"), "int") == "float":
         return _Group(tuple(targets), _float_scheme(weights, name))
+    if name in (_MXFP4, _MXFP8, _NVFP4):
+        raise weights.unsupported("type", f'"float" with format "{name}"')
     rows = group.section("input_activations") if group.get("input_activations") else None
-    return _Group(tuple(targets), _int_scheme(weights, rows, is_packed=name == "pack-quantized"))
+    return _Group(tuple(targets), _int_scheme(weights, rows, is_packed=name == _PACKED))
 
 
-def _float_scheme(weights: Settings, name: str) -> Fp8Scheme:
-    if name == "pack-quantized":
-        raise weights.unsupported("type", '"int" with format "pack-quantized"')
-    weights.one_of("num_bits", (8,))
+def _float_scheme(weights: Settings, name: str) -> Scheme:
+    if name == _PACKED:
+        raise weights.unsupported("type", f'"int" with format "{name}"')
     weights.one_of("symmetric", (True,), True)
+    weights.one_of("num_bits", (4,) if name in (_MXFP4, _NVFP4) else (8,))
+    if name == _NVFP4:
+        weights.one_of("group_size", (NVFP4_GROUP,))
+        return Fp4Scheme("weight_packed", "weight_scale", whole=_WHOLE_SCALE)
+    if name in (_MXFP4, _MXFP8):
+        weights.one_of("group_size", (E2M1_GROUP,))
+        if name == _MXFP4:
+            return Fp4Scheme("weight_packed", "weight_scale")
+        return Fp8Scheme((1, E2M1_GROUP), "weight_scale")
     if weights.one_of("strategy", ("tensor", "channel", "block")) != "block":
         return Fp8Scheme(None, "weight_scale")
     return Fp8Scheme(read_block(weights, "block_structure"), "weight_scale")

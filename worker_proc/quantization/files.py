@@ -152,8 +152,9 @@ class QuantizedFiles:
         self.plain: dict[str, StoredTensor] = {}
         layers = _layers(stored, format)
         for layer, names in layers.items():
+            codes = names[0]
             own = {name: stored[f"{layer}.{name}"] for name in names}
-            scheme = format.schemes_of_dtypes.get(own[format.codes].dtype)
+            scheme = format.schemes_of_dtypes.get(own[codes].dtype)
             scheme = scheme or format.scheme_of(layer)
             tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
             try:
@@ -213,15 +214,15 @@ def _read_one(tensors: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def _layers(stored: Mapping[str, StoredTensor], format: CheckpointFormat) -> dict[str, list[str]]:
-    """Return the names of the tensors of each quantized layer, within the layer.
+    """Return the names of the tensors of each quantized layer, within it, that of the codes first.
 
     Its tensors show whether a layer is quantized: a list of those that are not adds nothing.
     """
     return {
-        layer: [format.codes, *_parts(stored, format, layer)]
+        layer: [own, *_parts(stored, format, layer)]
         for name, tensor in stored.items()
         for layer, _, own in [name.rpartition(".")]
-        if own == format.codes and (own != "weight" or tensor.dtype in CODE_DTYPES)
+        if own in format.codes and (own != "weight" or tensor.dtype in CODE_DTYPES)
     }
 
 

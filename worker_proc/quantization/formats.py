@@ -6,23 +6,28 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from worker_proc.quantization.auto_round import read_auto_round
 from worker_proc.quantization.awq import read_awq
 from worker_proc.quantization.bitsandbytes import read_bitsandbytes
 from worker_proc.quantization.compressed_tensors import read_compressed_tensors
-from worker_proc.quantization.fp8 import read_fp8
+from worker_proc.quantization.fp8 import read_fbgemm_fp8, read_fp8
 from worker_proc.quantization.gguf import read_gguf
 from worker_proc.quantization.gptq import read_gptq
-from worker_proc.quantization.methods import GGUF, KEY, check_method
+from worker_proc.quantization.methods import GGUF, KEY, MODELOPT, OWN_FILE, check_method
+from worker_proc.quantization.modelopt import read_modelopt, settings_beside
 from worker_proc.quantization.mxfp4 import read_mxfp4
 from worker_proc.quantization.scheme import CheckpointFormat, Settings
 
 _READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
+    "fbgemm_fp8": read_fbgemm_fp8,
     "fp8": read_fp8,
     GGUF: read_gguf,
     "gptq": read_gptq,
+    MODELOPT: read_modelopt,
     "mxfp4": read_mxfp4,
 }
 
@@ -38,16 +43,19 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
         section = getattr(holder, KEY, section)
         if hasattr(holder, KEY):
             delattr(holder, KEY)
+    section = settings_beside(path) if section is None else section
     if section is None:
         return None
     settings = Settings(path, KEY, section)
     method = settings.get("quant_method")
-    check_method(path, method)
+    check_method(path, method, config.model_type)
     return _READERS[method](settings)
 
 
 def is_quantized(directory: str) -> bool:
-    """Return whether config.json of a checkpoint names a format, which may be unsupported."""
+    """Return whether a checkpoint's configuration names a format, which may be unsupported."""
+    if (Path(directory) / OWN_FILE).is_file():
+        return True
     try:
         config = json.loads((Path(directory) / "config.json").read_bytes())
         return any(KEY in section for section in (config, config.get("text_config") or {}))

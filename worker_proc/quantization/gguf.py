@@ -41,7 +41,7 @@ def read_gguf(settings: Settings) -> CheckpointFormat:
             target = os.readlink(link) if link.is_symlink() else link
             raise CheckpointError(f"{target} is not there; give the path of a GGUF file")
         sources.append(SourceFile(link.resolve(), size, time))
-    return CheckpointFormat(GGUF, "", frozenset(), _no_scheme, sources=tuple(sources))
+    return CheckpointFormat(GGUF, (), frozenset(), _no_scheme, sources=tuple(sources))
 
 
 def _are_numbers(value: Any) -> bool:

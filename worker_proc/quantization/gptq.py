@@ -81,4 +81,4 @@ def read_gptq(settings: Settings) -> CheckpointFormat:
         raise settings.unsupported("dynamic", "rules that begin with -:")
     scheme = GptqScheme(num_bits, group_size, zero_offset=int(version == "gptq"))
     parts = frozenset({"qzeros", "scales", "g_idx"})
-    return CheckpointFormat("gptq", "qweight", parts, lambda _: scheme)
+    return CheckpointFormat("gptq", ("qweight",), parts, lambda _: scheme)

@@ -7,12 +7,27 @@ from worker_proc.errors import UnsupportedModel
 KEY = "quantization_config"
 """Of config.json."""
 GGUF = "gguf"
-METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", GGUF, "gptq", "mxfp4")
+MODELOPT = "modelopt"
+OWN_FILE = "hf_quant_config.json"
+"""Which older checkpoints of Model Optimizer have instead."""
+METHODS = (
+    *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", GGUF, "gptq"),
+    *(MODELOPT, "mxfp4"),
+)
 """Values of `quant_method`."""
 
 
-def check_method(path: Path, method: object) -> None:
+_JOINED_EXPERTS = ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text")
+"""Types of models whose published checkpoints have the codes of all experts in one tensor."""
+
+
+def check_method(path: Path, method: object, model_type: object) -> None:
     """Raise UnsupportedModel unless a format is read; `path` is that of config.json."""
+    if model_type in _JOINED_EXPERTS:
+        raise UnsupportedModel(
+            f"{path}: quantized checkpoints of {model_type} have the codes of all experts of a"
+            " layer in one tensor, which are not read; those in bf16 are"
+        )
     if method not in METHODS:
         raise UnsupportedModel(
             f"{path}: {KEY}.quant_method is {method!r}; supported: {', '.join(METHODS)}"

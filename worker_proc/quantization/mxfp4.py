@@ -66,7 +66,7 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def read_mxfp4(settings: Settings) -> CheckpointFormat:
     """Return the format; its settings name what is not quantized, which the tensors show, too."""
     method = settings.one_of("quant_method", ("mxfp4",))
-    return CheckpointFormat(method, "", frozenset(), _no_scheme, Mxfp4Scheme())
+    return CheckpointFormat(method, (), frozenset(), _no_scheme, Mxfp4Scheme())
 
 
 def _no_scheme(layer: str) -> Scheme:

@@ -68,8 +68,8 @@ class CheckpointFormat(NamedTuple):
 
     method: str
     """`quant_method`, its name."""
-    codes: str
-    """The tensor of a quantized layer that holds the codes, such as qweight."""
+    codes: tuple[str, ...]
+    """The names of the tensor of a quantized layer that holds the codes, such as qweight."""
     parts: frozenset[str]
     """The other tensors of a quantized layer, those that it need not have included."""
     scheme_of: Callable[[str], Scheme]
@@ -84,7 +84,12 @@ class CheckpointFormat(NamedTuple):
 
 CODE_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
 """Types of tensors that hold codes under the name of plain weights, as in safetensors."""
-UNUSED_PARTS = frozenset({"input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale"})
+UNUSED_PARTS = frozenset(
+    {
+        *("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale"),
+        *("activation_scale", "input_global_scale", "input_scale_ub", "qscale_act"),
+    }
+)
 """Scales of activations and of the KV cache, which are not rounded as the checkpoint suggests."""
 
 
@@ -160,6 +165,14 @@ def require_type(tensor: StoredTensor, name: str, *dtypes: str) -> None:
     """Raise ValueError unless a tensor of a layer is stored as one of the types."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"has {name} stored as {tensor.dtype} instead of {' or '.join(dtypes)}")
+
+
+def require_scales(
+    stored: Mapping[str, StoredTensor], names: Sequence[str], *shapes: tuple[int, ...]
+) -> None:
+    """Raise ValueError unless a layer has scales of one of the names and shapes."""
+    name = next((name for name in names if name in stored), " or ".join(names))
+    require_type(require(stored, name, *shapes), name, "F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
 def num_groups(num_inputs: int, group_size: int) -> int:

@@ -72,7 +72,7 @@ def refuse_config(directory: str) -> dict[str, Any]:
         )
     for section in (config, config.get("text_config")):
         if isinstance(section, dict) and isinstance(section.get(KEY), dict):
-            check_method(path, section[KEY].get("quant_method"))
+            check_method(path, section[KEY].get("quant_method"), model_type)
     return config
 
 

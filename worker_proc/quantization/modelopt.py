@@ -1,0 +1,63 @@
+"""Checkpoints of NVIDIA's Model Optimizer.
+
+A layer has `weight`. In NVFP4 it is uint8 `[outputs, inputs / 2]`, with `weight_scale`, e4m3
+`[outputs, inputs / 16]`, and the number `weight_scale_2`, which multiplies all scales (fp4.py).
+In FP8 it is in e4m3, and `weight_scale` has one value, or one for each output; in MXFP8 it has
+powers of two, uint8 `[outputs, inputs / 32]`. Scales of activations and of the KV cache are not
+used.
+
+Older checkpoints state this in hf_quant_config.json instead of config.json.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from worker_proc.errors import CheckpointError
+from worker_proc.quantization.fp4 import Fp4Scheme, WholeScale
+from worker_proc.quantization.fp8 import Fp8Scheme
+from worker_proc.quantization.methods import MODELOPT, OWN_FILE
+from worker_proc.quantization.mxfp4 import E2M1_GROUP
+from worker_proc.quantization.scheme import UNUSED_PARTS, CheckpointFormat, Settings
+
+_ALGORITHM = "quant_algo"
+_MIXED, _MXFP8 = "MIXED_PRECISION", "MXFP8"
+_PLAIN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+_MAX_BYTES = 2**24
+"""Of hf_quant_config.json, which may name every layer."""
+
+
+def read_modelopt(settings: Settings) -> CheckpointFormat:
+    """Return the format that the settings describe."""
+    if settings.get("quantization") is not None:
+        settings = settings.section("quantization")
+    algorithm = settings.one_of(_ALGORITHM, (*_PLAIN, _MXFP8, _MIXED))
+    if algorithm == _MIXED:
+        for layer in settings.sections("quantized_layers"):
+            layer.one_of(_ALGORITHM, _PLAIN)
+    block = (1, E2M1_GROUP) if algorithm == _MXFP8 else None
+    scheme = Fp8Scheme(block, "weight_scale")
+    nvfp4 = Fp4Scheme("weight", "weight_scale", whole=WholeScale("weight_scale_2", divides=False))
+    return CheckpointFormat(
+        MODELOPT,
+        ("weight",),
+        UNUSED_PARTS | {"weight_scale", "weight_scale_2"},
+        lambda _: scheme,
+        schemes_of_dtypes={"U8": nvfp4},
+    )
+
+
+def settings_beside(path: Path) -> Any:
+    """Return what hf_quant_config.json beside config.json states, as a `quantization_config`.
+
+    None: there is none. `path` is that of config.json.
+    """
+    own = path.with_name(OWN_FILE)
+    try:
+        with own.open("rb") as file:
+            content = json.loads(file.read(_MAX_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{own} cannot be read: {error}") from error
+    return {**content, "quant_method": MODELOPT} if isinstance(content, dict) else content
