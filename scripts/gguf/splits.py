@@ -64,7 +64,7 @@ BYTE_LEVEL: Mapping[str, Split] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _WITH_LLAMA3),
     "dbrx": Split(LLAMA3),
-    "smaug-bpe": Split(LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), Split(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _WITH_QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _WITH_GPT4O),
     "tekken": Split(TEKKEN, takes_whole_words=True, has_begin=True),

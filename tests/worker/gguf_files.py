@@ -72,9 +72,11 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     tensors_per_part: int = 0,
+    architecture: str = "",
 ) -> tuple[Path, Path]:
     """Return a file, and a plain checkpoint in float32 with the values of its blocks.
 
+    `architecture` is that of the file, where it is not that of the configuration's type.
     `types` returns that of a tensor, by its name in the file, where it is not `type`; norms are
     plain. `keys` and `tensors` are further ones, which the checkpoint has in config.json. With
     `tensors_per_part` it is the first part, which has keys and no tensors.
@@ -84,7 +86,7 @@ def write_gguf(
     weights = {
         name: tensor.float() for name, tensor in load_file(reference / "model.safetensors").items()
     }
-    architecture = _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = architecture or _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
     path = directory / "tiny.gguf"
     writer = gguf.GGUFWriter(
         path,
@@ -156,8 +158,9 @@ def _add_keys(
     rope = config.rope_parameters
     writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+    for add in (writer.add_key_length, writer.add_value_length):
         add(size)
+    writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
     for key, add in {
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,

@@ -22,13 +22,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from transformers import (
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -144,7 +147,21 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         logits_scaling=2.0,
     ),
     "smollm3": lambda: SmolLM3Config(**WIDE | {"num_hidden_layers": 5}),
+    "ernie4_5": lambda: Ernie4_5Config(**WIDE),
+    "glm4": lambda: Glm4Config(**WIDE, attention_bias=True),
+    "olmo2": lambda: Olmo2Config(**WIDE),
+    "qwen2vl": lambda: Qwen2Config(**WIDE),
+    "qwen3vl": lambda: Qwen3Config(**WIDE),
+    "qwen3vlmoe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
 }
+KEYS: dict[str, dict[str, Any]] = {
+    "qwen2vl": {"rope.dimension_sections": [16, 8, 8, 0]},
+    **{
+        name: {"rope.dimension_sections": [16, 8, 8, 0], "n_deepstack_layers": 3}
+        for name in ("qwen3vl", "qwen3vlmoe")
+    },
+}
+"""Of files for models of images and texts."""
 FILES = {
     **dict.fromkeys(CONFIGS, Type.Q4_0),
     **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
@@ -157,9 +174,17 @@ USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
 """One of each kind of tensors; the others take a minute more."""
 
 
+def write_named(directory: Path, name: str) -> tuple[Path, Path]:
+    """Write the file of a name above, and the plain checkpoint."""
+    keys = KEYS.get(name)
+    architecture = name if keys else ""
+    config = CONFIGS[name]()
+    return write_gguf(directory, config, FILES[name], keys=keys, architecture=architecture)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    path, reference = write_gguf(tmp_path, CONFIGS[name](), FILES[name])
+    path, reference = write_named(tmp_path, name)
     expected = load_file(reference / "model.safetensors")
     format = inspect_config(str(make_directory(path)), "auto", torch.device("cpu")).format
     assert format is not None
@@ -192,7 +217,7 @@ def expect(reference: Path, prompts: list[list[int]], max_tokens: int) -> list[l
     [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
 )
 def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
-    path, reference = write_gguf(tmp_path, CONFIGS[name](), FILES[name])
+    path, reference = write_named(tmp_path, name)
     prompts = make_prompts()[:5]
     expected = expect(reference, prompts, MAX_TOKENS)
     assert len({tuple(tokens) for tokens in expected}) > 1

@@ -144,6 +144,40 @@ def _qwen3(metadata: Metadata, file: MappedFiles) -> Config:
     return _rotated_heads(metadata) | own
 
 
+def _without_images(
+    own: Callable[[Metadata, MappedFiles], Config],
+) -> Callable[[Metadata, MappedFiles], Config]:
+    """Return how a model of images and texts is configured: for texts, as one of texts.
+
+    Its angles come from three rows of positions, which are equal in texts; and layers to which
+    features of images are added get none.
+    """
+
+    def config(metadata: Metadata, file: MappedFiles) -> Config:
+        for key in ("rope.dimension_sections", "n_deepstack_layers"):
+            metadata.get(key)
+        return own(metadata, file)
+
+    return config
+
+
+def _glm4(metadata: Metadata, file: MappedFiles) -> Config:
+    size = metadata.head_size()
+    rope = rope_parameters(metadata, file)
+    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
+    bias = _has_bias(file, "attn_q")
+    return {"head_dim": size, "rope_parameters": rope, "attention_bias": bias}
+
+
+def _ernie4_5(metadata: Metadata, file: MappedFiles) -> Config:
+    return _rotated_heads(metadata) | {"use_bias": _has_bias(file, "attn_q")}
+
+
+def _olmo2(metadata: Metadata, file: MappedFiles) -> Config:
+    _qwen2(metadata, file)  # its heads have the same sizes
+    return {"attention_bias": False}
+
+
 def _qwen_experts(metadata: Metadata) -> Config:
     return _experts(metadata) | {
         "num_experts": metadata.integer("expert_count"),
@@ -258,23 +292,40 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GLM4 = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL, permutes=True)
 """Files state llama, and a number of experts."""
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie4_5),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norm_offset=1.0),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norm_offset=1.0),
     "gemma3": Architecture(
         "gemma3_text", "Gemma3ForCausalLM", _gemma3, _FOUR_NORMS, norm_offset=1.0
     ),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, _GLM4),
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, permutes=True),
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permutes=True),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, _NORMS_BEHIND),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _FUSED),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe, _EXPERTS | _SHARED),
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", _without_images(_qwen2)),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe, _EXPERTS),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", _without_images(_qwen3)),
+    "qwen3vlmoe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _without_images(_qwen3moe), _EXPERTS
+    ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, permutes=True),
 }
 """By `general.architecture`. Mistral's files state llama."""
