@@ -264,7 +264,7 @@ def load_workload(path: Path) -> Record:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay the files named on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="schedule_trace", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.schedule_trace", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     for path in parser.parse_args(argv).files:
         try:

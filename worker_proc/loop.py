@@ -210,7 +210,7 @@ class WorkerLoop:
             self._reporter.step_completed()  # also on ranks that do not reply
 
     def _send(self, reply: WorkerToCore) -> None:
-        """Send a reply; one that does not fit is lost with its core, and the next asks again."""
+        """Send a reply; it is dropped if the core reads nothing, as its successor asks again."""
         body = encode(reply)
         sent = self._core.send(self._shim.epoch, body)
         if not sent and self._core.socket.poll(_FLUSH_MS, zmq.POLLOUT):

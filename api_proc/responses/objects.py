@@ -11,7 +11,7 @@ EncodedLogprob = Annotated[
     msgspec.Raw,
     msgspec.Meta(extra_json_schema={"$ref": "#/components/schemas/ChatTokenLogprob"}),
 ]
-"""JSON of one token's logprobs. Five objects at the end of a stream contain all of them."""
+"""JSON of one token's logprobs, encoded once: five events at the end of a stream contain them."""
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):

@@ -542,7 +542,7 @@ def table(report: Report) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
     plan = Plan()
-    parser = argparse.ArgumentParser(prog="bench_scheduler", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench scheduler", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--running", nargs="+", type=int, default=plan.running, metavar="N")
     for name, default in msgspec.structs.asdict(plan).items():

@@ -137,3 +137,16 @@ def test_errors_of_a_regular_expression_are_one_line(
 def test_errors_of_a_grammar_show_its_line() -> None:
     with pytest.raises(GrammarError, match=r'at 1\(8\): unknown name: "foo"\n +1 \| start: foo'):
         COMPILER.compile(Grammar(GrammarKind.LARK, "start: foo"))
+
+
+def test_an_error_of_a_grammar_in_use_has_no_mark_of_its_library() -> None:
+    class FailedMatcher:
+        def is_error(self) -> bool:
+            return True
+
+        def get_error(self) -> str:
+            return "lexer error: too many expressions constructed\n<non-verbose/>"
+
+    state = GrammarState(FailedMatcher(), 0)  # type: ignore[arg-type]
+    state.note_error()
+    assert state.error == "lexer error: too many expressions constructed"

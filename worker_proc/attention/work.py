@@ -121,7 +121,7 @@ def share_work(
 
 
 def _item_size(texts: Texts, chunks: Sequence[int], team: Team) -> int:
-    """Return how many tokens an item has: fewer than the most if there are too few pieces else."""
+    """Return how many tokens an item has: fewer where longer items would leave threads idle."""
     num_tokens = sum(
         texts.counts[segment] * len(texts.sections(segment, 0, texts.counts[segment]))
         for segment in chunks

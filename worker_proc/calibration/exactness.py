@@ -115,10 +115,10 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
 
 
 def _attends_in_tokens(module: nn.Module) -> bool:
-    """Return whether a module's own code attends to what each token has alone, as to its streams.
+    """Return whether a module's own code attends within a token, as from one stream to another.
 
-    A matrix of its own has the queries, the same for all tokens (Inkling-2). Its rows are tried
-    among others.
+    The queries are then a matrix of the module, the same for all tokens (Inkling-2). Its rows are
+    tried among others.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _ATTENTION in code.co_names
@@ -128,8 +128,8 @@ def _attends_in_tokens(module: nn.Module) -> bool:
 def _multiplies_by_elements(module: nn.Module) -> bool:
     """Return whether a module without parts multiplies rows of its weights' shape by elements.
 
-    Such as norms of heads, each with factors of its own. Its rows must have the same bits among
-    others, too.
+    A norm of heads does, where each head has factors of its own. The module's rows must have the
+    same bits among other rows, too.
     """
     weights = [weight for weight in module.parameters() if not weight.is_meta]
     if len({weight.shape for weight in weights}) != 1 or next(module.children(), None) is not None:

@@ -108,7 +108,7 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
 
 
 def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
-    """Return what a layer computes; None: there are no instructions for a part of it.
+    """Return what a layer computes; None: the native decoder cannot compute a part of it.
 
     Its attention is attached to a KV cache. `factor` is the one on the residual.
     """

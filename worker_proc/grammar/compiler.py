@@ -37,6 +37,8 @@ _REGEX_REPORT = re.compile(
 _SHOWN_CHARS = 40
 """Of a regular expression on each side of the place."""
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
+_DETAILS_HIDDEN = "\n<non-verbose/>"
+"""In place of the state of the parser, which `verbose_errors` would show."""
 _SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
 
@@ -80,7 +82,7 @@ def define(grammar: Grammar) -> str:
         raise GrammarError(f"{error}"[:MAX_TEXT]) from error
 
 
-def _in_words(error: str) -> str:
+def in_words(error: str) -> str:
     """Explain what llguidance only names, and leave out lines that the request does not have.
 
     A schema or a regular expression may stand in a grammar of the server, as after reasoning.
@@ -90,6 +92,7 @@ def _in_words(error: str) -> str:
     report = _REGEX_REPORT.search(error)
     if report is not None:
         return _in_one_line(report["regex"], len(report["before"]), report["reason"])
+    error = error.removesuffix(_DETAILS_HIDDEN)
     cause = error.partition(_SCHEMA_ERROR)[2]
     return _SOURCE_LINES.sub("", cause).rstrip() if cause else error.rstrip()
 
@@ -185,7 +188,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._tokens, definition.text, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the clones share what this finds out
         if matcher.is_error():
-            raise GrammarError(_in_words(matcher.get_error())[:MAX_TEXT])
+            raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
         num_bytes = max(
             definition.num_bytes, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
         )

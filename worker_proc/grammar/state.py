@@ -7,6 +7,8 @@ to survive a preemption or a death.
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from worker_proc.grammar.compiler import in_words
+
 if TYPE_CHECKING:
     import llguidance
 
@@ -57,7 +59,7 @@ class GrammarState:
     def note_error(self) -> None:
         """Take over an error of the matcher, which may exceed its limits at any token."""
         if self.matcher is not None and self.matcher.is_error():
-            self.error = self.matcher.get_error() or "the grammar has failed"
+            self.error = in_words(self.matcher.get_error()) or "the grammar has failed"
 
     def masks(self, draft_token_ids: list[int]) -> list[bytes]:
         """Return the allowed tokens, one bit each: after the outputs and after each right draft."""
