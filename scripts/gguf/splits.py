@@ -62,7 +62,9 @@ _WITH_GPT4O = Split(GPT4O)
 BYTE_LEVEL: Mapping[str, Split] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _WITH_LLAMA3),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral"), _WITH_LLAMA3
+    ),
     "dbrx": Split(LLAMA3),
     **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), Split(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _WITH_QWEN2),

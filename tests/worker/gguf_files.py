@@ -99,7 +99,8 @@ def write_gguf(
     for name, sources in _stored_names(weights, architecture, config).items():
         stored = np.stack([_to_file(source, weights[source], config) for source in sources])
         stored = stored[0] if len(sources) == 1 and "_exps" not in name else stored
-        is_plain = stored.ndim == 1
+        stored = stored.squeeze(1) if "conv.weight" in name else stored
+        is_plain = stored.ndim == 1 or "conv.weight" in name
         own = Type.F32 if is_plain else types(name) or type
         blocks, values = _encode(stored, own)
         writer.add_tensor(name, blocks, raw_dtype=own)
@@ -153,8 +154,8 @@ def _add_keys(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_head_count_kv(_kv_heads(config))
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -186,6 +187,14 @@ def _add_keys(
             int: writer.add_uint32,
             list: writer.add_array,
         }[type(value)](name, value)
+
+
+def _kv_heads(config: PretrainedConfig) -> int | list[int]:
+    """Return the heads of keys, for each layer where some have none."""
+    if config.model_type != "lfm2":
+        return int(config.num_key_value_heads)
+    writes = [kind != "conv" for kind in config.layer_types]
+    return [config.num_key_value_heads * has_keys for has_keys in writes]
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
@@ -233,6 +242,8 @@ def _to_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> np.nd
 
 
 def _from_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    if name.endswith("conv.conv.weight"):
+        return tensor.unsqueeze(1)
     if (num_heads := _permuted_heads(name, config)) is not None:
         pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
         tensor = pairs.transpose(1, 2).reshape(tensor.shape)

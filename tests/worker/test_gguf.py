@@ -28,6 +28,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -148,6 +149,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "smollm3": lambda: SmolLM3Config(**WIDE | {"num_hidden_layers": 5}),
     "ernie4_5": lambda: Ernie4_5Config(**WIDE),
+    "lfm2": lambda: Lfm2Config(
+        **{key: value for key, value in WIDE.items() if key != "head_dim"},
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    ),
     "glm4": lambda: Glm4Config(**WIDE, attention_bias=True),
     "olmo2": lambda: Olmo2Config(**WIDE),
     "qwen2vl": lambda: Qwen2Config(**WIDE),
@@ -155,13 +161,14 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3vlmoe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
 }
 KEYS: dict[str, dict[str, Any]] = {
+    "lfm2": {"shortconv.l_cache": 3},
     "qwen2vl": {"rope.dimension_sections": [16, 8, 8, 0]},
     **{
         name: {"rope.dimension_sections": [16, 8, 8, 0], "n_deepstack_layers": 3}
         for name in ("qwen3vl", "qwen3vlmoe")
     },
 }
-"""Of files for models of images and texts."""
+"""Further keys of files."""
 FILES = {
     **dict.fromkeys(CONFIGS, Type.Q4_0),
     **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},

@@ -21,6 +21,7 @@ _GEMMA3_LOCAL_BASE = 10_000.0
 _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
 _NORMALIZED = "expert_weights_norm"
+_KV_HEADS = "attention.head_count_kv"
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
 
 
@@ -59,7 +60,7 @@ def make_config(file: MappedFiles) -> Config:
         **_token_ids(header),
     }
     heads = metadata.integer("attention.head_count")
-    common["num_key_value_heads"] = metadata.integer("attention.head_count_kv", heads)
+    common["num_key_value_heads"] = metadata.integer(_KV_HEADS, heads)
     if metadata.get("feed_forward_length") is not None:
         common["intermediate_size"] = metadata.integer("feed_forward_length")
     common["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
@@ -176,6 +177,24 @@ def _ernie4_5(metadata: Metadata, file: MappedFiles) -> Config:
 def _olmo2(metadata: Metadata, file: MappedFiles) -> Config:
     _qwen2(metadata, file)  # its heads have the same sizes
     return {"attention_bias": False}
+
+
+def _lfm2(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return which layers attend: those that have keys and values."""
+    count = metadata.integer("block_count")
+    stated = metadata.get(_KV_HEADS)
+    if not isinstance(stated, list) or len(stated) != count:
+        raise metadata.unsupported(_KV_HEADS, f"a number for each of {count} layers")
+    size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
+    if _rotated_heads(metadata)["head_dim"] != size:
+        raise metadata.unsupported("attention.key_length", str(size))
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in stated],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+    }
 
 
 def _qwen_experts(metadata: Metadata) -> Config:
@@ -297,6 +316,19 @@ _GLM4 = {
     "post_ffw_norm": "post_mlp_layernorm",
     "ffn_up": "mlp.gate_up_proj",
 }
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -314,6 +346,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, _GLM4),
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, permutes=True),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _lfm2, _LFM2),
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permutes=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, _NORMS_BEHIND),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _FUSED),

@@ -60,6 +60,8 @@ class _PlainSlice:
             values = self._file.read_plain(name, matrix)
         if tensor.order is not None:
             values = values[tensor.order]
+        if tensor.has_channels:
+            values = values.unsqueeze(1)
         return values - tensor.offset if tensor.offset else values
 
 

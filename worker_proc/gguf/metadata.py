@@ -24,10 +24,13 @@ class Metadata:
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a size; one that is stated for each layer must be the same for all of them."""
+        """Return a size; one that is stated for each layer must be the same for all of them.
+
+        A 0 is that of layers that have none.
+        """
         value = self.get(key)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]
+        if isinstance(value, list) and len(of_layers := set(value) - {0}) == 1:
+            [value] = of_layers
         if isinstance(value, list):
             raise self.unsupported(key, "one value for all layers")
         value = default if value is None else value

@@ -13,7 +13,12 @@ from worker_proc.gguf.header import TensorEntry
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -27,7 +32,9 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+(?:\.\w+)?)\.(weight|bias)")
+_CHANNELS = "shortconv.conv"
+"""The kernels of a convolution of each channel, which has one input."""
 _MAX_EXPERTS = 4096
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
@@ -43,9 +50,13 @@ class NamedTensor(NamedTuple):
     """int64: the row of the file that stands at each place."""
     offset: float = 0.0
     """What has been added to the values."""
+    has_channels: bool = False
+    """Whether each row is the kernel of a channel."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.has_channels:
+            return (self.entry.shape[0], 1, *self.entry.shape[1:])
         return self.entry.shape if self.matrix is None else self.entry.shape[1:]
 
 
@@ -70,7 +81,7 @@ def named_tensors(header: Header, architecture: Architecture) -> Iterator[NamedT
             continue
         order = _row_order(header, entry, part) if architecture.permutes else None
         offset = architecture.norm_offset if part.endswith("norm") else 0.0
-        yield NamedTensor(full, entry, None, order, offset)
+        yield NamedTensor(full, entry, None, order, offset, has_channels=part == _CHANNELS)
 
 
 def _check_experts(header: Header, entry: TensorEntry) -> None:
