@@ -172,7 +172,8 @@ class ProgramWriter:
     ) -> None:
         """Write the instructions of one layer; `angles` is the number of its kind of angles.
 
-        With `keeps`, what comes after its attention computes the rows that get logits, no others.
+        With `keeps`, its attention may leave out the rows that get no logits, and what comes after
+        it computes no others.
         """
         self.boundaries.append(len(self.instructions))
         norms, spec = layer.norms, layer.paged.spec
@@ -182,6 +183,7 @@ class ProgramWriter:
             _attention(layer.paged, settings),
         ]
         if keeps:
+            self.instructions[-1].of_kept = True
             self._keep(ATTENDED)
         inputs = Columns(ATTENDED, 0, spec.num_heads * spec.value_head_dim)
         self._residual(layer, Projection.OUT, layer.out, inputs, norms.after_attention)

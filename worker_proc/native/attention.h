@@ -348,7 +348,8 @@ class Head {
     int index = 0;
     for (int item = piece.first_item; item < piece.first_item + piece.num_items; item++)
       for_tiles(item, [&](int segment, int token, int count) {
-        attend_tile(piece, index, segment, token, count, write);
+        if (step_.reads_any(step_.first_row[segment] + token, count))
+          attend_tile(piece, index, segment, token, count, write);
         index += count;
       });
   }

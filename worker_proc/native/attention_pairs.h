@@ -865,6 +865,8 @@ class PairHead {
     const int end = (token + num_tokens) * per_kv_;
     for (int row = token * per_kv_, count; row < end; row += count) {
       count = num_tile_rows(segment, row, std::min(kPairRows, end - row));
+      const int first = row / per_kv_, last = (row + count - 1) / per_kv_;
+      if (!step_.reads_any(step_.first_row[segment] + first, last - first + 1)) continue;
       if (row + count < end)
         fetch_rows_later(segment, (row + count) / per_kv_, kv_head_);
       else if (upcoming.segment >= 0)

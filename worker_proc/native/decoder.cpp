@@ -71,7 +71,9 @@ struct Instruction {
   int32_t num_experts, num_chosen;  // experts, and those of one row
   int32_t choices;                  // index of the buffer with the choices of each row
   int32_t normalizes, rounds_weights;
-  int32_t of_kept;                  // it follows kKeep: its rows are those that are kept
+  // It follows kKeep, and its rows are those that are kept. Of kAttend, which comes before that one: the
+  // results of other rows are not read.
+  int32_t of_kept;
   int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
   int32_t joins_next;  // the next one reads of its results what the same thread has written, or none
   float factor, epsilon, scale, softcap;
@@ -493,7 +495,14 @@ class Executor {
     const T* query = row(i.source, 0);
     const T* key = query + layer.num_heads * layer.head_dim;
     const T* value = key + layer.num_kv_heads * layer.head_dim;
-    attend_any(team_, layer, *run_.steps[i.group], {query, source_stride, layer.head_dim},
+    Step step = *run_.steps[i.group];
+    static thread_local std::vector<uint8_t> is_read;
+    if (i.of_kept) {
+      is_read.assign(run_.num_rows, 0);
+      for (int32_t k = 0; k < run_.num_kept; k++) is_read[run_.kept[k]] = 1;
+      step.is_read = is_read.data();
+    }
+    attend_any(team_, layer, step, {query, source_stride, layer.head_dim},
                {key, source_stride, layer.head_dim}, {value, source_stride, layer.value_head_dim},
                RowTerms{}, row(i.target, 0), run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T)),
                i.scale, i.softcap);

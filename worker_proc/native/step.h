@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 // The numbers of KVFormat in kv_format.py.
 constexpr int32_t kPlainPools = 0;  // values of the model's type
@@ -57,6 +58,12 @@ struct Step {
   // The first of the successive sections of each group that is split, as a piece.
   const int32_t* split_piece;
   float* sums;
+  // For each row whether its result is read; null: all are. Others need not be written.
+  const uint8_t* is_read;
+
+  bool reads_any(int64_t first_row, int count) const {
+    return is_read == nullptr || std::memchr(is_read + first_row, 1, count) != nullptr;
+  }
 };
 
 // Strides in elements; the last dimension is contiguous.

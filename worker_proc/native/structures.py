@@ -84,7 +84,7 @@ class StepArgs(ctypes.Structure):
         *_fields("num_rows item_size num_pieces num_splits", _INT),
         *_fields("slots first_row num_tokens start table_offset tables", _POINTER),
         *_fields("item_segment item_token group_item group_shared", _POINTER),
-        *_fields("piece_group piece_section piece_sums split_piece sums", _POINTER),
+        *_fields("piece_group piece_section piece_sums split_piece sums is_read", _POINTER),
     )
 
 
