@@ -3,6 +3,7 @@
 import select
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,33 @@ def test_a_prover_that_dies_fails_its_grammar_alone(
     first, second = wait(service, 2)
     assert "MiB of memory" in first.error
     assert second == GrammarCompiled(2)
+
+
+def test_a_prover_that_starts_late_delays_its_grammar(
+    service: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look finds that it has advanced, and one look without would give it up."""
+    looks = count(1)
+    monkeypatch.setattr(service_module, "STALL_S", 0.0)
+    monkeypatch.setattr(service_module, "_CHECK_S", 0.001)
+    monkeypatch.setattr(service_module, "cpu_seconds", lambda pid: next(looks) * 1e-6)
+    service.compile(CompileGrammar(1, regex("late")))
+    assert wait(service, 1) == [GrammarCompiled(1)]
+    assert next(looks) > 2
+
+
+def test_a_prover_that_hangs_in_its_start_fails_its_grammar(
+    service: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(service_module, "STALL_S", 0.0)
+        patched.setattr(service_module, "_CHECK_S", 0.001)
+        patched.setattr(service_module, "cpu_seconds", lambda pid: 0.0)
+        service.compile(CompileGrammar(1, regex("lost")))
+        [failed] = wait(service, 1)
+    assert "does not start: it has not advanced for 0 s" in failed.error
+    service.compile(CompileGrammar(2, regex("lost")))
+    assert wait(service, 1) == [GrammarCompiled(2)]
 
 
 def test_a_prover_that_sends_something_else_is_replaced(

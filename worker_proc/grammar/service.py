@@ -31,8 +31,11 @@ LIMIT_S = 5.0
 """Processor time for one grammar. What a lane waits at most is in `_longest_wait_s`: both lanes
 together less than the time after which an answer begins with a comment that keeps its connection
 open, so that an error still has a status."""
-START_S = 30.0
-"""For the start of a prover, with the tokens of a large vocabulary."""
+START_CPU_S = 30.0
+"""Processor time for the start of a prover, with the tokens of a large vocabulary."""
+STALL_S = 30.0
+"""For a prover that starts and uses no processor time meanwhile. One that others leave little is
+late: its requests wait, and their own deadlines end them."""
 _CHECK_S = 0.1
 _NICENESS = 10
 _MAX_PROOF_BYTES = 16 * 2**20
@@ -170,7 +173,7 @@ class _Prover:
         self._read_fd = self._process.stdout.fileno()
         os.set_blocking(self._write_fd, False)
         os.set_blocking(self._read_fd, False)
-        limit = _Limit(time.monotonic() + START_S, self._process.pid, START_S)
+        limit = _StartLimit(self._process.pid)
         try:
             self._send(msgspec.msgpack.encode(compiler.vocabulary), limit)
             self._receive(limit)
@@ -201,25 +204,25 @@ class _Prover:
                 pipe.close()
         self._process.wait()
 
-    def _send(self, body: bytes, limit: "_Limit") -> None:
+    def _send(self, body: bytes, limit: "_Limit | _StartLimit") -> None:
         rest = memoryview(len(body).to_bytes(LENGTH_BYTES, "little") + body)
         while rest:
-            limit.wait(self._write_fd, select.POLLOUT)
+            _wait(self._write_fd, select.POLLOUT, limit)
             try:
                 rest = rest[os.write(self._write_fd, rest) :]
             except BlockingIOError:
                 continue
 
-    def _receive(self, limit: "_Limit") -> bytes:
+    def _receive(self, limit: "_Limit | _StartLimit") -> bytes:
         length = int.from_bytes(self._read(LENGTH_BYTES, limit), "little")
         if length > _MAX_PROOF_BYTES:
             raise OSError(f"its translation has {length} bytes, more than {_MAX_PROOF_BYTES}")
         return self._read(length, limit)
 
-    def _read(self, length: int, limit: "_Limit") -> bytes:
+    def _read(self, length: int, limit: "_Limit | _StartLimit") -> bytes:
         body = bytearray()
         while len(body) < length:
-            limit.wait(self._read_fd, select.POLLIN)
+            _wait(self._read_fd, select.POLLIN, limit)
             piece = os.read(self._read_fd, length - len(body))
             if not piece:
                 mib = MAX_MEMORY_BYTES >> 20
@@ -236,13 +239,38 @@ class _Limit(NamedTuple):
     cpu_s: float
     """The processor time of the prover at which it is given up."""
 
-    def wait(self, fd: int, event: int) -> None:
-        """Wait until a pipe is ready; TimeoutError past the limit."""
-        poller = select.poll()
-        poller.register(fd, event)
-        while not poller.poll(_CHECK_S * 1000):
-            if time.monotonic() >= self.deadline or cpu_seconds(self.pid) >= self.cpu_s:
-                raise TimeoutError
+    def check(self) -> None:
+        """TimeoutError: the time is over."""
+        if time.monotonic() >= self.deadline or cpu_seconds(self.pid) >= self.cpu_s:
+            raise TimeoutError
+
+
+class _StartLimit:
+    """The time in which a prover must start, however slowly it advances."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used_s = 0.0
+        self._deadline = time.monotonic() + STALL_S
+
+    def check(self) -> None:
+        """TimeoutError: the time is over."""
+        used_s = cpu_seconds(self._pid)
+        if used_s >= START_CPU_S:
+            raise TimeoutError(f"it needs more than {START_CPU_S:g} s of processor time")
+        if used_s > self._used_s:
+            self._used_s = used_s
+            self._deadline = time.monotonic() + STALL_S
+        elif time.monotonic() >= self._deadline:
+            raise TimeoutError(f"it has not advanced for {STALL_S:g} s")
+
+
+def _wait(fd: int, event: int, limit: _Limit | _StartLimit) -> None:
+    """Wait until a pipe is ready; TimeoutError past the limit."""
+    poller = select.poll()
+    poller.register(fd, event)
+    while not poller.poll(_CHECK_S * 1000):
+        limit.check()
 
 
 def _longest_wait_s(limit_s: float) -> float:
