@@ -47,6 +47,7 @@ FAILPOINTS = {
     "worker.before_step": "A step has arrived; nothing of it was done.",
     "worker.mid_step": "The mirror has taken the step over; no token was sampled.",
     "worker.after_step": "The step was computed; its result was not sent.",
+    "worker.load_adapter": "A LoRA adapter is about to be read.",
     "worker.poison": "A request whose first token is POISON_TOKEN_ID is new to the null worker.",
     "grammar.compile": "A grammar is about to be compiled beside the worker.",
     "text.job": "A long text has come to a process beside the API; nothing of it was done.",

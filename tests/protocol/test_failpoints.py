@@ -159,7 +159,9 @@ def test_each_failpoint_has_its_place_and_a_description() -> None:
     placed = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            if "failpoint(" not in (source := path.read_text()):
+                continue
+            for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
                     assert isinstance(node.args[0], ast.Constant), path
                     placed.append(node.args[0].value)

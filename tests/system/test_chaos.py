@@ -20,6 +20,7 @@ from scripts.testing import Engine, EngineFactory, eventually
 from tests.chaos import processes
 from tests.chaos.__main__ import main
 from tests.chaos.engine import Engine as ChaosEngine
+from tests.system.test_lora_deaths import write_null_adapter
 from tests.system.test_supervisor import PROMPT, open_stream
 
 PRESSURE = ("--num-gpu-blocks-override", "40", "--max-model-len", "512", "--null-step-ms", "5")
@@ -102,7 +103,9 @@ def test_whole_engine_is_found_without_asking_it() -> None:
 
 def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Path) -> None:
     """The engine is under memory pressure and its client leaves."""
-    engine = start_engine(*PRESSURE, "--standby-workers", "1")
+    adapter = write_null_adapter(failpoints / "adapter", 1000)
+    lora = ("--enable-lora", "--lora-modules", f"adapter={adapter}")
+    engine = start_engine(*PRESSURE, *lora, "--standby-workers", "1")
     engine.ready()
     streams = [open_stream(engine, 500) for _ in range(4)]
 
@@ -116,6 +119,7 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
     engine.kill(Role.CORE)
     engine.post("/v1/completions", **{**PROMPT, "guided_regex": "[a-z]+"})
     engine.post("/v1/completions", **{**PROMPT, "prompt": [POISON_TOKEN_ID, 5]})
+    engine.post("/v1/completions", **{**PROMPT, "model": "adapter"})
     engine.post("/tokenize", prompt="word " * 5000)
     eventually(lambda: reached() == set(FAILPOINTS), f"all but {set(FAILPOINTS) - reached()}")
 

@@ -1,9 +1,9 @@
 """Workers that are killed while they load an adapter: real processes, `kill -9`, every token."""
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -11,6 +11,7 @@ import pytest
 
 from protocol.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from protocol.lifecycle import Role
+from protocol.process.failpoints import LOG_FILE, VARIABLE, arm
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
 from tests.system.test_lora import TARGETS, demo_model, greedy, have
@@ -18,16 +19,16 @@ from tests.worker.peft_adapters import write_adapter
 from worker_proc.null_runner import next_token_id
 from worker_proc.startup.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
 
-LARGE_BYTES = 128 * 2**20
-"""Of an adapter whose digest takes long enough to find its load in progress: 60 ms or more."""
 NUM_TOKENS = 400
 _FEW_LEFT = 100
 """Tokens that may be on their way to a stream when the worker is killed."""
+LONG_MS = 60_000
+"""Of a load in which its worker is killed."""
 MOST_DEATHS = 4
 """Workers that may be killed in a row in loads of one adapter, as docs/lora.md states."""
 
 
-def write(directory: Path, num_bytes: int) -> Path:
+def write_null_adapter(directory: Path, num_bytes: int) -> Path:
     """Write an adapter that is good enough for the null model."""
     directory.mkdir()
     (directory / CONFIG_FILE).write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q"]}')
@@ -46,7 +47,10 @@ def expected(prompt: list[int], path: Path | None) -> list[int]:
 
 
 class Streams:
-    """Two streams for each of some adapters, and two without one."""
+    """Two streams for each of some adapters, and two without one.
+
+    Those of an adapter begin after those of the adapter before it, so workers load it later.
+    """
 
     def __init__(self, engine: Engine, adapters: list[Path]) -> None:
         self._expected: dict[Stream, list[int]] = {}
@@ -59,9 +63,11 @@ class Streams:
                 stream = Stream(engine.url(), **body)
                 self._expected[stream] = expected(prompt, path)
                 self.of.setdefault(name, []).append(stream)
+            eventually(partial(self._have_begun, name), f"the streams of {name} have begun")
 
-    def have_tokens(self) -> bool:
-        return all(stream.token_ids for stream in self._expected)
+    def _have_begun(self, name: str) -> bool:
+        """Whether each has a token, or an error."""
+        return all(stream.token_ids or not stream.is_open for stream in self.of[name])
 
     def check(self, *names: str) -> None:
         """Wait for the ends; each token has come once, and is the right one."""
@@ -73,66 +79,49 @@ class Streams:
                 assert stream.finish_reason == "length"
 
 
-def is_reading(pid: int, path: Path) -> bool:
-    """Whether a process has a file open."""
-    try:
-        fds = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
-    except OSError:  # the process is gone
-        return False
-    return any(_target(fd) == str(path) for fd in fds)
+def kill_in_loads(
+    engine: Engine, failpoints: Path, num_loads: int, *, core_too_at: int | None = None
+) -> None:
+    """Kill a worker in a step, and as many of its successors in the first load that each begins.
 
-
-def _target(fd: str) -> str | None:
-    """Return the file of a descriptor; None: it has been closed meanwhile."""
-    with contextlib.suppress(OSError):
-        return os.readlink(fd)
-    return None
-
-
-def has_stopped(pid: int) -> bool:
-    """Whether SIGSTOP has reached all threads of a process."""
-    texts = [Path(entry.path, "stat").read_text() for entry in os.scandir(f"/proc/{pid}/task")]
-    return all(text.rpartition(")")[2].split()[0] == "T" for text in texts)
-
-
-def find_pid(engine: Engine, role: Role) -> int | None:
-    """Return the pid of a process, which may be starting."""
-    status = engine.status()
-    rows = () if status is None else status.processes
-    return next((row.pid for row in rows if row.role is role), None)
-
-
-def kill_in_load(engine: Engine, adapter: Path, not_pid: int, *, with_core: bool = False) -> int:
-    """Kill a worker, another one than `not_pid`, during its load of an adapter; returns its pid.
-
-    It is stopped first: its load has begun, and has not ended, if it is still reading then.
+    `core_too_at`: the core is killed with the worker in the load of this number, from 0.
     """
-    weights = adapter / WEIGHTS_FILE
+    log = failpoints / LOG_FILE
+    num_before = len(log.read_text().splitlines()) if log.exists() else 0
+    pid = engine.pid(Role.WORKER)
 
-    def find() -> int | None:
-        pid = find_pid(engine, Role.WORKER)
-        return None if pid == not_pid else pid
+    def find_next(number: int) -> int | None:
+        lines = log.read_text().splitlines() if log.exists() else []
+        return int(lines[number].split()[2]) if len(lines) > number else None
 
-    pid = eventually(find, "there is another worker")
-    eventually(lambda: is_reading(pid, weights), "the worker loads the adapter")
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: has_stopped(pid), "the worker has stopped")
-    assert is_reading(pid, weights), "the load has ended before the worker could be killed"
-    if with_core:
-        os.kill(eventually(lambda: find_pid(engine, Role.CORE), "a core runs"), signal.SIGKILL)
+    for number in range(num_loads):
+        arm(failpoints, "worker.load_adapter", f"delay:{LONG_MS}@1")
+        os.kill(pid, signal.SIGKILL)
+        pid = eventually(partial(find_next, num_before + number), "a worker loads an adapter")
+        if number == core_too_at:
+            os.kill(engine.pid(Role.CORE), signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     scratch = tmp_path_factory.mktemp("adapters")
-    return [write(scratch / "large", LARGE_BYTES), write(scratch / "small", 1000)]
+    return [
+        write_null_adapter(scratch / "first", 1000),
+        write_null_adapter(scratch / "second", 2000),
+    ]
 
 
 @pytest.fixture(scope="module")
-def engine(paths: list[Path]) -> Iterator[Engine]:
+def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of failpoints of all engines."""
+    return tmp_path_factory.mktemp("failpoints")
+
+
+@pytest.fixture(scope="module")
+def engine(paths: list[Path], failpoints: Path) -> Iterator[Engine]:
     with EngineFactory() as start:
+        start.environ[VARIABLE] = str(failpoints)
         engine = start(
             *("--enable-lora", "--enable-admin-routes", "--null-step-ms", "3", "--max-loras", "2"),
             *("--lora-modules", *(f"{path.name}={path}" for path in paths)),
@@ -142,20 +131,16 @@ def engine(paths: list[Path]) -> Iterator[Engine]:
 
 
 def test_requests_survive_workers_that_are_killed_while_they_load(
-    engine: Engine, paths: list[Path]
+    engine: Engine, paths: list[Path], failpoints: Path
 ) -> None:
-    """One fewer than would refuse the adapter: the first in a step, all others in loads."""
+    """One fewer than would refuse the adapter."""
     streams = Streams(engine, paths)
-    eventually(streams.have_tokens, "all streams have tokens")
-    killed = engine.pid(Role.WORKER)
-    os.kill(killed, signal.SIGKILL)
-    for _ in range(MOST_DEATHS - 1):
-        killed = kill_in_load(engine, paths[0], killed)
-    streams.check("null", "large", "small")
+    kill_in_loads(engine, failpoints, MOST_DEATHS - 1)
+    streams.check("null", "first", "second")
 
 
 def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is_loaded_again(
-    engine: Engine, paths: list[Path]
+    engine: Engine, paths: list[Path], failpoints: Path
 ) -> None:
     """Its requests get one error, and others go on.
 
@@ -163,35 +148,32 @@ def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is
     has refused.
     """
     streams = Streams(engine, paths)
-    eventually(streams.have_tokens, "all streams have tokens")
-    killed = engine.pid(Role.WORKER)
-    os.kill(killed, signal.SIGKILL)
     # On a busy machine one may have ended before.
-    unfinished = [s for s in streams.of["large"] if len(s.token_ids) < NUM_TOKENS - _FEW_LEFT]
+    unfinished = [s for s in streams.of["first"] if len(s.token_ids) < NUM_TOKENS - _FEW_LEFT]
     assert unfinished
-    for number in range(MOST_DEATHS):
-        killed = kill_in_load(engine, paths[0], killed, with_core=number == 1)
-    reason = "adapter 'large': workers died when they loaded it"
+    kill_in_loads(engine, failpoints, MOST_DEATHS, core_too_at=1)
+    reason = "adapter 'first': workers died when they loaded it"
     for stream in unfinished:
         assert reason in (stream.join().error or "")
-    streams.check("null", "small")
+    streams.check("null", "second")
     engine.kill(Role.CORE)
-    for stream in Streams(engine, [paths[0]]).of["large"]:
+    for stream in Streams(engine, [paths[0]]).of["first"]:
         assert reason in (stream.join().error or "")
-    body = {"lora_name": "large", "lora_path": str(paths[0]), "load_inplace": True}
+    body = {"lora_name": "first", "lora_path": str(paths[0]), "load_inplace": True}
     answer = httpx.post(f"{engine.url()}/v1/load_lora_adapter", json=body, timeout=60.0)
     assert answer.status_code == 200, answer.text
-    Streams(engine, paths).check("null", "large", "small")
+    Streams(engine, paths).check("null", "first", "second")
 
 
 @pytest.mark.slow
 def test_texts_of_a_model_are_exact_though_workers_are_killed_while_they_load(
-    start_engine: EngineFactory, tmp_path: Path
+    start_engine: EngineFactory, failpoints: Path, tmp_path: Path
 ) -> None:
     """With the standby and the zygote, which replace a worker within a fraction of a second."""
     model = demo_model()
     large = write_adapter(tmp_path / "large", model, TARGETS, rank=512, seed=1, strength=0.5)
     small = write_adapter(tmp_path / "small", model, TARGETS, rank=4, seed=2, strength=0.5)
+    start_engine.environ[VARIABLE] = str(failpoints)
     engine = start_engine(
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "512"),
         *("--num-gpu-blocks-override", "1024"),
@@ -203,9 +185,6 @@ def test_texts_of_a_model_are_exact_though_workers_are_killed_while_they_load(
     undisturbed = {name: greedy(engine, name, num_tokens=200).join().token_ids for name in names}
     streams = {name: greedy(engine, name, num_tokens=200) for name in names}
     eventually(have(list(streams.values()), 10), "10 tokens have arrived")
-    killed = engine.pid(Role.WORKER)
-    os.kill(killed, signal.SIGKILL)
-    for number in range(MOST_DEATHS - 1):
-        killed = kill_in_load(engine, large, killed, with_core=number == 1)
+    kill_in_loads(engine, failpoints, MOST_DEATHS - 1, core_too_at=1)
     assert {name: stream.join().token_ids for name, stream in streams.items()} == undisturbed
     assert not any(stream.error for stream in streams.values())

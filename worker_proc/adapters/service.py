@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from protocol.adapters import Adapter, AdapterError
 from protocol.core_worker import AdapterLoaded, LoadAdapter, UnloadAdapter
 from protocol.message import MAX_TEXT
+from protocol.process.failpoints import failpoint
 from worker_proc.adapters.kept import KeptAdapters
 
 _NICENESS = 10
@@ -135,6 +136,7 @@ class _Loading(threading.Thread, Generic[T]):
 def _read(read: Callable[[Adapter], T], adapter: Adapter) -> tuple[T | None, str]:
     """Return an adapter, or what is wrong with it."""
     try:
+        failpoint("worker.load_adapter")
         return read(adapter), ""
     except (AdapterError, OSError, MemoryError) as problem:
         return None, str(problem) or type(problem).__name__
