@@ -180,7 +180,7 @@ VARIANTS = {
         "test_ranks_use_their_parts_of_adapters": "phi3-targets1-2-auto",
     },
     "worker/test_divided_states.py": {
-        "test_stages_have_the_logprobs_of_one_worker_or_are_refused": "bamba",
+        "test_stages_have_the_logprobs_of_one_worker_or_are_refused": "bamba lfm2",
         "test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart": "lfm2",
     },
     "worker/test_hooks.py": {
@@ -237,6 +237,9 @@ VARIANTS = {
     "worker/test_ranks.py": {
         "test_other_families_have_the_same_bits_in_every_batch": "olmo2",
     },
+    "worker/test_recurrent.py": {
+        "test_few_state_blocks_are_shared_by_many_requests": "jamba bamba",
+    },
     "worker/test_speculation.py": {
         "test_tokens_and_logprobs_are_those_without_drafts": (
             "gemma3-sdpa-float32 llama-native-float32 llama-sdpa-float32 gemma3-native-float32"
@@ -244,6 +247,7 @@ VARIANTS = {
     },
     "worker/test_stages.py": {
         "test_every_architecture_has_its_logprobs_or_is_refused": "llama mixtral",
+        "test_stages_compute_the_tokens_of_the_whole_model": "llama",
         "test_stages_read_the_codes_of_a_checkpoint": (
             "fp8_blocks-float32 pack_quantized4_32_asym-float32 int_quantized_w8a8-bfloat16"
         ),

@@ -1,6 +1,7 @@
 """Fixtures that several of the worker's tests share: checkpoints with outputs, and kernels."""
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup import prepare
 
 _PROBED: dict[tuple[type, str], ProbedModel] = {}
-"""What was found of the configurations that this process has loaded."""
+"""What was found of the configurations that this process has loaded, wherever they lie."""
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +49,8 @@ def _probe_once() -> Iterator[None]:
     def look_up(directory: str, config: PretrainedConfig) -> ProbedModel:
         if inspection.probe_model is not probe_model:
             return probe(directory, config)
-        key = (type(config), config.to_json_string(use_diff=False))
+        text = config.to_json_string(use_diff=False)
+        key = (type(config), text.replace(json.dumps(directory), '""'))
         if key not in _PROBED:
             _PROBED[key] = probe(directory, config)
         return copy.deepcopy(_PROBED[key])

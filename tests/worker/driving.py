@@ -1,8 +1,10 @@
 """Drives a runner with the real scheduler, as the core would, for the worker's tests."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
@@ -114,3 +116,23 @@ def across_the_wire(step: SchedulerOutput) -> SchedulerOutput:
     received: CoreToWorker = decode_from_core(encode(step))
     assert isinstance(received, SchedulerOutput)
     return received
+
+
+def sampled_with_penalty(num: int) -> list[SamplingParams]:
+    """Return the parameters of requests whose tokens depend on all before them."""
+    params = SamplingParams(
+        max_tokens=8, temperature=1.3, presence_penalty=0.5, logprobs=2, ignore_eos=True
+    )
+    return [msgspec.structs.replace(params, seed=seed) for seed in range(num)]
+
+
+def check_schedules(
+    drive: Callable[..., Run],
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    expected: list[list[int]],
+) -> None:
+    """Check the tokens of requests one by one, of prompts in chunks, and after a restart."""
+    began = [tokens[:3] for tokens in expected]
+    for way in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 7}, {"outputs": began}):
+        assert drive(prompts, params, **way).output_token_ids == expected, way

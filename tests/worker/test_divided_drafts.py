@@ -1,6 +1,7 @@
 """Drafts change no token and no logprob of a model in ranks or in stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,17 @@ PLAIN = {"max_num_batched_tokens": 300}
 GUESSING = PLAIN | {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "model"
+    build_checkpoint(directory, LlamaConfig(**DEEP))
+    return directory
+
+
+@cache
+def without_drafts(divide: Callable[..., Stages | Ranks], checkpoint: Path, *numbers: int) -> Run:
+    """Return what a model computes without drafts; `numbers` are those of stages or ranks."""
+    return divide(checkpoint, *numbers).drive(PROMPTS, PARAMS, **PLAIN)
 
 
 def check(run: Run, expected: Run) -> None:
@@ -43,8 +51,7 @@ def test_stages_verify_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Right and wrong ones, beside prompts in chunks, preempted, swapped and by itself."""
-    plain = Stages(checkpoint, num_stages, num_shares)
-    expected = plain.drive(PROMPTS, PARAMS, **PLAIN)
+    expected = without_drafts(Stages, checkpoint, num_stages, num_shares)
     guessing = Stages(
         checkpoint,
         num_stages,
@@ -72,7 +79,7 @@ def test_stages_verify_drafts(
 
 
 def test_ranks_verify_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Ranks(checkpoint, 2).drive(PROMPTS, PARAMS, **PLAIN)
+    expected = without_drafts(Ranks, checkpoint, 2)
     guessing = Ranks(checkpoint, 2, num_speculative_tokens=NUM_DRAFTS)
     check(guessing.drive(PROMPTS, PARAMS, **GUESSING), expected)
     texts = [a + b for a, b in zip(PROMPTS, expected.output_token_ids, strict=True)]
@@ -113,7 +120,7 @@ def test_a_draft_model_drafts_at_the_first_rank_of_the_last_stage(
     num_stages: int, num_shares: int, checkpoint: Path, draft: str
 ) -> None:
     """Also for prompts in chunks, preempted and resumed requests."""
-    expected = Stages(checkpoint, num_stages, num_shares).drive(PROMPTS, PARAMS, **PLAIN)
+    expected = without_drafts(Stages, checkpoint, num_stages, num_shares)
     stages = Stages(
         checkpoint,
         num_stages,
@@ -135,7 +142,7 @@ def test_a_draft_model_drafts_at_the_first_rank_of_the_last_stage(
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_verify_the_drafts_of_one(num_ranks: int, checkpoint: Path, draft: str) -> None:
-    expected = Ranks(checkpoint, num_ranks).drive(PROMPTS, PARAMS, **PLAIN)
+    expected = without_drafts(Ranks, checkpoint, num_ranks)
     ranks = Ranks(checkpoint, num_ranks, speculative_model=draft, num_speculative_tokens=NUM_DRAFTS)
     for settings in ({}, {"max_num_batched_tokens": 17}, {"max_num_seqs": 1}):
         run = ranks.drive(PROMPTS, PARAMS, **BY_MODEL | settings)

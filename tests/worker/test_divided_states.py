@@ -12,7 +12,7 @@ from protocol.config import KVCacheDtype, Quantization
 from protocol.core_worker import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
-from tests.worker.driving import Run
+from tests.worker.driving import Run, check_schedules
 from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts
 from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
 from tests.worker.test_ranks import Ranks
@@ -135,12 +135,8 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_p
     stages = Stages(tmp_path / "model", 2, dtype="bfloat16")
     dtype = torch.float32 if name == "mamba2" else torch.bfloat16
     assert {runner._part._dtype for runner in stages.runners[:1]} == {dtype}  # type: ignore[attr-defined]
-    expected = alone.output_token_ids
     assert stages.drive(prompts, SAMPLED).logprobs == alone.logprobs
-    assert stages.drive(prompts, SAMPLED, max_num_seqs=1).output_token_ids == expected
-    assert stages.drive(prompts, SAMPLED, max_num_batched_tokens=7).output_token_ids == expected
-    began = [tokens[:3] for tokens in expected]
-    assert stages.drive(prompts, SAMPLED, outputs=began).output_token_ids == expected
+    check_schedules(stages.drive, prompts, SAMPLED, alone.output_token_ids)
 
 
 def check_preempted(stages: Stages, expected: Run, **settings: Any) -> list[Run]:

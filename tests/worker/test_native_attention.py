@@ -51,6 +51,8 @@ LATENT_SPECS = (
 """Of 16 heads, one, two and four have a tile of a long prompt's tokens; 130 are two tiles."""
 FULL_GROUPS = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=32, value_head_dim=32, window=None)
 CODES = (KVFormat.INT8, KVFormat.FP8)
+TINY = 2.0**-64
+"""A factor of values whose squares are not normal numbers of bfloat16 or float32."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -205,8 +207,14 @@ def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLib
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("format", KVFormat, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 2.0**-64], ids=["usual", "tiny"])
+@pytest.mark.parametrize(
+    ("scale", "format"),
+    [
+        *((1.0, format) for format in KVFormat),
+        (TINY, KVFormat.PLAIN),
+        *slow(*((TINY, format) for format in CODES)),
+    ],
+)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_floats_give_the_bits_of_pairs(
@@ -347,8 +355,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
 
 
 @pytest.mark.parametrize("format", KVFormat, ids=str)
-@pytest.mark.parametrize("uses_tiles", [True, False])
-@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize(
+    ("block_size", "uses_tiles"), [(16, True), (48, False), *slow((16, False), (48, True))]
+)
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[5], FULL_GROUPS], ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(

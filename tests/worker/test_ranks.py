@@ -29,7 +29,7 @@ from protocol.config import (
 from protocol.sampling import SamplingParams
 from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
-from tests.worker.driving import Run, drive
+from tests.worker.driving import Run, check_schedules, drive, sampled_with_penalty
 from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
@@ -166,24 +166,11 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) 
     """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
     prompts = make_prompts()
-    params = [
-        SamplingParams(
-            max_tokens=8,
-            temperature=1.3,
-            seed=seed,
-            presence_penalty=0.5,
-            logprobs=2,
-            ignore_eos=True,
-        )
-        for seed in range(len(prompts))
-    ]
+    params = sampled_with_penalty(len(prompts))
     for decoder in NativeDecoder:
         ranks = Ranks(tmp_path / "model", 2, dtype="bfloat16", native_decoder=decoder)
         together = ranks.drive(prompts, params).output_token_ids
-        assert ranks.drive(prompts, params, max_num_seqs=1).output_token_ids == together
-        assert ranks.drive(prompts, params, max_num_batched_tokens=7).output_token_ids == together
-        began = [tokens[:3] for tokens in together]
-        assert ranks.drive(prompts, params, outputs=began).output_token_ids == together
+        check_schedules(ranks.drive, prompts, params, together)
 
 
 @pytest.mark.parametrize(

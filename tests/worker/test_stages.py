@@ -49,7 +49,7 @@ from tests.worker.checkpoints import (
     Architecture,
     build_checkpoint,
 )
-from tests.worker.driving import Run, drive
+from tests.worker.driving import Run, check_schedules, drive, sampled_with_penalty
 from tests.worker.families import FAMILIES
 from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
 from tests.worker.quantized_checkpoints import (
@@ -293,26 +293,13 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
     """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
     prompts = make_prompts()
-    params = [
-        SamplingParams(
-            max_tokens=8,
-            temperature=1.3,
-            seed=seed,
-            presence_penalty=0.5,
-            logprobs=2,
-            ignore_eos=True,
-        )
-        for seed in range(len(prompts))
-    ]
+    params = sampled_with_penalty(len(prompts))
     for decoder in NativeDecoder:
         options: dict[str, Any] = {"dtype": "bfloat16", "native_decoder": decoder}
         alone = Stages(tmp_path / "model", 1, **options).drive(prompts, params).output_token_ids
         stages = Stages(tmp_path / "model", 2, **options)
         assert stages.drive(prompts, params).output_token_ids == alone
-        assert stages.drive(prompts, params, max_num_seqs=1).output_token_ids == alone
-        assert stages.drive(prompts, params, max_num_batched_tokens=7).output_token_ids == alone
-        began = [tokens[:3] for tokens in alone]
-        assert stages.drive(prompts, params, outputs=began).output_token_ids == alone
+        check_schedules(stages.drive, prompts, params, alone)
 
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, seed=5, logprobs=2, ignore_eos=True)
