@@ -14,13 +14,16 @@ from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
 from api_proc.openai.beam_search import search_options
+from api_proc.openai.pieces import chained, pieces
+from api_proc.openai.steps import Step, merged
+from api_proc.openai.token_times import TokenTimes
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
 from api_proc.state import ApiState
 from api_proc.text.beam_search import BeamSearch, BeamStream
-from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream, join
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
@@ -31,16 +34,6 @@ from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
 
 MakeParser = Callable[[TokenIds, str], OutputParser | None]
-
-Step = list[tuple[OutputSequence, Delta]]
-"""Deltas that arrived together, in their order."""
-
-_PIECE_TOKENS = 256
-"""Tokens that become text at a time, so that unread tokens stay ids."""
-_PIECE_LOGPROBS = 16
-"""The same for tokens with logprobs."""
-_STARTED_TOGETHER = 64
-"""Readers of sequences that begin in one iteration of the event loop."""
 
 
 class Generation:
@@ -398,46 +391,8 @@ class Generation:
             async for delta in self._deltas(sequence):
                 yield [(sequence, delta)]
             return
-        async for step in self._merged():
+        async for step in merged(self.sequences, self._deltas):
             yield step
-
-    async def _merged(self) -> AsyncIterator[Step]:
-        """Merge the sequences; one task reads each, and waits until its delta is taken."""
-        queue: asyncio.Queue[tuple[OutputSequence, Delta] | Exception | None]
-        queue = asyncio.Queue(maxsize=len(self.sequences))
-
-        async def read(sequence: OutputSequence) -> None:
-            try:
-                async for delta in self._deltas(sequence):
-                    await queue.put((sequence, delta))
-                await queue.put(None)
-            except Exception as error:
-                await queue.put(error)
-
-        readers: list[asyncio.Task[None]] = []
-        num_reading = len(self.sequences)
-        try:
-            for sequence in self.sequences:
-                readers.append(asyncio.create_task(read(sequence)))
-                if len(readers) % _STARTED_TOGETHER == 0:
-                    await asyncio.sleep(0)
-            while num_reading:
-                step: Step = []
-                items = [await queue.get()]
-                while not queue.empty():
-                    items.append(queue.get_nowait())
-                for item in items:
-                    if isinstance(item, Exception):
-                        raise item
-                    if item is None:
-                        num_reading -= 1
-                    else:
-                        step.append(item)
-                if step:
-                    yield step
-        finally:
-            for reader in readers:
-                reader.cancel()
 
     def _deltas(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
         if self._prompts_read or self._body.return_progress:
@@ -460,27 +415,20 @@ class Generation:
                 await self._wait_for_prompt(sequence)
                 if self.cancelled:
                     return
-            async for delta in self._read(sequence, _chained(output, sequence.stream)):
+            async for delta in self._read(sequence, chained(output, sequence.stream)):
                 yield delta
 
     async def _read(
         self, sequence: OutputSequence, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[Delta]:
-        metrics = self._metrics
-        last = first = 0.0
+        times = TokenTimes(self._metrics, self.arrival)
         skip = (self.position.num_sent[sequence.index] or 0) if self.position else 0
         async for output in outputs:
             if output.token_ids:
-                now = time.monotonic()
-                if last:
-                    metrics.inter_token_latency.observe(now - last)
-                else:
-                    first = now
-                    metrics.time_to_first_token.observe(now - self.arrival)
-                    if self._time_to_first_token_s is None:
-                        self._time_to_first_token_s = now - self.arrival
-                last = now
-            for piece in _pieces(output, skip - sequence.num_output_tokens):
+                times.arrived()
+                if self._time_to_first_token_s is None:
+                    self._time_to_first_token_s = times.to_first_s
+            for piece in pieces(output, skip - sequence.num_output_tokens):
                 delta = sequence.push(piece)
                 if skip and sequence.num_output_tokens <= skip:  # an earlier answer contained it
                     if self.on_skipped is not None:
@@ -492,7 +440,7 @@ class Generation:
                         return
                     await asyncio.sleep(0)  # let other requests run while many tokens are skipped
                 elif delta.finish_reason is not None:
-                    self._finish(sequence, first, last)
+                    self._finish(sequence, times)
                     yield delta
                     return
                 elif piece.token_ids:
@@ -507,75 +455,10 @@ class Generation:
         else:
             await was_read.wait()
 
-    def _finish(self, sequence: OutputSequence, first: float, last: float) -> None:
+    def _finish(self, sequence: OutputSequence, times: TokenTimes) -> None:
         assert sequence.finish_reason is not None
         if self._session is None or self._session.histories[sequence.index].count_end():
-            self._observe_end(sequence, first, last)
+            times.ended(sequence)
         if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             message = f"the engine ended the request: {sequence.finish_reason}"
             raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
-
-    def _observe_end(self, sequence: OutputSequence, first: float, last: float) -> None:
-        metrics = self._metrics
-        metrics.count_end(str(sequence.finish_reason))
-        metrics.e2e_request_latency.observe(time.monotonic() - self.arrival)
-        metrics.generation_tokens.observe(sequence.num_output_tokens)
-        if sequence.num_output_tokens > 1:
-            metrics.time_per_output_token.observe((last - first) / (sequence.num_output_tokens - 1))
-
-
-async def _chained(
-    first: RequestOutput, rest: AsyncIterator[RequestOutput]
-) -> AsyncIterator[RequestOutput]:
-    yield first
-    async for output in rest:
-        yield output
-
-
-async def in_intervals(steps: AsyncIterator[Step], num_tokens: int) -> AsyncIterator[Step]:
-    """Merge deltas until each has `num_tokens`, except the first and the last of a sequence."""
-    held: dict[int, list[Delta]] = {}
-    async for step in steps:
-        merged: Step = []
-        for sequence, delta in step:
-            index = sequence.index
-            if delta.num_computed_tokens is not None:  # it stands alone
-                merged.append((sequence, delta))
-                continue
-            known = held.get(index)
-            deltas = [*(known or ()), delta]
-            is_full = sum(len(item.token_ids) for item in deltas) >= num_tokens
-            is_ready = known is None or is_full or delta.finish_reason is not None
-            if is_ready:
-                merged.append((sequence, join(deltas)))
-            held[index] = [] if is_ready else deltas
-        if merged:
-            yield merged
-
-
-def _pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
-    """Split an output after its first `num_first` tokens, and wherever a piece gets too large."""
-    size = _PIECE_TOKENS if output.logprobs is None else _PIECE_LOGPROBS
-    num_tokens = len(output.token_ids)
-    if num_first <= 0 and num_tokens <= size:
-        yield output
-        return
-    start = 0
-    while True:
-        end = min(start + size, num_tokens)
-        if start < num_first < end:
-            end = num_first
-        is_last = end == num_tokens
-        yield RequestOutput(
-            output.request_id,
-            output.first_index + start,
-            output.token_ids[start:end],
-            output.finish_reason if is_last else None,
-            output.stop_token_id if is_last else None,
-            None if start else output.num_cached_tokens,
-            None if output.logprobs is None else output.logprobs[start:end],
-            None if start else output.prompt_logprobs,
-        )
-        if is_last:
-            return
-        start = end

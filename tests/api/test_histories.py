@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api_proc.errors import ApiError
-from api_proc.openai.generation import _pieces
+from api_proc.openai.pieces import pieces
 from api_proc.resumption.event_ids import EventIds, parse_event_id
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.session_log import (
@@ -92,12 +92,12 @@ def test_pieces_add_up_and_are_split_at_the_position(
     ids = list(range(num_tokens))
     logprobs = [logprobs_of(i, 1) for i in ids] if with_logprobs and ids else None
     whole = RequestOutput(1, 10, ids, STOP, None, 4, logprobs)
-    pieces = list(_pieces(whole, num_first))
-    assert merge(pieces) == whole
-    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [STOP]
-    ends = [piece.first_index + len(piece.token_ids) - 10 for piece in pieces]
+    found = list(pieces(whole, num_first))
+    assert merge(found) == whole
+    assert [piece.finish_reason for piece in found] == [None] * (len(found) - 1) + [STOP]
+    ends = [piece.first_index + len(piece.token_ids) - 10 for piece in found]
     assert num_first in (0, *ends) or num_first > num_tokens
-    assert all(len(piece.token_ids) <= (16 if logprobs else 256) for piece in pieces[1:])
+    assert all(len(piece.token_ids) <= (16 if logprobs else 256) for piece in found[1:])
 
 
 def add(number: int) -> AddRequest:

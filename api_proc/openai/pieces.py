@@ -1,0 +1,46 @@
+"""Pieces of an output: what becomes text at a time, so that unread tokens stay ids."""
+
+from collections.abc import AsyncIterator, Iterator
+
+from protocol.api_core import RequestOutput
+
+_MOST_TOKENS = 256
+_MOST_LOGPROBS = 16
+"""The same for tokens with logprobs."""
+
+
+def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
+    """Split an output after its first `num_first` tokens, and wherever a piece gets too large."""
+    size = _MOST_TOKENS if output.logprobs is None else _MOST_LOGPROBS
+    num_tokens = len(output.token_ids)
+    if num_first <= 0 and num_tokens <= size:
+        yield output
+        return
+    start = 0
+    while True:
+        end = min(start + size, num_tokens)
+        if start < num_first < end:
+            end = num_first
+        is_last = end == num_tokens
+        yield RequestOutput(
+            output.request_id,
+            output.first_index + start,
+            output.token_ids[start:end],
+            output.finish_reason if is_last else None,
+            output.stop_token_id if is_last else None,
+            None if start else output.num_cached_tokens,
+            None if output.logprobs is None else output.logprobs[start:end],
+            None if start else output.prompt_logprobs,
+        )
+        if is_last:
+            return
+        start = end
+
+
+async def chained(
+    first: RequestOutput, rest: AsyncIterator[RequestOutput]
+) -> AsyncIterator[RequestOutput]:
+    """Iterate over an output that was read already, and then over the rest."""
+    yield first
+    async for output in rest:
+        yield output
