@@ -18,7 +18,37 @@ _EVENTS_AT_ONCE = 64
 log = logging.getLogger("troika.client")
 
 
-async def follow(replica: Replica, index: PrefixIndex) -> None:
+class CacheFollowers:
+    """A task for each replica whose cache is followed; none unless `is_enabled`."""
+
+    def __init__(self, index: PrefixIndex, *, is_enabled: bool) -> None:
+        self._index = index
+        self._is_enabled = is_enabled
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """By number of the replica."""
+
+    def begin(self, replica: Replica) -> None:
+        """Follow a replica that has joined, in the running event loop."""
+        if self._is_enabled:
+            work = _follow(replica, self._index)
+            self._tasks[replica.number] = asyncio.get_running_loop().create_task(work)
+
+    def end(self, replica: Replica) -> None:
+        """Follow a replica no more that has left."""
+        if (task := self._tasks.pop(replica.number, None)) is not None:
+            task.cancel()
+
+    def follows(self, replica: Replica) -> bool:
+        """Whether events state what a replica caches; they begin with what it has already."""
+        return self._is_enabled and replica.client.connected
+
+    def close(self) -> None:
+        """End all tasks. Idempotent."""
+        for task in self._tasks.values():
+            task.cancel()
+
+
+async def _follow(replica: Replica, index: PrefixIndex) -> None:
     """Apply the events of a replica until it is cancelled, or there are none."""
     while True:
         try:

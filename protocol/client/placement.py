@@ -40,6 +40,8 @@ class Placement:
         self._follows_events = follows_events
         self._piece_tokens = 0
         """Of a prompt's piece; 0: no replica's block size is known yet."""
+        for replica in self._replicas:
+            self.join(replica)
 
     @property
     def index(self) -> PrefixIndex:

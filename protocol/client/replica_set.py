@@ -25,7 +25,15 @@ class ReplicaSet:
         self._make_client = make_client
         self._named = list(dict.fromkeys(addresses)) or [NO_CORE]
         self.replicas: list[Replica] = []
+        self._num_inexact_before = 0
+        """Of replicas that have left."""
         self.join(self._named)
+
+    @property
+    def num_inexact(self) -> int:
+        """Requests that an engine with another fingerprint has continued."""
+        present = (each.client.num_inexact for each in self.replicas if not each.is_closed)
+        return self._num_inexact_before + sum(present)
 
     def join(self, addresses: Sequence[str]) -> list[Replica]:
         """Make replicas for these addresses; returns them."""
@@ -65,4 +73,5 @@ class ReplicaSet:
             is_done = replica.is_retired and not replica.client.num_open_requests
             if is_done and not replica.is_closed and replica is not self.substitute():
                 replica.close()
+                self._num_inexact_before += replica.client.num_inexact
                 yield replica

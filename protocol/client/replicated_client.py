@@ -45,7 +45,7 @@ from protocol.client.async_client import (
     STALL_TIMEOUT_S,
     AsyncEngineClient,
 )
-from protocol.client.cache_follower import follow
+from protocol.client.cache_follower import CacheFollowers
 from protocol.client.deadlines import deadline
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import RequestOptions, Room, RoutedOptions
@@ -100,10 +100,8 @@ class ReplicatedClient:
             policy: how a replica is chosen for a request.
             failover_s: seconds without a core after which the requests of a replica are moved.
             max_open_requests: of all replicas together, as the other bounds.
-            max_open_tokens: see `AsyncEngineClient`.
-            stall_timeout_s: see `AsyncEngineClient`.
-            allow_inexact_resume: see `AsyncEngineClient`; a replica that goes on exactly is taken
-                first.
+            max_open_tokens, stall_timeout_s: see `AsyncEngineClient`.
+            allow_inexact_resume: see there; a replica that goes on exactly is taken first.
             follow_kv_events: whether the cores publish them, so that prompts of other clients and
                 evictions are known.
             prefill_replicas: how many of the replicas, the first ones, compute long prompts for
@@ -131,12 +129,12 @@ class ReplicatedClient:
         self._replicas = self._set.replicas
         self._only = self._replicas[0].client if is_only else None
         self._failover_s = failover_s
-        is_prefix_aware = policy is RoutingPolicy.PREFIX_AWARE
-        self._follows = follow_kv_events and is_prefix_aware and not is_only
         prefill = Prefill(prefill_replicas)
+        follows = follow_kv_events and policy is RoutingPolicy.PREFIX_AWARE and not is_only
         self._placement = Placement(
-            self._set, prefill, policy, rng or random.Random(), follows_events=self._follows
+            self._set, prefill, policy, rng or random.Random(), follows_events=follows
         )
+        self._followers = CacheFollowers(self._placement.index, is_enabled=follows)
         self._mover = RequestMover(
             self._replicas,
             self._placement,
@@ -145,13 +143,7 @@ class ReplicatedClient:
             failover_s=failover_s,
             allow_inexact=allow_inexact_resume,
         )
-        for replica in self._replicas:
-            self._placement.join(replica)
-        self._followers: dict[int, asyncio.Task[None]] = {}
-        """Of the caches of replicas, by number."""
         self._timer: asyncio.TimerHandle | None = None
-        self._num_inexact_before = 0
-        """Of replicas that have left."""
         self._pause: tuple[ControlAction, PauseMode] | None = None
         """The last pause that was requested; None once its end was requested."""
 
@@ -185,8 +177,7 @@ class ReplicatedClient:
     @property
     def num_inexact(self) -> int:
         """Requests that an engine with another fingerprint has continued."""
-        present = (each.client.num_inexact for each in self._replicas if not each.is_closed)
-        return self._num_inexact_before + sum(present)
+        return self._set.num_inexact
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -230,9 +221,7 @@ class ReplicatedClient:
 
     def _connect(self, replica: Replica) -> None:
         replica.client.connect()
-        if self._follows:
-            work = follow(replica, self._placement.index)
-            self._followers[replica.number] = self._loop.create_task(work)
+        self._followers.begin(replica)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Name the replicas anew: new ones join, and those that are not named any more retire.
@@ -258,10 +247,8 @@ class ReplicatedClient:
 
     def _close_retired(self) -> None:
         for replica in self._set.close_retired():
-            if (follower := self._followers.pop(replica.number, None)) is not None:
-                follower.cancel()
+            self._followers.end(replica)
             self._placement.leave(replica)
-            self._num_inexact_before += replica.client.num_inexact
             if replica.address != NO_CORE:
                 log.info("replica %d has left: %s", replica.number, replica.address)
 
@@ -276,8 +263,7 @@ class ReplicatedClient:
         """Disconnect; open streams fail, and the cores abort them. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        for follower in self._followers.values():
-            follower.cancel()
+        self._followers.close()
         for client in self.clients:
             await client.close()
 
@@ -374,8 +360,7 @@ class ReplicatedClient:
         for replica in self._replicas:
             replica.tick()
             has_lost = replica.has_lost_cache(self._failover_s)
-            # The events of a core that is there begin with what it has cached.
-            if has_lost and not (self._follows and replica.client.connected):
+            if has_lost and not self._followers.follows(replica):
                 self._placement.index.forget(replica.number)
         self._mover.tick()
 

@@ -431,7 +431,7 @@ def test_events_of_the_cores_are_followed(cores: Cores) -> None:
         cores[0].send(KVEventBatch(number, 6, [AllBlocksCleared()]))
         await until_held_by(long, 1)
         cores[1].send(KVEventsRefused(number, "no events"))
-        await until(client._followers[1].done)
+        await until(client._followers._tasks[1].done)
 
     play(cores, act, follow_kv_events=True)
 
