@@ -6,19 +6,27 @@ of KV blocks, context length of the checkpoint) are never written back here: the
 `ModelFacts`.
 """
 
-import enum
-import re
-from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, field
 
 from protocol.config.addresses import LISTEN_ADDRESS, TCP_ADDRESS
+from protocol.config.choices import (
+    AccessLog,
+    AttentionName,
+    CpuPinning,
+    Device,
+    Dtype,
+    KVCacheDtype,
+    LogFormat,
+    LogLevel,
+    NativeDecoder,
+    Quantization,
+    RoutingPolicy,
+)
 
 DEFAULT_MAMBA_BLOCK_SIZE = 512
-_MARKED = re.compile(r"`([a-z]\w*)`")
-"""The name of a setting in the text of an error."""
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -54,83 +62,6 @@ Origin = Annotated[
 ]
 ApiKey = Annotated[str, Meta(min_length=1, max_length=256, extra={"is_secret": True})]
 """Never printed, and removed from the environment once it was read."""
-
-
-class Dtype(enum.StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Dtype | None":
-        return {"half": cls.FLOAT16, "float": cls.FLOAT32}.get(str(value))  # vLLM's names
-
-
-class Quantization(enum.StrEnum):
-    W8A16 = "w8a16"
-    W4A16 = "w4a16"
-    W8A8 = "w8a8"
-
-
-class KVCacheDtype(enum.StrEnum):
-    AUTO = "auto"
-    INT8 = "int8"
-    FP8 = "fp8"
-    FP8_E4M3 = "fp8_e4m3"
-    """The same as FP8."""
-
-
-class Device(enum.StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class CpuPinning(enum.StrEnum):
-    AUTO = "auto"
-    OFF = "off"
-
-
-class NativeDecoder(enum.StrEnum):
-    AUTO = "auto"
-    OFF = "off"
-
-
-class AttentionName(enum.StrEnum):
-    AUTO = "auto"
-    TRITON = "triton"
-    TRITON_ATTN = "triton_attn"
-    """The same as TRITON."""
-    FLASHINFER = "flashinfer"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "AttentionName | None":
-        return cls.__members__.get(str(value).upper())  # vLLM writes these names in capitals
-
-
-class RoutingPolicy(enum.StrEnum):
-    PREFIX_AWARE = "prefix_aware"
-    LEAST_TOKENS = "least_tokens"
-    ROUND_ROBIN = "round_robin"
-
-
-class AccessLog(enum.StrEnum):
-    OFF = "off"
-    SAMPLED = "sampled"
-    ALL = "all"
-
-
-class LogFormat(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevel(enum.StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -593,18 +524,3 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             gpus = float(self.model.device is Device.CUDA)
         each = {"CPU": self.placement.ray_cpus, "GPU": gpus}
         return {name: self.parallel.num_ranks * number for name, number in each.items() if number}
-
-
-class ConfigError(Exception):
-    """A setting that cannot be used; the text names it and its bound.
-
-    Names of settings may be in backticks, which `str` leaves out.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(_MARKED.sub(r"\1", text))
-        self._text = text
-
-    def spelled(self, spell: Callable[[str], str]) -> str:
-        """Return the text with what `spell` makes of each marked name."""
-        return _MARKED.sub(lambda match: spell(match[1]), self._text)

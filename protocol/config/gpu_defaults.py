@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol.config.engine_config import Device
+from protocol.config.choices import Device
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
 """Device files of drivers that torch can use."""

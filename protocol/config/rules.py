@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from protocol.config.cpu_lists import parse_cpu_lists
-from protocol.config.engine_config import (
+from protocol.config.choices import (
     AttentionName,
-    ConfigError,
     CpuPinning,
     Device,
     Dtype,
-    EngineConfig,
     KVCacheDtype,
 )
+from protocol.config.cpu_lists import parse_cpu_lists
+from protocol.config.engine_config import EngineConfig
+from protocol.config.errors import ConfigError
 from protocol.config.lora_modules import parse_lora_module
 
 _NULL = "null"

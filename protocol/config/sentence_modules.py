@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from protocol.config.engine_config import ConfigError
+from protocol.config.errors import ConfigError
 from protocol.sampling import MAX_EMBEDDING_SIZE, PoolingType
 
 MODULES_FILE = "modules.json"
