@@ -37,7 +37,7 @@ from worker_proc.modules.hyper_connections import install_hyper_connections
 from worker_proc.modules.latent import install_latent
 from worker_proc.modules.own_attention import OwnLayer, install_own_attention
 from worker_proc.modules.own_matrices import pack_own_matrices, pack_own_stacks
-from worker_proc.modules.packed_linear import PLAIN, can_pack, pack_linears
+from worker_proc.modules.packed_linear import PLAIN, Formats, can_pack, pack_linears
 from worker_proc.modules.quantization import (
     FORMATS,
     check_coding_device,
@@ -122,20 +122,9 @@ def prepare_model(
     if quantization is not None and library is not None:
         check_values(loaded, quantization, partial(progress, "check_weights"))
     formats = formats_of(quantization, is_quantized=loaded.codes is not None)
-    roles = [("fused", loaded, formats)]
+    _pack(loaded, library, proofs, progress, role="fused", formats=formats, rounded=quantization)
     if draft is not None:
-        roles.append(("fused_draft", draft, PLAIN))  # it is never rounded
-    for role, one, own in roles:
-        if can_pack(one.dtype, device, library):
-            progress("pack_weights", 0, 1)
-            if library is not None:
-                on_tried = partial(progress, "fuse_modules")
-                _fuse(one, library, proofs, role, own.layers, on_tried=on_tried)
-                if quantization is not None and own.layers is not PLAIN.layers:
-                    check_experts(one, quantization)
-            pack_sized_experts(one.model, library)
-            pack_linears(one.model, library, partial(progress, "pack_weights"), own)
-        _finish_codes(one)
+        _pack(draft, library, proofs, progress, role="fused_draft")  # it is never rounded
     return_freed_memory()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
@@ -180,14 +169,8 @@ def _check(
         num_ranks=config.parallel.tensor_parallel_size,
     )
     check_settings(checked, config)
-    if config.parallel.num_ranks > 1 and checked.files is not None:
-        weights = checked.files.weights.values()
-        checked.files.report.state(weight.kind.value for weight in weights)
-    if (num_ranks := config.parallel.tensor_parallel_size) > 1:
-        check_division(checked, Share(0, num_ranks))
-        if device.type != "cpu":  # where no other part is computed by the kernels
-            progress("compile_kernels", 0, 0)
-            load_coding_library(f"tensor_parallel_size {num_ranks}")
+    if config.parallel.num_ranks > 1:
+        _check_parts(checked, config.parallel.tensor_parallel_size, progress)
     draft = check_draft(config.model, checked, progress) if has_draft else None
     rehearsal = rehearse_model(checked, quantization, proofs)
     parts, whole = None, checked
@@ -198,9 +181,7 @@ def _check(
         rehearsal = rehearsal.of(layers, own)
     check_cache(checked, rehearsal, config)
     if draft is not None:
-        check_own_attention(draft, config.model.max_model_len)
-        check_compressed(draft, config)
-        check_score_terms(draft, config)
+        _check_settings_of_draft(draft, config)
         rehearse_draft(draft, proofs)
     library = None
     if setting is None and any(has_entries(one) for one in (checked, draft) if one is not None):
@@ -212,6 +193,47 @@ def _check(
         proofs = None if kept is None else kept.with_kernels(library)
         rehearse_experts(whole, quantization, library, proofs)
     return checked, draft, library, parts
+
+
+def _check_parts(checked: CheckedModel, num_shares: int, progress: ReportProgress) -> None:
+    """Check that ranks can have parts of a model; its report states the kinds of all its codes."""
+    if checked.files is not None:
+        weights = checked.files.weights.values()
+        checked.files.report.state(weight.kind.value for weight in weights)
+    if num_shares > 1:
+        check_division(checked, Share(0, num_shares))
+        if checked.device.type != "cpu":  # where no other part is computed by the kernels
+            progress("compile_kernels", 0, 0)
+            load_coding_library(f"tensor_parallel_size {num_shares}")
+
+
+def _check_settings_of_draft(draft: CheckedModel, config: EngineConfig) -> None:
+    check_own_attention(draft, config.model.max_model_len)
+    check_compressed(draft, config)
+    check_score_terms(draft, config)
+
+
+def _pack(
+    loaded: LoadedModel,
+    library: NativeLibrary | None,
+    proofs: StartCache | None,
+    progress: ReportProgress,
+    *,
+    role: str,
+    formats: Formats = PLAIN,
+    rounded: Quantization | None = None,
+) -> None:
+    """Fuse and pack the modules of a model; `role` names its proofs, and `rounded` how it is."""
+    if can_pack(loaded.dtype, loaded.device, library):
+        progress("pack_weights", 0, 1)
+        if library is not None:
+            on_tried = partial(progress, "fuse_modules")
+            _fuse(loaded, library, proofs, role, formats.layers, on_tried=on_tried)
+            if rounded is not None and formats.layers is not PLAIN.layers:
+                check_experts(loaded, rounded)
+        pack_sized_experts(loaded.model, library)
+        pack_linears(loaded.model, library, partial(progress, "pack_weights"), formats)
+    _finish_codes(loaded)
 
 
 def _make_store(
