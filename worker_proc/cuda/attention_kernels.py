@@ -209,6 +209,25 @@ def with_sinks(most, total, sums, sinks, head, is_row):
     return total, sums
 
 
+@triton.jit
+def load_queries(
+    query, query_strides, row, head, is_row, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr
+):
+    """Return the query of each row's head, with zeros for rows that fill up a tile."""
+    dim = tl.arange(0, PADDED_DIM)
+    wide_head = head[:, None].to(tl.int64)  # a head's stride may be that of a whole step
+    places = query + row[:, None] * query_strides[0] + wide_head * query_strides[1] + dim
+    return tl.load(places, mask=is_row[:, None] & (dim < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def keys_of_split(begin, end, TILE_KEYS: tl.constexpr):
+    """Return the part of a range of keys that this program's split of the context has."""
+    length = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
+    begin += tl.program_id(2) * length
+    return begin, tl.minimum(end, begin + length)
+
+
 @triton.jit(do_not_specialize=BY_PART)
 def attend_kernel(
     query,
@@ -249,7 +268,6 @@ def attend_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     part, first_token = place_of_tile(first_rows, num_parts, tile, IS_DECODE, TILE_TOKENS)
     first_row = tl.load(first_rows + part)
     num_tokens = tl.load(first_rows + part + 1) - first_row
@@ -265,24 +283,14 @@ def attend_kernel(
         is_row = (index // GROUP < TILE_TOKENS) & (token < num_tokens)
         position = start + token
         row = (first_row + token).to(tl.int64)
-        wide_head = head[:, None].to(tl.int64)  # a head's stride may be that of a whole step
-        dim = tl.arange(0, PADDED_DIM)
-        value_dim = tl.arange(0, PADDED_VALUE_DIM)
-        queries = tl.load(
-            query + row[:, None] * query_strides[0] + wide_head * query_strides[1] + dim,
-            mask=is_row[:, None] & (dim < HEAD_DIM),
-            other=0.0,
-        )
+        queries = load_queries(query, query_strides, row, head, is_row, HEAD_DIM, PADDED_DIM)
         end = start + tl.minimum(first_token + TILE_TOKENS, num_tokens)
         first_visible = start * 0
         if WINDOW > 0:
             first_visible = tl.maximum(start + first_token - WINDOW + 1, 0)
         begin = first_visible // TILE_KEYS * TILE_KEYS
         if IS_SPLIT:
-            num_splits = tl.num_programs(2)
-            length = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), num_splits) * TILE_KEYS
-            begin += split * length
-            end = tl.minimum(end, begin + length)
+            begin, end = keys_of_split(begin, end, TILE_KEYS)
         blocks = table + tl.load(table_rows + part).to(tl.int64) * table_stride
         most = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
@@ -328,24 +336,19 @@ def attend_kernel(
                     stage == 1,
                     TILE_KEYS,
                 )
-        exists = is_row[:, None] & (value_dim[None, :] < VALUE_DIM)
+        value_dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+        exists = is_row[:, None] & (value_dim < VALUE_DIM)
         if IS_SPLIT:
-            place = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + split
-            tl.store(
-                partial_out + place[:, None] * VALUE_DIM + value_dim[None, :], sums, mask=exists
-            )
+            place = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + tl.program_id(2)
+            tl.store(partial_out + place[:, None] * VALUE_DIM + value_dim, sums, mask=exists)
             tl.store(partial_stats + place * 2, most, mask=is_row)
             tl.store(partial_stats + place * 2 + 1, total, mask=is_row)
         else:
             if HAS_SINKS:
                 total, sums = with_sinks(most, total, sums, sinks, head, is_row)
             result = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # rows that fill up
-            place = row * NUM_HEADS + head
-            tl.store(
-                out + place[:, None] * VALUE_DIM + value_dim[None, :],
-                result.to(out.dtype.element_ty),
-                mask=exists,
-            )
+            place = (row * NUM_HEADS + head)[:, None] * VALUE_DIM + value_dim
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["first_rows", "num_splits"])
