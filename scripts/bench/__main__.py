@@ -11,7 +11,7 @@ prefill    chats beside long prompts, with and without replicas for prompts
 scheduler  the scheduler alone
 table      results as Markdown tables
 
-docs/benchmarks.md describes the workloads and the figures.
+docs/benchmarking.md describes the workloads, and docs/benchmarks.md has figures.
 """
 
 import argparse
@@ -142,6 +142,48 @@ def _numbers(
     parser.add_argument(flag, default=list(default), help=shown, **options)
 
 
+def _add_offline(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, "demo")
+    _add_work(parser, list(OFFLINE), DEFAULT_OFFLINE)
+    _add_pause(parser)
+    text = "also the parts of a step, from an engine in this process"
+    parser.add_argument("--profile", action="store_true", help=text)
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, "demo")
+    _add_work(parser, serving.WORK)
+    _add_rounds(parser, 1)
+    _add_pause(parser)
+    text = "a running server, instead of starting an engine"
+    parser.add_argument("--base", type=http_url, metavar="URL", help=text)
+    text = "ask for ids, so that tokens without text arrive, too (default: no)"
+    parser.add_argument("--return-token-ids", action="store_true", help=text)
+    text = "W4: requests/s (default: 5)"
+    parser.add_argument("--rate", type=_positive, default=5.0, metavar="R", help=text)
+    text = "W4: how many (default: 200)"
+    parser.add_argument("--requests", type=_count(1), default=200, metavar="N", help=text)
+    _numbers(parser, "--lengths", LENGTHS, "W6: prompt tokens")
+
+
+def _add_control(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, "null")
+    _add_rounds(parser, 2)
+    _add_pause(parser)
+    _numbers(parser, "--sequences", (64, 256), "requests at once")
+
+
+def _add_sampler(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "--repeats", 9, _count(1), "repetitions, after a warm-up")
+    _add_number(parser, "--seed", 0, int, "seed of the logits")
+    _add_number(parser, "--rows", 64, _count(1), "rows of a step")
+    _add_number(parser, "--vocab-size", 151_936, _count(1), "tokens of the vocabulary")
+    _add_work(parser, list(sampler.WORK))
+    text = "also without the native kernel"
+    parser.add_argument("--torch", action="store_true", help=text)
+    _add_outputs(parser)
+
+
 def _add_growth(parser: argparse.ArgumentParser) -> None:
     _add_common(parser, "null")
     _numbers(parser, "--running", RUNNING, "requests that run")
@@ -189,6 +231,32 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, "demo")
+
+
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    """No flags here: the command takes its own."""
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+
+
+_FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "offline": _add_offline,
+    "serving": _add_serving,
+    "control": _add_control,
+    "startup": _add_startup,
+    "growth": _add_growth,
+    "sampler": _add_sampler,
+    "routing": _add_routing,
+    "prefill": _add_prefill,
+    "scheduler": _add_scheduler,
+    "table": _add_table,
+}
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of everything before `--`."""
     parser = OneLineParser(
@@ -199,58 +267,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, allow_abbrev=False)
-
-    offline_flags = command("offline")
-    _add_common(offline_flags, "demo")
-    _add_work(offline_flags, list(OFFLINE), DEFAULT_OFFLINE)
-    _add_pause(offline_flags)
-    text = "also the parts of a step, from an engine in this process"
-    offline_flags.add_argument("--profile", action="store_true", help=text)
-
-    serving_flags = command("serving")
-    _add_common(serving_flags, "demo")
-    _add_work(serving_flags, serving.WORK)
-    _add_rounds(serving_flags, 1)
-    _add_pause(serving_flags)
-    text = "a running server, instead of starting an engine"
-    serving_flags.add_argument("--base", type=http_url, metavar="URL", help=text)
-    text = "ask for ids, so that tokens without text arrive, too (default: no)"
-    serving_flags.add_argument("--return-token-ids", action="store_true", help=text)
-    serving_flags.add_argument(
-        *("--rate",), type=_positive, default=5.0, metavar="R", help="W4: requests/s (default: 5)"
-    )
-    text = "W4: how many (default: 200)"
-    serving_flags.add_argument("--requests", type=_count(1), default=200, metavar="N", help=text)
-    _numbers(serving_flags, "--lengths", LENGTHS, "W6: prompt tokens")
-
-    control_flags = command("control")
-    _add_common(control_flags, "null")
-    _add_rounds(control_flags, 2)
-    _add_pause(control_flags)
-    _numbers(control_flags, "--sequences", (64, 256), "requests at once")
-
-    _add_common(command("startup"), "demo")
-
-    _add_growth(command("growth"))
-
-    sampler_flags = command("sampler")
-    _add_number(sampler_flags, "--repeats", 9, _count(1), "repetitions, after a warm-up")
-    _add_number(sampler_flags, "--seed", 0, int, "seed of the logits")
-    _add_number(sampler_flags, "--rows", 64, _count(1), "rows of a step")
-    _add_number(sampler_flags, "--vocab-size", 151_936, _count(1), "tokens of the vocabulary")
-    _add_work(sampler_flags, list(sampler.WORK))
-    text = "also without the native kernel"
-    sampler_flags.add_argument("--torch", action="store_true", help=text)
-    _add_outputs(sampler_flags)
-
-    _add_routing(command("routing"))
-
-    _add_prefill(command("prefill"))
-
-    command("scheduler")
-    command("table").add_argument("files", nargs="+", type=Path, metavar="FILE")
+    for name, add_flags in _FLAGS.items():
+        add_flags(commands.add_parser(name, allow_abbrev=False))
     return parser
 
 
