@@ -1,7 +1,7 @@
 """Rounded weights: their grid, the kernels that read their codes, and models that are made of them.
 
-A model with codes must compute, bit for bit, what it would with the weights that its codes stand
-for.
+A model with codes of 8 bits must compute, bit for bit, what it would with the weights that its
+codes stand for. With codes of 4 bits, it rounds the same sums in another order.
 """
 
 import re
@@ -32,7 +32,7 @@ from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import CONFIGS, NUM_THREADS, ODD_SIZES, compare, engine_config, exact
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
-from tests.worker.driving import drive
+from tests.worker.driving import Run, drive
 from tests.worker.parity import make_prompts
 from tests.worker.recurrent_models import KINDS
 from tests.worker.runners import make_runners
@@ -174,22 +174,59 @@ def product(
 
 @pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", CODED, ids=str)
-def test_codes_give_the_bits_of_the_weights_that_they_stand_for(
-    format: Format, shape: tuple[int, int], gates: bool, kernels: NativeLibrary
+def test_codes_of_eight_bits_give_the_bits_of_the_weights_that_they_stand_for(
+    shape: tuple[int, int], gates: bool, kernels: NativeLibrary
 ) -> None:
     """For any number of rows, which are read from codes directly, or from units made of them."""
     num_outputs = shape[0] - shape[0] % 2
     weight = random_weight(shape)[:num_outputs]
     bias = torch.randn(num_outputs).bfloat16()
-    units = kernels.pack(rounded(kernels, weight, format), bias, gates=gates)
+    units = kernels.pack(rounded(kernels, weight, Format.INT8), bias, gates=gates)
     rows = torch.randn(max(NUM_MANY_ROWS), shape[1]).bfloat16()
-    for source in (weight, rounded(kernels, weight, format)):
-        codes = kernels.pack(source, bias, format, gates=gates)
+    for source in (weight, rounded(kernels, weight, Format.INT8)):
+        codes = kernels.pack(source, bias, Format.INT8, gates=gates)
         for num_rows in (*range(MOST_ROWS + 1), *NUM_MANY_ROWS):
             want = product(kernels, units, rows[:num_rows], gates=gates)
             found = product(kernels, codes, rows[:num_rows], gates=gates)
             assert torch.equal(want, found), num_rows
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_codes_of_four_bits_are_exact_where_float32_holds_them(
+    shape: tuple[int, int], kernels: NativeLibrary
+) -> None:
+    """Rows of small whole numbers leave nothing to round, in any order of sums."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    codes = kernels.pack(weight, None, Format.INT4)
+    rows = torch.randint(-8, 9, (max(NUM_MANY_ROWS), shape[1])).bfloat16()
+    want = (rows.double() @ rounded(kernels, weight, Format.INT4).double().T).bfloat16()
+    for num_rows in (*range(MOST_ROWS + 1), *NUM_MANY_ROWS):
+        found = product(kernels, codes, rows[:num_rows])[:, : shape[0]]
+        assert torch.equal(want[:num_rows], found), num_rows
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_of_four_bits_give_a_row_the_same_bits_among_any_others(
+    shape: tuple[int, int], gates: bool, kernels: NativeLibrary
+) -> None:
+    """And codes of rounded weights give the same.
+
+    The bias leaves of a product what was rounded in float32.
+    """
+    num_outputs = shape[0] - shape[0] % 2
+    weight = random_weight(shape)[:num_outputs]
+    nearest = rounded(kernels, weight, Format.INT4)
+    row = torch.randn(1, shape[1]).bfloat16()
+    bias = -(row.double() @ nearest.double().T)[0].float()
+    codes, again = (
+        kernels.pack(each, bias, Format.INT4, gates=gates) for each in (weight, nearest)
+    )
+    alone = product(kernels, codes, row, gates=gates)
+    assert torch.equal(alone, product(kernels, again, row, gates=gates))
+    for num_rows in (*range(2, MOST_ROWS + 1), *NUM_MANY_ROWS):
+        found = product(kernels, codes, row.repeat(num_rows, 1), gates=gates)
+        assert torch.equal(alone.expand_as(found), found), num_rows
 
 
 @pytest.mark.parametrize("format", [*CODED, Format.INT8_FOR_CODES], ids=str)
@@ -326,7 +363,10 @@ def rounded_model(
 def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
-    """Which is served without quantization."""
+    """Which is served without quantization.
+
+    Codes of 4 bits round sums in another order: now and then a token differs, and those after it.
+    """
     for directory in (tmp_path / "plain", tmp_path / "rounded"):
         build_checkpoint(directory, MIXTURES[name], torch.bfloat16)
     rounded_model(tmp_path / "plain", quantization, library).save_pretrained(tmp_path / "rounded")
@@ -336,9 +376,15 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     decoder = "native" if name in {"qwen3_moe", "mixtral"} else "modules"
     assert [runner.facts.decoder for runner in runners] == [decoder, decoder]
     found, want = (drive(runner, prompts, params, max_num_seqs=16) for runner in runners)
-    assert found.output_token_ids == want.output_token_ids
     plain = drive(load(tmp_path / "plain", None), prompts, params, max_num_seqs=16)
-    assert plain.output_token_ids != want.output_token_ids
+
+    def num_equal(run: Run) -> int:
+        pairs = zip(run.output_token_ids, want.output_token_ids, strict=True)
+        return sum(tokens == expected for tokens, expected in pairs)
+
+    least = 1.0 if quantization is Quantization.W8A16 else 0.7
+    assert num_equal(found) >= least * len(prompts)
+    assert num_equal(plain) < least * len(prompts)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ struct CompactPanels {
   static constexpr int64_t kUnitInputs = 2;
   static constexpr int kQuarters = 4, kQuarterLines = 3, kQuarterVectors = kUnitStep / kQuarters;
   static constexpr int64_t kBytes = kQuarters * kQuarterLines * kLine;  // of a tile
-  static constexpr int64_t kStepLines = 2 * kBytes / kLine;
+  static constexpr int64_t kStepLines = 2 * kBytes / kLine, kGroupUnits = 0;
   static constexpr int kNumExponents = 16, kMostExceptions = 6;
 
   struct Exception {

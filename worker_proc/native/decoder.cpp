@@ -244,11 +244,11 @@ class Executor {
       if (i.format == kInt8ForCodes)
         return f(int8_t{}, panels,
                  UnitRows{rows.data + sizeof(CodedRow) / sizeof(Unit), rows.stride});
-      if (i.format == kInt8) return f(T{}, coded<CodedPanels<Int8>, Int8>(i), rows);
+      if (i.format == kInt8) return f(T{}, coded<Int8Panels, Int8>(i), rows);
 #ifdef __AMX_BF16__
       if (i.format == kInt4 && troika_has_tiles) return f(T{}, coded<CodedGroups, Int4>(i), rows);
 #endif
-      if (i.format == kInt4) return f(T{}, coded<CodedPanels<Int4>, Int4>(i), rows);
+      if (i.format == kInt4) return f(T{}, coded<Int4Panels, Int4>(i), rows);
 #ifdef __AVX512BW__
       if (i.format == kCompact) return f(T{}, compact(i), rows);
 #endif

@@ -143,6 +143,19 @@ FloatAdder float_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
   return kAdders[num_rows - 1];
 }
 
+// Adds the sums of a group, [rows][32], times its scales to those of the groups before it, and sets them to
+// zero. Here numbers below the normal ones count.
+template <class W>
+void add_group(const W& w, int64_t pair, int64_t unit, int64_t num_rows, float* group, float* sums) {
+  const Vec low = w.group_scales(pair, 0, unit), high = w.group_scales(pair, 1, unit);
+  for (const float* const end = group + num_rows * kPairOutputs; group < end;
+       group += kPairOutputs, sums += kPairOutputs) {
+    save(multiply_add(load(group), low, load(sums)), sums, kLanes);
+    save(multiply_add(load(group + kLanes), high, load(sums + kLanes)), sums + kLanes, kLanes);
+    std::fill(group, group + kPairOutputs, 0.0f);
+  }
+}
+
 struct FloatBlock;
 struct FloatSums;
 
@@ -156,10 +169,15 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
   const int64_t num_tiles = (num_rows + kMostFloatRows - 1) / kMostFloatRows;
   float* const block =
       reinterpret_cast<float*>(space_for<FloatBlock>(kFloatUnits * kUnitFloats * kPairOutputs));
-  float* const sums = reinterpret_cast<float*>(space_for<FloatSums>(num_rows * kPairOutputs));
+  constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
+  static_assert(!kAreGroups || W::kGroupUnits == kFloatUnits);
+  const int64_t num_sums = num_rows * kPairOutputs;
+  float* const saved =
+      reinterpret_cast<float*>(space_for<FloatSums>(kAreGroups ? 2 * num_sums : num_sums));
+  float* const sums = kAreGroups ? saved + num_sums : saved;  // of the present block, or of all
   for (; pair < last_pair; pair++) {
     WeightsAhead ahead = weights_ahead(w, pair + 1, last_pair + num_next, num_tiles);
-    std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
+    std::fill(saved, sums + num_sums, 0.0f);
     for (int64_t first = 0; first < w.num_units; first += kFloatUnits) {
       const int64_t count = std::min(kFloatUnits, w.num_units - first);
       widen_units(w, pair, first, count, block);
@@ -171,9 +189,10 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
         add(block, count * kUnitFloats, inputs + begin * rows.stride() + first * kUnitFloats,
             rows.stride(), sums + begin * kPairOutputs);
       }
+      if constexpr (kAreGroups) add_group(w, pair, first, num_rows, sums, saved);
     }
     for (int64_t r = 0; r < num_rows; r++) {
-      const float* const sum = sums + r * kPairOutputs;
+      const float* const sum = saved + r * kPairOutputs;
       out(row + r, pair, load(sum), load(sum + kLanes));
     }
   }

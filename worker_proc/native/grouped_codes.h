@@ -296,7 +296,7 @@ class Runs {
 template <typename T>
 struct GroupedPanels {
   static constexpr bool kAreCodes = true, kMakesVectors = false;
-  static constexpr int64_t kStepLines = 0;
+  static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
   static constexpr int64_t kMostCodedRows = 0;
   static constexpr int64_t kUnitInputs = sizeof(Unit) / sizeof(T);
   static constexpr int64_t kStepInputs = kUnitInputs * kUnitStep;  // of a tile of units

@@ -226,12 +226,12 @@ extern "C" void troika_pack_codes(const void* weight, int32_t format, int32_t nu
   const auto* from = static_cast<const Bf16*>(weight);
   auto* codes = static_cast<uint8_t*>(packed);
   if (format == kInt8)
-    return pack_codes<CodedPanels<Int8>, Int8>(from, num_outputs, num_inputs, gates, codes,
+    return pack_codes<Int8Panels, Int8>(from, num_outputs, num_inputs, gates, codes,
                                                static_cast<float*>(scales));
   if (format == kInt8ForCodes)
     return pack_codes<CodedUnits, Int8>(from, num_outputs, num_inputs, gates, codes,
                                         static_cast<float*>(scales));
-  auto pack = pack_codes<CodedPanels<Int4>, Int4>;
+  auto pack = pack_codes<Int4Panels, Int4>;
 #ifdef __AMX_BF16__
   if (troika_has_tiles) pack = pack_codes<CodedGroups, Int4>;
 #endif

@@ -1,8 +1,9 @@
 // Products of rows with packed weights, in which a row's bits depend on nothing but the row.
 //
-// Every output is one chain of sums over the inputs, from the first to the last. The chain is the
-// same for any number of rows, any place among them, and any number of threads. Rows are float,
-// Bf16, or int8_t: codes, whose sums are whole numbers modulo 2^32 (coded_rows.h).
+// Every output is one chain of sums over the inputs, from the first to the last, or, where groups of
+// inputs have scales, a chain of the sums of groups. The chain is the same for any number of rows, any
+// place among them, and any number of threads. Rows are float, Bf16, or int8_t: codes, whose sums are
+// whole numbers modulo 2^32 (coded_rows.h).
 //
 // decoder.cpp calls `multiply` and `multiply_heads`, which divide rows and outputs among the threads;
 // experts.h, which divides its work itself, calls `multiply_block`. Behind these `multiply_part`
@@ -76,45 +77,69 @@ inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
 #endif
 }
 
-// The sums of R rows and the panels of some pairs.
-template <typename T, int R, int P, class W>
-[[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
-                                                WeightsAhead& ahead, SumsOf<T> (&sums)[R][P]) {
-  // One pointer and the stride address three rows: so twelve rows need few registers.
-  constexpr int kRowsPerPointer = 3;
-  const Unit* inputs[(R + kRowsPerPointer - 1) / kRowsPerPointer];
+// Rows whose inputs are read one after another. One pointer and the stride address three rows: so
+// twelve rows need few registers.
+template <int R>
+class RowInputs {
+ public:
+  [[gnu::always_inline]] explicit RowInputs(const UnitRows& rows) : stride_(rows.stride) {
 #pragma GCC unroll 32
-  for (int r = 0; r < R; r += kRowsPerPointer) {
-    const Unit*& at = inputs[r / kRowsPerPointer];
-    at = rows.data + r * rows.stride;
-    asm("" : "+r"(at));  // else the compiler would address all rows from the first one
+    for (int r = 0; r < R; r += kPerPointer) {
+      const Unit*& at = inputs_[r / kPerPointer];
+      at = rows.data + r * rows.stride;
+      asm("" : "+r"(at));  // else the compiler would address all rows from the first one
+    }
   }
+
+  // The unit of a row that lies some units ahead.
+  [[gnu::always_inline]] Unit at(int row, int64_t ahead) const {
+    return inputs_[row / kPerPointer][row % kPerPointer * stride_ + ahead];
+  }
+
+  [[gnu::always_inline]] void advance(int count) {
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r += kPerPointer) inputs_[r / kPerPointer] += count;
+  }
+
+ private:
+  static constexpr int kPerPointer = 3;
+
+  const int64_t stride_;
+  const Unit* inputs_[(R + kPerPointer - 1) / kPerPointer];
+};
+
+// Adds products of R rows and units [first, last) of the panels of some pairs to their sums, and those of
+// the units a group further on to the sums behind them, if there are two groups.
+template <typename T, int kGroups, int R, int P, class W>
+[[gnu::always_inline]] inline void add_products(const W& w, RowInputs<R>& inputs, int64_t pair,
+                                                int64_t first, int64_t last, WeightsAhead& ahead,
+                                                SumsOf<T> (&sums)[kGroups * R][P]) {
+  constexpr int64_t kSecondGroup = (kGroups - 1) * W::kGroupUnits;
+  static_assert(kGroups == 1 || (kGroups == 2 && W::kMakesVectors));
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
-#pragma GCC unroll 32
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 32
-    for (int p = 0; p < P; p++) sums[r][p] = SumsOf<T>{};
-  for (int64_t first = 0; first < w.num_units; first += kUnitStep) {
-    ahead.fetch<kSecondCache>();
+  for (; first < last; first += kUnitStep) {
+    for (int group = 0; group < kGroups; group++) ahead.fetch<kSecondCache>();
     if constexpr (W::kMakesVectors)
       if (!w.has_exceptions(pair, first)) {
         static_assert(P == 2);
         constexpr int kVectors = 4;  // made by the same instructions in each part of a step
-        const typename W::Step step(w, pair, first);
+        const typename W::Step step(w, pair, first), second(w, pair, first + kSecondGroup);
 #pragma GCC unroll 1
         for (int part = 0; part < kUnitStep; part += kVectors) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; v++) {
-            const VecBits low = step.vector(part + v, 0), high = step.vector(part + v, 1);
+#pragma GCC unroll 8
+          for (int i = 0; i < kGroups * kVectors; i++) {
+            const int group = i % kGroups, v = i / kGroups;
+            const typename W::Step& from = group == 0 ? step : second;
+            const VecBits low = from.vector(part + v, 0), high = from.vector(part + v, 1);
 #pragma GCC unroll 32
             for (int r = 0; r < R; r++) {
-              const Unit x = inputs[r / kRowsPerPointer][r % kRowsPerPointer * rows.stride + v];
-              sums[r][0] = add_product<T>(sums[r][0], x, low);
-              sums[r][1] = add_product<T>(sums[r][1], x, high);
+              const Unit x = inputs.at(r, group * W::kGroupUnits + v);
+              SumsOf<T>(&own)[P] = sums[group * R + r];
+              own[0] = add_product<T>(own[0], x, low);
+              own[1] = add_product<T>(own[1], x, high);
             }
           }
-#pragma GCC unroll 32
-          for (int r = 0; r < R; r += kRowsPerPointer) inputs[r / kRowsPerPointer] += kVectors;
+          inputs.advance(kVectors);
         }
         continue;
       }
@@ -132,13 +157,56 @@ template <typename T, int R, int P, class W>
       }
 #pragma GCC unroll 32
       for (int r = 0; r < R; r++) {
-        const Unit x = inputs[r / kRowsPerPointer][r % kRowsPerPointer * rows.stride];
+        const Unit x = inputs.at(r, 0);
 #pragma GCC unroll 32
         for (int p = 0; p < P; p++) sums[r][p] = add_product<T>(sums[r][p], x, weights[p]);
       }
-#pragma GCC unroll 32
-      for (int r = 0; r < R; r += kRowsPerPointer) inputs[r / kRowsPerPointer]++;
+      inputs.advance(1);
     }
+  }
+}
+
+// Adds the sums of R rows and one or two groups, from a unit on, times their scales to the sums of the
+// groups before them.
+template <typename T, int kGroups, int R, int P, class W>
+[[gnu::always_inline]] inline void add_groups(const W& w, RowInputs<R>& inputs, int64_t pair,
+                                              int64_t first, WeightsAhead& ahead,
+                                              SumsOf<T> (&sums)[R][P]) {
+  SumsOf<T> own[kGroups * R][P] = {};
+  const int64_t last = std::min(first + W::kGroupUnits, w.num_units);
+  add_products<T, kGroups>(w, inputs, pair, first, last, ahead, own);
+  inputs.advance((kGroups - 1) * W::kGroupUnits);
+#pragma GCC unroll 2
+  for (int group = 0; group < kGroups; group++, first += W::kGroupUnits)
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) {
+      const Vec scales = w.group_scales(pair + p / 2, p % 2, first);
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r++)
+        sums[r][p] = multiply_add(own[group * R + r][p], scales, sums[r][p]);
+    }
+}
+
+// The sums of R rows and the panels of some pairs.
+template <typename T, int R, int P, class W>
+[[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
+                                                WeightsAhead& ahead, SumsOf<T> (&sums)[R][P]) {
+  RowInputs<R> inputs(rows);
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) sums[r][p] = SumsOf<T>{};
+  if constexpr (W::kGroupUnits == 0) {
+    add_products<T, 1>(w, inputs, pair, 0, w.num_units, ahead, sums);
+  } else {
+    int64_t first = 0;
+    // A product waits for the one before it in its group. Of one or two rows, there are too few others.
+    constexpr int64_t kTwoGroups = 2 * W::kGroupUnits;
+    if constexpr (W::kMakesVectors && R <= 2)
+      for (; first + kTwoGroups <= w.num_units; first += kTwoGroups)
+        add_groups<T, 2>(w, inputs, pair, first, ahead, sums);
+    for (; first < w.num_units; first += W::kGroupUnits)
+      add_groups<T, 1>(w, inputs, pair, first, ahead, sums);
   }
 }
 
@@ -181,7 +249,7 @@ inline Part add_product(Part sum, Unit unit, PartBits weights) {
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
                                                 WeightsAhead&, SumsOf<T> (&sums)[R][P]) {
-  alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
+  static_assert(!W::kAreCodes);  // these are widened
   Part parts[R][P * kParts];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
@@ -191,7 +259,7 @@ template <typename T, int R, int P, class W>
     const Unit* tiles[P];
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++)
-      tiles[p] = w.tile(pair + p / 2, p % 2, first, space[W::kAreCodes ? p : 0]);
+      tiles[p] = w.tile(pair + p / 2, p % 2, first, nullptr);
 #pragma GCC unroll 1
     for (int64_t unit = 0; unit < kUnitStep; unit++)
 #pragma GCC unroll 32
@@ -270,12 +338,16 @@ void multiply_tiles_of(const W& w, UnitRows rows, int64_t row, int64_t num_rows,
   }
 }
 
-// Rows [row, row + num_rows) of a pair. Where a Step makes vectors, the first tile of rows keeps them
-// for the other ones.
+// Whether the first tile of rows keeps the vectors that a Step makes for the other ones. Codes without
+// their scales take an instruction or two to make them again.
+template <class W>
+constexpr bool kKeepsVectors = W::kMakesVectors && W::kGroupUnits == 0;
+
+// Rows [row, row + num_rows) of a pair.
 template <typename T, class W, class Out>
 void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t num_tiles,
                    int64_t pair, WeightsAhead ahead, const Out& out) {
-  if constexpr (W::kMakesVectors)
+  if constexpr (kKeepsVectors<W>)
     if (num_tiles > 1) {
       const KeptUnits<W> kept{w, space_for<KeptUnits<W>>(kPairOutputs * w.num_units)};
       multiply_tiles_of<T>(kept, rows, row, num_rows / num_tiles, 0, 1, pair, ahead, out);
@@ -353,17 +425,18 @@ void widen_block(const W& w, int64_t pair, int64_t first, int64_t count, Unit* t
     }
 }
 
-// Adds products of R rows with a block to their sums, [R][32].
-template <int R>
+// Adds products of R rows with a block to their sums, [R][32]; where a block is a group, they are summed
+// and multiplied by its scales, [32], before.
+template <int R, bool kIsGroup>
 [[gnu::noinline]] void add_block(const float* block, int64_t num_inputs, const float* rows,
-                                 int64_t stride, float* saved) {
+                                 int64_t stride, const float* scales, float* saved) {
   constexpr int kPairParts = kPairOutputs / kPartLanes;
   Part sums[R][kPairParts];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
     for (int p = 0; p < kPairParts; p++)
-      sums[r][p] = part_at(saved + r * kPairOutputs + p * kPartLanes);
+      sums[r][p] = kIsGroup ? Part{} : part_at(saved + r * kPairOutputs + p * kPartLanes);
 #pragma GCC unroll 1
   for (int64_t i = 0; i < num_inputs; i++, block += kPairOutputs)
 #pragma GCC unroll 32
@@ -371,6 +444,16 @@ template <int R>
       const Part weights = part_at(block + p * kPartLanes);
 #pragma GCC unroll 32
       for (int r = 0; r < R; r++) sums[r][p] = sums[r][p] + rows[r * stride + i] * weights;
+    }
+  if (kIsGroup)
+#pragma GCC unroll 32
+    for (int p = 0; p < kPairParts; p++) {
+      const Part scale = part_at(scales + p * kPartLanes);
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r++) {
+        const Part before = part_at(saved + r * kPairOutputs + p * kPartLanes);
+        sums[r][p] = multiply_add_part(sums[r][p], scale, before);
+      }
     }
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
@@ -388,19 +471,25 @@ void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row
   const UnitRows given{rows.data + row * rows.stride, rows.stride};
   const UnitRows wide = widened<T>(given, num_rows, w.num_units);
   const float* const inputs = reinterpret_cast<const float*>(wide.data);
+  constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
+  static_assert(!kAreGroups || W::kGroupUnits == kBlockUnits);
   float* const sums = reinterpret_cast<float*>(space_for<SavedSums>(num_rows * kPairOutputs));
+  float scales[kPairOutputs];
   alignas(64) Unit block[kBlockUnits * kInputs * kPairOutputs];
   for (; pair < last_pair; pair++) {
     std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
     for (int64_t first = 0; first < w.num_units; first += kBlockUnits) {
       const int64_t count = std::min(kBlockUnits, w.num_units - first);
       widen_block<T>(w, pair, first, count, block);
+      if constexpr (kAreGroups)
+        for (int half = 0; half < 2; half++)
+          save(w.group_scales(pair, half, first), scales + half * kLanes, kLanes);
       for (int64_t r = 0; r < num_rows; r += kMostRows) {
-        const auto add = num_rows - r == 1   ? add_block<1>
-                         : num_rows - r == 2 ? add_block<2>
-                                             : add_block<kMostRows>;
+        const auto add = num_rows - r == 1   ? add_block<1, kAreGroups>
+                         : num_rows - r == 2 ? add_block<2, kAreGroups>
+                                             : add_block<kMostRows, kAreGroups>;
         add(reinterpret_cast<const float*>(block), count * kInputs,
-            inputs + r * wide.stride + first * kInputs, wide.stride, sums + r * kPairOutputs);
+            inputs + r * wide.stride + first * kInputs, wide.stride, scales, sums + r * kPairOutputs);
       }
     }
     for (int64_t r = 0; r < num_rows; r++) {
@@ -684,7 +773,7 @@ template <typename T, class W, class Out>
 void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                    int64_t last_pair, const Out& out, int64_t num_next = 0) {
 #ifdef __AMX_BF16__
-  if constexpr (!std::is_same<T, float>::value)
+  if constexpr (!std::is_same<T, float>::value && W::kGroupUnits == 0)
     if (uses_tiles<T>())
       return multiply_with_tiles<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
@@ -697,13 +786,12 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     }
 #endif
 #ifndef __AVX512F__
-  if constexpr (W::kAreCodes)
-    return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
   if constexpr (!std::is_same<T, int8_t>::value)
-    if (last_row - row >= kManyRows)
+    if (W::kAreCodes || last_row - row >= kManyRows)
       return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
-  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
+  if constexpr (kHasManyRegisters || !W::kAreCodes)
+    multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
 }
 
 template <typename T>
@@ -741,18 +829,21 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row,
   }
 }
 
-// Whether this many rows share units that are made of codes before.
+// Whether rows can share units that are made of codes before.
+template <class W>
+constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes && W::kGroupUnits == 0;
+
+// Whether this many rows share them.
 template <typename T, class W>
 bool unpacks(int64_t num_rows) {
-  constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
-  return kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kMostCodedRows);
+  return kCanUnpack<W> && num_rows > std::max(rows_at_once<T>(), W::kMostCodedRows);
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
 template <typename T, class W, class Out>
 void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                     int64_t last_pair, const Out& out, int64_t num_next = 0) {
-  if constexpr (kHasManyRegisters && W::kAreCodes)
+  if constexpr (kCanUnpack<W>)
     if (unpacks<T, W>(last_row - row))
       return multiply_unpacked<T>(w, rows, row, last_row, pair, last_pair, out);
   multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
@@ -778,7 +869,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   int64_t most = rows_in_cache<T>(w.num_units);
   // The first of these rows make the units of compact weights for the others, so there are more of them.
   constexpr int64_t kMostUnits = 80 * 1024, kMostRowsOfUnits = 288;
-  if (takes_pairs && W::kMakesVectors && !uses_floats<T>())
+  if (takes_pairs && kKeepsVectors<W> && !uses_floats<T>())
     most = std::clamp(kMostUnits / w.num_units, most, kMostRowsOfUnits);
   int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
   if (takes_pairs) {

@@ -6,8 +6,10 @@
 // multiple of 2.
 //
 // Weights lie as units, or as codes of 8 or 4 bits with scales. A code stands for code · scale,
-// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile. Where
-// rows are codes too (coded_rows.h), a unit has four codes of 8 bits, and kernels multiply these.
+// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile. Without AMX,
+// units of codes of 4 bits are the codes themselves, and the sums of a group of inputs are multiplied by
+// its scales. Where rows are codes too (coded_rows.h), a unit has four codes of 8 bits, and kernels
+// multiply these.
 
 #pragma once
 
@@ -45,6 +47,8 @@ struct Panels {
   static constexpr bool kMakesVectors = false;  // else a Step makes them one by one, in registers
   static constexpr int64_t kMostCodedRows = 0;  // for more rows, all units are made beforehand
   static constexpr int64_t kStepLines = kPairOutputs;  // to fetch ahead for a step; 0: `tile` does
+  // Units of a group, whose sums are multiplied by `group_scales`; 0: units have their scales.
+  static constexpr int64_t kGroupUnits = 0;
 
   const Unit* units;
   int64_t num_units;  // of a panel
@@ -107,7 +111,6 @@ inline PartBits high_halves(PartBits first, PartBits second) {
 // Codes of 8 bits. An output has one scale.
 struct Int8 {
   using Scale = float;
-  static constexpr int kBits = 8;
   static constexpr int64_t kGroupTiles = int64_t{1} << 40;  // all
   static constexpr float kLeast = -127.0f, kMost = 127.0f;
 
@@ -130,7 +133,6 @@ struct Int8 {
 // holds every product.
 struct Int4 {
   using Scale = Bf16;
-  static constexpr int kBits = 4;
   static constexpr int64_t kGroupTiles = 4;
   static constexpr float kLeast = -8.0f, kMost = 7.0f;
 
@@ -149,23 +151,20 @@ struct Int4 {
       if (error < least) best = scale, least = error;
     }
   }
-
-  static PartBits rounded(Part products) { return (PartBits)products; }
 };
 
-// The codes of a tile, plus half of their range: [words][outputs], with as many codes of an output
-// as 32 bits hold, rotated left by 7 bits. There two or four of them lie where the mantissa of a
-// float has them, so that floats are made without a shift.
-template <class Code>
-struct CodedTile {
-  static constexpr int kBits = Code::kBits, kPerWord = 32 / kBits, kRotation = 7;
-  static constexpr uint32_t kZero = 1 << (kBits - 1);
-  static constexpr int64_t kBytes = 2 * kTile * kBits / 8;
+// The codes of a tile, plus 128: [words][outputs], with four codes of an output in a word, rotated left
+// by 7 bits. There two of them lie where the mantissa of a float has them, so that floats are made
+// without a shift.
+struct Int8Tile {
+  static constexpr int kPerWord = 4, kRotation = 7;
+  static constexpr uint32_t kZero = 128;
+  static constexpr int64_t kBytes = 2 * kTile;
 
-  // Where the processor rounds two vectors of floats to one of bfloat16 values, a word of codes of 8
-  // bits has every second input of an output: the words of eight outputs, two of each, are a vector.
+  // Where the processor rounds two vectors of floats to one of bfloat16 values, a word has every second
+  // input of an output: the words of eight outputs, two of each, are a vector.
 #ifdef __AVX512BF16__
-  static constexpr bool kHasTwins = kBits == 8;
+  static constexpr bool kHasTwins = true;
 #else
   static constexpr bool kHasTwins = false;
 #endif
@@ -176,7 +175,7 @@ struct CodedTile {
       uint32_t word = 0;
       for (int k = 0; k < kPerWord; k++) {
         const int64_t input = kHasTwins ? i - turn * kPerWord + 2 * k + turn : i + k;
-        word |= (codes[input] + kZero) << kBits * k;
+        word |= (codes[input] + kZero) << 8 * k;
       }
       word = word << kRotation | word >> (32 - kRotation);
       const int64_t first = i / kPerWord * kLanes;
@@ -215,14 +214,14 @@ struct CodedTile {
   // The products of the scales and of codes at bits 7 to 22 of words. Every step is exact.
   class Products {
    public:
-    static constexpr int kCount = 16 / kBits, kPerWord = CodedTile::kPerWord;
+    static constexpr int kCount = 2, kPerWord = Int8Tile::kPerWord;
 
     explicit Products(Part scales) : scales_(scales) {
       for (int k = 0; k < kCount; k++) offsets_[k] = scales * -(size_of(k) + kZero);
     }
 
     Part operator()(PartBits words, int k) const {
-      const PartBits mask = PartBits{} + (((1u << kBits) - 1) << (kRotation + kBits * k));
+      const PartBits mask = PartBits{} + (0xffu << (kRotation + 8 * k));
       const Part code = (Part)((words & mask) | bits_of(size_of(k)));
 #if defined(__AVX512F__)
       return (Part)_mm512_fmadd_ps((__m512)code, (__m512)scales_, (__m512)offsets_[k]);
@@ -233,12 +232,12 @@ struct CodedTile {
 #endif
     }
 
-    // The units of two neighbouring codes, of which words have several.
+    // The units of two neighbouring codes, of which words have two.
     PartBits units(PartBits words, int number) const {
       constexpr int kTurned = kCount / 2;  // from this one on, the words' halves are exchanged
       if (number >= kTurned) words = words >> 16 | words << 16;
       const int k = number % kTurned * 2;
-      return high_halves(Code::rounded((*this)(words, k)), Code::rounded((*this)(words, k + 1)));
+      return high_halves(Int8::rounded((*this)(words, k)), Int8::rounded((*this)(words, k + 1)));
     }
 
     // Unit `number` of a tile.
@@ -248,7 +247,7 @@ struct CodedTile {
 
    private:
     // A float of this size changes by 1 where the lowest bit of code k lies.
-    static constexpr float size_of(int k) { return 65536 >> kBits * k; }
+    static constexpr float size_of(int k) { return 65536 >> 8 * k; }
 
     Part scales_, offsets_[kCount];
   };
@@ -257,7 +256,7 @@ struct CodedTile {
   // The products where kHasTwins is true: those of each eight outputs.
   class Twins {
    public:
-    static constexpr int kPerWord = CodedTile::kPerWord;
+    static constexpr int kPerWord = Int8Tile::kPerWord;
 
     explicit Twins(Part scales) : halves_{Products(twice(scales, 0)), Products(twice(scales, 8))} {}
 
@@ -310,7 +309,7 @@ struct CodedTile {
         PartBits words = *reinterpret_cast<const PartBits*>(from);
         for (int half = 0; half < 2; half++) {
           for (int k = 0; k < Products::kCount; k += 2, place += kLanes)
-            f(place, Code::rounded(products(words, k)), Code::rounded(products(words, k + 1)));
+            f(place, Int8::rounded(products(words, k)), Int8::rounded(products(words, k + 1)));
           words = words >> 16 | words << 16;
         }
       }
@@ -318,34 +317,28 @@ struct CodedTile {
   }
 };
 
-// Weights as codes, [outputs / 32][tiles][2 panels][tile].
-template <class Code>
-struct CodedPanels {
+// Weights as codes of 8 bits, [outputs / 32][tiles][2 panels][tile].
+struct Int8Panels {
   static constexpr bool kAreCodes = true, kMakesVectors = false;
-  static constexpr int64_t kStepLines = 0;
+  static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
   static constexpr int64_t kUnitInputs = 2;
   static constexpr int64_t kMostCodedRows = 0;
 
   const uint8_t* codes;
-  const typename Code::Scale* scales;  // [outputs / 32][groups][2 panels][16]
+  const float* scales;  // [outputs / 32][2 panels][16]
   int64_t num_units;
   int64_t num_pairs;
 
-  static int64_t num_groups(int64_t num_units) {
-    return (num_units / kUnitStep - 1) / Code::kGroupTiles + 1;
-  }
-
   int64_t tile_at(int64_t pair, int half, int64_t unit) const {
-    return ((pair * num_units + unit) / kUnitStep * 2 + half) * CodedTile<Code>::kBytes;
+    return ((pair * num_units + unit) / kUnitStep * 2 + half) * Int8Tile::kBytes;
   }
 
-  int64_t scales_at(int64_t pair, int half, int64_t unit) const {
-    const int64_t group = pair * num_groups(num_units) + unit / kUnitStep / Code::kGroupTiles;
-    return (group * 2 + half) * kLanes;
+  int64_t scales_at(int64_t pair, int half, int64_t) const {
+    return pair * kPairOutputs + half * kLanes;
   }
 
   // The weight of one expert, of several that lie one after another.
-  CodedPanels expert(int64_t number) const {
+  Int8Panels expert(int64_t number) const {
     const int64_t pair = number * num_pairs;
     return {codes + tile_at(pair, 0, 0), scales + scales_at(pair, 0, 0), num_units, num_pairs};
   }
@@ -353,20 +346,20 @@ struct CodedPanels {
   // Places the codes of one output, a lane of a panel.
   void place(const int8_t* output, int64_t pair, int half, int64_t lane, uint8_t* to) const {
     for (int64_t unit = 0; unit < num_units; unit += kUnitStep)
-      CodedTile<Code>::place(output + 2 * unit, lane, to + tile_at(pair, half, unit));
+      Int8Tile::place(output + 2 * unit, lane, to + tile_at(pair, half, unit));
   }
 
   // The tile from a unit on, made in `space`.
   const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
     const uint8_t* at = fetched_tile(pair, half, unit);
-    CodedTile<Code>::unpack(at, load(scales + scales_at(pair, half, unit)), space);
+    Int8Tile::unpack(at, load(scales + scales_at(pair, half, unit)), space);
     return space;
   }
 
   // The same as float32, [inputs][kPairOutputs].
   void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     const uint8_t* at = fetched_tile(pair, half, unit);
-    CodedTile<Code>::widen(at, load(scales + scales_at(pair, half, unit)), inputs);
+    Int8Tile::widen(at, load(scales + scales_at(pair, half, unit)), inputs);
   }
 
   const uint8_t* tile_codes(int64_t pair, int half, int64_t unit) const {
@@ -385,10 +378,141 @@ struct CodedPanels {
   // The codes of a tile, while those that come next are fetched.
   const uint8_t* fetched_tile(int64_t pair, int half, int64_t unit) const {
     const uint8_t* at = codes + tile_at(pair, half, unit);
-    for (int64_t i = 0; i < CodedTile<Code>::kBytes; i += kLine)
-      __builtin_prefetch(at + kCodesAhead + i);
+    for (int64_t i = 0; i < Int8Tile::kBytes; i += kLine) __builtin_prefetch(at + kCodesAhead + i);
     return at;
   }
+};
+
+// Weights as codes of 4 bits plus 8, [outputs / 32][tiles][2 panels][4 words][16 outputs]: a word has
+// four units of an output. The lower half of the word has the first values of the units, from the lowest
+// bits on, and the upper half the second ones. Units are the codes, without their scales.
+struct Int4Panels {
+  static constexpr bool kAreCodes = true;
+#ifdef __AVX512BW__
+  static constexpr bool kMakesVectors = true;
+#else
+  static constexpr bool kMakesVectors = false;
+#endif
+  static constexpr int64_t kUnitInputs = 2;
+  static constexpr int64_t kMostCodedRows = 0;
+  static constexpr int64_t kGroupUnits = Int4::kGroupTiles * kUnitStep;
+  static constexpr int kWordUnits = 4;
+  static constexpr int64_t kBytes = kTile / kWordUnits * sizeof(Unit);  // of a tile
+  static constexpr int64_t kStepLines = 2 * kBytes / kLine;
+
+  const uint8_t* codes;
+  const Bf16* scales;  // [outputs / 32][groups][2 panels][16]
+  int64_t num_units;
+  int64_t num_pairs;
+
+  int64_t tile_at(int64_t pair, int half, int64_t unit) const {
+    return ((pair * num_units + unit) / kUnitStep * 2 + half) * kBytes;
+  }
+
+  const char* start(int64_t pair) const {
+    return reinterpret_cast<const char*>(codes + tile_at(pair, 0, 0));
+  }
+
+  int64_t scales_at(int64_t pair, int half, int64_t unit) const {
+    const int64_t num_groups = (num_units - 1) / kGroupUnits + 1;
+    return ((pair * num_groups + unit / kGroupUnits) * 2 + half) * kLanes;
+  }
+
+  // The scales of the group that a unit belongs to.
+  Vec group_scales(int64_t pair, int half, int64_t unit) const {
+    return load(scales + scales_at(pair, half, unit));
+  }
+
+  // The weight of one expert, of several that lie one after another.
+  Int4Panels expert(int64_t number) const {
+    const int64_t pair = number * num_pairs;
+    return {codes + tile_at(pair, 0, 0), scales + scales_at(pair, 0, 0), num_units, num_pairs};
+  }
+
+  // Places the codes of one output, a lane of a panel.
+  void place(const int8_t* output, int64_t pair, int half, int64_t lane, uint8_t* to) const {
+    constexpr int kZero = 8;
+    for (int64_t i = 0; i < 2 * num_units; i++) {
+      const int64_t unit = i / 2, word = unit % kUnitStep / kWordUnits;
+      uint8_t* const at = to + tile_at(pair, half, unit) + (word * kLanes + lane) * sizeof(Unit);
+      const int64_t place = i % 2 * kWordUnits + unit % kWordUnits;
+      at[place / 2] |= (output[i] + kZero) << place % 2 * 4;
+    }
+  }
+
+#ifdef __AVX512BW__
+  // The units of a step, in registers.
+  struct Step {
+    [[gnu::always_inline]] Step(const Int4Panels& w, int64_t pair, int64_t unit)
+        : tiles(w.codes + w.tile_at(pair, 0, unit)) {}
+
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      const uint8_t* const line = tiles + half * kBytes + number / kWordUnits * kLine;
+      return units(line, number % kWordUnits);
+    }
+
+    const uint8_t* const tiles;  // that of the low panel, and that of the high one behind it
+  };
+
+  bool has_exceptions(int64_t, int64_t) const { return false; }
+#endif
+
+  // The tile from a unit on, made in `space`.
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    const uint8_t* const lines = codes + tile_at(pair, half, unit);
+    for (int word = 0; word < kUnitStep / kWordUnits; word++)
+      for (int k = 0; k < kWordUnits; k++)
+#ifdef __AVX512BW__
+        *reinterpret_cast<VecBits*>(space + (word * kWordUnits + k) * kLanes) =
+            units(lines + word * kLine, k);
+#else
+        for (int p = 0; p < kLanes; p += kPartLanes) {
+          const PartBits words = words_at(lines + word * kLine, p);
+          *reinterpret_cast<PartBits*>(space + (word * kWordUnits + k) * kLanes + p) =
+              high_halves(values(words, k), values(words >> 16, k));
+        }
+#endif
+    return space;
+  }
+
+  // The same as float32, [inputs][kPairOutputs].
+  [[gnu::noinline]] void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+    const uint8_t* const lines = codes + tile_at(pair, half, unit);
+    for (int word = 0; word < kUnitStep / kWordUnits; word++)
+      for (int p = 0; p < kLanes; p += kPartLanes) {
+        const PartBits words = words_at(lines + word * kLine, p);
+        Unit* to = inputs + word * kWordUnits * 2 * kPairOutputs + p;
+#pragma GCC unroll 4
+        for (int k = 0; k < kWordUnits; k++, to += 2 * kPairOutputs) {
+          *reinterpret_cast<PartBits*>(to) = values(words, k);
+          *reinterpret_cast<PartBits*>(to + kPairOutputs) = values(words >> 16, k);
+        }
+      }
+  }
+
+ private:
+  static PartBits words_at(const uint8_t* line, int lane) {
+    return *reinterpret_cast<const PartBits*>(line + lane * sizeof(Unit));
+  }
+
+  // The bits of the floats that are codes k of the lower halves of words. A float of this size changes by
+  // 1 where the lowest bit of the code lies.
+  static PartBits values(PartBits words, int k) {
+    const float size = 1 << (23 - 4 * k);
+    const PartBits mask = PartBits{} + (0xfu << 4 * k);
+    return (PartBits)((Part)((words & mask) | bits_of(size)) - (size + 8.0f));
+  }
+
+#ifdef __AVX512BW__
+  // Unit k of the words of a line.
+  [[gnu::always_inline]] static VecBits units(const uint8_t* line, int k) {
+    // -8 to 7 in bfloat16. Of an index, the five lowest bits count: all values stand there twice.
+    const VecHalf values = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(line), 4 * k);
+    return (VecBits)_mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4((__m256i)values));
+  }
+#endif
 };
 
 #ifdef __AVX512F__
@@ -398,7 +522,7 @@ struct CodedPanels {
 template <class W, class Codes>
 struct VectorsInRegisters {
   static constexpr bool kAreCodes = true, kMakesVectors = true;
-  static constexpr int64_t kStepLines = 0;
+  static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
 
   const W& panels;
   const int64_t num_units = panels.num_units;
@@ -431,9 +555,9 @@ struct VectorsInRegisters {
   }
 };
 
-template <class Code, class F>
-void with_vectors(const CodedPanels<Code>& w, const F& f) {
-  f(VectorsInRegisters<CodedPanels<Code>, typename CodedTile<Code>::Made>{w});
+template <class F>
+void with_vectors(const Int8Panels& w, const F& f) {
+  f(VectorsInRegisters<Int8Panels, Int8Tile::Made>{w});
 }
 
 #endif
@@ -495,7 +619,7 @@ inline void transpose(__m512i (&rows)[kLanes]) {
 // 64 + i and 96 + i, from the lowest bits on. A table of 16 products makes units of all of them.
 struct CodedGroups {
   static constexpr bool kAreCodes = true, kMakesVectors = false;
-  static constexpr int64_t kStepLines = 0;
+  static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
   static constexpr int64_t kUnitInputs = 2;
   static constexpr int64_t kMostCodedRows = 128;  // most rows that multiply_columns computes
   static constexpr int64_t kGroupTiles = Int4::kGroupTiles;
@@ -587,6 +711,7 @@ template <class W>
 struct KeptUnits {
   static constexpr bool kAreCodes = true, kMakesVectors = W::kMakesVectors;
   static constexpr int64_t kStepLines = W::kStepLines, kMostCodedRows = W::kMostCodedRows;
+  static constexpr int64_t kGroupUnits = 0;
 
   const W& weights;
   Unit* const units;
