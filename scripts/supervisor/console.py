@@ -24,8 +24,8 @@ _CLEAR_BELOW = "\r\x1b[J"
 _LINE_UP = "\x1b[A"
 _BEFORE_FIRST_PHASE = "start"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_LOADERS = (Slot(Role.ZYGOTE), Slot(Role.WORKER))
-"""The processes that may load the model: the progress of the first to start is shown."""
+_LOADERS = (Role.ZYGOTE, Role.WORKER)
+"""The processes that may load the model: the ranks' zygotes, or the ranks, if they start first."""
 
 log = logging.getLogger("troika.supervisor")
 
@@ -65,22 +65,24 @@ class Console:
         self._is_quiet = is_quiet
         self._is_log_only = is_log_only
         self._clocks: dict[Slot, PhaseClock] = {}
-        self._loading: tuple[Slot, Progress] | None = None
-        """The process that loads the model, the slowest one; None while none does."""
+        self._loading: dict[Slot, Progress] = {}
+        """The processes that load the model, of one role; the slowest one is shown."""
         self._has_bar = False
         self._drawn_at = 0.0
 
     def starting(self, slot: Slot, now: float) -> None:
         """Begin the times of a process that was started."""
         self._clocks[slot] = PhaseClock(now)
-        if slot in _LOADERS and self._loading is None:
-            self._loading = slot, Progress(_BEFORE_FIRST_PHASE)
-            self._drawn_at = now
+        roles = {other.role for other in self._loading} or _LOADERS
+        if slot.role in roles:
+            if not self._loading:
+                self._drawn_at = now
+            self._loading[slot] = Progress(_BEFORE_FIRST_PHASE)
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
         self._clocks[slot].enter(phase_name(message.phase), now)
-        if self._is_loading(slot):
-            self._loading = slot, message
+        if slot in self._loading:
+            self._loading[slot] = message
             self.tick(now)
 
     def ready(self, slot: Slot, message: Ready, now: float) -> None:
@@ -91,25 +93,31 @@ class Console:
 
     def ended(self, slot: Slot) -> None:
         """End the progress of a process that is ready or dead."""
-        if self._is_loading(slot):
-            self._loading = None
+        self._loading.pop(slot, None)
 
-    def _is_loading(self, slot: Slot) -> bool:
-        return self._loading is not None and self._loading[0] == slot
+    def _slowest(self) -> Slot:
+        """Return the process that is behind the others: of ranks, all have the same phases."""
+
+        def progress(slot: Slot) -> tuple[int, float]:
+            message = self._loading[slot]
+            return len(self._clocks[slot].phases), message.done / max(message.total, 1)
+
+        return min(self._loading, key=progress)
 
     def next_tick(self) -> float | None:
         """When `tick` must be called; None while no progress is shown."""
-        if self._loading is None or self._is_quiet:
+        if not self._loading or self._is_quiet:
             return None
         return self._drawn_at + (_REDRAW_S if self._is_terminal else _LINE_S)
 
     def tick(self, now: float) -> None:
         due = self.next_tick()
-        if due is None or now < due or self._loading is None:
+        if due is None or now < due:
             return
         self._drawn_at = now
-        slot, message = self._loading
-        bar = render_bar(str(slot), self._clocks[slot], message, now, has_cells=self._is_terminal)
+        slot = self._slowest()
+        clock, message = self._clocks[slot], self._loading[slot]
+        bar = render_bar(str(slot), clock, message, now, has_cells=self._is_terminal)
         if not self._is_terminal:
             self.line(bar)
             return

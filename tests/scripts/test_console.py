@@ -127,6 +127,29 @@ def test_a_long_load_without_a_terminal_prints_a_line_every_ten_seconds() -> Non
     assert console.next_tick() == pytest.approx(32.0)
 
 
+def test_the_slowest_rank_is_shown() -> None:
+    ranks = [Slot(Role.ZYGOTE, rank) for rank in range(3)]
+    stream = io.StringIO()
+    console = Console(stream, is_terminal=False)
+    for rank in ranks:
+        console.starting(rank, 0.0)
+        console.progress(rank, Progress("load_weights", 3, 4), 1.0)
+    console.progress(ranks[1], Progress("load_weights", 2, 4), 2.0)
+    console.progress(ranks[0], Progress("check_model"), 2.0)
+    console.tick(11.0)
+    console.ready(ranks[0], Ready(), 12.0)
+    console.ended(ranks[1])
+    console.tick(21.0)
+    lines = stream.getvalue().splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "zygote 1 11.0 s load weights 50%",
+        "zygote 12.0 s start 1.0 s, load weights 1.0 s, check model 10.0 s",
+        "zygote 2 21.0 s load weights 75%",
+    ]
+    console.ready(ranks[2], Ready(), 22.0)
+    assert console.next_tick() is None
+
+
 def test_a_long_fact_goes_on_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal; a log file has it in one line."""
     monkeypatch.setenv("COLUMNS", "41")
