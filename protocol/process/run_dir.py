@@ -13,6 +13,8 @@ from protocol.transport.channel import client_address, lifecycle_address
 
 MAX_IPC_PATH_BYTES = 107
 """The kernel's limit on the path of a socket file."""
+ADOPTIONS_FILE = "ranks-"
+"""Begins the name of the file in which the ranks of a group note their adoptions."""
 
 
 def make_run_dir(path: str | None) -> str:
@@ -38,6 +40,15 @@ def make_run_dir(path: str | None) -> str:
     if info.st_mode & 0o077:
         raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
     return path
+
+
+def exchange_prefix(run_dir: str) -> str:
+    """Return what begins the names of files that ranks share, there or in shared memory.
+
+    They remove a file once all of them have it.
+    """
+    place = os.stat(run_dir)
+    return f"troika-{place.st_dev:x}-{place.st_ino:x}-"
 
 
 def replica_dir(run_dir: str, replica: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.adapters import ADAPTERS_FILE
-from protocol.process.run_dir import make_run_dir
+from protocol.process.run_dir import ADOPTIONS_FILE, exchange_prefix, make_run_dir
 from protocol.stores.tiers import remove_memory, remove_orphaned_memory
 
 _EPOCH_FILE = "epoch"
@@ -122,8 +122,10 @@ class RunDir:
         if self._is_own or (self._is_temporary and is_abandoned):
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            for file in Path(self.path).glob("*.sock"):
-                file.unlink(missing_ok=True)
+            shared = exchange_prefix(self.path)
+            for pattern in ("*.sock", f"{ADOPTIONS_FILE}*", f"*{shared}*"):
+                for file in Path(self.path).glob(pattern):
+                    file.unlink(missing_ok=True)
         os.close(self._lock_fd)
 
     def _file(self, name: str) -> Path:

@@ -20,6 +20,7 @@ from scripts.supervisor.run_dirs import (
     wait_for_epoch_by_clock,
 )
 from tests.system.conftest import ROOT
+from worker_proc.parallel.adoption import Adoption
 
 
 @pytest.fixture
@@ -48,6 +49,18 @@ def test_directory_that_is_locked_is_live_without_an_answer(base: Path) -> None:
     held.close(is_abandoned=False)
     assert live_run_dirs() == []
     assert not os.path.exists(held.path)
+
+
+def test_a_given_directory_keeps_no_file_of_processes_that_have_ended(base: Path) -> None:
+    """Of ranks: the one with their adoptions, and one that not all of them had when they died."""
+    run_dir = RunDir(str(base / "given"))
+    run_dir.next_epoch()
+    adoption = Adoption(0, 2, run_dir.path)
+    adoption.begin(1)
+    adoption.path("group-0-").touch()
+    (base / "given" / "core.sock").touch()
+    run_dir.close(is_abandoned=False)
+    assert {path.name for path in (base / "given").iterdir()} == {"epoch", "supervisor.lock"}
 
 
 def test_directory_of_the_dead_is_cleared_by_the_next(base: Path) -> None:

@@ -369,6 +369,21 @@ def test_devices_begin_a_step_only_if_all_ranks_have_it(tmp_path: Path) -> None:
             waiting.result(TIMEOUT_S)
 
 
+def test_the_next_ranks_remove_the_file_of_a_first_one_that_died_while_it_joined(
+    tmp_path: Path,
+) -> None:
+    """Before any of them makes the file at which their devices meet."""
+    first, second = make_exchanges(tmp_path, 2)
+    old = first._adoption.path("group-0-")
+    old.touch()
+    seen: list[bool] = []
+    for exchange in (first, second):
+        exchange.begin(2)
+        exchange.group = Mock(join=lambda *_: seen.append(old.exists()))
+    at_once([one.begin_step for one in (first, second)])
+    assert seen == [False, False]
+
+
 def test_a_step_that_all_ranks_have_begins_though_one_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol.process.run_dir import ADOPTIONS_FILE, exchange_prefix
 from worker_proc.runner import StepAbandoned
 
 TIMEOUT_S = 60.0
@@ -28,7 +29,6 @@ SHARED_MEMORY = Path("/dev/shm")
 SLICE_NS = 50_000_000
 """Of a wait, in which no signal is handled and no epoch is read."""
 _LOOK_S = 0.001  # between looks for the file of another rank
-_ADOPTIONS = "ranks-"
 _ADOPTION_WORDS = 3
 _WORD_BYTES = 8
 
@@ -57,8 +57,7 @@ class Adoption:
         self.epoch: int | None = None
         self.timeout_s = timeout_s
         self._directories = [SHARED_MEMORY, Path(run_dir)]
-        place = os.stat(run_dir)
-        self._prefix = f"troika-{place.st_dev:x}-{place.st_ino:x}-"
+        self._prefix = exchange_prefix(run_dir)
         self._adoptions = _Adoptions(Path(run_dir), num_ranks)
 
     def begin(self, epoch: int) -> None:
@@ -105,6 +104,12 @@ class Adoption:
         """Return where the ranks meet in the run directory, by a name that is this adoption's."""
         return self._directories[-1] / self._name(label)
 
+    def remove_older(self, label: str) -> None:
+        """Remove files of adoptions that ended before all ranks had joined."""
+        for directory in self._directories:
+            for old in directory.glob(f"*{self._prefix}{label}*"):
+                old.unlink(missing_ok=True)
+
     def remove_file(self, label: str) -> None:
         """Remove a file of this adoption from its directory; it stays mapped."""
         for directory in self._directories:
@@ -116,13 +121,8 @@ class Adoption:
         return f"{self._prefix}{label}{os.getppid()}-{self.epoch}"
 
     def _make(self, name: str, label: str, num_bytes: int) -> int:
-        """Make the file, in the first directory that has room for it.
-
-        Files of adoptions that ended before all ranks had joined are removed.
-        """
-        for directory in self._directories:
-            for old in directory.glob(f"*{self._prefix}{label}*"):
-                old.unlink(missing_ok=True)
+        """Make the file, in the first directory that has room for it."""
+        self.remove_older(label)
         for directory in self._directories[:-1]:
             try:
                 return _make_file(directory / name, num_bytes)
@@ -165,8 +165,8 @@ class _Adoptions:
     """
 
     def __init__(self, run_dir: Path, num_ranks: int) -> None:
-        path = run_dir / f"{_ADOPTIONS}{os.getppid()}"
-        for old in run_dir.glob(f"{_ADOPTIONS}*"):  # of supervisors that have ended
+        path = run_dir / f"{ADOPTIONS_FILE}{os.getppid()}"
+        for old in run_dir.glob(f"{ADOPTIONS_FILE}*"):  # of supervisors that have ended
             if old != path:
                 old.unlink(missing_ok=True)
         num_bytes = num_ranks * _ADOPTION_WORDS * _WORD_BYTES

@@ -176,7 +176,10 @@ class RankExchange:
 
     def _join_group(self, group: DeviceGroup) -> None:
         """Connect the devices of all ranks, at a file with the name of this adoption."""
-        path = self._adoption.path(f"group-{self._first_rank}-")
+        label = f"group-{self._first_rank}-"
+        path = self._adoption.path(label)
+        if self.rank == 0:  # before any of the ranks makes the file of this adoption
+            self._adoption.remove_older(label)
         try:
             group.join(path, self.gather_on_host(torch.tensor([[os.getpid()]]))[0].tolist())
         finally:
