@@ -27,24 +27,26 @@ from worker_proc.runner import Runner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 _REFUSED = {
-    "rwkv": "divides the weights of all of its layers",
     "zamba": "is not in a list of layers with the others",
     "zamba2": "is not in a list of layers with the others",
 }
-"""Architectures that cannot be divided, and why."""
+"""Architectures that cannot be divided into stages, and why."""
 _BY_DEFAULT = ("qwen3_next", "bamba", "lfm2", "rwkv")
 SLOW = pytest.mark.slow
 DRAFTING = {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
 
 
 def deep(name: str, **changes: Any) -> Callable[[], PretrainedConfig]:
-    """Return what makes a configuration with twice the layers, so that each stage has all kinds."""
+    """Return what makes a configuration with twice the layers, so that each stage has all kinds.
+
+    Those that have no stages keep their layers.
+    """
 
     def config() -> PretrainedConfig:
         one = BY_NAME[name].config()
         values = one.to_dict() | changes
         for key in ("num_hidden_layers", "layer_types", "mlp_layer_types"):
-            if key in values:
+            if key in values and name not in _REFUSED:
                 values[key] *= 2
         return type(one).from_dict(values)
 
@@ -306,6 +308,13 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
                 ("recurrent_gemma", 2, 1, {}),
                 ("recurrent_gemma", 4, 1, {}),
                 ("recurrent_gemma", 2, 2, {}),
+                ("rwkv", 2, 1, {}),
+                ("rwkv", 4, 1, {}),
+                ("rwkv", 2, 2, {}),
+                ("zamba", 2, 1, {}),
+                ("zamba", 4, 1, {"n_mamba_heads": 4}),
+                ("zamba2", 2, 1, {}),
+                ("zamba2", 4, 1, {}),
             )
         ),
     ],
@@ -325,8 +334,10 @@ def test_ranks_divide_layers_with_a_state(
     assert ranks.facts.exact_resume, ranks.facts.exact_resume_reason
     assert count_values(ranks.runners) == count_values([one])
     all_windows = count_values(ranks.runners, windows=True)
-    num_groups = getattr(config, "mamba_n_groups", getattr(config, "n_groups", num_ranks))
-    if num_groups < num_ranks:  # ranks have the keys of one group
+    counts = ("mamba_ngroups", "mamba_n_groups", "n_groups")
+    groups = [getattr(config, key) for key in counts if hasattr(config, key)]
+    # Ranks have the keys of one group, or all channels of the row before.
+    if min(groups[:1], default=num_ranks) < num_ranks or name == "rwkv":
         assert all_windows > count_values([one], windows=True)
     else:
         assert all_windows == count_values([one], windows=True)
@@ -346,6 +357,8 @@ def test_ranks_divide_layers_with_a_state(
         ("kimi_linear", {}),
         ("jamba", {}),
         ("minimax", {"num_experts_per_tok": 4}),  # rounding sends no row to another expert
+        ("zamba", {}),
+        ("zamba2", {}),
     ],
 )
 def test_states_of_ranks_are_kept_copied_and_computed_again(
@@ -377,10 +390,16 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
 
 
 @pytest.mark.slow
-def test_ranks_with_windows_of_attention_have_the_same_bits_in_every_batch(tmp_path: Path) -> None:
-    """Its windows free blocks: no request of these is preempted."""
-    build_checkpoint(tmp_path / "model", deep("recurrent_gemma")())
-    ranks = Stages(tmp_path / "model", 1, 2, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_ranks"),
+    [("recurrent_gemma", 1, 2), ("rwkv", 1, 2), ("rwkv", 1, 4), ("rwkv", 2, 2)],
+)
+def test_ranks_that_preempt_nothing_have_the_same_bits_in_every_batch(
+    name: str, num_stages: int, num_ranks: int, tmp_path: Path
+) -> None:
+    """The first one's windows free blocks, and the other one has no attention."""
+    build_checkpoint(tmp_path / "model", deep(name)())
+    ranks = Stages(tmp_path / "model", num_stages, num_ranks, dtype="bfloat16")
     expected = ranks.drive(PROMPTS, PARAMS)
     for cut in ({"max_num_batched_tokens": 7}, {"max_num_seqs": 1}, FEW_STATES):
         run = ranks.drive(PROMPTS, PARAMS, **cut)
@@ -405,7 +424,9 @@ def test_ranks_with_windows_of_attention_have_the_same_bits_in_every_batch(tmp_p
         ("mamba", 3, {}, "has 128 channels, divided 16 at a time"),
         ("minimax", 3, {}, "has 4 heads"),
         ("recurrent_gemma", 3, {}, "has 4 heads"),
-        ("rwkv", 2, {}, "of a kind that is not divided"),
+        ("rwkv", 3, {}, "has 64 channels, divided 16 at a time"),
+        ("rwkv", 2, {"intermediate_size": 97}, "feed_forward has 97 inner columns"),
+        ("zamba", 4, {}, "has 2 heads of Mamba"),
         (
             "nemotron_h",
             2,
@@ -420,6 +441,23 @@ def test_other_layers_with_a_state_are_not_divided_among_ranks(
     build_checkpoint(tmp_path / "model", deep(name, **changes)())
     with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size {num_ranks} .*: .*{reason}"):
         Ranks(tmp_path / "model", num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_ranks_keep_one_part_of_weights_that_layers_share(name: str, tmp_path: Path) -> None:
+    config: Any = BY_NAME[name].config()
+    build_checkpoint(tmp_path / "model", config)
+    shared = "shared_transf" if name == "zamba" else "shared_transformer"
+    hybrid = [index for index, kind in enumerate(config.layers_block_type) if kind == "hybrid"]
+    first, last = hybrid[0], hybrid[config.num_mem_blocks if name == "zamba2" else 1]
+    for runner in Ranks(tmp_path / "model", 2).runners:
+        for path in ("self_attn.o_proj", "feed_forward.down_proj"):
+            one, other = (
+                runner._model.get_submodule(f"model.layers.{layer}.{shared}.{path}")
+                for layer in (first, last)
+            )
+            assert one is other
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen3Config,
-    RwkvConfig,
 )
 
 from core_proc.links.workers import WorkerGroup
@@ -455,14 +454,8 @@ def test_preempted_requests_go_on(swap_space_bytes: int, tmp_path: Path) -> None
     [
         (LlamaConfig(**SHAPE), 3, "float32", "pipeline_parallel_size 3: the model has 2 layers"),
         (LlamaConfig(**SHAPE), 2, "float16", "float32 and bfloat16, and not in float16"),
-        (
-            RwkvConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2),
-            2,
-            "float32",
-            "rwkv divides the weights of all of its layers",
-        ),
     ],
-    ids=["layers", "float16", "rescaled"],
+    ids=["layers", "float16"],
 )
 def test_what_cannot_be_divided_is_refused_before_weights_are_read(
     config: PretrainedConfig,

@@ -61,6 +61,7 @@ from worker_proc.loading.pooling_model import (
     activate_dense_rows,
     is_of_head,
 )
+from worker_proc.loading.rescaled_layers import rescale
 from worker_proc.loading.row_positions import give_positions, give_positions_of_rows
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import (
@@ -247,7 +248,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     give_positions(model, probed.layers, inspected.model_len)
     give_positions_of_rows(model, probed.layers)
     model = model.eval().requires_grad_(False)
-    _rescale(model)
+    rescale(model)
     loaded = LoadedModel(
         model=model,
         layers=probed.layers,
@@ -270,14 +271,6 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         argument_shapes=probed.argument_shapes,
     )
     return _with_head(loaded, model, checked)
-
-
-def _rescale(model: PreTrainedModel) -> None:
-    """Let models divide weights that do so in their first forward, when they are packed (RWKV)."""
-    for module in model.modules():
-        rescale: Any = getattr(module, "_rescale_layers", None)
-        if rescale is not None:
-            rescale()
 
 
 def _is_causal(layers: Sequence[ProbedLayer]) -> bool:

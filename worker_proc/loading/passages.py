@@ -26,6 +26,8 @@ class Passage(nn.Module):
         self._num_outputs = form.num_outputs
         self.given: torch.Tensor | None = None
         """What it passes on instead of its input."""
+        self.factor = 1.0
+        """A power of two by which given rows are multiplied: the model divides by it behind."""
         self.seen: torch.Tensor | None = None
         """Its last input, if that is to be kept."""
         self.keeps = False
@@ -53,7 +55,7 @@ class StageModel(NamedTuple):
     def take(self, rows: torch.Tensor) -> None:
         """Give the rows of the stage before to the next forward, `[1, T, width]`."""
         assert self.inlet is not None
-        self.inlet.given = rows
+        self.inlet.given = rows if self.inlet.factor == 1.0 else rows * self.inlet.factor
 
     def rows(self) -> torch.Tensor:
         """Return what the last forward has left for the next stage, `[1, T, width]`."""

@@ -36,8 +36,9 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
     for module in loaded.model.modules():
         if isinstance(module, RankNorm) and module.is_shared:
             module.add_up = exchange.add
-    for name in loaded.summed:
-        loaded.model.get_submodule(name).register_forward_hook(add)
+    summed = {loaded.model.get_submodule(name) for name in loaded.summed}
+    for module in summed:  # of layers that share weights, once
+        module.register_forward_hook(add)
 
 
 def _gather(

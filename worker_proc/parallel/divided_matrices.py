@@ -14,7 +14,9 @@ from worker_proc.parallel.share import Section, Share
 def matrix_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return a matrix, or those of all experts, `[..., outputs, inputs]`; None: it is not there."""
     parent, _, last = name.rpartition(".")
-    owner: Any = getattr(module, parent, None) if parent else module
+    owner: Any = module
+    for part in parent.split(".") if parent else []:
+        owner = getattr(owner, part, None)
     found: Any = getattr(owner, last, None)
     if isinstance(found, nn.Parameter):
         return _as_stored(owner, found.detach())
@@ -49,6 +51,29 @@ def has_shape(
         if parts is not None and sum(part.num_units * part.unit for part in parts) != size:
             return False
     return True
+
+
+def low_rank_terms(module: nn.Module, name: str, matrix: str) -> list[str]:
+    """Return the last matrices of low-rank products that a module adds to those of a matrix.
+
+    Such modules have a list of them, one for each layer that has the module's weights; the other
+    places of the list are empty (Zamba2). The first matrices have few outputs, and stay whole.
+    """
+    terms: Any = getattr(module, name, None)
+    if not isinstance(terms, nn.ModuleList):
+        return []
+    whole = matrix_of(module, matrix)
+    found = []
+    for place, term in enumerate(terms):
+        if next(term.parameters(), None) is None:
+            continue
+        last = matrix_of(term, "1")
+        if len(list(term.children())) != 2 or last is None or whole is None:
+            return []
+        if last.shape[-2] != whole.shape[-2]:
+            return []
+        found.append(f"{name}.{place}.1")
+    return found
 
 
 def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:

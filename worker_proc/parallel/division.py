@@ -56,6 +56,10 @@ class Division:
     """Buffers with a value for each output of a matrix, in their last dimension."""
     counts: dict[str, list[Section]] = field(default_factory=dict)
     """Sizes that the module keeps, and of what: each rank has its part."""
+    state_dim: int = 0
+    """The dimension of heads or channels in a state that is not a window."""
+    has_state_of_head: bool = False
+    """Whether each head has a state of its own, beside windows."""
 
     @property
     def summed_names(self) -> list[str]:
@@ -91,15 +95,31 @@ class Division:
             setattr(owner, last, len(kept_units(sections, share)))
 
     def divide_states(self, spec: RecurrentSpec, share: Share) -> RecurrentSpec:
-        """Return the states of a rank: its channels of a window, and its heads of another state."""
-        return replace(spec, states=tuple(self._divide_state(one, share) for one in spec.states))
+        """Return the states of a rank: its channels of a window, and its heads of other states.
+
+        A window of rows that no convolution takes is whole.
+        """
+        if self.has_state_of_head:
+            own = [state for state in spec.states if not state.is_window]
+            kept = share.of(len(own))
+            states = [self._divide_window(one, share) for one in spec.states if one.is_window]
+            return replace(spec, states=(*states, *own[kept.start : kept.stop]))
+        states = [
+            self._divide_window(one, share) if one.is_window else self._divide_state(one, share)
+            for one in spec.states
+        ]
+        return replace(spec, states=tuple(states))
+
+    def _divide_window(self, window: StateSpec, share: Share) -> StateSpec:
+        if not self.channels:
+            return window
+        [sections] = self.channels.values()
+        return replace(window, shape=(window.shape[0], len(kept_units(sections, share))))
 
     def _divide_state(self, state: StateSpec, share: Share) -> StateSpec:
-        first, *others = state.shape
-        if not state.is_window:
-            return replace(state, shape=(first // share.num_ranks, *others))
-        [sections] = self.channels.values()
-        return replace(state, shape=(first, len(kept_units(sections, share))))
+        shape = list(state.shape)
+        shape[self.state_dim] //= share.num_ranks
+        return replace(state, shape=tuple(shape))
 
     def parts(self, share: Share) -> Iterator[tuple[str, MatrixPart]]:
         """Yield the names of the divided matrices, and what a rank has of them."""

@@ -1,7 +1,9 @@
-"""How the mixers of Mamba-1 are divided among ranks: by their channels.
+"""How the mixers of Mamba-1 are divided among ranks: by their channels, or by their heads.
 
 A rank has some channels, their gates, steps and decays, and the states of these. Steps, keys and
-queries are made of all channels: the ranks add up their parts of these within the mixer.
+queries are made of all channels: the ranks add up their parts of these within the mixer. With
+several heads (Zamba) a head's steps, keys and queries are made of its own channels, and a rank has
+some heads.
 """
 
 from torch import nn
@@ -17,10 +19,12 @@ _OF_ALL, _STEPS = "x_proj", "dt_proj"
 _BY_CHANNEL = {"A_log", "D"}
 _NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
 """Of steps, keys and queries, which are the same at all ranks."""
+_BY_HEAD = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"}
+"""Of a mixer with heads."""
 
 
 def divide_mamba(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a mixer of Mamba-1 is divided, None of another module.
+    """Return how a mixer of Mamba-1 without heads is divided, None of another module.
 
     UnsupportedModel: it cannot be divided.
     """
@@ -50,4 +54,35 @@ def divide_mamba(name: str, module: nn.Module, share: Share) -> Division | None:
         by_head=dict.fromkeys(sorted(_BY_CHANNEL), num_channels),
         channels={_CONVOLUTION: [channels]},
         counts={"intermediate_size": [channels]},
+    )
+
+
+def divide_heads_of_mamba(name: str, module: nn.Module, share: Share) -> Division | None:
+    """Return how a mixer of Mamba-1 with heads is divided, None of another module.
+
+    UnsupportedModel: it cannot be divided.
+    """
+    own = {key for key, _ in module.named_parameters(recurse=False)}
+    parts = {key.partition(".")[0] for key in module.state_dict() if "." in key}
+    convolution = getattr(module, _CONVOLUTION, None)
+    if own != _BY_HEAD or parts != {_IN, _OUT, _CONVOLUTION}:
+        return None
+    if not isinstance(convolution, nn.Conv1d):
+        return None
+    num_heads, num_channels = len(module.get_parameter("D")), convolution.out_channels
+    if not share.divides(num_heads):
+        raise refuse(share, f"{name} has {num_heads} heads of Mamba")
+    channels = Section(num_heads, num_channels // num_heads)
+    columns = {_IN: [Section(num_heads, 2 * channels.unit)]}  # a channel's gate is beside it
+    if not fits(module, columns) or not has_shape(module, _OUT, inputs=[channels]):
+        raise refuse(share, f"{name} has projections of other sizes than its convolution")
+    return Division(
+        name,
+        columns,
+        {_OUT: channels},
+        summed=_OUT,
+        by_head=dict.fromkeys(sorted(_BY_HEAD), num_heads),
+        channels={_CONVOLUTION: [channels]},
+        counts={"intermediate_size": [channels], "n_mamba_heads": [Section(num_heads, 1)]},
+        has_state_of_head=True,
     )

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
-from worker_proc.parallel.divided_matrices import fits, matrix_of
+from worker_proc.parallel.divided_matrices import fits, low_rank_terms, matrix_of
 from worker_proc.parallel.division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 
@@ -29,6 +29,10 @@ _GATES_AND_FACTORS = ("gate_up_proj", "input_linear")
 """Matrices that have both."""
 _SHARED = ("shared_experts", "shared_expert")
 """What is computed beside the chosen experts."""
+_TERMS = ("gate_up_proj_adapter_list", "gate_up_proj")
+"""A list of low-rank products, and the matrix to whose products they are added."""
+_WHOLE = ("linear",)
+"""Matrices of a layer beside its mixers and its layers: in Zamba, behind the shared layer."""
 _ROUTERS = ("gate.", "router.", "shared_expert_gate.")
 """Of experts; all ranks choose alike."""
 _AROUND_EXPERTS = ("fc1_latent_proj.", "fc2_latent_proj.weight")
@@ -37,11 +41,16 @@ bias of the latter would be added at every rank."""
 
 
 def divide_mlps(
-    model: nn.Module, layer: str, mixers: Collection[str], share: Share
+    model: nn.Module,
+    layer: str,
+    mixers: Collection[str],
+    share: Share,
+    inner: Collection[str] = (),
 ) -> Iterator[Division]:
     """Yield how the MLPs of a decoder layer are divided; UnsupportedModel: they cannot be.
 
-    The mixers are the modules that are divided already: attention, and those with a state.
+    The mixers are the modules that are divided already: attention, and those with a state. The
+    inner layers are those within this one, which are divided by themselves.
     """
     module = model.get_submodule(layer)
     names = [
@@ -56,7 +65,7 @@ def divide_mlps(
     found = _matrices(module, "", [("fc2", "fc1")])  # the layer itself has them
     if found is not None:
         yield _checked(Division(layer, *found, summed="fc2"), share)
-    elif _has_other_matrices(module, layer, mixers):
+    elif _has_other_matrices(module, layer, [*mixers, *inner]):
         raise refuse(share, f"{layer}.mlp is missing")
 
 
@@ -67,9 +76,12 @@ def _divide_mlp(name: str, mlp: nn.Module, share: Share) -> Division:
     for prefix in _SHARED:
         columns, outs = _matrices(mlp, f"{prefix}.", _MLPS) or ({}, {})
         found = found[0] | columns, found[1] | outs
+    terms = low_rank_terms(mlp, *_TERMS)
+    if terms:
+        found[0].update(dict.fromkeys(terms, found[0][_TERMS[1]]))
     known = [*found[0], *found[1]]
     names = {f"{key}{suffix}" for key in known for suffix in ("", ".weight", ".bias", "_bias")}
-    common = (*_ROUTERS, *_AROUND_EXPERTS)
+    common = (*_ROUTERS, *_AROUND_EXPERTS, *([f"{_TERMS[0]}."] if terms else []))
     others = [key for key, _ in mlp.named_parameters() if not key.startswith(common)]
     if unknown := set(others) - names:
         raise refuse(share, f"{name}.{min(unknown)} is not known to be divided")
@@ -104,7 +116,7 @@ def _matrices(
 
 
 def _has_other_matrices(module: nn.Module, layer: str, mixers: Collection[str]) -> bool:
-    """Return whether a layer has matrices outside of its mixers."""
-    within = tuple(f"{mixer}." for mixer in mixers)
+    """Return whether a layer has matrices outside of its mixers, of those that are divided."""
+    within = tuple(f"{one}." for one in (*mixers, *(f"{layer}.{name}" for name in _WHOLE)))
     names = [key for key, values in module.named_parameters() if values.dim() > 1]
     return any(not f"{layer}.{name}".startswith(within) for name in names)

@@ -24,17 +24,25 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.delta_division import divide_net
-from worker_proc.parallel.divided_matrices import fits, has_shape, matrix_of, parameter_of
+from worker_proc.parallel.divided_matrices import (
+    fits,
+    has_shape,
+    low_rank_terms,
+    matrix_of,
+    parameter_of,
+)
 from worker_proc.parallel.division import Division, divide_spec
 from worker_proc.parallel.division_proof import prove
 from worker_proc.parallel.griffin_division import divide_griffin
 from worker_proc.parallel.kimi_division import divide_kimi_net
 from worker_proc.parallel.lightning_division import divide_lightning
 from worker_proc.parallel.mamba2_division import divide_mamba2
-from worker_proc.parallel.mamba_division import divide_mamba
+from worker_proc.parallel.mamba_division import divide_heads_of_mamba, divide_mamba
 from worker_proc.parallel.mlp_division import divide_mlps
 from worker_proc.parallel.rank_norm import is_norm
+from worker_proc.parallel.rwkv_division import divide_rwkv
 from worker_proc.parallel.share import Section, Share, refuse
+from worker_proc.parallel.shared_parts import SharedParts
 from worker_proc.parallel.short_conv_division import divide_short_conv
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
@@ -44,14 +52,22 @@ _GATES = "g_proj"
 """A gate for each head, behind the attention."""
 _LATENT = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 """What makes latent rows, which are the same for all heads."""
+_TERMS = {
+    "linear_q_adapter_list": "q_proj",
+    "linear_k_adapter_list": "k_proj",
+    "linear_v_adapter_list": "v_proj",
+}
+"""Lists of low-rank products that are added to those of matrices."""
 _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = (
     divide_net,
     divide_kimi_net,
     divide_mamba,
+    divide_heads_of_mamba,
     divide_mamba2,
     divide_short_conv,
     divide_lightning,
     divide_griffin,
+    divide_rwkv,
 )
 """For each kind of module with a state, what returns how it is divided."""
 
@@ -82,8 +98,10 @@ def shard(
     """
     divisions = _divide(loaded.model, loaded.layers, loaded.recurrent, share)
     prove(loaded, divisions, share.num_ranks)
+    shared = SharedParts(loaded.model)
     for part in divisions:
-        part.apply(loaded.model.get_submodule(part.module_name), share)
+        with shared.kept(loaded.model.get_submodule(part.module_name)) as module:
+            part.apply(module, share)
     _divide_head(loaded, share)
     layers = [replace(layer, spec=divide_spec(layer.spec, share)) for layer in loaded.layers]
     parts = dict(pair for division in divisions for pair in division.parts(share))
@@ -124,8 +142,10 @@ def _divide(
     found = [_divide_attention(model, layer, share) for layer in layers]
     found += [_divide_recurrent(model, layer.module_name, share) for layer in recurrent]
     mixers = [part.module_name for part in found]
-    for name in _layers_with(model, mixers):
-        found += divide_mlps(model, name, mixers, share)
+    decoder_layers = _layers_with(model, mixers)
+    for name in decoder_layers:
+        inner = [other for other in decoder_layers if other.startswith(f"{name}.")]
+        found += divide_mlps(model, name, mixers, share, inner)
     return found
 
 
@@ -186,6 +206,10 @@ def _divide_attention(model: nn.Module, layer: ProbedLayer, share: Share) -> Div
         columns[_GATES] = heads
     sinks = {} if layer.sinks is None else {layer.sinks.rpartition(".")[2]: num_heads}
     common = _LATENT if "kv_b_proj" in columns else set()
+    for terms, matrix in _TERMS.items():
+        for term in low_rank_terms(attention, terms, matrix):
+            columns[term] = columns[matrix]
+            common = common | {terms}
     norms = {
         key: section
         for key, section in (("q_norm", queries), ("k_norm", keys))

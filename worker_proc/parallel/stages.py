@@ -29,6 +29,7 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.passages import LayerForm, Passage, StageModel
+from worker_proc.loading.rescaled_layers import divisor_behind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.share import Share
@@ -37,8 +38,6 @@ from worker_proc.recurrent.layers import own_forwards
 _NUM_ROWS = 251
 """Of the table that takes the place of an embedding."""
 _NUM_CHECKED_ROWS = 5
-_RESCALING = "_rescale_layers"
-"""A method of transformers' models that divide weights in their first forward (RWKV)."""
 
 
 class Stage(NamedTuple):
@@ -200,12 +199,14 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
         model.set_submodule(parts.layers[index], passage)
     if not stage.is_first:
         model.set_submodule(parts.embedding, _AnyRows(hidden_size(model), loaded.dtype))
-    outlet = passages.get(own.stop)
+    inlet, outlet = passages.get(own.start - 1), passages.get(own.stop)
+    if inlet is not None:
+        inlet.factor = divisor_behind(model, own.start - 1)
     if outlet is not None:
         model.set_submodule(parts.head, _NoOutput(loaded.dtype))
         outlet.keeps = True
     return StageModel(
-        passages.get(own.start - 1),
+        inlet,
         outlet,
         parts.division(stage.num_stages),
         first_layer=parts.layers[own.start],
@@ -311,8 +312,6 @@ def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list
         raise _refuse(num_stages, f"the layers of {prefix} are not computed in their order")
     if skipped := [name for name in names if name in probed.unused_modules]:
         raise _refuse(num_stages, f"text does not pass through {skipped[0]}")
-    if rescaled := [name for name, one in model.named_modules() if hasattr(one, _RESCALING)]:
-        raise _refuse(num_stages, f"{rescaled[0]} divides the weights of all of its layers")
     if length < num_stages:
         raise _refuse(num_stages, f"the model has {length} layers")
     return names

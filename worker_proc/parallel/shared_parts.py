@@ -1,0 +1,33 @@
+"""Keeps the weights shared that several modules of a model have, while the modules are divided."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+class SharedParts:
+    """The weights that several modules have, and a rank's part of each: it is made once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [one for _, one in model.named_parameters(remove_duplicate=False)]
+        counts = Counter(map(id, found))
+        self._whole = {id(one): one for one in found if counts[id(one)] > 1}
+        self._parts: dict[int, nn.Parameter] = {}
+
+    @contextmanager
+    def kept(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield a module to be divided; then give it the parts that others have of its weights."""
+        before = {
+            name: id(one)
+            for name, one in module.named_parameters(remove_duplicate=False)
+            if id(one) in self._whole
+        }
+        yield module
+        after = dict(module.named_parameters(remove_duplicate=False))
+        for name in before.keys() & after.keys():
+            part = self._parts.setdefault(before[name], after[name])
+            assert part.shape == after[name].shape
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, part)
