@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from protocol.lifecycle import ProcessState, Role
-from scripts.testing import Engine, EngineFactory, eventually, is_alive
+from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.test_restart import command
 from tests.system.test_standby import check_zombies, loaded
 
@@ -27,7 +27,7 @@ def ready_pids(engine: Engine, role: Role, num_ranks: int = NUM_RANKS) -> list[i
         pids = [row.pid for row in rows if row.state is ProcessState.READY and row.pid is not None]
         return pids if len(pids) == num_ranks and all(map(is_alive, pids)) else []
 
-    return eventually(ask, f"all ranks of {role} are ready")
+    return eventually(ask, f"all ranks of {role} are ready", LOAD_TIMEOUT_S)
 
 
 def start_group(
