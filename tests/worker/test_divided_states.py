@@ -356,7 +356,7 @@ def test_ranks_divide_layers_with_a_state(
         ("olmo_hybrid", {}),
         ("kimi_linear", {}),
         ("jamba", {}),
-        ("minimax", {"num_experts_per_tok": 4}),  # rounding sends no row to another expert
+        ("minimax", {}),
         ("zamba", {}),
         ("zamba2", {}),
     ],
