@@ -19,6 +19,8 @@ from tests.chaos.workload import ChaosRequest
 RETURN_TIMEOUT_S = 120.0
 _IDLE_TIMEOUT_S = 10.0
 _PROBE_INTERVAL_S = 0.02
+_PROBE_TIMEOUT_S = 10.0
+"""A socket that listens refuses nothing; the client itself may be late on a busy machine."""
 _NUM_LATE = 4
 
 
@@ -147,7 +149,7 @@ class RoundRunner:
         if cell.fault is Fault.SUPERVISOR:
             return []
         with contextlib.suppress(asyncio.CancelledError):
-            while await self._engine.client.is_reachable():
+            while await self._engine.client.is_reachable(_PROBE_TIMEOUT_S):
                 await asyncio.sleep(_PROBE_INTERVAL_S)
             return [Violation(Harm.FAILED, "probe", "a connection was refused")]
         return []
