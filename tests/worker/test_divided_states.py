@@ -1,6 +1,7 @@
 """Stages of models with recurrent layers: each holds the states of its own layers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +383,8 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
     few, second = 9, ranks.runners[1]
     states = second._mirror._draft_states  # type: ignore[attr-defined]
     states._ids = states._ids[:few]
-    states.most_used = second._num_draft_states = few  # type: ignore[attr-defined]
+    states.most_used = few
+    second._drafter._least_states = partial(second._exchange.least, few)  # type: ignore[attr-defined]
     for run in check_preempted(ranks, expected, **DRAFTING):
         assert 0 < run.num_accepted_drafts < run.num_drafts
     first = ranks.runners[0]._mirror._draft_states  # type: ignore[attr-defined]
