@@ -77,6 +77,8 @@ class Connection:
         self._budget = budget
         self._lease: Lease | None = None
         self._unread: bytes | None = None
+        self._has_rest = True
+        """Whether parts of the body have not been received."""
         self.scope = scope
         self.headers: list[tuple[bytes, bytes]] = []
         """Further headers of the response."""
@@ -137,7 +139,7 @@ class Connection:
             if self._lease is not None:
                 self._lease.grow(len(chunks[-1]))
             num_bytes += len(chunks[-1])
-            more = message.get("more_body", False)
+            self._has_rest = more = message.get("more_body", False)
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
         return b"".join(chunks)
@@ -258,10 +260,9 @@ class Connection:
         await self._write({"type": "http.response.body", "body": b""})
 
     async def _discard_body(self) -> None:
-        more = True
-        while more:
+        while self._has_rest:
             message = await asyncio.wait_for(self._receive(), LINGER_IDLE_S)
-            more = message["type"] == "http.request" and message.get("more_body", False)
+            self._has_rest = message["type"] == "http.request" and message.get("more_body", False)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
         """Send server-sent events; waits while the client reads too slowly."""

@@ -11,8 +11,11 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from starlette.types import Message
 
 from api_proc.app import _ROUTES, openai_app
+from api_proc.errors import ApiError
+from api_proc.http.connection import Connection
 from api_proc.http.middleware import OPEN_PATHS
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
@@ -158,6 +161,28 @@ def test_clients_that_send_first_get_the_error(locked: LiveServer, key: str) -> 
             assert response.status == (413 if key == KEY else 401)
             assert response.read()
             assert response.will_close
+
+
+def test_a_body_that_has_ended_has_no_rest_to_discard() -> None:
+    """The connection of a body that is too large, and was received whole, is closed at once."""
+    received: list[Message] = [{"type": "http.request", "body": b"12"}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return received.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def act() -> None:
+        connection = Connection({"type": "http", "headers": []}, receive, send)
+        with pytest.raises(ApiError, match="at most 1 bytes") as refused:
+            await connection.read_body(1)
+        await connection.send_error(refused.value)
+
+    asyncio.run(act())
+    assert [message.get("status") for message in sent] == [413, None, None]
+    assert not sent[-1].get("more_body")
 
 
 def test_application_can_be_mounted_below_a_path(make_server: MakeServer) -> None:
