@@ -131,16 +131,29 @@ def test_a_prover_that_starts_late_delays_its_grammar(
     assert next(looks) > 2
 
 
+@pytest.mark.parametrize(
+    ("bound", "advance_s", "error"),
+    [
+        ("STALL_S", 0.0, "it has not advanced for 0 s"),
+        ("START_S", 1e-6, "it has not been ready within 0 s"),
+        ("START_CPU_S", 1e-6, "it needs more than 0 s of processor time"),
+    ],
+)
 def test_a_prover_that_hangs_in_its_start_fails_its_grammar(
-    service: GrammarService, monkeypatch: pytest.MonkeyPatch
+    service: GrammarService,
+    monkeypatch: pytest.MonkeyPatch,
+    bound: str,
+    advance_s: float,
+    error: str,
 ) -> None:
+    looks = count(1)
     with monkeypatch.context() as patched:
-        patched.setattr(service_module, "STALL_S", 0.0)
+        patched.setattr(service_module, bound, 0.0)
         patched.setattr(service_module, "_CHECK_S", 0.001)
-        patched.setattr(service_module, "cpu_seconds", lambda pid: 0.0)
+        patched.setattr(service_module, "cpu_seconds", lambda pid: next(looks) * advance_s)
         service.compile(CompileGrammar(1, regex("lost")))
         [failed] = wait(service, 1)
-    assert "does not start: it has not advanced for 0 s" in failed.error
+    assert f"does not start: {error}" in failed.error
     service.compile(CompileGrammar(2, regex("lost")))
     assert wait(service, 1) == [GrammarCompiled(2)]
 

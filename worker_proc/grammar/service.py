@@ -34,8 +34,9 @@ open, so that an error still has a status."""
 START_CPU_S = 30.0
 """Processor time for the start of a prover, with the tokens of a large vocabulary."""
 STALL_S = 30.0
-"""For a prover that starts and uses no processor time meanwhile. One that others leave little is
-late: its requests wait, and their own deadlines end them."""
+"""For a prover that starts and uses no processor time meanwhile."""
+START_S = 600.0
+"""For a prover that starts, however little processor time others leave it."""
 _CHECK_S = 0.1
 _NICENESS = 10
 _MAX_PROOF_BYTES = 16 * 2**20
@@ -246,22 +247,25 @@ class _Limit(NamedTuple):
 
 
 class _StartLimit:
-    """The time in which a prover must start, however slowly it advances."""
+    """The time in which a prover must start; it is much longer for one that advances slowly."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._used_s = 0.0
-        self._deadline = time.monotonic() + STALL_S
+        now = time.monotonic()
+        self._last, self._deadline = now + START_S, now + STALL_S
 
     def check(self) -> None:
         """TimeoutError: the time is over."""
-        used_s = cpu_seconds(self._pid)
+        used_s, now = cpu_seconds(self._pid), time.monotonic()
         if used_s >= START_CPU_S:
             raise TimeoutError(f"it needs more than {START_CPU_S:g} s of processor time")
+        if now >= self._last:
+            raise TimeoutError(f"it has not been ready within {START_S:g} s")
         if used_s > self._used_s:
             self._used_s = used_s
-            self._deadline = time.monotonic() + STALL_S
-        elif time.monotonic() >= self._deadline:
+            self._deadline = now + STALL_S
+        elif now >= self._deadline:
             raise TimeoutError(f"it has not advanced for {STALL_S:g} s")
 
 
