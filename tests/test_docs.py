@@ -133,12 +133,21 @@ def test_classes_that_are_not_imported_are_found() -> None:
     assert unknown_classes(page) == {"C", "Other"}
 
 
+PATTERN = ("file.py", "function")
+"""The reference that CONTRIBUTING.md shows as an example."""
 ARCHITECTURE = REFERENCE.findall((ROOT / "docs" / "architecture.md").read_text())
 
 
-def test_every_reference_of_the_architecture_resolves() -> None:
-    problems = [problem_of(file, name) for file, name in ARCHITECTURE]
-    assert [problem for problem in problems if problem is not None] == []
+def test_every_reference_to_code_resolves() -> None:
+    found = {reference for page in pages() for reference in REFERENCE.findall(page.read_text())}
+    problems = {problem_of(file, name) for file, name in found - {PATTERN}}
+    assert problems - {None} == set()
+
+
+def test_the_text_of_a_link_to_a_page_is_its_name() -> None:
+    named = re.compile(r"\[([\w/.]+\.md)\]\(([\w/.]+\.md)")
+    links = [link for page in pages() for link in named.findall(page.read_text())]
+    assert [link for link in links if Path(link[0]).name != Path(link[1]).name] == []
 
 
 def test_the_life_of_a_request_has_references() -> None:

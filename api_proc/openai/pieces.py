@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Iterator
 from protocol.api_core import RequestOutput
 
 _MOST_TOKENS = 256
+"""Of a piece."""
 _MOST_LOGPROBS = 16
-"""The same for tokens with logprobs."""
+"""The same where each token has logprobs."""
 
 
 def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:

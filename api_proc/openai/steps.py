@@ -58,18 +58,18 @@ async def in_intervals(steps: AsyncIterator[Step], num_tokens: int) -> AsyncIter
     """Merge deltas until each has `num_tokens`, except the first and the last of a sequence."""
     held: dict[int, list[Delta]] = {}
     async for step in steps:
-        merged: Step = []
+        ready: Step = []
         for sequence, delta in step:
             index = sequence.index
             if delta.num_computed_tokens is not None:  # it stands alone
-                merged.append((sequence, delta))
+                ready.append((sequence, delta))
                 continue
             known = held.get(index)
             deltas = [*(known or ()), delta]
             is_full = sum(len(item.token_ids) for item in deltas) >= num_tokens
             is_ready = known is None or is_full or delta.finish_reason is not None
             if is_ready:
-                merged.append((sequence, join(deltas)))
+                ready.append((sequence, join(deltas)))
             held[index] = [] if is_ready else deltas
-        if merged:
-            yield merged
+        if ready:
+            yield ready

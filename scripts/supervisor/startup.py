@@ -18,10 +18,7 @@ from api_proc.http.api_keys import read_keys
 from api_proc.http.tls import make_context
 from protocol.adapters import AdapterError, open_weights, read_config_bytes
 from protocol.config import ApiConfig, ConfigError, EngineConfig, ModelConfig, settings
-from protocol.config.choices import (
-    AttentionName,
-    Device,
-)
+from protocol.config.choices import AttentionName, Device
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu
 from protocol.config.lora_modules import parse_lora_module
 from protocol.process.launch import failure_file
