@@ -4,6 +4,7 @@ A given directory keeps `epoch` and `supervisor.lock` beyond the supervisor's en
 disappears with it. The register is a directory of links, one per supervisor of this user.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from protocol.adapters import ADAPTERS_FILE
 from protocol.process.run_dir import ADOPTIONS_FILE, exchange_prefix, make_run_dir
-from protocol.stores.tiers import remove_memory, remove_orphaned_memory
+from protocol.stores.tiers import SHARED_MEMORY, remove_memory, remove_orphaned_memory
 
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"
@@ -100,6 +101,7 @@ class RunDir:
             elif not is_live(target):
                 link.unlink(missing_ok=True)
                 remove_memory(target)
+                _remove_shared_files(target)
                 if link.name.startswith(_TEMPORARY):
                     shutil.rmtree(target, ignore_errors=True)
         remove_orphaned_memory()
@@ -119,11 +121,11 @@ class RunDir:
         if self._link is not None:
             self._link.unlink(missing_ok=True)
         remove_memory(self.path)
+        _remove_shared_files(self.path)
         if self._is_own or (self._is_temporary and is_abandoned):
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            shared = exchange_prefix(self.path)
-            for pattern in ("*.sock", f"{ADOPTIONS_FILE}*", f"*{shared}*"):
+            for pattern in ("*.sock", f"{ADOPTIONS_FILE}*"):
                 for file in Path(self.path).glob(pattern):
                     file.unlink(missing_ok=True)
         os.close(self._lock_fd)
@@ -173,6 +175,16 @@ def holder_of(run_dir: str) -> int | None:
         return None if _lock(lock_fd, timeout_s=0.0) else _pid_in(lock_fd)
     finally:
         os.close(lock_fd)
+
+
+def _remove_shared_files(run_dir: str) -> None:
+    """Remove the files that ranks of an engine that has ended shared, if they have left some."""
+    with contextlib.suppress(FileNotFoundError):  # the directory is gone
+        shared = exchange_prefix(run_dir)
+        for directory in (SHARED_MEMORY, Path(run_dir)):
+            for file in directory.glob(f"*{shared}*"):
+                with contextlib.suppress(OSError):  # another user's
+                    file.unlink()
 
 
 def _pid_in(lock_fd: int) -> int | None:

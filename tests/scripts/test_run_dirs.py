@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.process.run_dir import exchange_prefix
+from protocol.stores.tiers import SHARED_MEMORY
 from protocol.transport.channel import lifecycle_address
 from scripts.supervisor import run_dirs
 from scripts.supervisor.run_dirs import (
@@ -51,16 +53,46 @@ def test_directory_that_is_locked_is_live_without_an_answer(base: Path) -> None:
     assert not os.path.exists(held.path)
 
 
-def test_a_given_directory_keeps_no_file_of_processes_that_have_ended(base: Path) -> None:
-    """Of ranks: the one with their adoptions, and one that not all of them had when they died."""
-    run_dir = RunDir(str(base / "given"))
-    run_dir.next_epoch()
-    adoption = Adoption(0, 2, run_dir.path)
+def leave_shared_files(run_dir: str) -> list[Path]:
+    """Leave what ranks leave that die before all have joined; returns the files."""
+    adoption = Adoption(0, 2, run_dir)
     adoption.begin(1)
     adoption.path("group-0-").touch()
+    adoption.map_file("sums-0-", 1, makes=True, deadline=0.0)
+    prefix = exchange_prefix(run_dir)
+    return [*SHARED_MEMORY.glob(f"{prefix}*"), *Path(run_dir).glob(f"{prefix}*")]
+
+
+def test_a_given_directory_keeps_no_file_of_processes_that_have_ended(base: Path) -> None:
+    """Nor does shared memory."""
+    run_dir = RunDir(str(base / "given"))
+    run_dir.next_epoch()
+    left = leave_shared_files(run_dir.path)
     (base / "given" / "core.sock").touch()
     run_dir.close(is_abandoned=False)
     assert {path.name for path in (base / "given").iterdir()} == {"epoch", "supervisor.lock"}
+    assert len(left) == 2
+    assert not any(path.exists() for path in left)
+
+
+def test_the_next_supervisor_removes_what_ranks_of_a_killed_one_have_left(base: Path) -> None:
+    killed = base / "killed"
+    killed.mkdir(mode=0o700)
+    left = leave_shared_files(str(killed))
+    held = RunDir(str(base / "given"))
+    held.register()
+    assert all(path.exists() for path in left)
+    (base / f"troika-{os.getuid()}" / "given-1").symlink_to(killed)
+    held.register()
+    assert len(left) == 2
+    assert not any(path.exists() for path in left)
+    held.close(is_abandoned=False)
+
+
+def test_a_directory_that_is_gone_is_closed(base: Path) -> None:
+    run_dir = RunDir(str(base / "given"))
+    shutil.rmtree(run_dir.path)
+    run_dir.close(is_abandoned=False)
 
 
 def test_directory_of_the_dead_is_cleared_by_the_next(base: Path) -> None:
