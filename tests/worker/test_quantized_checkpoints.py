@@ -291,6 +291,8 @@ FP8: dict[str, Any] = {"quant_method": "fp8"}
 MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 ROUNDED = auto_round(awq(64)).settings
 GROUP = r"config_groups\.a"
+ROTATED_ROWS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input"}]}}}
+"""What llm-compressor writes for rotations that are computed with the rows."""
 
 
 @pytest.mark.parametrize(
@@ -319,9 +321,25 @@ GROUP = r"config_groups\.a"
         ),
         (ROUNDED | {"packing_format": "auto_round"}, 'packing_format is "auto_round"; supported'),
         (ROUNDED | {"extra_config": {"a": {"bits": 8}}}, r"config\.a\.bits is 8; supported: 4"),
+        (
+            ROUNDED | {"extra_config": {"a": {"bits": "16"}}},
+            r'config\.a\.bits is "16"; supported: 4',
+        ),
         (compressed() | {"format": "marlin-24"}, 'format is "marlin-24"; supported: "pack-q'),
         (compressed() | {"config_groups": {}}, "config_groups is {}; supported: at least one"),
         (compressed() | {"config_groups": {"a": 1}}, rf"{GROUP} is 1, and must be an object"),
+        (
+            compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.form",
+        ),
+        (
+            compressed() | {"transform_config": ROTATED_ROWS},
+            r'transform_config\.config_groups\.R4\.apply is .*"location": "input".*supported: the',
+        ),
+        (
+            compressed() | {"config_groups": {"a": {"targets": ["re:("]}}},
+            rf'{GROUP}\.targets is \["re:\("\]; supported: a list of names, and of regular',
+        ),
         (compressed(num_bits=3), rf"{GROUP}\.weights\.num_bits is 3; supported: 4 or 8"),
         (compressed(group_size=48), rf"{GROUP}\.weights\.group_size is 48"),
         (compressed(strategy="tensor_group"), rf"{GROUP}\.weights\.strategy is"),
@@ -367,6 +385,7 @@ LAYER = "model.layers.1.mlp.up_proj"
             torch.full((128,), 2, dtype=torch.int32),
             "g_idx outside of its 2 groups",
         ),
+        (gptq(4, 64, is_symmetric=True, has_order=True), "g_idx", None, f"{LAYER} misses g_idx"),
         (
             pack_quantized(4, 32, is_symmetric=True),
             "weight_shape",
@@ -541,9 +560,25 @@ def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     own = tmp_path / "coded" / "hf_quant_config.json"
     own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
     assert len(open_files(tmp_path / "coded").weights) == 2 * 7
-    own.write_text("{")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json cannot be read"):
-        open_files(tmp_path / "coded")
+    for content, reason in (
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
+        ("{}", "quantization is null, and must be an object"),
+        ('{"quantization": {"quant_algo": "W4A8_AWQ"}}', 'quantization.quant_algo is "W4A8_AWQ"'),
+    ):
+        own.write_text(content)
+        with pytest.raises((CheckpointError, UnsupportedModel), match=reason) as caught:
+            open_files(tmp_path / "coded")
+        assert str(own) in str(caught.value)
+
+
+def test_rotations_within_weights_are_no_obstacle(tmp_path: Path) -> None:
+    """llm-compressor states them, too, and what nothing has been made sparse by."""
+    layout = pack_quantized(4, 32, is_symmetric=True)
+    rotated = {"R1": {"type": "hadamard", "apply": [{"location": "weight_output"}]}}
+    others = {"transform_config": {"config_groups": rotated}, "sparsity_config": {}}
+    write_quantized(tmp_path, replace(layout, settings=layout.settings | others))
+    assert len(open_files(tmp_path).weights) == 2 * 7
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ def read_auto_round(settings: Settings) -> CheckpointFormat:
     settings.one_of("data_type", ("int",), "int")
     own = [(key, settings.get(key)) for key in ("bits", "group_size")]
     for layer in settings.sections("extra_config") if settings.get("extra_config") else ():
-        if layer.get("bits") is None or layer.get("bits") < _PLAIN_BITS:
-            for key, value in own:
-                layer.one_of(key, (value,), value)
+        bits = layer.get("bits")
+        if type(bits) is int and bits >= _PLAIN_BITS:
+            continue
+        for key, value in own:
+            layer.one_of(key, (value,), value)
     if settings.one_of(_PACKING, (*_GPTQ, *_AWQ)) in _GPTQ:
         return read_gptq(settings)._replace(method="auto-round")
     return read_awq(settings)._replace(method="auto-round")

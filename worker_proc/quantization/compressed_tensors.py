@@ -45,7 +45,9 @@ _FORMATS = (
 )
 _WHOLE_SCALE = WholeScale("weight_global_scale", divides=True)
 GROUP_SIZES = (32, 64, 128)
-_ALL_LAYERS = "Linear"
+_ALL_LAYERS, _REGEX = "Linear", "re:"
+_IN_WEIGHTS = ("weight_input", "weight_output")
+"""Where a rotation is part of the weights that are stored. Those of other places rotate rows."""
 
 
 class IntScheme:
@@ -127,9 +129,20 @@ class _Group(NamedTuple):
 
 
 def _matches(target: str, layer: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
+    if target.startswith(_REGEX):
+        return re.match(target.removeprefix(_REGEX), layer) is not None
     return layer == target
+
+
+def _is_target(value: object) -> bool:
+    """Return whether a value is a name, or a regular expression behind `re:`."""
+    if not isinstance(value, str):
+        return False
+    try:
+        re.compile(value.removeprefix(_REGEX) if value.startswith(_REGEX) else "")
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _scheme_of(groups: list[_Group], layer: str) -> Scheme:
@@ -146,6 +159,9 @@ def _scheme_of(groups: list[_Group], layer: str) -> Scheme:
 def read_compressed_tensors(settings: Settings) -> CheckpointFormat:
     """Return the format that the settings describe."""
     name = settings.one_of("format", (*_FORMATS, _MIXED))
+    _check_transforms(settings)
+    if settings.get("sparsity_config"):
+        settings.section("sparsity_config").one_of("format", ("dense",), "dense")
     groups = [_read_group(group, name) for group in settings.sections("config_groups")]
     if not groups:
         raise settings.unsupported("config_groups", "at least one group")
@@ -158,12 +174,26 @@ def read_compressed_tensors(settings: Settings) -> CheckpointFormat:
     )
 
 
+def _check_transforms(settings: Settings) -> None:
+    """Raise UnsupportedModel if rows are rotated before or behind layers (QuIP, SpinQuant)."""
+    if not settings.get("transform_config"):
+        return
+    for scheme in settings.section("transform_config").sections("config_groups"):
+        applied = scheme.get("apply", [])
+        is_list = isinstance(applied, list) and all(isinstance(one, dict) for one in applied)
+        if not is_list or any(one.get("location") not in _IN_WEIGHTS for one in applied):
+            supported = " and ".join(f'"{location}"' for location in _IN_WEIGHTS)
+            raise scheme.unsupported("apply", f"the locations {supported}")
+
+
 def _read_group(group: Settings, name: str) -> _Group:
     name = group.one_of("format", _FORMATS if name == _MIXED else (name,), name)
     group.one_of("output_activations", (None,))
     targets = group.get("targets", [])
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise group.unsupported("targets", "a list of names")
+    if not isinstance(targets, list) or not all(map(_is_target, targets)):
+        raise group.unsupported(
+            "targets", 'a list of names, and of regular expressions behind "re:"'
+        )
     weights = group.section("weights")
     weights.one_of("dynamic", (False,), False)
     if weights.one_of("type", ("int", "float"), "int") == "float":

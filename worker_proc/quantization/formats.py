@@ -43,11 +43,13 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
         section = getattr(holder, KEY, section)
         if hasattr(holder, KEY):
             delattr(holder, KEY)
-    section = settings_beside(path) if section is None else section
     if section is None:
+        settings, method = settings_beside(path), MODELOPT
+    else:
+        settings = Settings(path, KEY, section)
+        method = settings.get("quant_method")
+    if settings is None:
         return None
-    settings = Settings(path, KEY, section)
-    method = settings.get("quant_method")
     check_method(path, method, config.model_type)
     return _READERS[method](settings)
 

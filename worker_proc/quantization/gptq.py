@@ -30,11 +30,15 @@ class GptqScheme:
 
     codes_rows = False
 
-    def __init__(self, num_bits: int, group_size: int, zero_offset: int) -> None:
+    def __init__(
+        self, num_bits: int, group_size: int, zero_offset: int, *, has_order: bool
+    ) -> None:
+        """`has_order`: consecutive inputs may belong to any groups, which `g_idx` states."""
         self.kind = CodeKind.INT4 if num_bits == 4 else CodeKind.INT8
         self._num_bits = num_bits
         self._group_size = group_size
         self._zero_offset = zero_offset
+        self._has_order = has_order and group_size != -1
 
     def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         num_words, num_outputs = require_matrix(stored, "qweight", "I32")
@@ -43,7 +47,7 @@ class GptqScheme:
         groups = num_groups(num_inputs, self._group_size)
         require(stored, "scales", (groups, num_outputs))
         require(stored, "qzeros", (groups, -(-num_outputs // per_word)))
-        if "g_idx" in stored:
+        if self._has_order or "g_idx" in stored:
             require(stored, "g_idx", (num_inputs,))
         return num_outputs, num_inputs
 
@@ -79,6 +83,8 @@ def read_gptq(settings: Settings) -> CheckpointFormat:
     # A rule that begins with "-:" leaves layers as they are, and others have other settings.
     if not isinstance(dynamic, dict) or not all(rule.startswith("-:") for rule in dynamic):
         raise settings.unsupported("dynamic", "rules that begin with -:")
-    scheme = GptqScheme(num_bits, group_size, zero_offset=int(version == "gptq"))
+    zero_offset = int(version == "gptq")
+    has_order = settings.one_of("desc_act", (True, False), False)
+    scheme = GptqScheme(num_bits, group_size, zero_offset, has_order=has_order)
     parts = frozenset({"qzeros", "scales", "g_idx"})
     return CheckpointFormat("gptq", ("qweight",), parts, lambda _: scheme)

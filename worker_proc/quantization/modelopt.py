@@ -9,13 +9,11 @@ used.
 Older checkpoints state this in hf_quant_config.json instead of config.json.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
-from worker_proc.errors import CheckpointError
 from worker_proc.quantization.fp4 import Fp4Scheme, WholeScale
 from worker_proc.quantization.fp8 import Fp8Scheme
+from worker_proc.quantization.headers import read_object
 from worker_proc.quantization.methods import MODELOPT, OWN_FILE
 from worker_proc.quantization.mxfp4 import E2M1_GROUP
 from worker_proc.quantization.scheme import UNUSED_PARTS, CheckpointFormat, Settings
@@ -23,14 +21,14 @@ from worker_proc.quantization.scheme import UNUSED_PARTS, CheckpointFormat, Sett
 _ALGORITHM = "quant_algo"
 _MIXED, _MXFP8 = "MIXED_PRECISION", "MXFP8"
 _PLAIN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
-_MAX_BYTES = 2**24
-"""Of hf_quant_config.json, which may name every layer."""
+_SECTION = "quantization"
+"""Of hf_quant_config.json, or of a `quantization_config` that has its content."""
 
 
 def read_modelopt(settings: Settings) -> CheckpointFormat:
     """Return the format that the settings describe."""
-    if settings.get("quantization") is not None:
-        settings = settings.section("quantization")
+    if settings.get(_SECTION) is not None:
+        settings = settings.section(_SECTION)
     algorithm = settings.one_of(_ALGORITHM, (*_PLAIN, _MXFP8, _MIXED))
     if algorithm == _MIXED:
         for layer in settings.sections("quantized_layers"):
@@ -47,17 +45,12 @@ def read_modelopt(settings: Settings) -> CheckpointFormat:
     )
 
 
-def settings_beside(path: Path) -> Any:
-    """Return what hf_quant_config.json beside config.json states, as a `quantization_config`.
+def settings_beside(path: Path) -> Settings | None:
+    """Return what hf_quant_config.json beside config.json states; None: there is none.
 
-    None: there is none. `path` is that of config.json.
+    `path` is that of config.json.
     """
     own = path.with_name(OWN_FILE)
-    try:
-        with own.open("rb") as file:
-            content = json.loads(file.read(_MAX_BYTES))
-    except FileNotFoundError:
+    if not own.is_file():
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{own} cannot be read: {error}") from error
-    return {**content, "quant_method": MODELOPT} if isinstance(content, dict) else content
+    return Settings(own, _SECTION, read_object(own).get(_SECTION))
