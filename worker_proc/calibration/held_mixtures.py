@@ -2,10 +2,12 @@
 
 Two ways to compute a row round differently, and the row may then go to other experts, which
 compute something else. So where two ways are compared that differ in attention, the outputs of
-mixtures may be held: each of them computes every row by itself, and is proven apart.
+mixtures may be held. What each mixture returns for the same rows in the two ways is then compared
+by itself.
 """
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,38 +42,84 @@ class HeldMixtures:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = mixtures_of(model)
+        self._inputs: dict[tuple[nn.Module, int], list[torch.Tensor]] = {}
         self._outputs: dict[tuple[nn.Module, int], torch.Tensor] = {}
+        self._errors: dict[nn.Module, list[float]] = {}
+
+    @property
+    def error(self) -> float:
+        """The median relative error of the rows of the mixture in which it is largest."""
+        return max(map(statistics.median, self._errors.values()), default=0.0)
 
     @contextmanager
     def recorded(self, text: int) -> Iterator[None]:
-        """Keep what is returned for a text that is computed by itself, at once."""
+        """Keep what is given and returned for a text that is computed by itself, at once."""
 
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[module, text] = _first(output).flatten(0, -2).clone()
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = filter(_has_rows, (*args, *kwargs.values()))
+            self._inputs[module, text] = [_rows(one).clone() for one in given]
+            self._outputs[module, text] = _rows(_first(output)).clone()
 
         with self._hooked(record):
             yield
 
     @contextmanager
     def returned(self, rows: Sequence[Rows]) -> Iterator[None]:
-        """Return again what was kept, for a step over these rows."""
+        """Give and return again what was kept, for a step over these rows; adds to `error`."""
 
-        def replace(module: nn.Module, args: Any, output: Any) -> Any:
-            parts = [self._outputs[module, text][start:end] for text, start, end in rows]
-            held = torch.cat(parts).view(_first(output).shape)
+        def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            kept = zip(*(self._inputs[module, text] for text, _, _ in rows), strict=True)
+
+            def give_one(value: Any) -> Any:
+                if not _has_rows(value):
+                    return value
+                return _cut(next(kept), rows).view(value.shape)
+
+            args = tuple(map(give_one, args))
+            return args, {name: give_one(value) for name, value in kwargs.items()}
+
+        def replace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            held = _cut([self._outputs[module, text] for text, _, _ in rows], rows)
+            found = _first(output)
+            difference = (_rows(found).float() - held.float()).norm(dim=-1)
+            errors = difference / held.float().norm(dim=-1).clamp_min(1e-6)
+            errors = errors.nan_to_num(torch.inf)  # which is greater than any bound
+            self._errors.setdefault(module, []).extend(errors.tolist())
+            held = held.view(found.shape)
             return (held, *output[1:]) if isinstance(output, tuple) else held
 
-        with self._hooked(replace):
+        with self._hooked(replace, give):
             yield
 
     @contextmanager
-    def _hooked(self, hook: Any) -> Iterator[None]:
-        handles = [module.register_forward_hook(hook) for module in self._modules]
+    def _hooked(
+        self, hook: Callable[..., Any], pre_hook: Callable[..., Any] | None = None
+    ) -> Iterator[None]:
+        modules = self._modules
+        handles = [one.register_forward_hook(hook, with_kwargs=True) for one in modules]
+        if pre_hook is not None:
+            handles += [
+                one.register_forward_pre_hook(pre_hook, with_kwargs=True) for one in modules
+            ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    return value.flatten(0, -2)
+
+
+def _cut(kept: Sequence[torch.Tensor], rows: Sequence[Rows]) -> torch.Tensor:
+    """Return these rows of what was kept of each one's text."""
+    cut = [one[start:end] for one, (_, start, end) in zip(kept, rows, strict=True)]
+    return torch.cat(cut)
 
 
 def _first(output: Any) -> torch.Tensor:
