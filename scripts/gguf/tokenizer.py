@@ -29,6 +29,8 @@ _ENDS = frozenset(
     | {"<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>"}
 )
 """Control tokens that end an answer, which files need not state."""
+_END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
+"""Of gpt-oss, whose answers have several messages; <|end|> ends answers of other models."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 """Added tokens of Phi-3 with sentencepiece that leave the spaces behind them; others take these."""
 _MAX_TOKEN_CHARACTERS = 512
@@ -68,12 +70,15 @@ class TokenizerFiles:
     def end_ids(self) -> list[int]:
         """Return the ids of tokens that end an answer."""
         stated = [self._id(name) for name in ("eos", "eot", "eom")]
-        known = [
-            number
+        known = {
+            token: number
             for number, (token, type) in enumerate(zip(self._tokens, self._types, strict=True))
             if type == _CONTROL and token in _ENDS
-        ]
-        return list(dict.fromkeys(number for number in (*stated, *known) if number is not None))
+        }
+        if all(token in known for token in _ENDS_OF_ANSWERS):
+            known.pop(_END_OF_MESSAGE, None)
+        found = (*stated, *known.values())
+        return list(dict.fromkeys(number for number in found if number is not None))
 
     def _byte_level(self) -> Tokenizer:
         name = self._get("pre", "default")

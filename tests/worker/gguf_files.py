@@ -21,14 +21,20 @@ from tests.worker.checkpoints import SHAPE, build_checkpoint
 WIDE: dict[str, Any] = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Every matrix has whole blocks of 256 inputs."""
 _WRITER_ARCHITECTURES = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "gpt_oss": "gpt-oss",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
 """`general.architecture` by `model_type`, where they differ."""
-PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "smollm3"})
+PERMUTED = frozenset({"llama", "ministral3", "mistral", "mixtral", "granite", "smollm3"})
 """Types whose queries and keys llama.cpp stores in pairs of rows."""
 _OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -86,6 +92,10 @@ def write_gguf(
     weights = {
         name: tensor.float() for name, tensor in load_file(reference / "model.safetensors").items()
     }
+    for name, tensor in weights.items():
+        if name.endswith("e_score_correction_bias"):  # zeros
+            tensor.normal_(0.0, 0.1)
+    weights = _taken_apart(weights, config)
     architecture = architecture or _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
     path = directory / "tiny.gguf"
     writer = gguf.GGUFWriter(
@@ -98,13 +108,14 @@ def write_gguf(
     _add_vocabulary(writer, vocabulary or byte_vocabulary(config.vocab_size))
     for name, sources in _stored_names(weights, architecture, config).items():
         stored = np.stack([_to_file(source, weights[source], config) for source in sources])
-        stored = stored[0] if len(sources) == 1 and "_exps" not in name else stored
+        is_stack = ".experts.0." in sources[0]
+        stored = stored if is_stack else stored[0]
         stored = stored.squeeze(1) if "conv.weight" in name else stored
-        is_plain = stored.ndim == 1 or "conv.weight" in name
+        is_plain = stored.ndim == 1 or name.endswith(("conv.weight", ".bias"))
         own = Type.F32 if is_plain else types(name) or type
         blocks, values = _encode(stored, own)
         writer.add_tensor(name, blocks, raw_dtype=own)
-        for source, value in zip(sources, values if "_exps" in name else [values], strict=True):
+        for source, value in zip(sources, values if is_stack else [values], strict=True):
             weights[source] = _from_file(source, torch.from_numpy(value), config)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
@@ -112,6 +123,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    weights = _put_together(weights)
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()},
         reference / "model.safetensors",
@@ -122,6 +134,61 @@ def write_gguf(
     if tensors_per_part:
         [path] = directory.glob("tiny-00001-of-*.gguf")
     return path, reference
+
+
+def _taken_apart(
+    weights: Mapping[str, torch.Tensor], config: PretrainedConfig
+) -> dict[str, torch.Tensor]:
+    """Return weights with the names and parts that llama.cpp gives to those of gpt-oss and MLA."""
+    parts = {}
+    for name, weight in weights.items():
+        base, _, own = name.rpartition(".")
+        kind = "bias" if own.endswith("_bias") else "weight"
+        tensor = weight.transpose(1, 2) if weight.ndim == 3 and kind == "weight" else weight
+        match own.removesuffix("_bias"):
+            case "gate_up_proj":
+                parts[f"{base}.gate_proj.{kind}"] = tensor[:, ::2].contiguous()
+                parts[f"{base}.up_proj.{kind}"] = tensor[:, 1::2].contiguous()
+            case "down_proj":
+                parts[f"{base}.down_proj.{kind}"] = tensor.contiguous()
+            case "sinks":
+                parts[f"{name}.weight"] = tensor
+            case "e_score_correction":
+                parts[f"{base}.e_score_correction.bias"] = tensor
+            case _ if base.endswith("kv_b_proj"):
+                heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+                sizes = (config.qk_nope_head_dim, config.v_head_dim)
+                keys, values = heads.split(sizes, 1)
+                parts[f"{base[:-9]}k_b_proj.weight"] = keys.transpose(1, 2).contiguous()
+                parts[f"{base[:-9]}v_b_proj.weight"] = values.contiguous()
+            case _:
+                parts[name] = weight
+    return parts
+
+
+def _put_together(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in parts.items():
+        base, _, kind = name.rpartition(".")
+        own = "_bias" if kind == "bias" else ""
+        if base.endswith(".experts.gate_proj"):
+            factors = parts[name.replace("gate_proj", "up_proj")]
+            joined = torch.stack((tensor, factors), 2).flatten(1, 2)
+            joined = joined if own else joined.transpose(1, 2)
+            weights[f"{base[:-9]}gate_up_proj{own}"] = joined
+        elif base.endswith(".experts.down_proj"):
+            weights[f"{base}{own}"] = tensor if own else tensor.transpose(1, 2)
+        elif base.endswith("sinks"):
+            weights[base] = tensor
+        elif base.endswith("e_score_correction"):
+            weights[f"{base}_bias"] = tensor
+        elif base.endswith("k_b_proj"):
+            values = parts[name.replace("k_b_proj", "v_b_proj")]
+            both = torch.cat((tensor.transpose(1, 2), values), 1).flatten(0, 1)
+            weights[name.replace("k_b_proj", "kv_b_proj")] = both
+        elif not base.endswith((".experts.up_proj", ".v_b_proj")):
+            weights[name] = tensor
+    return weights
 
 
 def write_random_gguf(path: Path, config: PretrainedConfig, type: Type) -> None:
@@ -151,12 +218,18 @@ def _add_keys(
 ) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + further.get("nextn_predict_layers", 0))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(_kv_heads(config))
     writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     rope = config.rope_parameters
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
     writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for add in (writer.add_key_length, writer.add_value_length):
@@ -165,6 +238,12 @@ def _add_keys(
     for key, add in {
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
+        "n_routed_experts": writer.add_expert_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
@@ -179,10 +258,13 @@ def _add_keys(
             add(getattr(config, key))
     if getattr(config, "sliding_window", None) and config.model_type != "mistral":
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     for key, value in further.items():
         name = f"{writer.arch}.{key}"
         {
             str: writer.add_string,
+            bool: writer.add_bool,
             float: writer.add_float32,
             int: writer.add_uint32,
             list: writer.add_array,
@@ -220,7 +302,7 @@ def _stored_names(
     for name in weights:
         base, _, leaf = name.rpartition(".")
         before, is_expert, rest = base.partition(".experts.")
-        if is_expert:
+        if is_expert and "." in rest:
             base = f"{before.replace('block_sparse_moe', 'mlp')}.experts"
             part = rest.partition(".")[2]
             base = f"{base}.{_EXPERT_NAMES.get(part, part)}"
@@ -277,11 +359,15 @@ def random_blocks(shape: tuple[int, ...], type: Type, scale: float = 3e-4) -> np
     for place in halves_of(type):
         numbers = (generator.standard_normal(count) * scale).astype(np.float16)
         blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)
+    if type is Type.MXFP4:  # the exponent of a power of two
+        blocks[..., 0] = generator.integers(116, 124, count)
     return blocks.reshape(*shape[:-1], -1)
 
 
 def halves_of(type: Type) -> tuple[int, ...]:
     """Return where a block has numbers in fp16."""
+    if type is Type.MXFP4:
+        return ()
     if type in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K):
         return (0, 2)
     return ({Type.Q6_K: 208, Type.Q3_K: 108}.get(type, 0),)

@@ -27,9 +27,12 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -39,6 +42,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -123,6 +127,11 @@ MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
 GEMMA: dict[str, Any] = {
     **{"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}
 }
+MINISTRAL3_ROPE: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0},
+    **{"beta_slow": 1.0, "original_max_position_embeddings": 16, "mscale": 1.0},
+    **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**WIDE),
     "llama_tied": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
@@ -156,12 +165,28 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "glm4": lambda: Glm4Config(**WIDE, attention_bias=True),
     "olmo2": lambda: Olmo2Config(**WIDE),
+    "seed_oss": lambda: SeedOssConfig(**WIDE),
+    "mistral3": lambda: Ministral3Config(**WIDE, rope_parameters=MINISTRAL3_ROPE),
+    "mistral_small": lambda: MistralConfig(**WIDE, sliding_window=None),
+    "glm4moe": lambda: Glm4MoeConfig(
+        **WIDE,
+        **MOE,
+        **{"n_routed_experts": 4, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+        **{"use_qk_norm": True, "attention_bias": True},
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
     "qwen2vl": lambda: Qwen2Config(**WIDE),
     "qwen3vl": lambda: Qwen3Config(**WIDE),
     "qwen3vlmoe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
 }
 KEYS: dict[str, dict[str, Any]] = {
     "lfm2": {"shortconv.l_cache": 3},
+    "mistral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.5},
+    "glm4moe": {
+        **{"expert_weights_norm": True, "expert_gating_func": 2, "nextn_predict_layers": 1},
+    },
     "qwen2vl": {"rope.dimension_sections": [16, 8, 8, 0]},
     **{
         name: {"rope.dimension_sections": [16, 8, 8, 0], "n_deepstack_layers": 3}
@@ -169,6 +194,15 @@ KEYS: dict[str, dict[str, Any]] = {
     },
 }
 """Further keys of files."""
+ARCHITECTURES = {"mistral_small": "mistral3"}
+"""`general.architecture`, where it is not the name."""
+DRAFTS: dict[str, dict[str, np.ndarray]] = {
+    "glm4moe": {
+        "blk.2.attn_q.weight": np.ones((256, 256), np.float32),
+        "blk.2.nextn.eh_proj.weight": np.ones((256, 512), np.float32),
+    }
+}
+"""Tensors of layers that draft tokens."""
 FILES = {
     **dict.fromkeys(CONFIGS, Type.Q4_0),
     **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
@@ -176,6 +210,11 @@ FILES = {
     **{"mixtral": Type.Q5_1, "smollm3": Type.Q5_0},
 }
 """The type of the matrices of each file."""
+TYPES: dict[str, Callable[[str], Type | None]] = {
+    "gpt-oss": lambda name: Type.MXFP4 if "_exps" in name else Type.Q8_0,
+    "qwen3vlmoe": lambda name: Type.MXFP4 if "_exps" in name else None,
+}
+"""Where they have others."""
 
 USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
 """One of each kind of tensors; the others take a minute more."""
@@ -184,9 +223,15 @@ USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
 def write_named(directory: Path, name: str) -> tuple[Path, Path]:
     """Write the file of a name above, and the plain checkpoint."""
     keys = KEYS.get(name)
-    architecture = name if keys else ""
-    config = CONFIGS[name]()
-    return write_gguf(directory, config, FILES[name], keys=keys, architecture=architecture)
+    return write_gguf(
+        directory,
+        CONFIGS[name](),
+        FILES[name],
+        types=TYPES.get(name, lambda tensor: None),
+        keys=keys,
+        tensors=DRAFTS.get(name),
+        architecture=ARCHITECTURES.get(name, name if keys else ""),
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -199,6 +244,7 @@ def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path
     files = GgufFiles(format.sources)
     found = {key: one.read().dequantize(torch.float32) for key, one in files.weights.items()}
     found |= {key: part[...].float() for key, part in files.plain_slices().items()}
+    found |= {key: whole.read(torch.float32) for key, whole in files.experts.items()}
     assert found.keys() == expected.keys()
     for key, values in found.items():
         assert torch.equal(values, expected[key]), key
@@ -229,10 +275,13 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) 
     expected = expect(reference, prompts, MAX_TOKENS)
     assert len({tuple(tokens) for tokens in expected}) > 1
     runner = make_runner(make_directory(path), ROOMY)
-    assert drive(runner, prompts, GREEDY).output_token_ids == expected
+    modes = {"whole_prompts": {}} if name in USUAL else modes_of(runner.facts.num_gpu_blocks)
+    for mode, options in modes.items():
+        run = drive(runner, prompts, GREEDY, **({"max_num_seqs": 16} | options))
+        assert run.output_token_ids == expected, mode
     assert runner.facts.exact_resume
     is_plain = FILES[name] in (Type.F32, Type.F16, Type.BF16)
-    assert runner.facts.quantization.startswith("" if is_plain else "gguf int")
+    assert runner.facts.quantization.startswith("" if is_plain else "gguf ")
 
 
 @needs_kernels
@@ -282,6 +331,17 @@ def test_scaled_frequencies_are_read(
     path, _ = write_gguf(tmp_path, Qwen3Config(**WIDE | own), Type.F16, keys=keys)
     config = json.loads((make_directory(path) / "config.json").read_text())
     assert config["rope_parameters"].items() >= expected.items()
+
+
+def test_frequencies_of_gpt_oss_are_not_truncated(tmp_path: Path) -> None:
+    """Files do not state that."""
+    path, reference = write_named(tmp_path, "gpt-oss")
+    made, expected = (
+        json.loads((directory / "config.json").read_text())["rope_parameters"]
+        for directory in (make_directory(path), reference)
+    )
+    assert made == expected
+    assert made["truncate"] is False
 
 
 LLAMA3_ROPE = {

@@ -13,6 +13,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
@@ -26,7 +28,7 @@ from scripts.gguf.tokenizer import TokenizerFiles
 from scripts.hub.messages import gguf_files
 from tests.worker.gguf_files import WIDE, write_gguf
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.architectures import architecture_of, make_config
+from worker_proc.gguf.architectures import ARCHITECTURES, architecture_of, make_config
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.model_header import read_header
 from worker_proc.gguf.names import named_tensors
@@ -41,6 +43,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(**SMALL | {"num_hidden_layers": 4}),
     "phi3": lambda: Phi3Config(**SMALL, original_max_position_embeddings=256),
     "qwen3moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS),
+    "gpt-oss": lambda: GptOssConfig(**SMALL, num_local_experts=4),
+    "glm4moe": lambda: Glm4MoeConfig(**SMALL, n_routed_experts=4, moe_intermediate_size=256),
 }
 
 Load = Callable[..., MappedFiles]
@@ -124,6 +128,9 @@ def test_frequencies(load: Load, keys: dict[str, Any], expected: dict[str, Any])
         ("gemma3", {"attn_logit_softcapping": 50.0}),
         ("qwen3moe", {"expert_weights_scale": 2.5}),
         ("qwen3moe", {"expert_gating_func": 2}),
+        ("glm4moe", {"expert_gating_func": 1}),
+        ("glm4moe", {"nextn_predict_layers": 1}),
+        ("gpt-oss", {"nextn_predict_layers": 1}),
     ],
 )
 def test_keys_that_change_results_are_refused(load: Load, name: str, keys: dict[str, Any]) -> None:
@@ -253,11 +260,41 @@ def test_a_token_has_a_bounded_length(load: Load, tmp_path: Path) -> None:
         TokenizerFiles(file.header).write(tmp_path)
 
 
+def test_the_end_of_a_message_of_gpt_oss_ends_no_answer(load: Load) -> None:
+    """Behind the message with its thoughts comes the one with the answer."""
+    for types, ends in (([1, 3, 3], [2, 301, 302]), ([3, 3, 3], [2, 300, 301])):
+        header = load("llama", {}).header
+        header.metadata["tokenizer.ggml.tokens"][300:303] = "<|return|>", "<|call|>", "<|end|>"
+        header.metadata["tokenizer.ggml.token_type"][300:303] = types
+        assert TokenizerFiles(header).end_ids() == ends
+
+
 def test_experts_are_as_many_as_the_file_states(load: Load) -> None:
-    for count, text in ((3, "4 experts, and qwen3moe.expert_count is 3"), (5000, "at most 4096")):
-        file = load("qwen3moe", {"expert_count": count})
-        with pytest.raises(CheckpointError, match=text):
-            list(named_tensors(file.header, architecture_of(file)))
+    for name in ("qwen3moe", "gpt-oss"):
+        for count, text in ((3, f"4 experts, and {name}.expert_count is 3"), (5000, "most 4096")):
+            file = load(name, {"expert_count": count})
+            with pytest.raises(CheckpointError, match=text):
+                list(named_tensors(file.header, architecture_of(file)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        ("ffn_up_exps.weight", None, "misses blk.0.ffn_up_exps.weight"),
+        ("ffn_up_exps.weight", (4, 512, 224), "which do not fit together"),
+        ("ffn_down_exps.weight", (4, 256), "which do not fit together"),
+        ("ffn_up_exps.bias", (3, 512), "which do not fit together"),
+    ],
+)
+def test_parts_of_a_weight_fit_together(
+    load: Load, name: str, shape: tuple[int, ...] | None, reason: str
+) -> None:
+    header = load("gpt-oss", {}).header
+    entry = header.tensors.pop(f"blk.0.{name}")
+    if shape is not None:
+        header.tensors[entry.name] = entry._replace(shape=shape)
+    with pytest.raises(CheckpointError, match=reason):
+        list(named_tensors(header, ARCHITECTURES["gpt-oss"]))
 
 
 def test_tensors_do_not_overlap(load: Load) -> None:

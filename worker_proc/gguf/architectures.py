@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.gguf.joins import GPT_OSS, Join
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
@@ -21,6 +22,11 @@ _GEMMA3_LOCAL_BASE = 10_000.0
 _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
 _NORMALIZED = "expert_weights_norm"
+_GATING = "expert_gating_func"
+_SIGMOID = 2
+_DRAFTS = "nextn_predict_layers"
+_TEMPERATURE = "attention.temperature_scale"
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _KV_HEADS = "attention.head_count_kv"
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
 
@@ -33,11 +39,26 @@ class Architecture(NamedTuple):
     own_config: Callable[[Metadata, MappedFiles], Config]
     """Returns what its configuration has beside what all have in common."""
     names: Mapping[str, str] = {}
-    """Parts of names of tensors beside, or instead of, those that all have in common."""
+    """Parts of names of tensors beside, or instead of, those that all have in common.
+
+    A part with `.weight` or `.bias` stands for a whole name within a layer.
+    """
     permutes: bool = False
     """Whether rows of queries and keys lie in pairs that are rotated together."""
     norm_offset: float = 0.0
     """What has been added to the weights of norms."""
+    joins: tuple[Join, ...] = ()
+    """Weights that are several tensors."""
+    drops_drafts: bool = False
+    """Whether layers that draft tokens, behind the others, are left out."""
+
+    def num_layers(self, metadata: Metadata) -> int:
+        """Return the layers of the model."""
+        count = metadata.integer("block_count")
+        num_drafts = metadata.integer(_DRAFTS, 0, least=0) if self.drops_drafts else 0
+        if num_drafts >= count:
+            raise metadata.unsupported(_DRAFTS, f"less than {count}, the number of all layers")
+        return count - num_drafts
 
 
 def make_config(file: MappedFiles) -> Config:
@@ -51,7 +72,7 @@ def make_config(file: MappedFiles) -> Config:
         "model_type": architecture.model_type,
         "architectures": [architecture.model_class],
         "hidden_size": metadata.integer("embedding_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
+        "num_hidden_layers": architecture.num_layers(metadata),
         "num_attention_heads": metadata.integer("attention.head_count"),
         "max_position_embeddings": metadata.integer("context_length"),
         "vocab_size": 0 if embedding is None else embedding.shape[0],
@@ -86,6 +107,8 @@ def architecture_of(file: MappedFiles) -> Architecture:
     name = header.architecture
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return MIXTRAL
+    if name == "mistral3" and not header.metadata.get(f"{name}.{_TEMPERATURE}"):
+        return MISTRAL
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(
@@ -102,8 +125,13 @@ def _rotated_heads(metadata: Metadata) -> Config:
     return {"head_dim": size}
 
 
+def _has(file: MappedFiles, tensor: str) -> bool:
+    """Return whether the first layer has a tensor."""
+    return f"blk.0.{tensor}" in file.header.tensors
+
+
 def _has_bias(file: MappedFiles, part: str) -> bool:
-    return f"blk.0.{part}.bias" in file.header.tensors
+    return _has(file, f"{part}.bias")
 
 
 def _llama(metadata: Metadata, file: MappedFiles) -> Config:
@@ -118,6 +146,32 @@ def _experts(metadata: Metadata) -> Config:
 def _mixtral(metadata: Metadata, file: MappedFiles) -> Config:
     own = {"num_local_experts": metadata.integer("expert_count"), "sliding_window": None}
     return _rotated_heads(metadata) | _experts(metadata) | own
+
+
+def _mistral(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Mistral Small has, whose files state mistral3 as those of Ministral 3 do."""
+    metadata.get(_TEMPERATURE)
+    return _rotated_heads(metadata) | {
+        "sliding_window": None,
+        "rope_parameters": _with_mscale(metadata, file),
+    }
+
+
+def _ministral3(metadata: Metadata, file: MappedFiles) -> Config:
+    rope = _with_mscale(metadata, file)
+    if rope["rope_type"] != "yarn":
+        raise metadata.unsupported("rope.scaling.type", f'"yarn" beside {_TEMPERATURE}')
+    rope["llama_4_scaling_beta"] = metadata.number(_TEMPERATURE)
+    return _rotated_heads(metadata) | {"sliding_window": None, "rope_parameters": rope}
+
+
+def _with_mscale(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return parameters of the rotary embedding with what keeps YaRN from scaling angles."""
+    rope = rope_parameters(metadata, file)
+    all_dim = metadata.number_or_none(_LOG_MULTIPLIER)
+    if all_dim is not None and rope["rope_type"] != "yarn":
+        raise metadata.unsupported(_LOG_MULTIPLIER, "0 without YaRN")
+    return rope if all_dim is None else rope | {"mscale": 1.0, "mscale_all_dim": all_dim}
 
 
 def _granite(metadata: Metadata, file: MappedFiles) -> Config:
@@ -170,6 +224,28 @@ def _glm4(metadata: Metadata, file: MappedFiles) -> Config:
     return {"head_dim": size, "rope_parameters": rope, "attention_bias": bias}
 
 
+def _routed(metadata: Metadata) -> Config:
+    """Return what mixtures with shared experts have, as DeepSeek names it."""
+    return {
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "n_routed_experts": metadata.integer("expert_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
+        "norm_topk_prob": metadata.flag(_NORMALIZED, default=False),
+        "n_group": metadata.integer("expert_group_count", 0, least=0) or 1,
+        "topk_group": metadata.integer("expert_group_used_count", 0, least=0) or 1,
+    }
+
+
+def _glm4moe(metadata: Metadata, file: MappedFiles) -> Config:
+    if metadata.integer(_GATING, _SIGMOID) != _SIGMOID:
+        raise metadata.unsupported(_GATING, f"{_SIGMOID}, the sigmoid function")
+    own = {"use_qk_norm": _has(file, "attn_q_norm.weight")}
+    return _glm4(metadata, file) | _routed(metadata) | own
+
+
 def _ernie4_5(metadata: Metadata, file: MappedFiles) -> Config:
     return _rotated_heads(metadata) | {"use_bias": _has_bias(file, "attn_q")}
 
@@ -177,6 +253,27 @@ def _ernie4_5(metadata: Metadata, file: MappedFiles) -> Config:
 def _olmo2(metadata: Metadata, file: MappedFiles) -> Config:
     _qwen2(metadata, file)  # its heads have the same sizes
     return {"attention_bias": False}
+
+
+def _seed_oss(metadata: Metadata, file: MappedFiles) -> Config:
+    return _llama(metadata, file) | {"attention_out_bias": _has_bias(file, "attn_output")}
+
+
+def _gpt_oss(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what it has beside limits and slopes of its activation, which are transformers'."""
+    rope = rope_parameters(metadata, file)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
+    return {
+        **_rotated_heads(metadata),
+        **_experts(metadata),
+        **_window_layers(metadata, 2),
+        "num_local_experts": metadata.integer("expert_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "attention_bias": _has_bias(file, "attn_q"),
+        "rope_parameters": rope,
+    }
 
 
 def _lfm2(metadata: Metadata, file: MappedFiles) -> Config:
@@ -300,6 +397,18 @@ _SHARED = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_ROUTED = _EXPERTS | {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_NORM_BEHIND = {"post_attention_norm": "post_attention_layernorm"}
+_GPT_OSS = _NORM_BEHIND | {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -337,6 +446,8 @@ _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL, permutes=True)
 """Files state llama, and a number of experts."""
+MISTRAL = Architecture("mistral", "MistralForCausalLM", _mistral, permutes=True)
+"""Files state mistral3, and no temperature of attention."""
 ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie4_5),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norm_offset=1.0),
@@ -345,9 +456,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma3_text", "Gemma3ForCausalLM", _gemma3, _FOUR_NORMS, norm_offset=1.0
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, _GLM4),
+    "glm4moe": Architecture(
+        "glm4_moe", "Glm4MoeForCausalLM", _glm4moe, _ROUTED | _NORM_BEHIND, drops_drafts=True
+    ),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, _GPT_OSS, joins=GPT_OSS),
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, permutes=True),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _lfm2, _LFM2),
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permutes=True),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", _ministral3, permutes=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, _NORMS_BEHIND),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _FUSED),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
@@ -359,6 +475,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vlmoe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", _without_images(_qwen3moe), _EXPERTS
     ),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _seed_oss, _NORM_BEHIND),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, permutes=True),
 }
 """By `general.architecture`. Mistral's files state llama."""

@@ -2,7 +2,8 @@
 
 A row of a weight is a sequence of blocks. Blocks of 32 values have a scale in fp16, and some a
 minimum; those of 256 values, the K types, have scales of their 32 or 16 values in multiples of one
-in fp16. Codes of 5 and 6 bits are widened to 8.
+in fp16. Codes of 5 and 6 bits are widened to 8. Blocks of MXFP4 have a power of two as their scale,
+and numbers of 4 bits.
 """
 
 from collections.abc import Callable
@@ -10,11 +11,14 @@ from collections.abc import Callable
 import torch
 
 from worker_proc.gguf.types import TensorType
+from worker_proc.quantization.mxfp4 import E2M1_GROUP, E2M1_VALUES
 from worker_proc.quantization.weight import CodeKind, Multiples, QuantizedWeight
 
 
 def code_kind(type: TensorType) -> CodeKind:
     """Return what the codes of a type of blocks become."""
+    if type is TensorType.MXFP4:
+        return CodeKind.FP4
     is_small = type in (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q4_K)
     return CodeKind.INT4 if is_small else CodeKind.INT8
 
@@ -160,6 +164,13 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     return _nested(CodeKind.INT8, codes, scales, zero=32)
 
 
+def _mxfp4(blocks: torch.Tensor) -> QuantizedWeight:
+    scales = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu).float()
+    codes, zeros = _nibbles(blocks[..., 1:]).flatten(1), torch.zeros_like(scales)
+    table = torch.tensor(E2M1_VALUES)
+    return QuantizedWeight(CodeKind.FP4, codes, scales, zeros, E2M1_GROUP, table=table)
+
+
 _READERS: dict[TensorType, Callable[[torch.Tensor], QuantizedWeight]] = {
     TensorType.Q4_0: _q4_0,
     TensorType.Q4_1: _q4_1,
@@ -169,4 +180,5 @@ _READERS: dict[TensorType, Callable[[torch.Tensor], QuantizedWeight]] = {
     TensorType.Q4_K: _q4_k,
     TensorType.Q5_K: _q5_k,
     TensorType.Q6_K: _q6_k,
+    TensorType.MXFP4: _mxfp4,
 }

@@ -13,10 +13,11 @@ import torch
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of
 from worker_proc.gguf.blocks import code_kind
-from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.joins import JoinedTensor
+from worker_proc.gguf.mapped import PLAIN, MappedFiles
 from worker_proc.gguf.names import NamedTensor, named_tensors
 from worker_proc.gguf.types import READ, TensorType, type_name
-from worker_proc.quantization.files import StoredExperts
+from worker_proc.quantization.files import WholeWeight
 from worker_proc.quantization.gguf import check_unchanged
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.methods import GGUF
@@ -43,6 +44,18 @@ class BlocksWeight:
         """Read the codes and their scales."""
         tensor = self._tensor
         return self._file.read_codes(tensor.entry.name, tensor.matrix or 0, tensor.order)
+
+
+class JoinedWeight:
+    """A weight that is read whole, of several tensors."""
+
+    def __init__(self, file: MappedFiles, tensor: JoinedTensor) -> None:
+        self.shape = torch.Size(tensor.shape)
+        self._file, self._tensor = file, tensor
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`."""
+        return self._tensor.read(self._file, dtype)
 
 
 class _PlainSlice:
@@ -77,15 +90,20 @@ class GgufFiles:
         self.report = CodesReport(GGUF)
         self.weights: dict[str, BlocksWeight] = {}
         """Those in codes, by the names that plain weights would have."""
-        self.experts: dict[str, StoredExperts] = {}
+        self.experts: dict[str, WholeWeight] = {}
+        """Those that are several tensors."""
         self.plain: dict[str, StoredTensor] = {}
         self._named: dict[str, NamedTensor] = {}
         for tensor in named_tensors(self._file.header, architecture_of(self._file)):
-            self._add(tensor)
+            if isinstance(tensor, JoinedTensor):
+                self._join(tensor)
+            else:
+                self._add(tensor)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return what all tensors need if their codes stay; others are of `dtype`."""
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
+        plain += sum(weight.shape.numel() for weight in self.experts.values())
         codes = sum(
             weight.shape.numel() * weight.kind.bits // 8 for weight in self.weights.values()
         )
@@ -94,6 +112,13 @@ class GgufFiles:
     def plain_slices(self) -> dict[str, Any]:
         """Return slices of the tensors that are not in codes."""
         return {name: _PlainSlice(self._file, self._named[name]) for name in self.plain}
+
+    def _join(self, tensor: JoinedTensor) -> None:
+        self.experts[tensor.name] = JoinedWeight(self._file, tensor)
+        types = {entry.type for entry in tensor.entries} - PLAIN.keys()
+        if types:
+            kind = type_name(max(types))
+            self.report.add(tensor.name, kind, "no kernel reads the codes of its parts")
 
     def _add(self, tensor: NamedTensor) -> None:
         name, path = tensor.name, self._file.header.files[tensor.entry.file].path

@@ -12,7 +12,7 @@ from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.further_types import dequantize, further_block
 from worker_proc.gguf.header import FileHeader, TensorEntry
 from worker_proc.gguf.model_header import Header, read_header
-from worker_proc.gguf.types import TensorType, type_name
+from worker_proc.gguf.types import READ, TensorType, type_name
 from worker_proc.quantization.weight import QuantizedWeight
 
 PLAIN: Mapping[int, torch.dtype] = {
@@ -85,6 +85,15 @@ class MappedFiles:
         values = torch.from_numpy(dequantize(stored.view(num_rows, row_bytes).numpy(), entry.type))
         self._release(entry.file, first, num_bytes)
         return values.view(num_rows, num_inputs)
+
+    def read_values(self, name: str, matrix: int = 0) -> torch.Tensor:
+        """Return the values of one of the matrices of a tensor of any type."""
+        type = self._entry(name).type
+        if type in PLAIN:
+            return self.read_plain(name, matrix)
+        if type in READ:
+            return self.read_codes(name, matrix).dequantize(torch.float32)
+        return self.dequantize(name, matrix)
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self.header.tensors.get(name)

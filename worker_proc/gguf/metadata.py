@@ -9,6 +9,7 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.model_header import Header
 
 _MAX_SIZE = 2**31 - 1
+_LATENT_RANK = "attention.kv_lora_rank"
 
 
 class Metadata:
@@ -66,7 +67,12 @@ class Metadata:
         return value
 
     def head_size(self) -> int:
-        """Return the values of a head, of which keys and values must have as many."""
+        """Return the values of a head, of which keys and values must have as many.
+
+        In multi-head latent attention these are the values of a key.
+        """
+        if self.get(_LATENT_RANK) is not None:
+            return self.integer("attention.key_length_mla", self.integer("attention.key_length"))
         heads = self.integer("attention.head_count")
         default = self.integer("embedding_length") // heads
         size = self.integer("attention.key_length", max(default, 1))

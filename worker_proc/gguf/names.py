@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names that the same weights have in safetensors."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import Architecture
 from worker_proc.gguf.config_tensors import IN_CONFIG
 from worker_proc.gguf.header import TensorEntry
+from worker_proc.gguf.joins import JoinedTensor, join_tensors
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
 
@@ -60,21 +61,34 @@ class NamedTensor(NamedTuple):
         return self.entry.shape if self.matrix is None else self.entry.shape[1:]
 
 
-def named_tensors(header: Header, architecture: Architecture) -> Iterator[NamedTensor]:
+def named_tensors(
+    header: Header, architecture: Architecture
+) -> Iterator[NamedTensor | JoinedTensor]:
     """Yield what a checkpoint has; raises CheckpointError for a tensor without a meaning."""
     names = _LAYER | dict(architecture.names)
+    joins = {part: how for how in architecture.joins for part in how.parts}
+    num_layers = architecture.num_layers(Metadata(header))
     for entry in header.tensors.values():
         if entry.name in IN_CONFIG:
             continue
         found = _NAME.fullmatch(entry.name)
         layer, part, leaf = found.groups() if found is not None else (None, "", "")
-        target = _TOP.get(part) if layer is None else names.get(part)
-        if target is None:
+        if layer is not None and int(layer) >= num_layers and architecture.drops_drafts:
+            continue
+        how = joins.get(f"{part}.{leaf}") if layer is not None else None
+        if layer is not None and how is not None:
+            if how.of_experts:
+                _check_num_experts(header, entry)
+            joined = join_tensors(header, layer, how)
+            if entry is joined.entries[0]:
+                yield joined
+            continue
+        full = _full_name(names, layer, part, leaf)
+        if full is None:
             raise CheckpointError(
                 f"{header.path} has {entry.name[:100]}, which {header.architecture} does not use"
             )
-        full = f"{target}.{leaf}" if layer is None else f"model.layers.{layer}.{target}.{leaf}"
-        if "{}" in target:
+        if "{}" in full:
             _check_experts(header, entry)
             for number in range(entry.shape[0]):
                 yield NamedTensor(full.format(number), entry, number)
@@ -84,12 +98,29 @@ def named_tensors(header: Header, architecture: Architecture) -> Iterator[NamedT
         yield NamedTensor(full, entry, None, order, offset, has_channels=part == _CHANNELS)
 
 
+def _full_name(names: Mapping[str, str], layer: str | None, part: str, leaf: str) -> str | None:
+    """Return the name of a tensor in a checkpoint; None: it has no meaning."""
+    if layer is None:
+        target = _TOP.get(part)
+        return None if target is None else f"{target}.{leaf}"
+    whole = names.get(f"{part}.{leaf}")
+    if whole is not None:
+        return f"model.layers.{layer}.{whole}"
+    target = names.get(part)
+    return None if target is None else f"model.layers.{layer}.{target}.{leaf}"
+
+
 def _check_experts(header: Header, entry: TensorEntry) -> None:
     """Raise CheckpointError unless a tensor has a matrix for each expert."""
     if len(entry.shape) != 3:
         raise CheckpointError(
             f"{header.path}: {entry.name} has {len(entry.shape)} dimensions instead of 3"
         )
+    _check_num_experts(header, entry)
+
+
+def _check_num_experts(header: Header, entry: TensorEntry) -> None:
+    """Raise CheckpointError unless the first dimension of a tensor has the number of experts."""
     key = "expert_count"
     count = Metadata(header).integer(key)
     if count > _MAX_EXPERTS:

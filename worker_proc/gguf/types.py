@@ -25,6 +25,7 @@ class TensorType(enum.IntEnum):
     Q5_K = 13
     Q6_K = 14
     BF16 = 30
+    MXFP4 = 39
 
     @property
     def block(self) -> Block:
@@ -48,12 +49,13 @@ _BLOCKS = {
     TensorType.Q5_K: Block(256, 176),
     TensorType.Q6_K: Block(256, 210),
     TensorType.BF16: Block(1, 2),
+    TensorType.MXFP4: Block(32, 17),
 }
 _OTHER_NAMES = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS"},
     **{18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
     **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0"},
-    **{35: "TQ2_0", 39: "MXFP4"},
+    35: "TQ2_0",
 }
 
 

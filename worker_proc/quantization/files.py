@@ -44,12 +44,24 @@ class CodedWeight(Protocol):
         """Read the codes and their scales; raises CheckpointError."""
 
 
+class WholeWeight(Protocol):
+    """A weight of some dimensions that is dequantized when it is read."""
+
+    shape: torch.Size
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`; raises CheckpointError."""
+
+
 class WeightFiles(Protocol):
     """The files of a checkpoint: weights of layers in codes, those of experts, other tensors."""
 
     report: CodesReport
-    experts: "dict[str, StoredExperts]"
     plain: dict[str, StoredTensor]
+
+    @property
+    def experts(self) -> Mapping[str, WholeWeight]:
+        """Weights that are not one layer's, such as those of all experts of a mixture."""
 
     @property
     def weights(self) -> Mapping[str, CodedWeight]:
@@ -128,7 +140,7 @@ class StoredExperts:
 class DenseExperts:
     """Experts that are dequantized when they are read, by the slice of all of them."""
 
-    def __init__(self, stored: StoredExperts, dtype: torch.dtype) -> None:
+    def __init__(self, stored: WholeWeight, dtype: torch.dtype) -> None:
         self._stored, self._dtype = stored, dtype
 
     def __getitem__(self, _: object) -> torch.Tensor:

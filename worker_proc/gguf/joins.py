@@ -1,0 +1,110 @@
+"""Weights that files have in several tensors: matrices or rows are joined one after the other."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.errors import CheckpointError
+from worker_proc.gguf.header import TensorEntry
+from worker_proc.gguf.mapped import PLAIN, MappedFiles
+from worker_proc.gguf.model_header import Header
+from worker_proc.gguf.types import type_name
+
+
+class Join(NamedTuple):
+    """How tensors of a layer become one weight of transformers."""
+
+    target: str
+    """The name of the weight within its layer."""
+    parts: tuple[str, ...]
+    """The names of the tensors within their layer."""
+    join: Callable[..., torch.Tensor]
+    """Returns a part of the weight for one matrix, or row, of each tensor."""
+    flat: bool = False
+    """Whether the parts of the weight lie one below the other, and are not stacked."""
+    of_experts: bool = True
+    """Whether the tensors have a matrix, or row, of each expert."""
+
+
+class JoinedTensor(NamedTuple):
+    """A weight that files have in several tensors."""
+
+    name: str
+    entries: tuple[TensorEntry, ...]
+    how: Join
+    shape: tuple[int, ...]
+
+    def read(self, file: MappedFiles, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`."""
+        count = self.entries[0].shape[0]
+        weight = torch.empty(self.shape, dtype=dtype)
+        places = weight.view(count, -1, *self.shape[1:]) if self.how.flat else weight
+        for number in range(count):
+            parts = (file.read_values(entry.name, number) for entry in self.entries)
+            places[number] = self.how.join(*parts).to(dtype)
+        return weight
+
+
+def join_tensors(header: Header, layer: str, how: Join) -> JoinedTensor:
+    """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined."""
+    names = [f"blk.{layer}.{part}" for part in how.parts]
+    missing = next((name for name in names if name not in header.tensors), None)
+    if missing is not None:
+        raise CheckpointError(f"{header.path} misses {missing}")
+    entries = tuple(header.tensors[name] for name in names)
+    for entry in entries:
+        if len(entry.shape) < 3 and entry.type not in PLAIN:
+            raise CheckpointError(
+                f"{header.path}: {entry.name} is stored as {type_name(entry.type)}, and only"
+                " matrices of weights can be"
+            )
+    shapes = [entry.shape for entry in entries]
+    try:
+        count = _equal([shape[0] for shape in shapes])
+        of_one = how.join(*(torch.empty(shape[1:], device="meta") for shape in shapes)).shape
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{header.path}: {' and '.join(names)} have the shapes"
+            f" {' and '.join(str(list(shape)) for shape in shapes)}, which do not fit together"
+        ) from error
+    shape = (count * of_one[0], *of_one[1:]) if how.flat else (count, *of_one)
+    return JoinedTensor(f"model.layers.{layer}.{how.target}", entries, how, shape)
+
+
+def _equal(counts: Sequence[int]) -> int:
+    if len(set(counts)) != 1:
+        raise ValueError(counts)
+    return counts[0]
+
+
+def _alternate(gates: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return gates and factors of an expert in turn, as columns of its matrix, or as its bias."""
+    rows = torch.stack((gates, factors), 1).flatten(0, 1)
+    return rows if gates.ndim == 1 else rows.mT
+
+
+def _transpose(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.mT
+
+
+def _keys_and_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return what makes the keys and values of a head; the keys' inputs are rows in files."""
+    return torch.cat((keys.mT, values))
+
+
+GPT_OSS = (
+    Join("mlp.experts.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _alternate),
+    Join("mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _alternate),
+    Join("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transpose),
+)
+LATENT = (
+    Join(
+        "self_attn.kv_b_proj.weight",
+        ("attn_k_b.weight", "attn_v_b.weight"),
+        _keys_and_values,
+        flat=True,
+        of_experts=False,
+    ),
+)
+"""Of multi-head latent attention."""
