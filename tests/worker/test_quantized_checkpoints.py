@@ -572,8 +572,8 @@ def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         assert str(own) in str(caught.value)
 
 
-def test_rotations_within_weights_are_no_obstacle(tmp_path: Path) -> None:
-    """llm-compressor states them, too, and what nothing has been made sparse by."""
+def test_rotations_within_weights_are_accepted(tmp_path: Path) -> None:
+    """llm-compressor states them, and writes an empty `sparsity_config`."""
     layout = pack_quantized(4, 32, is_symmetric=True)
     rotated = {"R1": {"type": "hadamard", "apply": [{"location": "weight_output"}]}}
     others = {"transform_config": {"config_groups": rotated}, "sparsity_config": {}}
