@@ -305,9 +305,13 @@ def test_only_allowed_tokens_remain() -> None:
     assert edited == [-INF, -1.0, -INF, -INF, -INF, -INF, 1.5, -INF]
 
 
+@pytest.mark.parametrize("allowed", [[4, 3], [4, 3, 4]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_banned_allowed_token_is_better_than_any_other(temperature: float) -> None:
-    row = _row(allowed_token_ids=[4, 3], bad_words=[[3], [4]], temperature=temperature)
+def test_a_banned_allowed_token_is_better_than_any_other(
+    temperature: float, allowed: list[int]
+) -> None:
+    """Also where it is repeated."""
+    row = _row(allowed_token_ids=allowed, bad_words=[[3], [4]], temperature=temperature)
     assert _tokens(torch.randn(1, VOCAB), [row]) == [4]
 
 

@@ -116,7 +116,8 @@ def _allow_only(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     for i, row in enumerate(rows):
         allowed = row.sampling_params.allowed_token_ids
         if allowed:
-            inside = [token_id for token_id in allowed if token_id < scores.shape[1]]
+            # Each once: the scores of repeated places would be written in any order.
+            inside = [token_id for token_id in dict.fromkeys(allowed) if token_id < scores.shape[1]]
             ids = torch.tensor(inside, device=scores.device)
             kept = scores[i, ids]
             if kept.isneginf().all():
