@@ -50,6 +50,8 @@ _VALUE_BYTES = 100
 _USUAL_VALUES = 1024
 """As many are not counted, so that agents with some tools need no more than their bytes."""
 _CLOSE = (b"connection", b"close")
+_FRAMING = (b"content-length", b"transfer-encoding")
+"""Headers of requests that have a body."""
 _CLOSED = "the handler is closed"
 """uvloop's error for a write to a closed transport."""
 _STREAM_START: Message = {
@@ -77,7 +79,9 @@ class Connection:
         self._budget = budget
         self._lease: Lease | None = None
         self._unread: bytes | None = None
-        self._has_rest = True
+        self._has_rest = any(
+            name in _FRAMING and value != b"0" for name, value in scope.get("headers", ())
+        )
         """Whether parts of the body have not been received."""
         self.scope = scope
         self.headers: list[tuple[bytes, bytes]] = []
@@ -244,13 +248,13 @@ class Connection:
         await self._write({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error; one that closes the connection discards the rest of the body before that.
+        """Send an error; before the connection is closed, the rest of the body is discarded.
 
         The system resets a connection that is closed with unread bytes, and a client that sends its
         whole body first would lose the answer.
         """
         body = error_body(self.scope, error)
-        if _CLOSE not in error.headers:
+        if not self._has_rest or not self._closes_after(error):
             await self.send(error.status, body, error.headers)
             return
         await self.send(error.status, body, error.headers, more=True)
@@ -258,6 +262,12 @@ class Connection:
             async with asyncio.timeout(LINGER_S):
                 await self._discard_body()
         await self._write({"type": "http.response.body", "body": b""})
+
+    def _closes_after(self, error: ApiError) -> bool:
+        """Return whether the server closes the connection, for the error or as the client asks."""
+        asked = dict(self.scope["headers"]).get(b"connection", b"").lower()
+        is_old = self.scope.get("http_version") == "1.0"
+        return _CLOSE in error.headers or b"close" in asked or is_old
 
     async def _discard_body(self) -> None:
         while self._has_rest:

@@ -14,6 +14,7 @@ from starlette.routing import Mount
 from starlette.types import Message
 
 from api_proc.app import _ROUTES, openai_app
+from api_proc.budget import Budget
 from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
 from api_proc.http.middleware import OPEN_PATHS
@@ -163,26 +164,48 @@ def test_clients_that_send_first_get_the_error(locked: LiveServer, key: str) -> 
             assert response.will_close
 
 
-def test_a_body_that_has_ended_has_no_rest_to_discard() -> None:
-    """The connection of a body that is too large, and was received whole, is closed at once."""
-    received: list[Message] = [{"type": "http.request", "body": b"12"}]
+def refuse(connection_header: bytes, received: list[Message]) -> list[Message]:
+    """Refuse a body of more than one byte, or with no room for it; returns what is sent."""
     sent: list[Message] = []
+    headers = [(b"transfer-encoding", b"chunked"), (b"connection", connection_header)]
 
     async def receive() -> Message:
-        return received.pop()
+        return received.pop(0)
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def act() -> None:
-        connection = Connection({"type": "http", "headers": []}, receive, send)
-        with pytest.raises(ApiError, match="at most 1 bytes") as refused:
+        budget = Budget(0, 1) if len(received) > 1 else None
+        scope = {"type": "http", "headers": headers}
+        connection = Connection(scope, receive, send, budget=budget)
+        with pytest.raises(ApiError) as refused:
             await connection.read_body(1)
         await connection.send_error(refused.value)
 
     asyncio.run(act())
-    assert [message.get("status") for message in sent] == [413, None, None]
     assert not sent[-1].get("more_body")
+    return sent
+
+
+def test_a_body_that_has_ended_has_no_rest_to_discard() -> None:
+    """The connection of a body that is too large, and was received whole, is closed at once."""
+    sent = refuse(b"keep-alive", [{"type": "http.request", "body": b"12"}])
+    assert [message.get("status") for message in sent] == [413, None]
+
+
+@pytest.mark.parametrize(("header", "num_left"), [(b"Close", 0), (b"keep-alive", 2)])
+def test_the_rest_of_a_body_is_discarded_where_the_client_asks_for_the_close(
+    header: bytes, num_left: int
+) -> None:
+    """Else the parser discards it, and the connection stays open."""
+    parts: list[Message] = [
+        {"type": "http.request", "body": b"12", "more_body": True},
+        {"type": "http.request", "body": b"34"},
+    ]
+    sent = refuse(header, parts)
+    assert sent[0]["status"] == 429
+    assert len(parts) == num_left
 
 
 def test_application_can_be_mounted_below_a_path(make_server: MakeServer) -> None:
