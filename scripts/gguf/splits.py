@@ -24,6 +24,11 @@ TEKKEN = (
     rf"{_BEFORE}{_LETTERS}*{_SMALL}+|{_BEFORE}{_LETTERS}+{_SMALL}*"
     rf"|\p{{N}}|{_REST_WITH_SLASHES}"
 )
+DEEPSEEK_V3_FIRST = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+")
+DEEPSEEK_V3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class Split(NamedTuple):
@@ -31,6 +36,8 @@ class Split(NamedTuple):
 
     pattern: str = ""
     """Of words; empty: that of GPT-2."""
+    first: tuple[str, ...] = ()
+    """Patterns whose finds are split off before, one pattern after the other."""
     has_single_digits: bool = False
     """Whether digits are split before GPT-2's pattern is used."""
     composes: bool = False
@@ -42,8 +49,9 @@ class Split(NamedTuple):
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         if self.pattern:
+            patterns = (*self.first, self.pattern)
             parts = [
-                pre_tokenizers.Split(Regex(self.pattern), "isolated"),
+                *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
             return pre_tokenizers.Sequence(parts)
@@ -69,6 +77,7 @@ BYTE_LEVEL: Mapping[str, Split] = {
     **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), Split(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _WITH_QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _WITH_GPT4O),
+    "deepseek-v3": Split(DEEPSEEK_V3, first=DEEPSEEK_V3_FIRST),
     "tekken": Split(TEKKEN, takes_whole_words=True, has_begin=True),
 }
 """By the names that llama.cpp gives to tokenizers."""

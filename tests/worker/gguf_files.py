@@ -155,7 +155,7 @@ def _taken_apart(
                 parts[f"{name}.weight"] = tensor
             case "e_score_correction":
                 parts[f"{base}.e_score_correction.bias"] = tensor
-            case _ if base.endswith("kv_b_proj"):
+            case _ if base.endswith("kv_b_proj") and config.model_type != "deepseek_v2":
                 heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
                 sizes = (config.qk_nope_head_dim, config.v_head_dim)
                 keys, values = heads.split(sizes, 1)
@@ -231,10 +231,13 @@ def _add_keys(
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
     writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for add in (writer.add_key_length, writer.add_value_length):
-        add(size)
-    writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
+    if hasattr(config, "kv_lora_rank"):
+        _add_latent_keys(writer, config)
+    else:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
     for key, add in {
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
@@ -271,8 +274,27 @@ def _add_keys(
         }[type(value)](name, value)
 
 
+def _add_latent_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    """Add the sizes of heads; old files, here those of DeepSeek-V2, state no latent ones."""
+    size = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.model_type == "deepseek_v2":
+        writer.add_key_length(size)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(size)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+
+
 def _kv_heads(config: PretrainedConfig) -> int | list[int]:
     """Return the heads of keys, for each layer where some have none."""
+    if hasattr(config, "kv_lora_rank") and config.model_type != "deepseek_v2":
+        return 1
     if config.model_type != "lfm2":
         return int(config.num_key_value_heads)
     writes = [kind != "conv" for kind in config.layer_types]

@@ -31,6 +31,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "vit: no causal language model: ",
     ),
+    "relative": (
+        {"model_type": "xlnet", "architectures": ["XLNetLMHeadModel"]},
+        {},
+        "xlnet: scores of attention with products of queries and relative positions are not",
+    ),
     "encoder_decoder": (
         {"model_type": "t5", "is_encoder_decoder": True},
         {},

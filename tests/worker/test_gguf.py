@@ -22,12 +22,15 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
@@ -132,6 +135,16 @@ MINISTRAL3_ROPE: dict[str, Any] = {
     **{"beta_slow": 1.0, "original_max_position_embeddings": 16, "mscale": 1.0},
     **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
 }
+LATENT: dict[str, Any] = {
+    **{key: value for key, value in WIDE.items() if key != "head_dim"},
+    **MOE,
+    **{"num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 16},
+    **{"qk_nope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8},
+}
+DEEPSEEK_ROPE: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 0.7},
+    **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 64},
+}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**WIDE),
     "llama_tied": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
@@ -174,6 +187,22 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **{"n_routed_experts": 4, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
         **{"use_qk_norm": True, "attention_bias": True},
     ),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **LATENT,
+        **{"q_lora_rank": None, "n_shared_experts": 2, "rope_parameters": DEEPSEEK_ROPE},
+        **{"routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+    ),
+    "deepseek_v2_groups": lambda: DeepseekV2Config(
+        **LATENT,
+        **{"q_lora_rank": 64, "n_shared_experts": 1, "topk_method": "group_limited_greedy"},
+        **{"n_group": 4, "topk_group": 1},
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **LATENT,
+        **{"q_lora_rank": 64, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        rope_parameters=DEEPSEEK_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**LATENT, q_lora_rank=64),
     "gpt-oss": lambda: GptOssConfig(
         **WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
     ),
@@ -187,6 +216,14 @@ KEYS: dict[str, dict[str, Any]] = {
     "glm4moe": {
         **{"expert_weights_norm": True, "expert_gating_func": 2, "nextn_predict_layers": 1},
     },
+    "deepseek_v2": {"rope.scaling.yarn_log_multiplier": 0.07},
+    "deepseek_v3": {
+        **{"expert_weights_norm": True, "expert_gating_func": 2},
+        "rope.scaling.yarn_log_multiplier": 0.1,
+    },
+    "glm4_moe_lite": {
+        **{"expert_weights_norm": True, "leading_dense_block_count": 1, "nextn_predict_layers": 1},
+    },
     "qwen2vl": {"rope.dimension_sections": [16, 8, 8, 0]},
     **{
         name: {"rope.dimension_sections": [16, 8, 8, 0], "n_deepstack_layers": 3}
@@ -194,13 +231,19 @@ KEYS: dict[str, dict[str, Any]] = {
     },
 }
 """Further keys of files."""
-ARCHITECTURES = {"mistral_small": "mistral3"}
+ARCHITECTURES = {
+    "mistral_small": "mistral3",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite"), "deepseek2"
+    ),
+}
 """`general.architecture`, where it is not the name."""
 DRAFTS: dict[str, dict[str, np.ndarray]] = {
     "glm4moe": {
         "blk.2.attn_q.weight": np.ones((256, 256), np.float32),
         "blk.2.nextn.eh_proj.weight": np.ones((256, 512), np.float32),
-    }
+    },
+    "glm4_moe_lite": {"blk.2.attn_k_b.weight": np.ones((4, 64, 32), np.float32)},
 }
 """Tensors of layers that draft tokens."""
 FILES = {

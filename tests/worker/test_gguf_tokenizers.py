@@ -29,6 +29,13 @@ LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK_V3_REGEXES = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+"""As tokenizer.json has them."""
 TEXTS = (
     "Hello, world!",
     "  two spaces before, and behind  ",
@@ -55,14 +62,14 @@ def sentences() -> Iterator[str]:
     yield from TEXTS[:7] * 20
 
 
-def byte_level(pattern: str, *, composes: bool, takes_whole_words: bool, has_begin: bool) -> Any:
+def byte_level(*patterns: str, composes: bool, takes_whole_words: bool, has_begin: bool) -> Any:
     """Train a tokenizer as Qwen's or Llama's tokenizer.json describe theirs."""
     tokenizer = Tokenizer(BPE(ignore_merges=takes_whole_words))
     if composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -114,15 +121,20 @@ def ids(tokenizer: HfTokenizer, text: str, *, special: bool = True) -> Sequence[
     return list(tokenizer.encode(text, EncodeOptions(special, 10_000)))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "deepseek-v3"])
 def test_byte_level_ids(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_llama = kind == "llama-bpe"
-    pattern = LLAMA3_REGEX if is_llama else PRETOKENIZE_REGEX
+    patterns = {
+        **{"llama-bpe": (LLAMA3_REGEX,), "qwen2": (PRETOKENIZE_REGEX,)},
+        "deepseek-v3": DEEPSEEK_V3_REGEXES,
+    }[kind]
     original = byte_level(
-        pattern, composes=not is_llama, takes_whole_words=is_llama, has_begin=is_llama
+        *patterns, composes=kind == "qwen2", takes_whole_words=is_llama, has_begin=is_llama
     )
     found = load(stored(original, kind, has_begin=is_llama), tmp_path, monkeypatch)
-    for text in TEXTS:
+    splits = [one.pre_tokenizer.pre_tokenize_str for one in (found._tokenizer, original)]
+    for text in (*TEXTS, "in2024\u5e74x"):
+        assert splits[0](text) == splits[1](text), text
         for special in (True, False):
             expected = original.encode(text, add_special_tokens=special).ids
             assert ids(found, text, special=special) == expected, text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.joins import GPT_OSS, Join
+from worker_proc.gguf.joins import GPT_OSS, LATENT, Join
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
@@ -23,7 +23,7 @@ _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
 _NORMALIZED = "expert_weights_norm"
 _GATING = "expert_gating_func"
-_SIGMOID = 2
+_SOFTMAX, _SIGMOID = 1, 2
 _DRAFTS = "nextn_predict_layers"
 _TEMPERATURE = "attention.temperature_scale"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -109,6 +109,8 @@ def architecture_of(file: MappedFiles) -> Architecture:
         return MIXTRAL
     if name == "mistral3" and not header.metadata.get(f"{name}.{_TEMPERATURE}"):
         return MISTRAL
+    if name == "deepseek2" and _gating(file) == _SOFTMAX:
+        return DEEPSEEK_V2
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(
@@ -244,6 +246,48 @@ def _glm4moe(metadata: Metadata, file: MappedFiles) -> Config:
         raise metadata.unsupported(_GATING, f"{_SIGMOID}, the sigmoid function")
     own = {"use_qk_norm": _has(file, "attn_q_norm.weight")}
     return _glm4(metadata, file) | _routed(metadata) | own
+
+
+def _gating(file: MappedFiles) -> int:
+    """Return how DeepSeek's routers score experts; old files show it by the biases of scores."""
+    is_biased = any(name.endswith("exp_probs_b.bias") for name in file.header.tensors)
+    return Metadata(file.header).integer(_GATING, _SIGMOID if is_biased else _SOFTMAX)
+
+
+def _latent(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what models with multi-head latent attention have in common."""
+    rope = rope_parameters(metadata, file)
+    multiplier = metadata.number_or_none(_LOG_MULTIPLIER)
+    if multiplier is not None and rope["rope_type"] == "yarn":
+        scale = round(10 * multiplier, 6)  # files state a tenth
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    rotated = metadata.integer("rope.dimension_count")
+    has_queries = metadata.get("attention.q_lora_rank") is not None
+    return {
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank") if has_queries else None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": metadata.latent_size("key_length") - rotated,
+        "v_head_dim": metadata.latent_size("value_length"),
+        "rope_parameters": rope,
+        "attention_bias": False,
+        **_routed(metadata),
+    }
+
+
+def _deepseek_v3(metadata: Metadata, file: MappedFiles) -> Config:
+    if metadata.integer(_GATING, _SIGMOID) != _SIGMOID:
+        raise metadata.unsupported(_GATING, f"{_SOFTMAX} or {_SIGMOID}, softmax or sigmoid")
+    return _latent(metadata, file) | {"rope_interleave": True}
+
+
+def _deepseek_v2(metadata: Metadata, file: MappedFiles) -> Config:
+    if metadata.flag(_NORMALIZED, default=False):
+        raise metadata.unsupported(_NORMALIZED, f"false with {_GATING} {_SOFTMAX}")
+    own = _latent(metadata, file)
+    is_greedy = own["n_group"] == 1
+    return own | {"topk_method": "greedy" if is_greedy else "group_limited_greedy"}
 
 
 def _ernie4_5(metadata: Metadata, file: MappedFiles) -> Config:
@@ -403,6 +447,14 @@ _ROUTED = _EXPERTS | {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_LATENT = _ROUTED | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _NORM_BEHIND = {"post_attention_norm": "post_attention_layernorm"}
 _GPT_OSS = _NORM_BEHIND | {
     "attn_sinks.weight": "self_attn.sinks",
@@ -448,7 +500,19 @@ MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL, perm
 """Files state llama, and a number of experts."""
 MISTRAL = Architecture("mistral", "MistralForCausalLM", _mistral, permutes=True)
 """Files state mistral3, and no temperature of attention."""
+DEEPSEEK_V2 = Architecture(
+    "deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_v2, _LATENT, joins=LATENT, drops_drafts=True
+)
+"""Files state deepseek2, as those of DeepSeek-V3 do, and score experts by softmax."""
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "deepseek2": Architecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _deepseek_v3,
+        _LATENT,
+        joins=LATENT,
+        drops_drafts=True,
+    ),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie4_5),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norm_offset=1.0),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norm_offset=1.0),

@@ -25,6 +25,8 @@ class Join(NamedTuple):
     """Whether the parts of the weight lie one below the other, and are not stacked."""
     of_experts: bool = True
     """Whether the tensors have a matrix, or row, of each expert."""
+    whole: str = ""
+    """The tensor that is the weight itself in some files; those that it is joined of are copies."""
 
 
 class JoinedTensor(NamedTuple):
@@ -105,6 +107,7 @@ LATENT = (
         _keys_and_values,
         flat=True,
         of_experts=False,
+        whole="attn_kv_b.weight",
     ),
 )
 """Of multi-head latent attention."""

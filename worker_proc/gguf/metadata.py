@@ -72,13 +72,20 @@ class Metadata:
         In multi-head latent attention these are the values of a key.
         """
         if self.get(_LATENT_RANK) is not None:
-            return self.integer("attention.key_length_mla", self.integer("attention.key_length"))
+            return self.latent_size("key_length")
         heads = self.integer("attention.head_count")
         default = self.integer("embedding_length") // heads
         size = self.integer("attention.key_length", max(default, 1))
         if self.integer("attention.value_length", size) != size:
             raise self.unsupported("attention.value_length", f"{size}, as key_length")
         return size
+
+    def latent_size(self, key: str) -> int:
+        """Return the values of a key or of a value of multi-head latent attention.
+
+        Files with its matrices in parts state the sizes of latent vectors below the usual keys.
+        """
+        return self.integer(f"attention.{key}_mla", self.integer(f"attention.{key}"))
 
     def check_all_read(self, neutral: Mapping[str, Collection[Any]]) -> None:
         """Raise UnsupportedModel for a key that no code has read and that may change results.

@@ -79,6 +79,8 @@ def named_tensors(
         if layer is not None and how is not None:
             if how.of_experts:
                 _check_num_experts(header, entry)
+            if f"blk.{layer}.{how.whole}" in header.tensors:
+                continue
             joined = join_tensors(header, layer, how)
             if entry is joined.entries[0]:
                 yield joined

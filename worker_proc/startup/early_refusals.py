@@ -20,6 +20,10 @@ _LENGTH = "max_position_embeddings"
 _NUM_HEADS = "num_attention_heads"
 _HYBRID = ("mamba", "attn_layer")
 """Parts of keys of models whose attention may be in some layers or in none."""
+_NOT_COMPUTED = {
+    "xlnet": "scores of attention with products of queries and relative positions are not supported"
+}
+"""Why models are refused whose code in transformers fails before it shows that, by their types."""
 _UNSCALED = ("default", "llama3")
 """Types of rotary embeddings that extend no context."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
@@ -63,6 +67,8 @@ def refuse_config(directory: str) -> dict[str, Any]:
             f"{path}: model_type is {model_type!r}, for which the installed transformers has no"
             " code of its own; code from a checkpoint is not executed"
         )
+    if model_type in _NOT_COMPUTED:
+        raise UnsupportedModel(f"{model_type}: {_NOT_COMPUTED[model_type]}")
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{model_type}: encoder-decoder models are not supported")
     if found is not None and model_type not in found.generating and _writes_texts(config):
