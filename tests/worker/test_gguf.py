@@ -238,14 +238,18 @@ ARCHITECTURES = {
     ),
 }
 """`general.architecture`, where it is not the name."""
-DRAFTS: dict[str, dict[str, np.ndarray]] = {
+UNUSED: dict[str, dict[str, np.ndarray]] = {
     "glm4moe": {
         "blk.2.attn_q.weight": np.ones((256, 256), np.float32),
         "blk.2.nextn.eh_proj.weight": np.ones((256, 512), np.float32),
     },
+    "deepseek_v2": {
+        f"blk.0.{name}.weight": np.ones((4, 64, size), np.float32)
+        for name, size in (("attn_k_b", 32), ("attn_v_b", 64))
+    },
     "glm4_moe_lite": {"blk.2.attn_k_b.weight": np.ones((4, 64, 32), np.float32)},
 }
-"""Tensors of layers that draft tokens."""
+"""Tensors of layers that draft tokens, and copies of parts of a weight."""
 FILES = {
     **dict.fromkeys(CONFIGS, Type.Q4_0),
     **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
@@ -272,7 +276,7 @@ def write_named(directory: Path, name: str) -> tuple[Path, Path]:
         FILES[name],
         types=TYPES.get(name, lambda tensor: None),
         keys=keys,
-        tensors=DRAFTS.get(name),
+        tensors=UNUSED.get(name),
         architecture=ARCHITECTURES.get(name, name if keys else ""),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import (
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -44,6 +45,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "phi3": lambda: Phi3Config(**SMALL, original_max_position_embeddings=256),
     "qwen3moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS),
     "gpt-oss": lambda: GptOssConfig(**SMALL, num_local_experts=4),
+    "deepseek2": lambda: DeepseekV3Config(
+        **{key: value for key, value in SMALL.items() if key not in EXPERTS | {"head_dim": 1}},
+        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"kv_lora_rank": 64, "q_lora_rank": None, "first_k_dense_replace": 0},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64},
+        moe_intermediate_size=256,
+    ),
     "glm4moe": lambda: Glm4MoeConfig(**SMALL, n_routed_experts=4, moe_intermediate_size=256),
 }
 
@@ -131,6 +139,12 @@ def test_frequencies(load: Load, keys: dict[str, Any], expected: dict[str, Any])
         ("glm4moe", {"expert_gating_func": 1}),
         ("glm4moe", {"nextn_predict_layers": 1}),
         ("gpt-oss", {"nextn_predict_layers": 1}),
+        ("deepseek2", {"expert_gating_func": 3}),
+        ("deepseek2", {"expert_gating_func": 1, "expert_weights_norm": True}),
+        ("deepseek2", {"expert_group_count": 3}),
+        ("deepseek2", {"expert_group_used_count": 3}),
+        ("deepseek2", {"attention.key_length_mla": 48, "rope.dimension_count": 48}),
+        ("deepseek2", {"attention.temperature_scale": 0.1}),
     ],
 )
 def test_keys_that_change_results_are_refused(load: Load, name: str, keys: dict[str, Any]) -> None:

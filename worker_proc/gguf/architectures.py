@@ -23,6 +23,7 @@ _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
 _NORMALIZED = "expert_weights_norm"
 _GATING = "expert_gating_func"
+_GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
 _SOFTMAX, _SIGMOID = 1, 2
 _DRAFTS = "nextn_predict_layers"
 _TEMPERATURE = "attention.temperature_scale"
@@ -228,16 +229,23 @@ def _glm4(metadata: Metadata, file: MappedFiles) -> Config:
 
 def _routed(metadata: Metadata) -> Config:
     """Return what mixtures with shared experts have, as DeepSeek names it."""
+    num_experts = metadata.integer("expert_count")
+    num_groups = metadata.integer(_GROUPS, 0, least=0) or 1
+    num_used = metadata.integer(_USED_GROUPS, 0, least=0) or 1
+    if num_experts % num_groups:
+        raise metadata.unsupported(_GROUPS, f"a number that divides {num_experts} experts")
+    if num_used > num_groups:
+        raise metadata.unsupported(_USED_GROUPS, f"at most {num_groups}, the number of all groups")
     return {
         "num_experts_per_tok": metadata.integer("expert_used_count"),
-        "n_routed_experts": metadata.integer("expert_count"),
+        "n_routed_experts": num_experts,
         "n_shared_experts": metadata.integer("expert_shared_count"),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
         "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, least=0),
         "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
         "norm_topk_prob": metadata.flag(_NORMALIZED, default=False),
-        "n_group": metadata.integer("expert_group_count", 0, least=0) or 1,
-        "topk_group": metadata.integer("expert_group_used_count", 0, least=0) or 1,
+        "n_group": num_groups,
+        "topk_group": num_used,
     }
 
 
@@ -261,14 +269,16 @@ def _latent(metadata: Metadata, file: MappedFiles) -> Config:
     if multiplier is not None and rope["rope_type"] == "yarn":
         scale = round(10 * multiplier, 6)  # files state a tenth
         rope |= {"mscale": scale, "mscale_all_dim": scale}
-    rotated = metadata.integer("rope.dimension_count")
+    rotated, size = metadata.integer("rope.dimension_count"), metadata.latent_size("key_length")
+    if rotated >= size:
+        raise metadata.unsupported("rope.dimension_count", f"less than {size}, the values of a key")
     has_queries = metadata.get("attention.q_lora_rank") is not None
     return {
         "num_key_value_heads": metadata.integer("attention.head_count"),
         "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
         "q_lora_rank": metadata.integer("attention.q_lora_rank") if has_queries else None,
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": metadata.latent_size("key_length") - rotated,
+        "qk_nope_head_dim": size - rotated,
         "v_head_dim": metadata.latent_size("value_length"),
         "rope_parameters": rope,
         "attention_bias": False,
