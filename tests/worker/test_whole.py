@@ -30,6 +30,8 @@ from worker_proc.inputs import pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.modules.packed_linear import PackedLinear
 from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.structures import ProgramArgs, RunArgs
 from worker_proc.sampling.pooling import captured_hidden_states
 from worker_proc.startup.calibrate import calibrate
 from worker_proc.startup.load_runner import build_runner
@@ -118,6 +120,31 @@ def test_one_call_has_the_bits_of_the_modules(
     model = Model(tmp_path, dtype)
     assert model.calibration.is_whole
     assert same(model.logits(is_whole=True), model.logits(is_whole=False))
+
+
+def test_instructions_that_are_executed_one_by_one_have_the_bits_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_checkpoint(tmp_path, BY_NAME["llama"].config())
+    model = Model(tmp_path, "bfloat16")
+    at_once = model.logits(is_whole=True)
+    execute = NativeLibrary.execute
+    num_single = 0
+
+    def execute_each(library: NativeLibrary, program: ProgramArgs, run: RunArgs) -> int:
+        nonlocal num_single
+        for index in range(program.num_instructions):
+            single = program.only(index)
+            assert single.num_done + 1 + single.num_later == program.num_instructions
+            assert execute(library, single, run) == index + 1
+            num_single += 1
+        return int(program.num_instructions)
+
+    monkeypatch.setattr(NativeLibrary, "execute", execute_each)
+    for is_whole in (True, False):  # a part without the embedding shows if any is executed twice
+        num_single = 0
+        assert same(model.logits(is_whole=is_whole), at_once)
+        assert num_single
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2", "qwen3_moe"])

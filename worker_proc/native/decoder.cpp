@@ -96,6 +96,7 @@ struct Program {
   const Instruction* instructions;
   int32_t num_instructions;
   int32_t is_bf16;
+  int32_t num_done, num_later;  // what other calls execute: the first ones, and those behind all
 };
 
 struct Run {
@@ -663,7 +664,8 @@ bool is_for_one_thread(const Program& program, const Run& run) {
   if (run.positions == nullptr || omp_get_max_threads() > kMostThreads) return false;
   int64_t num_visible = 0, work = 0;
   for (int32_t r = 0; r < run.num_rows; r++) num_visible += run.positions[r] + 1;
-  for (int32_t i = 0; i < program.num_instructions && work < kBriefWork; i++)
+  const int32_t num_all = program.num_instructions + program.num_later;
+  for (int32_t i = 0; i < num_all && work < kBriefWork; i++)
     work += work_of(program.instructions[i], run, num_visible);
   return work < kBriefWork;
 }
@@ -678,7 +680,7 @@ int32_t execute_all(const Program& program, const Run& run) {
   {
     Team team(crew, omp_get_thread_num(), omp_get_num_threads());
     Executor<T> executor(run, team);
-    for (int32_t i = 0; i < program.num_instructions; i++) {
+    for (int32_t i = program.num_done; i < program.num_instructions; i++) {
       const Instruction& instruction = program.instructions[i];
       executor.execute(instruction);
       if (instruction.kind == kAddRanks && run.exchange->missing != kAllPublished) {

@@ -134,12 +134,21 @@ class Instruction(ctypes.Structure):
 class ProgramArgs(ctypes.Structure):
     """`Program` of decoder.cpp."""
 
-    _fields_ = (("instructions", _POINTER), *_fields("num_instructions is_bf16", _INT))
+    _fields_ = (
+        ("instructions", _POINTER),
+        *_fields("num_instructions is_bf16 num_done num_later", _INT),
+    )
 
     def after(self, num_done: int) -> "ProgramArgs":
         """Return what is left of a program when its first instructions are done."""
-        address = self.instructions + num_done * ctypes.sizeof(Instruction)
-        return ProgramArgs(address, self.num_instructions - num_done, self.is_bf16)
+        return ProgramArgs(
+            self.instructions, self.num_instructions, self.is_bf16, num_done, self.num_later
+        )
+
+    def only(self, index: int) -> "ProgramArgs":
+        """Return one instruction, which as many threads execute as the whole program."""
+        num_later = self.num_instructions - index - 1 + self.num_later
+        return ProgramArgs(self.instructions, index + 1, self.is_bf16, index, num_later)
 
 
 class RunArgs(ctypes.Structure):

@@ -143,17 +143,17 @@ def _by_kind(
     parts: Parts, execute: "Callable[[NativeLibrary, ProgramArgs, RunArgs], None]"
 ) -> "Callable[[NativeLibrary, ProgramArgs, RunArgs], None]":
     """Execute a program's instructions one by one, each as a part of its kind."""
-    from worker_proc.native.structures import Instruction, Kind, ProgramArgs
+    from worker_proc.native.structures import Instruction, Kind
 
     programs: dict[int, list[tuple[str, ProgramArgs]]] = {}
 
-    def split(program: ProgramArgs) -> Iterator[tuple[str, ProgramArgs]]:
+    def split(program: "ProgramArgs") -> Iterator[tuple[str, "ProgramArgs"]]:
         for index in range(program.num_instructions):
             address = program.instructions + index * ctypes.sizeof(Instruction)
             kind = Kind(Instruction.from_address(address).kind)
-            yield kind.name.lower(), ProgramArgs(address, 1, program.is_bf16)
+            yield kind.name.lower(), program.only(index)
 
-    def run(library: "NativeLibrary", program: ProgramArgs, run: "RunArgs") -> None:
+    def run(library: "NativeLibrary", program: "ProgramArgs", run: "RunArgs") -> None:
         single = programs.get(program.instructions)
         if single is None:
             single = programs[program.instructions] = list(split(program))
