@@ -26,7 +26,7 @@ from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.step_sampler import NOT_FINITE, StepSampler
-from worker_proc.step_timer import Arrival, StepTimes
+from worker_proc.step_timer import Arrival, StepClock
 
 if TYPE_CHECKING:
     from worker_proc.cuda.steps_ahead import SampledStep, StepsAhead
@@ -83,7 +83,7 @@ class ModelRunner:
         )
         self.swap_cost_tokens = model.swap_cost_tokens
         self._num_draft_states = model.num_draft_states
-        self._times = StepTimes()
+        self._times = StepClock()
         self.grammars = model.grammars
         self._steps_ahead = steps_ahead
         self._graphs = None if steps_ahead is None else steps_ahead.graphs

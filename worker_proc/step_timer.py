@@ -22,7 +22,7 @@ class Arrival(NamedTuple):
     """Else the time before the step does not count as a wait: there was nothing to compute."""
 
 
-class StepTimes:
+class StepClock:
     """Measures steps, each from the end of the one before it if it arrived earlier."""
 
     def __init__(self) -> None:

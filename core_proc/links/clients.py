@@ -29,7 +29,7 @@ from protocol.api_core import (
     StepOutputs,
     decode_from_client,
 )
-from protocol.config.request_bounds import out_of_bounds
+from protocol.config.request_complaints import request_complaint
 from protocol.kv_events import KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import MAX_TEXT, ProtocolError, encode
 from protocol.salvage import request_id_of_add
@@ -130,7 +130,7 @@ class Clients:
         request_id = request_id_of_add(body) if header.epoch == self._epoch else None
         if request_id is not None:
             self._engine.abort(peer, [request_id])
-            error = out_of_bounds(problem)
+            error = request_complaint(problem)
         else:
             error = RequestError(ErrorCode.INVALID, problem[:MAX_TEXT])
         self.send(peer, Refused(request_id, error, header.seq))

@@ -40,7 +40,7 @@ from protocol.api_core import (
 )
 from protocol.client.errors import failure_of
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
-from protocol.config.request_bounds import out_of_bounds
+from protocol.config.request_complaints import request_complaint
 from protocol.core_worker import ModelFacts, PromptLogprobs
 from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
 from protocol.sampling import SamplingParams
@@ -99,7 +99,7 @@ def check_request(
     try:
         checked = decode_from_client(body)
     except ProtocolError as problem:
-        raise failure_of(out_of_bounds(str(problem))) from problem
+        raise failure_of(request_complaint(str(problem))) from problem
     assert isinstance(checked, AddRequest)
     error = validate_request(checked, facts, id_bound)
     if error is not None:

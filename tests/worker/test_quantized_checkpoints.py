@@ -496,6 +496,19 @@ def test_types_of_tensors_are_checked_by_their_headers(
     assert LAYER in str(caught.value)
 
 
+def encode_down_proj(directory: Path, expected: dict[str, torch.Tensor], layout: Layout) -> None:
+    """Write the weights of each `down_proj` anew in a layout; `expected` gets their values."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in expected if name.endswith("down_proj.weight")]:
+        parts, values = layout.encode(expected[name])
+        layer = name.removesuffix("weight")
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(layer)}
+        tensors |= {layer + part: value.contiguous() for part, value in parts.items()}
+        expected[name] = values.float()
+    save_file(tensors, path, {"format": "pt"})
+
+
 def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
     """A group that names a layer comes before that of all layers."""
     four, eight = (pack_quantized(bits, 64, is_symmetric=True) for bits in (4, 8))
@@ -505,14 +518,7 @@ def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
     }
     dense = write_quantized(tmp_path / "coded", four)
     expected = load_file(dense / "model.safetensors")
-    path = tmp_path / "coded" / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in expected if name.endswith("down_proj.weight")]:
-        parts, values = eight.encode(expected[name])
-        layer = name.removesuffix("weight")
-        tensors |= {layer + part: value.contiguous() for part, value in parts.items()}
-        expected[name] = values.float()
-    save_file(tensors, path, {"format": "pt"})
+    encode_down_proj(tmp_path / "coded", expected, eight)
     change_config(tmp_path / "coded", quantization_config=settings)
     for name, stored in open_files(tmp_path / "coded").weights.items():
         assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
@@ -532,15 +538,7 @@ def test_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:
     ]
     dense = write_quantized(tmp_path / "coded", four)
     expected = load_file(dense / "model.safetensors")
-    path = tmp_path / "coded" / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in expected if name.endswith("down_proj.weight")]:
-        parts, values = eight.encode(expected[name])
-        layer = name.removesuffix("weight")
-        tensors = {key: value for key, value in tensors.items() if not key.startswith(layer)}
-        tensors |= {layer + part: value.contiguous() for part, value in parts.items()}
-        expected[name] = values.float()
-    save_file(tensors, path, {"format": "pt"})
+    encode_down_proj(tmp_path / "coded", expected, eight)
     groups[1]["targets"] = [r"re:.*down_proj$"]
     settings = {"format": "mixed-precision", "config_groups": dict(zip("ab", groups, strict=True))}
     change_config(tmp_path / "coded", quantization_config=four.settings | settings)

@@ -73,7 +73,10 @@ class HeldMixtures:
             def give_one(value: Any) -> Any:
                 if not _has_rows(value):
                     return value
-                return _cut(next(kept), rows).view(value.shape)
+                held = next(kept, None)
+                if held is None:
+                    raise ValueError("a mixture of experts takes more rows in a step than alone")
+                return _cut(held, rows).view(value.shape)
 
             args = tuple(map(give_one, args))
             return args, {name: give_one(value) for name, value in kwargs.items()}

@@ -52,7 +52,7 @@ def check_forward(
         difference = median_error(paged, expected)
         if not difference <= max_error(loaded.dtype) and mixtures_of(loaded.model):
             difference = _error_with_held_mixtures(loaded, backend, layout, texts)
-    except (TypeError, AttributeError, RuntimeError) as error:
+    except (TypeError, AttributeError, LookupError, RuntimeError, ValueError) as error:
         kind = loaded.model.config.model_type
         raise UnsupportedModel(f"{kind}: its forward fails over packed rows: {error}") from error
     if not difference <= max_error(loaded.dtype):

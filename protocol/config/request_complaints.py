@@ -11,7 +11,7 @@ _PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
 """Where a decoding error lies: the index of a field, and of a field within that."""
 
 
-def out_of_bounds(problem: str) -> RequestError:
+def request_complaint(problem: str) -> RequestError:
     """Return the error of a request, given what msgspec wrote about its `AddRequest`."""
     match = _PATH.search(problem)
     if match is None:
