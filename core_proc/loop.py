@@ -26,7 +26,8 @@ from protocol.transport.runtime import Clock, Poller, ProcessControl
 
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
-"""From Stop to the exit, for the answers to steps in flight, which cost computing again."""
+"""Time from Stop to the exit, for the answers to steps in flight: recomputing these would cost
+more."""
 RETURN_S = 2.0
 """Time for the clients of a predecessor to send their open requests, before a drain may end."""
 _RETRY_MS = 5

@@ -16,15 +16,15 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     # Facts of the model and of the memory.
     num_blocks: int = 1024
-    """With the null block."""
+    """Blocks of the KV pool, the null block included."""
     block_size: int = 16
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     num_state_blocks: int = 0
-    """With the null block; 0: no group holds states."""
+    """State blocks, the null block included; 0: no group holds states."""
     num_host_blocks: int = 0
-    """Blocks for requests that are swapped out; 0: victims are always computed again."""
+    """Host blocks for requests that are swapped out; 0: victims are always computed again."""
     num_host_state_blocks: int = 0
-    """The same for states."""
+    """Host blocks for the states of such requests."""
     state_swap_blocks: float = 0.0
     swap_cost_tokens: float = 0.0
     max_model_len: int = 4096

@@ -85,7 +85,7 @@ class Request:
     sampling_params: SamplingParams
     _: KW_ONLY
     outputs: InitVar[Sequence[int]] = ()
-    """Tokens of an earlier life."""
+    """Outputs of an earlier life, at its arrival."""
     priority: int = 0
     arrival_time: float = 0.0
     """Seconds, on the core's clock: when its client accepted it."""
@@ -93,7 +93,7 @@ class Request:
     adapter_id: int = 0
     """LoRA adapter that its KV depends on; 0: none."""
     adapter_digest: bytes = b""
-    """Of all that the adapter contains, of which the id has 53 bits."""
+    """Digest of everything in the adapter; the id has only 53 bits of it."""
     tenant: str = ""
     blocks_at: str = ""
     """Block server of the machine that it was moved from; empty: it was not moved."""

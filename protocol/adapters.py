@@ -20,10 +20,10 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BIN_FILE = "adapter_model.bin"
 ADAPTERS_FILE = "lora_adapters"
-"""In the run directory: the names of adapters, which API processes share."""
+"""Name of the file in the run directory that holds the names of adapters, for all API processes."""
 MAX_CONFIG_BYTES = 2**20
 MAX_WEIGHTS_BYTES = 2**35
-"""Of the file of any adapter; a worker knows the bound for its model."""
+"""Largest file of weights that any adapter may have; a worker applies its model's own bound."""
 _CHUNK_BYTES = 2**20
 
 AdapterId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -42,11 +42,11 @@ class Adapter(Record):
     name: AdapterName
     path: AdapterPath
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """Of the contents of both files, see `digest_of`."""
+    """Digest of the contents of both files; see `digest_of`."""
 
     @property
     def adapter_id(self) -> int:
-        """The number under which its KV is cached: equal for equal files, and never 0."""
+        """The number under which the adapter's KV is cached: equal for equal files, and never 0."""
         return (int.from_bytes(self.digest[:8], "little") >> 11) or 1
 
 

@@ -45,7 +45,8 @@ RequestIds = Annotated[list[RequestId], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0)]
 Tenant = Annotated[str, Meta(max_length=256)]
 PACKED_FROM_TOKENS = 4096
-"""Prompts of this length cross packed: the core handles hundreds of thousands of ids in a turn."""
+"""Prompts of at least this length are sent packed: the core handles hundreds of thousands of ids in
+one turn."""
 
 
 class EngineState(enum.StrEnum):
@@ -87,7 +88,7 @@ class ErrorCode(enum.StrEnum):
     DEADLINE = "deadline_exceeded"
     """The time that the client allowed for the request is over."""
     ABORTED = "request_aborted"
-    """By its id, through the API."""
+    """An operator aborted the request by its id, through the API."""
 
 
 class RequestError(Record):
@@ -122,21 +123,21 @@ class AddRequest(Message):
     """Seconds since the Unix epoch, for the client's own journal; the core does not read it."""
     cache_salt: CacheSalt = ""
     resent: bool = False
-    """It was accepted before, or is part of a request that was: it is not refused for a full queue
-    or draining."""
+    """Whether the request, or the one that it is a part of, was accepted before. It is then not
+    refused for a full queue or draining."""
     tenant: Tenant = ""
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
-    """Seconds from its acceptance to this message; they keep the order of arrival in a new core."""
+    """Seconds from its acceptance to this message. They keep the order of arrival in a new core."""
     packed_prompt: PackedTokenIds = b""
     """The prompt as packed ids; `prompt_token_ids` is empty then."""
     adapter: Adapter | None = None
     """The adapter that computes it together with the model."""
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
-    """Of the facts of the engine that computes it, for the client's ledger and journal; the core
-    does not read it. Empty: not known."""
+    """Fingerprint of the engine that computes the request, for the client's ledger and journal; the
+    core does not read it. Empty: not known."""
     blocks_at: BlocksAddress = ""
-    """Block server of the machine that the request was moved from; empty: it was not moved, or
-    only to another replica of this machine."""
+    """Block server of the machine that the request was moved from. Empty: it was not moved, or only
+    to another replica of this machine."""
 
     @property
     def prompt(self) -> list[int] | bytes:
@@ -150,7 +151,7 @@ class AddRequest(Message):
 
     @property
     def unpacked_prompt(self) -> list[int]:
-        """The ids of the prompt; to unpack a long one takes milliseconds."""
+        """The prompt's ids as a list; unpacking a long prompt takes milliseconds."""
         return unpack_token_ids(self.packed_prompt) or self.prompt_token_ids
 
 
@@ -191,12 +192,12 @@ class Control(Message):
     action: ControlAction
     pause_mode: PauseMode = PauseMode.PAUSED_ALL
     reset_running_requests: bool = False
-    """For RESET_PREFIX_CACHE: preempt running requests, so that no block is in use."""
+    """For RESET_PREFIX_CACHE: preempt the running requests, so that no block is in use."""
     restores: bool = False
-    """It was in force in a former core. A core that has got another pause, sleep or resume
-    meanwhile, or is paused more already, ignores it."""
+    """Whether the control was in force in an earlier core. A core that has received another pause,
+    sleep or resume since, or is already paused more strictly, ignores it."""
     adapter: Adapter | None = None
-    """Of LOAD_ADAPTER and UNLOAD_ADAPTER."""
+    """The adapter to load or unload, for LOAD_ADAPTER and UNLOAD_ADAPTER."""
 
 
 class ControlDone(Message):
@@ -204,17 +205,17 @@ class ControlDone(Message):
 
     number: RequestId
     ok: bool
-    """False: the engine starts or drains, blocks are in use, the sleep was ended before it began,
-    or what was to be restored is out of date."""
+    """False: the engine is starting or draining, blocks are in use, the sleep was ended before it
+    began, or the state to restore is out of date."""
     pause_mode: PauseMode
     error: Text = ""
     """Why an adapter cannot be used."""
     code: ErrorCode = ErrorCode.INVALID
-    """Of this error."""
+    """Code of the error in `error`."""
 
 
 class KVEventsTaken(Message):
-    """Client → core: one `KVEventBatch` was read, or dropped; there is room for another."""
+    """Client → core: a `KVEventBatch` was read or dropped; there is room for another one."""
 
 
 class RequestOutput(Record):
@@ -228,14 +229,15 @@ class RequestOutput(Record):
     stop_token_id: int | None = None
     """The id of `stop_token_ids` that ended it; None for EOS and other reasons."""
     num_cached_tokens: Count | None = None
-    """Prompt tokens found in the prefix cache; with the first output only."""
+    """Prompt tokens found in the prefix cache; sent with the first output only."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Of the prompt tokens computed since the last output."""
+    """Log-probabilities of the prompt tokens computed since the last output."""
     embedding: PackedVector | None = None
     """The vector of a request with `pooling`; its only output, which has no tokens."""
     num_computed_tokens: Count | None = None
-    """With `return_progress`: prompt tokens whose KV exists; in outputs without tokens."""
+    """With `return_progress`: how many prompt tokens have KV. Only outputs without tokens have
+    it."""
 
 
 class StepOutputs(Message):
@@ -292,7 +294,7 @@ class EngineStats(Record):
     states_loaded: Count = 0
     """Recurrent states that were read from stores."""
     kv_remote_tokens_loaded: Count = 0
-    """Of `kv_tokens_loaded`, those that came from other machines."""
+    """The part of `kv_tokens_loaded` that came from other machines."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
@@ -311,12 +313,14 @@ class Status(Message):
     stats: EngineStats
     pause_mode: PauseMode = PauseMode.RUNNING
     is_sleeping: bool = False
-    """From a SLEEP until the next RESUME. Memory is released after the steps sent before."""
+    """Whether the engine sleeps: from a SLEEP until the next RESUME. Memory is released once the
+    steps sent before it are done."""
     blocks_at: BlocksAddress = ""
-    """Where other machines read the KV blocks that this one has stored; the host may be `*`."""
+    """Where other machines read the KV blocks stored on this one; the host may be `*`."""
     is_loading_anew: bool = False
     """While RECOVERING: the lost workers were killed from outside, and their successors must load
-    the model first. So what they computed is not suspected, and takes long to continue here."""
+    the model first. The requests are not suspected of causing the loss, and continuing here takes
+    long."""
 
 
 ClientToCore = (

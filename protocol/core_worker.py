@@ -57,8 +57,8 @@ MAX_DRAFTS = 16
 NULL_BLOCK = 0
 """Never allocated; stands in block tables at positions whose KV is not needed any more."""
 UNLIMITED_BLOCKS = 2**30
-"""What a stage announces that has none of the layers that use such blocks: they take no memory
-there, and the other stages decide how many there are."""
+"""The number of blocks that a stage announces if it has no layers that use such blocks. They take
+no memory in that stage, and the other stages decide how many there are."""
 
 
 class KVGroup(Record):
@@ -74,7 +74,7 @@ class KVGroup(Record):
 
 
 OF_STAGES = ", "
-"""Between what stages have of a field in which they differ."""
+"""Joins the values of a field that differs between stages."""
 
 
 class ModelFacts(Record):
@@ -117,24 +117,29 @@ class ModelFacts(Record):
     generates: bool = True
     """Whether the model has an output layer; else every request must have `pooling`."""
     computes_whole_prompts: bool = False
-    """Its attention is not causal: each prompt is computed in one step, from its first token on."""
+    """Whether its attention is not causal: each prompt is then computed in one step, from its first
+    token on."""
     num_labels: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
-    """The vector has one number for each label of a classification head; 0: it has no such head."""
+    """Whether the vector has one number for each label of a classification head; False: it has no
+    such head."""
     default_pooling: PoolingType = PoolingType.LAST
-    """Of requests that choose none; a classification head allows no other."""
+    """Pooling of requests that choose none; a classification head allows no other."""
     num_host_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Blocks in host memory, numbered from 0, for the states of swapped requests."""
     state_swap_blocks: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Cost of copying a state to the host and back, in copies of KV blocks; without KV blocks, 1:
-    `swap_cost_tokens` is that of a state. Of a stage that has only one of the two, 0."""
+    """Cost of copying a state to the host and back, measured in copies of KV blocks. Without KV
+    blocks it is 1, and `swap_cost_tokens` is the cost of a state. In a stage that has only one of
+    the two, it is 0."""
     checkpoint: Text = ""
-    """Names the contents of the model's files, wherever they lie; empty: there are none."""
+    """Digest of the contents of the model's files, wherever they are stored; empty: there are
+    none."""
     kv_layout: Text = ""
-    """Names what the bytes of a KV block stand for: workers with an equal one can use each other's
-    blocks. Of stages with different ones, each in turn. Empty: blocks are kept nowhere else."""
+    """Identifies what the bytes of a KV block mean: workers with equal layouts can use each other's
+    blocks. If stages differ, the layouts of all stages in turn. Empty: blocks are kept nowhere
+    else."""
     build: Text = ""
-    """What else the results depend on: versions, instructions or device, the context that rotary
-    frequencies are made for, and ranks."""
+    """Everything else that results depend on: versions, instruction set or device, the context
+    length that rotary frequencies are made for, and ranks."""
     kernels: Text = ""
     """The library that computes, where results are exact. Elsewhere a successor may have another
     one, or none."""
@@ -210,7 +215,7 @@ class WorkerHello(Message):
     swap_cost_tokens: Annotated[float, Meta(ge=0.0)] = 0.0
     """Cost of copying one block to the host and back, in prompt tokens computed in that time."""
     last_link_epoch: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Of its last adoption, by this core or another one; 0: there was none."""
+    """Epoch of the worker's last adoption, by this core or another one; 0: it had none."""
 
 
 class Adopt(Message):
@@ -272,18 +277,18 @@ class SchedulerOutput(Message):
     preempted_req_ids: list[RequestId]
     finished_req_ids: list[RequestId]
     swap_out: BlockCopies = field(default_factory=BlockCopies)
-    """From the pool to the host, before anything else in this step."""
+    """Copies from the pool to the host, before anything else in this step."""
     swap_in: BlockCopies = field(default_factory=BlockCopies)
-    """From the host to blocks of requests that are new in this step: after `swap_out`, before the
-    step computes."""
+    """Copies from the host to blocks of requests that are new in this step: after `swap_out`,
+    before the step computes."""
     draft_limits: dict[RequestId, Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]] = {}
     """Most drafts that the worker makes for a request from this step on. 0: none, and nothing is
     computed for them."""
     state_swap_out: BlockCopies = field(default_factory=BlockCopies)
-    """As `swap_out`, of state blocks: each one is the last in the table of a request that is
-    preempted in this step, and its state is that of the request's computed tokens."""
+    """Like `swap_out`, for state blocks. Each one is the last in the table of a request that is
+    preempted in this step, and holds the state after the request's computed tokens."""
     state_swap_in: BlockCopies = field(default_factory=BlockCopies)
-    """As `swap_in`, of state blocks."""
+    """Like `swap_in`, for state blocks."""
 
 
 class Sleep(Message):
@@ -297,10 +302,10 @@ class CompileGrammar(Message):
     """
 
     grammar_id: GrammarId
-    """Of the core that sends it."""
+    """Number that the sending core has given to the grammar."""
     grammar: Grammar
     is_proven: bool = False
-    """A worker has compiled it within the limits before."""
+    """Whether a worker has compiled the grammar before, within the limits."""
 
 
 class LoadAdapter(Message):
@@ -327,7 +332,7 @@ BlockKey = Annotated[bytes, Meta(min_length=32, max_length=33)]
 
 _HOST = r"(\*|[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?)"
 BlocksAddress = Annotated[str, Meta(pattern=f"^(tcp://{_HOST}:[1-9][0-9]{{0,4}})?$")]
-"""Of a machine's block server (`protocol/stores/block_link.py`); empty: none."""
+"""Address of a machine's block server (`protocol/stores/block_link.py`); empty: none."""
 
 
 class StoreBlocks(Message):
@@ -350,18 +355,18 @@ class LoadBlocks(Message):
     """
 
     req_id: RequestId
-    """Of the request that waits for the blocks."""
+    """Id of the request that waits for the blocks."""
     block_ids: BlockIds
     keys: list[BlockKey]
     state_block_id: Annotated[int, Meta(ge=0, lt=2**31)] = NULL_BLOCK
-    """A state block, which is filled before these; NULL_BLOCK: none. Without its state the KV has
-    no use, and is not read."""
+    """A state block, which is filled before the KV blocks; NULL_BLOCK: none. Without its state the
+    KV is of no use, and is not read."""
     state_key: Annotated[bytes, Meta(max_length=33)] = b""
     source: BlocksAddress = ""
-    """Where blocks are read that no store of this machine has; empty: nowhere."""
+    """Block server that blocks are read from if no store of this machine has them; empty: none."""
     limit_ms: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Most milliseconds from the arrival of the message for reading from `source`: computing would
-    take as long. 0: only the worker's own limits."""
+    """Most milliseconds for reading from `source`, counted from the message's arrival: computing
+    would take as long. 0: only the worker's own limits apply."""
 
 
 class FindBlocks(Message):
@@ -371,7 +376,7 @@ class FindBlocks(Message):
     """
 
     req_id: RequestId
-    """Of the request that waits for the answer."""
+    """Id of the request that waits for the answer."""
     source: BlocksAddress
     keys: list[BlockKey]
 
@@ -421,7 +426,7 @@ class ModelRunnerOutput(Message):
     draft_ns: Annotated[int, Meta(ge=0)] = 0
     """Nanoseconds of `forward_ns` that the drafts for the next step took."""
     wait_ns: Annotated[int, Meta(ge=0)] = 0
-    """Nanoseconds from the end of the step before to this step's arrival; 0: the worker had no
+    """Nanoseconds from the end of the previous step to this step's arrival; 0: the worker had no
     requests."""
 
 
@@ -462,9 +467,9 @@ class BlocksLoaded(Message):
     has_state: bool = False
     """Whether the state block was filled, if one was asked for."""
     num_remote_blocks: Annotated[int, Meta(ge=0)] = 0
-    """Of `num_blocks`, those that came from another machine."""
+    """The part of `num_blocks` that came from another machine."""
     remote_ns: Annotated[int, Meta(ge=0)] = 0
-    """Of `load_ns`, the time for what came from there."""
+    """The part of `load_ns` that was spent on blocks from another machine."""
     has_remote_state: bool = False
     """Whether the state came from another machine."""
 
@@ -474,12 +479,12 @@ class BlocksFound(Message):
 
     req_id: RequestId
     are_there: bytes
-    """For each key of `FindBlocks` one byte, 1 if the block is probably there. Empty: it does not
-    answer."""
+    """One byte for each key of `FindBlocks`, 1 if the block is probably there. Empty: the server
+    does not answer."""
 
 
 RankAnswer = GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound
-"""What each rank answers to a message about something that is done beside the steps."""
+"""What every rank sends in answer to a message about work beside the steps."""
 WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | RankAnswer
 CoreToWorker = (
     Adopt

@@ -19,7 +19,8 @@ EventSeq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 mean two events."""
 
 Subscription = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""Number of a subscription, chosen by the client, which identifies batches of an earlier one."""
+"""Number of a subscription, chosen by the client. It distinguishes its batches from those of an
+earlier subscription."""
 
 
 class BlocksStored(Record, tag="stored", frozen=True):
@@ -27,7 +28,7 @@ class BlocksStored(Record, tag="stored", frozen=True):
 
     block_hashes: list[BlockHash]
     parent_hash: BlockHash | None
-    """Of the block before the first; None at the beginning of a prompt."""
+    """Hash of the block before the first; None at the beginning of a prompt."""
     token_ids: list[int]
     block_size: int
     group: int

@@ -50,11 +50,12 @@ class DeathCause(enum.IntEnum):
     EXCEPTION = 1
     OOM = 2
     DEADLINE = 3
-    """It hung, and its supervisor killed it."""
+    """The process hung, and its supervisor killed it."""
     KILLED = 4
     """A signal from outside, which does not depend on what it computed."""
     ENDED = 5
-    """It exited in order, as for a restart by an operator, or it could not be started."""
+    """The process exited in order, such as for a restart by an operator, or it could not be
+    started."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -74,7 +75,7 @@ class Progress(Message):
     phase: Text
     done: Annotated[int, Meta(ge=0)] = 0
     total: Annotated[int, Meta(ge=0)] = 0
-    """0: unknown."""
+    """Number of steps in all; 0: unknown."""
 
 
 class Ready(Message):
@@ -86,7 +87,7 @@ class Ready(Message):
     facts: Annotated[list[Text], Meta(max_length=16)] = []
     """Lines that the supervisor prints when the engine serves for the first time."""
     num_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """State blocks, likewise."""
+    """State blocks that its successors must have too; 0: they measure memory."""
 
 
 class Fatal(Message):
@@ -164,7 +165,7 @@ class RestartQuery(Message):
 
     role: Role
     index: Annotated[int, Meta(ge=0, lt=1024)] | None = None
-    """Of one API process; None: all, one after the other."""
+    """Index of one API process; None: all of them, one after the other."""
 
 
 class RestartReply(Message):
@@ -195,7 +196,7 @@ class StatusReply(Message):
     processes: list[ProcessStatus]
     ready: bool
     url: str | None
-    """Of the API; None: this engine has none."""
+    """Address of the API; None: this engine has none."""
     failure: str | None = None
     cores: list[str] = []
     """Where clients find the cores."""

@@ -107,7 +107,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkn
 
 
 NO_EPOCH = 0
-"""Of frames whose sender has not agreed on an epoch."""
+"""The epoch in frames whose sender has not agreed on one."""
 
 
 class ProtocolError(Exception):
@@ -126,7 +126,7 @@ class Header(NamedTuple):
     seq: int
     """Number of the frame among the sender's on this link, from 0."""
     flags: int = 0
-    """Of `protocol.transport.frame_sequence.Flag`."""
+    """A combination of `protocol.transport.frame_sequence.Flag`."""
 
 
 def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:

@@ -27,7 +27,7 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 MAX_ALPHA = 1e30
 _PLAIN_PATTERN = re.compile(r"[\w.\\|\[\]^$-]*")
-"""Expressions that are matched in linear time: a file may come from anywhere."""
+"""Expressions that are matched in linear time, because a file may come from anywhere."""
 
 
 class PeftConfig(NamedTuple):
@@ -40,7 +40,7 @@ class PeftConfig(NamedTuple):
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     targets: tuple[str, ...]
-    """Names of modules, or ends of names; empty where the file has a pattern instead."""
+    """Names of modules, or endings of names; empty if the file has a pattern instead."""
 
     def rank_of(self, module: str) -> int:
         key = _key_of(self.rank_pattern, module)

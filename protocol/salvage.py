@@ -12,7 +12,7 @@ from protocol.message import encode
 _ADD = encode("AddRequest")
 _STEP_OUTPUTS = encode("StepOutputs")
 _UINT_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
-"""By the first byte of a number: the bytes after it."""
+"""Number of value bytes after the first byte of an unsigned msgpack integer."""
 _decode_parts = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_row = msgspec.msgpack.Decoder(RequestOutput).decode
 

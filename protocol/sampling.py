@@ -131,7 +131,7 @@ class Pooling(Record):
     dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_SIZE)] | None = None
     """How many numbers are kept, from the first on, before the vector is normalized; None: all."""
     normalize: bool = True
-    """To length 1."""
+    """Whether the vector is scaled to length 1."""
     second_text_start: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Position from which on the tokens of a pair of texts have the type 1; 0: all have type 0."""
 
@@ -160,7 +160,8 @@ class SamplingParams(Record):
     logprobs: NumLogprobs | None = None
     """Top logprobs per output token besides the sampled one's; None: no logprobs at all."""
     prompt_logprobs: NumLogprobs | None = None
-    """The same per prompt token; such a request computes its whole prompt, reading no cached KV."""
+    """Top logprobs per prompt token; None: none. Such a request computes its whole prompt, and
+    reads no cached KV."""
     grammar: Grammar | None = None
     allowed_token_ids: AllowedTokenIds | None = None
     """The only tokens that may be sampled."""

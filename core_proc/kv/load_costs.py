@@ -10,12 +10,12 @@ from protocol.core_worker import ModelRunnerOutput
 _LEAST_TOKENS = 64
 """Prompt tokens of a step from which the cost of one is measured."""
 _RISE, _FALL = 0.2, 0.5
-"""Weights of a measurement: a faster load counts more, as slow ones are rarely tried again."""
+"""Weights of a measurement: a faster load counts more, because slow ones are rarely tried again."""
 _TRIAL_EVERY = 16
-"""One of this number of loads that do not seem to pay is made: the reason may have gone."""
+"""Of the loads that do not seem to pay, one in this many is made: the reason may have gone."""
 _MOST_SOURCES = 256
 _SLOWEST = 2.0
-"""A machine counts as slower than computing by this factor at most: what made it slow may end."""
+"""A machine counts as slower than computing by this factor at most: whatever slows it may end."""
 _LEAST_LIMIT_MS = 1000
 _LONGEST_LIMIT_MS = 10_000
 

@@ -1,4 +1,4 @@
-"""Blocks outside the workers' memory: which are there, and which are to be written or read.
+"""Blocks outside the workers' memory: which exist, and which are to be written or read.
 
 Workers keep full blocks in stores that they share (`worker_proc/offload`), under the hashes of the
 prefix cache. The core asks an index what they probably hold, and decides what is read before a
@@ -16,11 +16,11 @@ from core_proc.request import Request
 from protocol.core_worker import NULL_BLOCK, BlocksLoaded, FindBlocks, LoadBlocks, StoreBlocks
 
 MAX_LOADS = 8
-"""Requests whose blocks are being read at a time; further ones wait for a place."""
+"""Requests whose blocks may be read at a time; further ones wait for a place."""
 LEAST_TOKENS = 64
-"""To read: fewer are computed in the time that a load takes at least."""
+"""Fewest tokens worth reading: the shortest load takes as long as computing them."""
 _MOST_PENDING = 2**14
-"""Blocks to be written with one message; further ones are not."""
+"""Most blocks to be written with one message; further ones are not written."""
 
 
 class Index(Protocol):
@@ -39,13 +39,13 @@ class _Load(NamedTuple):
 
     message: LoadBlocks
     entries: list[int]
-    """For each block, its entry in the table."""
+    """The table entry of each block."""
     num_hit: int
     """Leading entries that are not read."""
     num_cached: int
-    """Leading blocks from whose end the request could be computed without the load."""
+    """Leading blocks after which the request could be computed without the load."""
     end: int
-    """Leading blocks that are there after it."""
+    """Leading blocks that exist after the load."""
 
 
 class Offload:
@@ -82,7 +82,7 @@ class Offload:
         """Of the tokens that were loaded, those that came from other machines."""
 
     def has(self, block_hash: bytes, group: int) -> bool:
-        """Whether a store probably has a block of a KV group."""
+        """Return whether a store probably has a block of a KV group."""
         key = group_key(block_hash, group)
         return any(key in index for index in self._indexes)
 
@@ -143,7 +143,7 @@ class Offload:
         self._unsent.append(message)
 
     def end(self, answer: BlocksLoaded, block_size: int) -> int | None:
-        """Return how many tokens of a request are there after a load; None: it was forgotten.
+        """Return how many tokens of a request have KV after a load; None: the load was forgotten.
 
         A block that did not come is written again once it is computed: one of the ranks lacks it.
         """

@@ -1,4 +1,4 @@
-"""Preemption by swap: a victim's KV is copied to host memory and back, instead of computed again.
+"""Preemption by swap: a victim's KV is copied to the host and back instead of computed again.
 
 The core decides, and knows which of the host's blocks hold what; the worker copies, in the order
 of the steps. Tokens are the same either way. With recurrent layers the state is copied, too.
@@ -36,7 +36,7 @@ def _add(copies: BlockCopies, device_block_id: int, host_block_id: int) -> None:
 
 
 _NO_COPIES = StepCopies(), StepCopies()
-"""Of every step without a host pool; never changed."""
+"""The copies of every step without a host pool; never changed."""
 
 
 class Swapper:

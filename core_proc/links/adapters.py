@@ -38,7 +38,8 @@ from protocol.core_worker import AdapterLoaded, LoadAdapter, UnloadAdapter
 ADAPTER_PARAM = "model"
 """`RequestError.param` of an adapter that cannot be used: `model` names it."""
 MAX_SENT = 4
-"""Adapters that the workers have got and not answered, of the frames that a link may queue."""
+"""Most adapters that the workers have been sent and have not answered: they take room in a link's
+queue."""
 MAX_LOADS = 64
 """Loads without a request that are not answered yet; further ones are refused."""
 
@@ -81,7 +82,7 @@ class _Entry:
     """Clients that await the load, each with the number of its control."""
     used_at: int = 0
     is_unwanted: bool = False
-    """It is to be dropped once no request has it."""
+    """Whether it is to be dropped once no request has it."""
 
     def forget_ended(self) -> None:
         self.taken = {request for request in self.taken if not request.is_finished}

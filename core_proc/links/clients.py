@@ -44,7 +44,7 @@ DRAIN_S = 0.002
 OUTBOX_LIMIT = 8192
 """Messages kept for a client that does not read; past it the client counts as gone."""
 OUTBOX_BYTES = 64 * 2**20
-"""The same in bytes; one message may be as large as a frame."""
+"""Bytes kept for such a client; a single message may be as large as a frame."""
 
 log = logging.getLogger("troika.core")
 

@@ -20,9 +20,10 @@ GRAMMAR_PARAM = "grammar"
 MAX_COMPILING = 64
 """Grammars that are not ready yet; a request with one more is refused."""
 MAX_IDLE = 128
-"""Ready grammars without a request that are remembered."""
+"""Most ready grammars without a request that are remembered."""
 _MAX_SENT = 8
-"""Grammars that the workers have got and not answered, of the frames that a link may queue."""
+"""Most grammars that the workers have been sent and have not answered: they take room in a link's
+queue."""
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,7 @@ class Owner:
     sent_cached: bool = False
     next_prompt_position: int = 0
     num_reported_tokens: int = 0
-    """Of the prompt, as computed; for requests that ask for it."""
+    """Prompt tokens whose progress was reported, for requests that ask for it."""
 
 
 def owner_of(request: Request) -> Owner:

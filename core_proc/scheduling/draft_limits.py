@@ -27,7 +27,7 @@ LEAST_GAIN = 1.03
 REVIEW_EVERY = 16
 """Steps between two looks at all running requests."""
 TRIAL_SHARE = 1 / 64
-"""Of the worker's time, for trials."""
+"""Share of the worker's time that trials may take."""
 TRIAL_DRAFTS = 2
 TRIAL_POSITIONS = 4
 """Drafts that are enough to judge a trial. A trial without a right draft ends after two steps."""

@@ -16,21 +16,21 @@ from core_proc.scheduling.request_queues import RequestQueues
 from protocol.core_worker import BlocksFound, BlocksLoaded
 
 _LOOKED_UP_AT_ONCE = 2**14
-"""Tokens of requests that are looked up in one step and set aside: one or two milliseconds."""
+"""Tokens of requests that are looked up and set aside in one step, which takes one or two ms."""
 
 _MOST_STALE_ROWS = 64
-"""Of a heap that is not made anew yet."""
+"""Stale rows that the heap may hold, beyond one for each live row, before it is rebuilt."""
 
 
 class Outcome(Enum):
     """What has become of a waiting request that might load KV."""
 
     COMPUTE = auto()
-    """It is to be computed from its hits in the prefix cache on."""
+    """The request is to be computed, from its hits in the prefix cache on."""
     WAIT = auto()
-    """It waits for its stored blocks, or until they can be loaded; others are admitted."""
+    """The request waits for its stored blocks, or until they can be loaded; others are admitted."""
     LATER = auto()
-    """It has not been looked up: enough requests were in this step."""
+    """The request has not been looked up: this step has looked up enough."""
 
 
 class _Stored(NamedTuple):

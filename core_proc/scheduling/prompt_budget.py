@@ -13,9 +13,10 @@ from core_proc.scheduling.step_costs import DecodeTimes
 from protocol.core_worker import ModelRunnerOutput
 
 LEAST_TOKENS = 16
-"""So that prompts are computed even if decoding alone takes longer than the target."""
+"""Prompt tokens that a step always computes, even if decoding alone takes longer than the
+target."""
 _FIRST_TOKENS = 64
-"""In the first step, before anything is known."""
+"""Prompt tokens of the first step, when no time is known yet."""
 _AIM = 0.85
 """Share of the target that is aimed at, as the duration of steps varies."""
 _FALL = 0.1

@@ -6,7 +6,7 @@ Nothing here reads a clock, so the same results lead to the same decisions.
 from typing import NamedTuple
 
 _WEIGHT = 0.2
-"""Of the newest step in a mean."""
+"""Weight of the newest step in a mean."""
 _LEAST_STEPS = 3
 _STALE_AFTER = 1024
 """Steps after which a time counts as unknown: other processes come and go, and texts grow."""
@@ -17,7 +17,7 @@ class StepTime(NamedTuple):
 
     compute_ns: float
     wait_ns: float
-    """From the end of the step before to the arrival of this one, at the worker."""
+    """Time from the end of the previous step to the arrival of this one at the worker."""
 
 
 class _Kind:

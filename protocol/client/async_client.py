@@ -55,7 +55,7 @@ MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 ADAPTER_TIMEOUT_S = 120.0
-"""For the load of an adapter, which may wait for others."""
+"""Longest wait for an adapter's load, which may wait for other loads."""
 _NO_EQUAL_ENGINE = RequestError(
     ErrorCode.ENGINE_FAILED,
     "the engine that began the request is gone, and none with its fingerprint has served in time",
@@ -160,7 +160,7 @@ class AsyncEngineClient:
 
     @property
     def fingerprint(self) -> str:
-        """Of the facts; empty: there are none yet."""
+        """Fingerprint of the engine's facts; empty before there are any."""
         return self._open.fingerprint
 
     @property
@@ -185,7 +185,7 @@ class AsyncEngineClient:
 
     @property
     def num_inexact(self) -> int:
-        """Requests that this engine continues, which one with another fingerprint has begun."""
+        """Requests that an engine with another fingerprint began, and that this one continues."""
         return self._open.num_inexact
 
     async def start(self) -> None:
@@ -200,7 +200,7 @@ class AsyncEngineClient:
 
     @property
     def pauses(self) -> bool:
-        """Whether a pause by this client is in force, or requested."""
+        """Whether this client has requested a pause that is still wanted or in force."""
         return self._controls.pauses
 
     def begin_paused(self, action: ControlAction, mode: PauseMode) -> None:
@@ -285,7 +285,7 @@ class AsyncEngineClient:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AddRequest:
-        """Accept a request for a receiver of the caller's, as `submit` does for a stream.
+        """Accept a request as `submit` does, and deliver its outputs to the caller's own receiver.
 
         Returns the request as it was accepted. For `adopt` it names the place of its KV blocks.
         """
@@ -314,7 +314,7 @@ class AsyncEngineClient:
         self._open.ledger.expect_cached(request_id, num_tokens)
 
     def held_ids(self) -> list[int]:
-        """Return the numbers of requests that this engine cannot continue exactly."""
+        """Return the ids of the requests that this engine cannot continue exactly."""
         return self._open.held_ids()
 
     def entry(self, request_id: int) -> Entry | None:
@@ -544,7 +544,7 @@ class AsyncEngineClient:
 
 
 def _shows_progress(status: Status, before: Status | None, num_open: int) -> bool:
-    """Whether the core has sent steps since the status before, or has none to send."""
+    """Whether the core has sent steps since the last status, or has none to send."""
     stats = status.stats
     is_idle = num_open + stats.num_running_reqs + stats.num_waiting_reqs == 0
     is_paused = status.pause_mode is not PauseMode.RUNNING

@@ -1,4 +1,4 @@
-"""Where a replica reads the KV blocks of another one, at which a request was before."""
+"""Where a replica reads the KV blocks of the replica that had the request before."""
 
 from protocol.client.replica import Replica
 from protocol.config.addresses import is_remote

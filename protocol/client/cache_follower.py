@@ -1,6 +1,6 @@
-"""Keeps the prefix index like the caches of the replicas, from the KV events of their cores.
+"""Keeps the prefix index in step with the replicas' caches, from their cores' KV events.
 
-With events the index also has the prompts of other clients, and loses what was evicted.
+With events the index also knows the prompts of other clients, and drops what was evicted.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ log = logging.getLogger("troika.client")
 
 
 class CacheFollowers:
-    """A task for each replica whose cache is followed; none unless `is_enabled`."""
+    """One task for each replica whose cache is followed; no tasks unless `is_enabled`."""
 
     def __init__(self, index: PrefixIndex, *, is_enabled: bool) -> None:
         self._index = index
@@ -34,12 +34,12 @@ class CacheFollowers:
             self._tasks[replica.number] = asyncio.get_running_loop().create_task(work)
 
     def end(self, replica: Replica) -> None:
-        """Follow a replica no more that has left."""
+        """Stop following a replica that has left."""
         if (task := self._tasks.pop(replica.number, None)) is not None:
             task.cancel()
 
     def follows(self, replica: Replica) -> bool:
-        """Whether events state what a replica caches; they begin with what it has already."""
+        """Whether events report this replica's cache; they begin with its present contents."""
         return self._is_enabled and replica.client.connected
 
     def close(self) -> None:

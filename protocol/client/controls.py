@@ -1,4 +1,4 @@
-"""Controls of one client that are unanswered, or in force.
+"""The controls of one client that are unanswered or in force. No sockets here, as in the ledger.
 
 No sockets here, as in the ledger. A pause belongs to the client that requested it: a new core does
 not know it, so the client sends it before any request. While a core lives, its status is the truth:
@@ -33,7 +33,7 @@ class Controls:
         reset_running_requests: bool = False,
         adapter: Adapter | None = None,
     ) -> Control:
-        """Enter a control, to be sent now and to every new core until it is answered."""
+        """Enter a control. It is sent now, and to every new core until it is answered."""
         self._next_number += 1
         control = Control(
             self._next_number, action, pause_mode, reset_running_requests, adapter=adapter
@@ -52,7 +52,7 @@ class Controls:
         self._in_force = Control(0, action, pause_mode)
 
     def give_up(self, number: int) -> None:
-        """Stop waiting for an answer; whether the core has carried it out is not known."""
+        """Stop waiting for an answer; whether the core executed the control is not known."""
         self._unanswered.pop(number, None)
 
     def take(self, done: ControlDone) -> None:

@@ -34,9 +34,11 @@ from protocol.transport.runtime import Clock, SocketFactory
 
 TICK_S = 1.0
 STATUS_TIMEOUT_S = 5.0
-"""Silence after which to connect again: a core reports each second, and drops slow clients."""
+"""Longest silence before the link connects again. A core reports every second, and drops slow
+clients."""
 RELINK_TIMEOUT_S = 2.0
-"""Time without a connection after which a socket is replaced: some errors end its reconnecting."""
+"""Time without a connection after which the socket is replaced: some errors end its own
+reconnecting."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
 _SLICE_S = 0.002
@@ -46,7 +48,7 @@ RESYNC_PAUSE_S = 60.0
 
 
 def _no_pid() -> int:
-    """The number of no process: that of another machine would name another one at the core."""
+    """Return 0, the pid of no process: another machine's pid would mean nothing to the core."""
     return 0
 
 
@@ -57,7 +59,7 @@ class UnreadableOutputs(NamedTuple):
 
 
 News = StepOutputs | UnreadableOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
-"""All messages of a core but its status."""
+"""All messages of a core except its status."""
 
 
 class CoreLink:
@@ -164,7 +166,7 @@ class CoreLink:
             self._greet()
 
     def request_resync(self) -> None:
-        """Have everything sent again with the next tick: a message was lost to one of both ends.
+        """Have everything sent again at the next tick, because one of the ends lost a message.
 
         At most once in `RESYNC_PAUSE_S`, as the message may be unreadable every time.
         """
@@ -204,7 +206,7 @@ class CoreLink:
         self._backlog = iter(())
 
     def _greet(self) -> None:
-        """Begin anew: the core drops this client's requests and answers with its epoch."""
+        """Begin again: the core drops this client's requests and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
         if self._wants_resync:

@@ -1,4 +1,4 @@
-"""The home of a session: the replica to which all its requests go, as all processes choose it.
+"""The home of a session: the replica that gets all of its requests, the same in all processes.
 
 This is consistent hashing (Karger et al., 1997). A replica has some points on a circle, which
 follow from its address, and the home of a session is the replica with the next point after that of
@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import chain
 
 _NUM_POINTS = 64
-"""Of each replica. More of them spread the sessions more evenly."""
+"""Points of each replica on the circle. More points spread the sessions more evenly."""
 
 
 class Homes:

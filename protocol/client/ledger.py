@@ -47,11 +47,11 @@ from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
 MOVES_MAX = 3
-"""How often a request goes on at another replica without an output in between."""
+"""How often a request may move to another replica without an output in between."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """What `submit` takes beside the prompt and its sampling parameters."""
+    """What `submit` takes besides the prompt and its sampling parameters."""
 
     priority: int
     """Lower is sooner, under the priority policy; 0 by default."""
@@ -62,12 +62,12 @@ class RequestOptions(TypedDict, total=False):
     adapter: Adapter | None
     """The LoRA adapter that computes it together with the model; none by default."""
     resent: bool
-    """It is part of a request that was accepted, so it is not refused for a full queue or draining.
-    """
+    """Whether the request is part of one that was accepted: it is then not refused for a full queue
+    or draining."""
 
 
 class RoutedOptions(RequestOptions, total=False):
-    """What a client of several replicas takes, too."""
+    """Further options of a client with several replicas."""
 
     affinity: str
     """Requests with an equal value go to one replica while it serves; empty: to any."""
@@ -119,7 +119,7 @@ def _packed(prompt: PromptIds) -> tuple[bytes, int | None]:
 
 
 class Room:
-    """How much may be open at once, in all ledgers that share it."""
+    """Bounds on what is open at once, shared by several ledgers."""
 
     def __init__(self, max_open: int, max_open_tokens: int | None = None) -> None:
         """Bound the open requests, and the tokens of their prompts."""
@@ -129,7 +129,7 @@ class Room:
         self.num_prompt_tokens = 0
 
     def require(self, num_tokens: int) -> None:
-        """Raise Overloaded if there is none for one more request."""
+        """Raise Overloaded if one more request does not fit."""
         limit = self._max_open_tokens
         full = None
         if self.num_open >= self._max_open:
@@ -173,18 +173,18 @@ class Entry:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt and as many outputs as there can be."""
+        """Tokens of the prompt plus the largest possible number of outputs."""
         return self.add.num_prompt_tokens + self.add.sampling_params.max_tokens
 
     @property
     def num_unstarted_tokens(self) -> int:
-        """Tokens of the prompt that are to be computed, if there is no output token yet."""
+        """Prompt tokens still to be computed, if the request has no output token yet."""
         if self.output_token_ids:
             return 0
         return self.add.num_prompt_tokens - self.num_expected_cached
 
     def resumed(self, now: float) -> AddRequest:
-        """The request for a core that does not know it."""
+        """The request as it is sent to a core that does not know it."""
         return msgspec.structs.replace(
             self.add,
             output_token_ids=list(self.output_token_ids),
@@ -193,7 +193,7 @@ class Entry:
         )
 
     def new_prompt_logprobs(self, parts: list[PromptLogprobs]) -> list[PromptLogprobs] | None:
-        """Remove repetitions: a prompt that is computed again returns its logprobs again."""
+        """Remove repetitions: a prompt that is computed again returns its logprobs once more."""
         news = []
         for part in parts:
             num_again = max(0, self.next_prompt_position - part.first_position)

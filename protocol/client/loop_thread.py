@@ -12,7 +12,7 @@ from protocol.client.errors import RequestFailed, failure_of
 
 _CLOSE_TIMEOUT_S = 3.0
 _JOIN_TIMEOUT_S = 1.0
-"""With the above, less than the 5 s in which everything closes."""
+"""Together with the timeout above, less than the 5 s in which everything closes."""
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ log = logging.getLogger("troika.client")
 
 
 class RequestMover:
-    """Finds the requests that must go on elsewhere, and a replica for each of them."""
+    """Finds the requests that must continue elsewhere, and a replica for each of them."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class RequestMover:
             lost.rest()
 
     def _move(self, request_id: int, lost: Replica) -> None:
-        """Let a request go on at the replica with least to do, if there is one for it."""
+        """Let a request continue at the least loaded suitable replica, if there is one."""
         entry = lost.client.entry(request_id)
         if entry is None:
             return
@@ -151,5 +151,5 @@ class RequestMover:
 
 
 def _least(replicas: Iterable[Replica]) -> Replica | None:
-    """Return the replica with least to do."""
+    """Return the least loaded replica."""
     return min(replicas, key=lambda replica: replica.load().num_tokens, default=None)

@@ -38,7 +38,7 @@ class Receiver(Protocol):
         """The request has ended with an error."""
 
     def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
-        """An engine with another fingerprint computes it from here on.
+        """An engine with another fingerprint computes the request from here on.
 
         Not `is_exact`: outputs were delivered before, and further ones may not fit them exactly.
         """
@@ -172,7 +172,7 @@ class OpenRequests:
     # Fingerprints -------------------------------------------------------------------------------
 
     def follow(self, fingerprint: str) -> None:
-        """Take in that the same core has other facts, with which it continues its requests.
+        """The same core has new facts: hold or send its requests accordingly.
 
         Those that it could not continue with the facts before, it gets now if these are equal.
         """
@@ -238,7 +238,7 @@ class OpenRequests:
             receiver.deliver(news)
 
     def repair(self, request_ids: Iterable[int]) -> None:
-        """Send requests again, of which an output is missing; too many repairs end a request."""
+        """Send the requests again that miss an output; too many repairs end a request."""
         for request_id in request_ids:
             try:
                 add = self.ledger.repair(request_id)

@@ -1,4 +1,4 @@
-"""Long prompts in the form of the wire, made in slices.
+"""Packs long prompts into the form of the wire, in slices.
 
 To pack and check a million ids takes tens of milliseconds. A client whose event loop serves other
 requests too does this beforehand, slice by slice; what is left for `submit` is a few copies.
@@ -13,7 +13,7 @@ from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TOKEN_IDS, has_ids_from, pack_token_ids
 
 _SLICE_IDS = 2**15
-"""As many take about a millisecond."""
+"""Ids in a slice, which takes about a millisecond."""
 
 
 class PackedPrompt(NamedTuple):
@@ -41,7 +41,7 @@ def extended(prompt: PromptIds, token_ids: list[int]) -> PromptIds:
 
 
 class PromptPacking:
-    """The work on one prompt, whose ids are numbers of 32 bits."""
+    """The packing of one prompt, whose ids are 32-bit numbers."""
 
     prompt: PackedPrompt
     """Known when all `steps` are done."""
@@ -52,7 +52,7 @@ class PromptPacking:
 
     @staticmethod
     def is_due(token_ids: list[int]) -> bool:
-        """Whether a prompt crosses the link packed: it is long, and not longer than any may be."""
+        """Whether a prompt is sent packed: it is long, but within the limit on any prompt."""
         return PACKED_FROM_TOKENS <= len(token_ids) <= MAX_TOKEN_IDS
 
     def steps(self) -> Iterator[None]:

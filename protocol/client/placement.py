@@ -1,4 +1,4 @@
-"""The replica of a request: the one that the policy prefers, of those that can compute it.
+"""Chooses the replica of a request: of those that can compute it, the one that the policy prefers.
 
 It joins what is known about replicas: which serve and which retire (`replica_set`), what they have
 cached and what they have to do (`routing`), and which compute prompts for others (`prefill`).

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from protocol.client.replica import Replica
 
 LEAST_TOKENS = 256
-"""Of a prompt that its replica does not have cached: fewer are computed beside the streams."""
+"""Least number of uncached prompt tokens for which a prefill replica is used; shorter prompts are
+computed beside the streams."""
 _WAIT_TICKS = 2
-"""From a request's first token to its move, as its last blocks must be written."""
+"""Ticks from a request's first token until it is moved: its last blocks must be written first."""
 _REST_TICKS = 10
-"""From a try that no replica has taken to the next one."""
+"""Ticks between two attempts to move a request, if no replica took it at the first."""
 
 
 class Begun(NamedTuple):
@@ -24,7 +25,7 @@ class Begun(NamedTuple):
     request_id: int
     replica: Replica
     names: Sequence[bytes]
-    """Of the pieces of its prompt."""
+    """Names of the pieces of its prompt."""
     affinity: str
     """See `Router.home`; empty: it has none."""
     wait_ticks: int = _WAIT_TICKS

@@ -23,7 +23,7 @@ from protocol.kv_events import prefix_hash, prefix_root
 from protocol.message import pack_token_ids
 
 MAX_PIECES = 1024
-"""Pieces of a prompt that have names; what is behind them is not compared."""
+"""Most pieces of a prompt that get names; tokens after these are not compared."""
 _LEAST_PIECE_TOKENS = 64
 _NAME_BYTES = 8
 _NOTHING: OrderedDict[bytes, None] = OrderedDict()

@@ -1,4 +1,4 @@
-"""A replica: its client, and for how long it has not served."""
+"""A replica: its client, and how long it has not served."""
 
 from collections import deque
 
@@ -64,7 +64,7 @@ class Replica:
         return is_ending or self.is_retired
 
     def rest(self) -> None:
-        """Try to move nothing for a while: no other replica has taken a request."""
+        """Try no moves for a while, because no other replica took a request."""
         self._num_rests = _NUM_RESTS
 
     @property
@@ -78,7 +78,7 @@ class Replica:
         self.unready_s = 0.0 if self.client.serves else self.unready_s + TICK_S
 
     def has_lost_cache(self, failover_s: float) -> bool:
-        """Whether its core or its workers are new, or gone, since the last tick."""
+        """Whether the core or its workers were replaced or lost since the last tick."""
         client = self.client
         if not client.connected:  # often for a moment, to the same core
             return self.lost_s >= failover_s

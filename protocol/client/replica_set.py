@@ -1,4 +1,4 @@
-"""The replicas of an engine, whose number may change: new ones join, and others leave.
+"""The replicas of an engine. Their number may change: new ones join, and others leave.
 
 Each replica has a number, by which routing knows it. A replica whose address is not named any more
 retires: it gets no new requests once one that is named serves, and its open ones are moved. Once it

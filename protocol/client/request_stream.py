@@ -98,7 +98,7 @@ class RequestStream:
         self.resumed_inexactly = self.resumed_inexactly or not is_exact
 
     def stored_at(self, blocks_at: str) -> None:
-        """Called by the client when the request was moved: of use for a journal only."""
+        """Called by the client when the request was moved; only a journal uses this."""
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,4 +1,4 @@
-"""The choice of a replica for a request.
+"""Chooses a replica for a request.
 
 A request costs its replica the tokens that are computed before its first output: those of the
 requests before it, and those of its own prompt that are not cached. `prefix_aware` takes the
@@ -19,30 +19,32 @@ from protocol.client.prefix_index import PrefixIndex
 from protocol.config import RoutingPolicy
 
 OPEN_REQUEST_TOKENS = 16
-"""What an open request counts beside its prompt: it takes part in all steps until it ends."""
+"""Tokens that an open request counts for besides its prompt: it takes part in every step until it
+ends."""
 OTHER_REQUEST_TOKENS = 128
-"""What a request of another client counts, whose prompt is not known here."""
+"""Tokens that another client's request counts for, because its prompt is not known here."""
 _NUM_DRAWN = 2
 _MOST_HOLDERS = 3
-"""Drawn of those that have the longest prefix, and of those that have half of it."""
+"""Replicas drawn from those with the longest prefix, and from those with half of it."""
 
 _MOST_HOMES = 16
-"""Tried before a request is routed by the policy: then most replicas do not serve."""
+"""Replicas tried as the home of a session before the policy routes the request: if as many do not
+serve, most others do not either."""
 
 
 class Load(NamedTuple):
-    """What a replica has to do, as far as one client knows."""
+    """The work of a replica, as far as one client knows it."""
 
     num_open_requests: int
-    """Of this client."""
+    """Open requests of this client."""
     num_unstarted_tokens: int
-    """Of the prompts of these requests that have no output yet, those that are not cached."""
+    """Uncached prompt tokens of those of these requests that have no output yet."""
     num_other_requests: int
     """Running and waiting requests of other clients, as of the last status."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed before those of a new request, or beside them."""
+        """Tokens that are computed before, or together with, those of a new request."""
         own = self.num_unstarted_tokens + self.num_open_requests * OPEN_REQUEST_TOKENS
         return own + self.num_other_requests * OTHER_REQUEST_TOKENS
 
@@ -64,7 +66,7 @@ class Candidate(NamedTuple):
     number: int
     load: Load
     num_cached_tokens: int = 0
-    """Of the request's prompt."""
+    """Tokens of the request's prompt that the replica has cached."""
 
     @property
     def cost(self) -> int:
@@ -76,7 +78,7 @@ class Candidate(NamedTuple):
 
 
 def cheapest(candidates: Iterable[Candidate]) -> Candidate:
-    """Return the replica with the least cost, the first of several."""
+    """Return the replica with the lowest cost; among equals, the first."""
     return min(candidates, key=lambda candidate: candidate.cost)
 
 

@@ -23,7 +23,7 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.transport.curve import ClientKeys
 
 _CALL_TIMEOUT_S = 5.0
-"""For calls that the loop answers at once."""
+"""Deadline of calls that the loop answers at once."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class SyncStream:
 def _blocking(
     control: Callable[Concatenate[ReplicatedClient, P], Coroutine[Any, Any, bool]],
 ) -> "Callable[Concatenate[EngineClient, P], bool]":
-    """Make a control of the asynchronous client one that waits for the answer."""
+    """Turn a control of the asynchronous client into one that waits for the answer."""
 
     @functools.wraps(control)
     def wait(client: "EngineClient", /, *args: P.args, **kwargs: P.kwargs) -> bool:

@@ -1,4 +1,4 @@
-"""Addresses of cores on other machines: tcp://HOST:PORT, of a host's name or its IPv4 address."""
+"""Addresses of cores on other machines: tcp://HOST:PORT with a host name or an IPv4 address."""
 
 import re
 

@@ -25,7 +25,7 @@ class KVCacheDtype(enum.StrEnum):
     INT8 = "int8"
     FP8 = "fp8"
     FP8_E4M3 = "fp8_e4m3"
-    """The same as FP8."""
+    """Another name for FP8."""
 
 
 class Device(enum.StrEnum):
@@ -48,7 +48,7 @@ class AttentionName(enum.StrEnum):
     AUTO = "auto"
     TRITON = "triton"
     TRITON_ATTN = "triton_attn"
-    """The same as TRITON."""
+    """Another name for TRITON."""
     FLASHINFER = "flashinfer"
 
     @classmethod

@@ -29,9 +29,9 @@ class Complaint(NamedTuple):
     place: str
     """Path of the part, as `messages[0].role`; empty: the whole."""
     reason: str
-    """To stand behind the place and a colon."""
+    """Why the value is wrong, to be written after its place and a colon."""
     original: str
-    """In msgspec's words, without the place."""
+    """The reason in msgspec's words, without the place."""
 
     @property
     def is_missing(self) -> bool:

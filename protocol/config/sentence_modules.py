@@ -1,4 +1,4 @@
-"""How a checkpoint makes one vector of a text, read from the files of sentence-transformers.
+"""How a checkpoint turns a text into one vector, read from the files of sentence-transformers.
 
 modules.json lists what follows the transformer: a pooling, dense layers, a normalization. The API
 takes the defaults of a request from here, and the worker what it has to compute.
@@ -26,7 +26,8 @@ _MODES = {
     "weightedmean": PoolingType.WEIGHTED_MEAN,
     "mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
 }
-"""By their names in `pooling_mode`; `pooling_mode_NAME` or `pooling_mode_NAME_tokens` is true."""
+"""Pooling types by their names in `pooling_mode`. Older files set `pooling_mode_NAME` or
+`pooling_mode_NAME_tokens` to true instead."""
 _OLD_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",
@@ -43,7 +44,7 @@ _ACTIVATIONS = {
     "ReLU": "relu",
     "Sigmoid": "sigmoid",
 }
-"""Of dense layers, by the names of torch's modules."""
+"""Activations of dense layers, by the names of torch's modules."""
 
 
 class DenseLayer(NamedTuple):

@@ -32,13 +32,13 @@ ENV_PREFIX = "TROIKA_"
 NOTHING: tuple[Any, ...] = (None, {}, ())
 """Defaults that no text shows."""
 _LIKENESS = 0.75
-"""Of a wrong name and the one that was probably meant, 0 to 1."""
+"""Least similarity, from 0 to 1, between a wrong name and the one that is suggested."""
 _SIZE = re.compile(r"(\d+)([.]\d+)?([kKmMgGtT])")
 _CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
 _TAKES_NO_VALUE = re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument .*")
 _NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
 _KEY = re.compile(rb"""^(["']?)([\w-]+)\1[ \t]*:(?=\s|$)""", re.MULTILINE)
-"""Of the mapping that a YAML file is."""
+"""A top-level key of a YAML mapping."""
 _DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
 
@@ -47,7 +47,7 @@ class _Given(NamedTuple):
 
     value: Any
     written: str
-    """Its name: a flag, a variable, or a key of a file."""
+    """The name under which it was given: a flag, a variable or a key of a file."""
     file: str | None = None
 
     @property

@@ -52,6 +52,6 @@ INSTEAD = {
     "trust-remote-code": "code from a checkpoint is never executed",
     "uvicorn-log-level": "--log-level",
 }
-"""By name, without the dashes in front."""
+"""What replaces a flag of vLLM; keys are flags without their dashes."""
 OTHER_VALUES = {"quantization": "the format of a quantized checkpoint needs no flag"}
 """What takes the place of vLLM's values that a setting of this engine does not have."""

@@ -20,7 +20,8 @@ from protocol.process.child_runtime import DUMP_SIGNAL
 _MAX_CONFIG_BYTES = 32 * 1024
 """Fits into a pipe's buffer, so that writing it never waits for the child."""
 _DEATH_TIMEOUT_S = 1.0
-"""From SIGKILL to the end; longer only in uninterruptible sleep, as on a broken disk."""
+"""Longest wait from SIGKILL to the end. Only uninterruptible sleep takes longer, as on a broken
+disk."""
 _UNKNOWN_STATUS = 127
 
 

@@ -16,7 +16,7 @@ LEASE_S = 10.0
 """After the last `Join` an agent's core gets no new requests; its clients notice silence sooner."""
 MOST_AGENTS = 512
 _MOST_BYTES = 2**20
-"""Of encoded settings."""
+"""Largest size of encoded settings."""
 
 AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 
@@ -25,13 +25,13 @@ class Join(Message):
     """Agent → supervisor."""
 
     name: AgentName
-    """Of one engine. Of two agents with the same name the older one is sent `Leave`."""
+    """Unique name of the agent; of two agents with the same name, the older one is sent `Leave`."""
     address: Text = ""
     """tcp://HOST:PORT of the core, once it serves; it may be lost for a while after."""
     settings: Text = ""
     """Digest of the settings that the agent has; empty: it has none."""
     is_leaving: bool = False
-    """Whether the engine ends in order: its requests go on elsewhere."""
+    """Whether the engine is ending in order: its requests continue elsewhere."""
 
 
 class Failed(Message):

@@ -98,7 +98,7 @@ class EngineProcesses:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether a model is fetched from a hub; no other process has been started yet."""
+        """Whether a model is being fetched from a hub; no other process has been started yet."""
         return self._child is not None and fetching_file(self.run_dir, self._child.pid).exists()
 
     def status(self, timeout_s: float = 2.0) -> StatusReply | None:

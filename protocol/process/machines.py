@@ -1,4 +1,4 @@
-"""Links between machines, as they are configured: addresses of cores, and keys of clients."""
+"""Links between machines as they are configured: addresses of cores, and keys of clients."""
 
 import re
 import socket
@@ -13,7 +13,7 @@ from protocol.process.run_dir import core_addresses
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
 
 MOST_ADDRESSES = 1024
-"""In all files together."""
+"""Most addresses in all files together."""
 
 
 def check_links(config: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""The C library's allocator, in processes that hold large texts for a short time."""
+"""Settings of the C library's allocator for processes that hold large texts for a short time."""
 
 import ctypes
 

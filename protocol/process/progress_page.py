@@ -94,7 +94,7 @@ class CoreLoads(NamedTuple):
     """
 
     workers_epoch: int
-    """Of the workers that it had adopted last: the greatest."""
+    """Greatest epoch of the workers that it had last adopted."""
     records: list[int]
     """The first `MAX_LOADS` of them, of 64 bits each."""
 

@@ -1,4 +1,4 @@
-"""A child's end of the lifecycle link: its messages to the supervisor, and the commands it gets.
+"""A child's end of the lifecycle link: its reports to the supervisor, and the commands it gets.
 
 A frame may be lost with its connection, and gaps are ignored on this link. So both ends repeat
 their current state: a child that is ready, or drained, sends that every `REPEAT_S`.

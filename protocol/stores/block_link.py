@@ -18,11 +18,11 @@ from protocol.core_worker import BlockKey
 from protocol.message import Decoder, Message
 
 MAX_KEYS = 2**14
-"""Names in one request: half a MiB."""
+"""Most names in one request: half a MiB."""
 MAX_CONTENT_BYTES = 2**30
-"""Of a file that is sent. Larger blocks are not read from other machines."""
+"""Largest file that is sent. Larger blocks are not read from other machines."""
 PART_BYTES = 2**20
-"""Of a file that one answer has, at most."""
+"""Most bytes of a file in one answer."""
 WINDOW_BYTES = 8 * 2**20
 """Most bytes of blocks that one load has asked for and not received."""
 MAX_WINDOW = 32
@@ -67,7 +67,7 @@ class BlockContent(Message):
     number: Number
     content: memoryview
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_CONTENT_BYTES)] = 0
-    """Of the whole file; 0: it is not there."""
+    """Size of the whole file; 0: it is not there."""
 
 
 ToBlockServer = HaveBlocks | ReadBlock

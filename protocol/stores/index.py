@@ -19,12 +19,13 @@ _WORD_BYTES = 8
 _HEADER_WORDS = 8
 _MAGIC_AT, _BYTES_AT = 0, 1
 _WAYS = 4
-"""Places in which a block may be entered."""
+"""Places where one block may be entered."""
 _MIN_SLOTS, _MAX_SLOTS = 2**10, 2**22
 _ODD = 0x9E3779B97F4A7C15
 _WORD_MASK = 2**64 - 1
 NUM_SLOTS_PER_BLOCK = 4
-"""Of a table for a number of blocks: it is mostly empty, so that few entries collide."""
+"""Slots of a table for each block that the store may have: the table is mostly empty, so that few
+entries collide."""
 
 
 class BlockIndex:

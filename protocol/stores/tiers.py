@@ -18,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "troika-kv-"
 _INDEX = "index"
 _ENGINE = "engine"
-"""In a directory of shared memory: a link to the run directory of its engine."""
+"""Name of a link, in a directory of shared memory, to the run directory of its engine."""
 
 
 class Tier(NamedTuple):

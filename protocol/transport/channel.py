@@ -53,7 +53,7 @@ _RECONNECT_MS = 10
 """Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
 _REMOTE_RECONNECT_MS = 200
-"""The same between machines, one of which may be away for long, or refuse the key."""
+"""Reconnect interval between machines, one of which may be away for long or refuse the key."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 2000
 """Silence after which a connection between machines ends."""
@@ -119,7 +119,7 @@ def lifecycle_address(run_dir: str) -> str:
 
 
 def _notice_silence(socket: zmq.Socket[bytes]) -> None:
-    """Have a connection end when the other machine is silent: it may be gone unnoticed."""
+    """Let a connection end when the other machine is silent: it may have gone unnoticed."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE_MS)

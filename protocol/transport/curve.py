@@ -29,9 +29,9 @@ _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _MOST_ANSWERS = 64
-"""Of one turn of the core's loop."""
+"""Most questions answered in one turn of the core's loop."""
 _REREAD_S = 1.0
-"""For which the list of clients is taken to be as it was."""
+"""Seconds for which the list of clients is used before it is read again."""
 
 log = logging.getLogger("troika.transport")
 
@@ -42,7 +42,7 @@ class ServerKeys(NamedTuple):
     public: bytes
     secret: bytes
     directory: Path
-    """In which the public keys of clients are."""
+    """The directory that holds the public keys of clients."""
 
 
 class ClientKeys(NamedTuple):

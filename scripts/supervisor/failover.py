@@ -17,11 +17,11 @@ HELPERS = (Role.ZYGOTE, *STANDBY_OF.values())
 UNNEEDED = (*HELPERS, Role.PLACER, Role.BLOCK_SERVER)
 """Roles that serve no requests: the engine is ready without them."""
 STANDBY_DELAY_S = 0.25
-"""From Ready to the start of the standby: recovering requests need the processors first."""
+"""Time from Ready to the start of the standby: recovering requests need the processors first."""
 PATIENCE_S = 2.0
 """The longest wait for a standby that is starting."""
 HANDOVER_TIMEOUT_S = 5.0
-"""From a request to fork, or a promotion, to the first message of the process."""
+"""Longest wait for the first message of a process that was requested from a zygote or promoted."""
 
 
 class Failover:

@@ -25,7 +25,7 @@ from protocol.transport.curve import ClientKeys
 from scripts.supervisor.host_agents import digest_of
 
 SILENCE_S = 5.0
-"""Without an answer, after which a line reports it."""
+"""Time without an answer after which a line reports it."""
 _READ_LIMIT = 64
 _LINGER_MS = 1000
 

@@ -42,10 +42,10 @@ _DRAIN_LIMIT = 1024
 _LONGEST_TURN_S = 1.0
 """What a turn counts at most: in a longer one this process did not look for messages."""
 _COMPLAINT_S = 60.0
-"""Between two lines about messages that cannot be read, and two about one failure of an agent,
-which may be started again every second."""
+"""Time between two lines about messages that cannot be read, and between two about one failure of
+an agent, which may be started again every second."""
 _MOST_FAILURES = 3
-"""Of one agent, which are reported within `_COMPLAINT_S`."""
+"""Most failures of one agent that are reported within `_COMPLAINT_S`."""
 _NUMBER = re.compile("0x[0-9a-f]+|[0-9]+")
 """Process ids, sizes and addresses: failures that differ only in them count as one."""
 

@@ -19,7 +19,7 @@ BUNDLED_MODELS = {
 }
 """The models that come with the engine, by name."""
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(:\w[\w.-]{0,63})?")
-"""With the quantization of one of its GGUF files, where it has some."""
+"""Names of models on the hub, with the quantization of one of their GGUF files after a colon."""
 
 
 def resolve(model: ModelConfig) -> ModelConfig:

@@ -18,7 +18,7 @@ from scripts.supervisor.process_state import Group, Groups, Process
 
 RESTARTABLE = (Role.WORKER, Role.CORE, Role.API)
 LEAVE_GRACE_S = 5.0
-"""From Stop to SIGKILL for one process."""
+"""Time from Stop to SIGKILL for one process."""
 ALREADY_REPLACED = "is being replaced already"
 """End of the reason for refusing a second restart during the first."""
 CORE_PATIENCE_S = 2.0
@@ -26,7 +26,7 @@ CORE_PATIENCE_S = 2.0
 
 
 class PlannedRestarts:
-    """At most one of each role at a time."""
+    """The planned restarts of an engine: at most one of each role at a time."""
 
     def __init__(
         self,

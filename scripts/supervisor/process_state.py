@@ -320,7 +320,7 @@ class Groups:
         return self.of(role)[0]
 
     def of(self, role: Role) -> list[Group]:
-        """All groups of a role: one for each API, replica and zygote, at most one of others."""
+        """All groups of a role: one for each API, replica or zygote; at most one otherwise."""
         return [group for group in self._groups if group.role is role]
 
     def find(self, slot: Slot) -> tuple[Group, Process]:

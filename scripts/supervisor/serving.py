@@ -56,9 +56,9 @@ class Invocation(NamedTuple):
     has_bars: bool
     """Whether the terminal shows how far the fetch of a model is."""
     parent_fd: int | None = None
-    """Its EOF ends everything at once."""
+    """A pipe whose EOF ends everything at once."""
     reports: Reports | None = None
-    """To whatever has started the engine."""
+    """Receives reports for whatever has started the engine."""
 
 
 def serve(

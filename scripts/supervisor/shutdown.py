@@ -30,7 +30,7 @@ from scripts.supervisor.failover import HELPERS
 from scripts.supervisor.process_state import Group, Groups, Process
 
 STOP_GRACE_S = 5.0
-"""From Stop to SIGKILL, for all processes together."""
+"""Time from Stop to SIGKILL, for all processes together."""
 _STOP_ORDER = (
     *(Role.API, Role.PLACER, Role.REPLICA, Role.CORE, Role.WORKER, Role.BLOCK_SERVER),
     *HELPERS,
