@@ -117,16 +117,16 @@ class SamplingBody(CommonBody, kw_only=True):
     logprob_token_ids: sampling.LogprobTokenIds | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: ThinkingTokenBudget | None = None
-    """Tokens of reasoning, after which its end is forced; -1: no bound."""
+    """Most tokens of reasoning, after which its end is forced; -1: no bound."""
     best_of: sampling.NumSequences | None = None
     """Sequences of which the `n` with the highest mean log-probability are returned."""
     return_progress: bool | None = None
-    """Events of a stream report how much of the prompt is computed."""
+    """Whether events of a stream report how much of the prompt is computed."""
     max_completion_tokens: sampling.MaxTokens | None = None
     logits_processors: Unsupported = UNSET
     prompt_embeds: Unsupported = UNSET
     use_beam_search: bool | None = None
-    """With `n` beams, which are all returned."""
+    """Whether to search for the `n` best beams, all of which are returned."""
     length_penalty: LengthPenalty | None = None
     early_stopping: bool | None = None
 

@@ -15,18 +15,18 @@ RETRY_AFTER_S = 1
 UNSUPPORTED = "unsupported_parameter"
 
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
-"""Of a path: an index, or a name."""
+"""One step of a path: an index or a name."""
 _MOST_SEARCHED = 2**16
-"""Bytes of a body that is decoded again to show a wrong value."""
+"""Largest body that is decoded again to show a wrong value."""
 _LONGEST_SHOWN = 34
-"""Bytes of a value's JSON."""
+"""Longest JSON of a value that is shown, in bytes."""
 _FAULTS = frozenset(
     (
         *(ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED),
         *(ErrorCode.QUARANTINED, ErrorCode.ENGINE_FAILED),
     )
 )
-"""Of the engine: the metrics count them as errors, whether a request was accepted or not."""
+"""Errors of the engine's own: the metrics count them whether or not a request was accepted."""
 
 
 class ApiError(Exception):

@@ -60,7 +60,7 @@ class AdapterRegistry:
     """The named adapters of one engine."""
 
     def __init__(self, run_dir: str | Path | None, config: LoraConfig) -> None:
-        """Without a run directory, the names are those of this process alone."""
+        """Read the names from the run directory; without one, they belong to this process alone."""
         self.config = config
         self._path = None if run_dir is None else Path(run_dir) / ADAPTERS_FILE
         self._lock = threading.Lock()

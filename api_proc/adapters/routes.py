@@ -34,7 +34,7 @@ class UnloadAdapterBody(msgspec.Struct, kw_only=True):
 
     lora_name: AdapterName
     lora_int_id: int | None = None
-    """Of vLLM's; not read."""
+    """Accepted because vLLM has it, and ignored."""
 
 
 _decode_load = BodyDecoder(LoadAdapterBody)

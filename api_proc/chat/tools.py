@@ -102,7 +102,7 @@ class ToolUse:
 
     tools: list[Tool]
     shown: list[Tool]
-    """Those that the prompt describes: a forced choice does not change the prompt."""
+    """The tools that the prompt describes; a forced choice does not change the prompt."""
     is_required: bool
     is_parallel: bool
 

@@ -20,9 +20,9 @@ from protocol.config import AccessLog, LogFormat
 
 GENERATION_KEY = "troika.generation"
 NUM_EACH_SECOND = 50
-"""Requests of a second that are all logged."""
+"""Requests per second up to which all are logged."""
 SAMPLE_EVERY = 100
-"""Of the further ones, this share is logged."""
+"""Beyond that, one request in this many is logged."""
 MAX_WAITING_LINES = 10_000
 _FLUSH_S = 0.05
 _MAX_WRITE_BYTES = 4096

@@ -15,7 +15,7 @@ BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0
 """Longest time in which the rest of a refused body is discarded before the connection is closed."""
 LINGER_IDLE_S = 1.0
-"""The same while nothing arrives."""
+"""Longest time without any arriving data before it is closed."""
 KEEP_ALIVE_INTERVAL_S = 15.0
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
@@ -24,7 +24,7 @@ REQUEST_ID_KEY = "troika.request_id"
 HAS_CLIENT_ID_KEY = "troika.has_client_id"
 """Whether the client chose the request's id."""
 STYLE_KEY = "troika.style"
-"""How the answers of a route look where that is not OpenAI's way; see `Style`."""
+"""How the answers of a route look if they do not have OpenAI's shape; see `Style`."""
 UNREAD_KEY = "troika.num_unread"
 """A function that counts the tokens that wait to be sent, for the server."""
 ABORT_KEY = "troika.abort"
@@ -32,7 +32,7 @@ ABORT_KEY = "troika.abort"
 
 
 class Style(NamedTuple):
-    """What responses have in common that do not have OpenAI's shape."""
+    """What all responses have in common on routes that do not have OpenAI's shape."""
 
     keep_alive: bytes
     """Sent while a stream is silent."""
@@ -46,9 +46,9 @@ JSON = b"application/json"
 T = TypeVar("T")
 
 _VALUE_BYTES = 100
-"""That a name or a value of the body takes as an object, as long as the request is open."""
+"""Bytes that a name or a value of the body takes as an object, as long as the request is open."""
 _USUAL_VALUES = 1024
-"""As many are not counted, so that agents with some tools need no more than their bytes."""
+"""Values that are not counted, so that agents with some tools are charged only for their bytes."""
 _CLOSE = (b"connection", b"close")
 _FRAMING = (b"content-length", b"transfer-encoding")
 """Headers of requests that have a body."""

@@ -14,7 +14,7 @@ from protocol.client.errors import RequestFailed
 MAX_SLOTS = 256
 """Most requests that are listed, the oldest first."""
 _PREFIX = re.compile(r"[a-z]+[-_]")
-"""In front of the request's id in the id of a response: cmpl-, chatcmpl-, embd-."""
+"""The prefix of a request's id within the id of a response: cmpl-, chatcmpl-, embd-."""
 
 
 class Slot(msgspec.Struct, kw_only=True):
@@ -28,7 +28,7 @@ class Slot(msgspec.Struct, kw_only=True):
     """Only with admin routes."""
     path: str
     state: str
-    """It is "waiting" for its first output, or "running"."""
+    """"waiting" for its first output, or "running"."""
     age_s: float
     num_sequences: int
     num_prompt_tokens: int
@@ -67,7 +67,7 @@ class OpenRequest(Protocol):
 
 
 class OpenRequests:
-    """In order of arrival. Several may have one id, because clients choose ids."""
+    """Open requests in order of arrival. Several may have one id, because clients choose ids."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, OpenRequest] = {}

@@ -22,7 +22,7 @@ MAX_UNSENT_BYTES = 1024
 object of several times its size. Smaller responses are written at once with their heads."""
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
-"""For the request line with all headers, and for trailers."""
+"""Bound on the request line with all headers, and on trailers."""
 MAX_SMALL_CHUNKS = 2048
 SMALL_CHUNK_BYTES = 64
 """A body may have that many chunks, and one more for each of these bytes."""
@@ -31,7 +31,7 @@ KEEP_ALIVE_S = 75
 QUIET_TIMEOUT_S = 2.0 * KEEP_ALIVE_S
 """Longest time without a request, for a client that sends the rest of an answered request."""
 IDLE_WHEN_FULL_S = 5.0
-"""The same while no further connection can be accepted."""
+"""Longest time without a request while no further connection can be accepted."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 

@@ -57,10 +57,10 @@ class BeamSearchSequence:
     tokens: list[int]
     """The prompt and the output."""
     logprobs: list[dict[int, Logprob]]
-    """For each token of the output, the token itself."""
+    """Log-probability of each token of the output."""
     cum_logprob: float
     text: str
-    """Of the prompt and the output."""
+    """The text of the prompt and the output."""
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None = None

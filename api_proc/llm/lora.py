@@ -19,7 +19,7 @@ class LoRARequest(NamedTuple):
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""For all prompts, or one for each."""
+"""One adapter for all prompts, or one for each prompt."""
 
 
 class KnownAdapters:

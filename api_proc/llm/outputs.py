@@ -13,7 +13,7 @@ class Logprob:
 
     logprob: float
     rank: int | None = None
-    """In the whole vocabulary, from 1."""
+    """Rank of the token in the whole vocabulary, from 1."""
     decoded_token: str | None = None
 
 
@@ -27,7 +27,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     """Sum over the tokens; None without logprobs."""
     logprobs: list[dict[int, Logprob]] | None
-    """For each token, the token itself and the candidates."""
+    """For each token, the log-probabilities of the token itself and of the candidates."""
     finish_reason: str | None = None
     """stop, length, repetition or abort; None while it is generated."""
     stop_reason: int | str | None = None
@@ -46,7 +46,7 @@ class RequestOutput:
     """None for a prompt of token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """For each prompt token; None for the first one, which has no logprob."""
+    """The same for each prompt token; None for the first one, which has no log-probability."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None

@@ -25,7 +25,7 @@ class PromptRequest(NamedTuple):
     """Used where `params` has none."""
     priority: int = 0
     pooling: Pooling | None = None
-    """For a vector; `params` is then ignored."""
+    """How the prompt becomes a vector; `params` is then ignored."""
     adapter: Adapter | None = None
 
 
@@ -98,7 +98,7 @@ class _Sequence:
 
 
 class Request:
-    """All sequences of one request, submitted."""
+    """One request that was submitted, with all of its sequences."""
 
     def __init__(
         self, request: PromptRequest, streams: list[RequestStream], tokenizer: TextTokenizer

@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct):
     """Candidates per output token, besides the token itself."""
     prompt_logprobs: sampling.NumLogprobs | None = None
     detokenize: bool = True
-    """Without it, outputs have no text, and stop strings are not possible."""
+    """Whether outputs have text; without it, stop strings are not possible."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

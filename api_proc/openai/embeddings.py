@@ -36,7 +36,7 @@ from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
 MAX_RESPONSE_BYTES = 2**25
 PromptName = Annotated[str, Meta(max_length=256)]
 _BYTES_PER_NUMBER = {"float": 22, "base64": 6}
-"""About what a number takes in the response."""
+"""Approximate size of a number in the response."""
 
 
 class EmbeddingBody(PooledBody, kw_only=True):
@@ -49,7 +49,7 @@ class EmbeddingBody(PooledBody, kw_only=True):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     prompt_name: PromptName | None = None
-    """Of the checkpoint's prompts; the text is put in front of each input."""
+    """Name of one of the checkpoint's prompts, whose text is put in front of each input."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -66,13 +66,14 @@ class Readiness(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str | None
     """Codes of keys and values in the KV cache: int8 or fp8."""
     api_servers: int
-    """API processes that were to run."""
+    """API processes that should run."""
     api_servers_ready: int
-    """Of those that answer in time."""
+    """API processes that answer in time."""
     replicas: list[str]
     """The state of each replica of the engine."""
     fingerprints: list[str]
-    """Of each replica: requests that have begun go on only where it is equal. Empty: not known."""
+    """Fingerprint of each replica; empty: not known. Requests that have begun continue only at a
+    replica with an equal one."""
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:

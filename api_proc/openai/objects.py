@@ -20,7 +20,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """In chats with a model that may reason."""
+    """Only in chats with a model that may reason."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
@@ -29,9 +29,9 @@ class PromptProgress(msgspec.Struct, frozen=True):
     total: int
     cache: int
     processed: int
-    """Those of the cache included."""
+    """Computed tokens, those found in the cache included."""
     time_ms: int
-    """Since the request has arrived."""
+    """Milliseconds since the request arrived."""
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -1,13 +1,13 @@
-"""Pieces of an output: what becomes text at a time, so that unread tokens stay ids."""
+"""Splits an output into pieces that become text one at a time, so that unread tokens stay ids."""
 
 from collections.abc import AsyncIterator, Iterator
 
 from protocol.api_core import RequestOutput
 
 _MOST_TOKENS = 256
-"""Of a piece."""
+"""Most tokens of a piece."""
 _MOST_LOGPROBS = 16
-"""The same where each token has logprobs."""
+"""Most tokens of a piece whose tokens have log-probabilities."""
 
 
 def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:

@@ -53,7 +53,7 @@ class PooledPrompt(NamedTuple):
 
     token_ids: list[int]
     second_text_start: int = 0
-    """As in `Pooling`."""
+    """Position at which the second text of a pair starts; see `Pooling`."""
 
 
 def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:

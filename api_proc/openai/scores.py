@@ -120,7 +120,7 @@ class _Pairs(msgspec.Struct, frozen=True):
 
     body: ScoringBody
     first: list[str]
-    """As many as the second ones, or one."""
+    """Either as many texts as in `second`, or one."""
     second: list[str]
     fields: tuple[str, str]
 

@@ -16,7 +16,7 @@ class TokenTimes:
 
     @property
     def to_first_s(self) -> float | None:
-        """From the request to its first token; None: there was no token yet."""
+        """Seconds from the request to its first token; None: there was no token yet."""
         return self._first - self._arrival if self._first else None
 
     def arrived(self) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 RESPONSE_PREFIX = "resp_"
-"""Of ids of responses."""
+"""Prefix of the ids of responses."""
 
 EncodedLogprob = Annotated[
     msgspec.Raw,
@@ -93,7 +93,7 @@ class Response(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     status: str
-    """It is in_progress, completed, incomplete, failed or cancelled."""
+    """"in_progress", "completed", "incomplete", "failed" or "cancelled"."""
     background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None

@@ -12,7 +12,7 @@ from protocol.sampling import FinishReason
 _PART_TOKENS = 4096
 """Maximal number of tokens in one record of a snapshot."""
 _PART_LOGPROBS = 64
-"""The same for tokens with logprobs."""
+"""Maximal number of tokens with logprobs in one record."""
 
 
 class History:

@@ -29,7 +29,7 @@ from api_proc.resumption.journal_segments import (
 from protocol.transport.runtime import Clock
 
 MAX_QUEUED_BYTES = 32 * 2**20
-"""With more than this to be written the disk counts as failed."""
+"""Once more than this waits to be written, the disk counts as failed."""
 STALL_TIMEOUT_S = 5.0
 """A disk that takes longer for one write counts as failed."""
 _CLOSE_TIMEOUT_S = 2.0

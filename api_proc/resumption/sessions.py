@@ -71,7 +71,7 @@ class DecodedRequest(NamedTuple):
 
 
 Decoders = Mapping[str, Callable[[bytes, list[AddRequest]], DecodedRequest]]
-"""By path: a function that decodes a body of the journal, given its sequences."""
+"""A function for each path, which decodes a body from the journal, given its sequences."""
 
 
 class Kept(Protocol):

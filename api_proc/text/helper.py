@@ -40,7 +40,8 @@ from protocol.process.prctl import die_with_parent, set_name
 
 _NICENESS = 5
 _OOM_SCORE = "500"
-"""Of 1000: the kernel ends this process before the ones that hold requests."""
+"""The kernel's out-of-memory score, at most 1000: it kills this process before those with
+requests."""
 
 
 def main() -> None:

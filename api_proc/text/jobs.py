@@ -10,9 +10,9 @@ import msgspec
 from api_proc.text.tokenizer import EncodeOptions
 
 LENGTH_BYTES = 4
-"""Of a frame between the API and a helper."""
+"""Size of the length before each frame between the API and a helper."""
 MAX_MEMORY_BYTES = 1 * 2**30
-"""That a job may take in a helper, besides the tokenizer."""
+"""Memory that a job may take in a helper, besides the tokenizer."""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -98,9 +98,9 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 Result = Pieces | TokenIdLists
-"""In the process that does the job; it raises its errors."""
+"""What a job returns in the process that does it; errors are raised."""
 Answer = Pieces | PackedTokenIds | TooLong | Rejected | OutOfMemory
-"""Of a process of the pool."""
+"""What a process of the pool answers."""
 
 
 class TextLimitReached(Exception):

@@ -23,7 +23,7 @@ class LabelConfig(NamedTuple):
     """The labels of a classification head, and the function that turns its scores into results."""
 
     names: Mapping[str, str] = MappingProxyType({})
-    """By the number of the label."""
+    """Names of labels by their numbers."""
     function: str = ""
     """The name of torch's module in the checkpoint; empty: none is named."""
     problem_type: str = ""

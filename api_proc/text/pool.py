@@ -50,7 +50,7 @@ LIMIT_S = 2.0
 LIMIT_S_PER_MIB = 4.0
 """Added to it for each MiB of the job, which takes up to a second."""
 START_S = 60.0
-"""For the start of a helper, which loads the tokenizer."""
+"""Longest wait for the start of a helper, which loads the tokenizer."""
 MAX_WAIT_S = 60.0
 """After which a job is not begun any more."""
 _CHECK_S = 0.1

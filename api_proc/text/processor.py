@@ -83,7 +83,7 @@ class TextProcessor:
         *,
         pool: TextPool | None = None,
     ) -> None:
-        """Without a pool, everything is done in this process and without limits."""
+        """Without a pool, all work is done in this process and without limits."""
         self.tokenizer = tokenizer
         self.template = template
         self.template_with_tools = template

@@ -1,14 +1,14 @@
-"""Lists of token ids that share their numbers: 8 bytes an id instead of 40."""
+"""Lists of token ids that share their integer objects: 8 bytes an id instead of 40."""
 
 from collections.abc import Iterable
 from functools import cache
 
 NUM_SHARED = 2**18
-"""As many ids as the largest vocabularies have."""
+"""Number of shared ids: the size of the largest vocabularies."""
 
 
 def shared_ids(token_ids: Iterable[int]) -> list[int]:
-    """Return equal ids; those below NUM_SHARED are the same objects in every such list."""
+    """Return these ids as a list, in which ids below NUM_SHARED are shared objects."""
     numbers = _numbers()
     try:
         return list(map(numbers.__getitem__, token_ids))

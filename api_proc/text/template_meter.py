@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 MAX_STEPS = 20_000
 """Nodes of the template that are evaluated: some milliseconds, and tens of them at the worst."""
 MAX_VALUE_SIZE = 2**12
-"""Of a value that has a name, in steps: one for each item, and for each 32 characters."""
+"""Largest size of a named value, in steps: one for each item, and for each 32 characters."""
 _CHARS_PER_STEP = 32
 _SHORT_CHARS = 256
 """Shorter texts cost nothing beside the node that handles them."""
