@@ -138,7 +138,7 @@ async def _serve_until_stopped(
     peers: Peers | None,
     peer_server: HttpServer | None,
 ) -> None:
-    """Serve clients, and beside them the other API processes, if there are any."""
+    """Serve clients, and alongside them the other API processes, if there are any."""
     if peers is None or peer_server is None:
         await server.serve(sockets=[listening])
         return
@@ -206,7 +206,7 @@ def _background(
     server: HttpServer,
     named: list[NamedAdapter],
 ) -> Iterator[Coroutine[None, None, None]]:
-    """Yield what runs beside the server: the report of readiness, and reloading of files."""
+    """Yield what runs alongside the server: the report of readiness, and reloading of files."""
     api = child.config.api
     yield _report_ready(child, client, state, named)
     if files := address_files(child.config, child.run_dir):
@@ -224,7 +224,7 @@ def _background(
 
 
 def _begin(child: ChildProcess, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Run work beside the server; its failure ends the process, whose successor goes on.
+    """Run work alongside the server; its failure ends the process, whose successor continues.
 
     Without it, files such as that of the API keys would never be read again.
     """

@@ -114,7 +114,7 @@ _API_GAUGES = (
     ("api_servers_answering", "API processes whose gauges are in the sums."),
 )
 _API_COUNTERS = (
-    ("requests_moved", "Requests that went on at another replica."),
+    ("requests_moved", "Requests that continued at another replica."),
     ("requests_handed_over", "Requests that went from a prefill replica to one that decodes."),
     (
         "requests_resumed_inexactly",

@@ -53,7 +53,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_long_partial_prefills: int = 0
     elastic_token_budget: bool = False
     target_itl_ms: float = 0.0
-    """Longest step beside decoding requests, by which prompts are cut; 0: no limit."""
+    """Longest step alongside decoding requests, by which prompts are cut; 0: no limit."""
 
     # Which request is first, and which one is preempted.
     policy: str = "fcfs"

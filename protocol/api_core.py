@@ -65,7 +65,7 @@ class PauseMode(enum.StrEnum):
 
     RUNNING = "running"
     PAUSED_NEW = "paused_new"
-    """Only requests that have run before, or have outputs, are admitted: they continue also after
+    """Only requests that have run before, or have outputs, are admitted: they continue even after
     a preemption, a lost worker or a new core."""
     PAUSED_ALL = "paused_all"
 
@@ -347,7 +347,7 @@ def validate_request(
     a packed prompt are known to be below `id_bound`; None: nothing is known about them.
     """
     if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
-        text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"
+        text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing besides it"
         return RequestError(ErrorCode.INVALID, text, "prompt")
     if (error := _validate_lengths(add, facts) or _validate_ids(add, facts, id_bound)) is not None:
         return error

@@ -33,7 +33,7 @@ state. Entries before (start - 1) // B may be out of date at the worker, and are
 
 After a step over drafts some of which were rejected, the next step begins with the state after the
 last accepted token, which the worker has kept, instead of the one in the table. What such a step
-has written to entries behind the first draft is not read. The core lets drafts add at most one
+has written to entries after the first draft is not read. The core lets drafts add at most one
 entry to the table, and end where an entry becomes a kept state.
 """
 
@@ -148,8 +148,8 @@ class ModelFacts(Record):
     def fingerprint(self) -> str:
         """Names all that decides which tokens a request gets.
 
-        A request goes on exactly where the fingerprint is that of the engine that began it. It does
-        not cover sizes of memory and the longest context, which depends on them; nor, where
+        A request continues exactly where the fingerprint is that of the engine that began it. It
+        does not cover sizes of memory and the longest context, which depends on them; nor, where
         computing again is not exact, the kernels.
         """
         decisive = msgspec.structs.replace(
@@ -296,7 +296,7 @@ class Sleep(Message):
 
 
 class CompileGrammar(Message):
-    """Core → worker: compile a grammar beside the steps. Each rank answers by `GrammarCompiled`.
+    """Core → worker: compile a grammar alongside the steps. Each rank answers by `GrammarCompiled`.
 
     Its requests are introduced after that. An adoption takes back what was not answered.
     """
@@ -309,7 +309,7 @@ class CompileGrammar(Message):
 
 
 class LoadAdapter(Message):
-    """Core → worker: load an adapter beside the steps, answered by one `AdapterLoaded`.
+    """Core → worker: load an adapter alongside the steps, answered by one `AdapterLoaded`.
 
     Its requests are introduced after that. An adoption takes back what was not answered, and after
     it the worker may drop any adapter that the new core has not asked for.
@@ -327,7 +327,7 @@ class UnloadAdapter(Message):
 
 
 BlockKey = Annotated[bytes, Meta(min_length=32, max_length=33)]
-"""The hash of a prefix (`protocol/kv_events.py`), and the number of a KV group behind the first."""
+"""The hash of a prefix (`protocol/kv_events.py`), and the number of a KV group after the first."""
 
 
 _HOST = r"(\*|[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?)"
@@ -349,7 +349,7 @@ class StoreBlocks(Message):
 
 
 class LoadBlocks(Message):
-    """Core → worker: fill these blocks from the stores beside the steps, after those sent before.
+    """Core → worker: fill these blocks from the stores, alongside the steps after this message.
 
     Answered by one `BlocksLoaded` of each rank, unless an adoption comes first.
     """
@@ -484,7 +484,7 @@ class BlocksFound(Message):
 
 
 RankAnswer = GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound
-"""What every rank sends in answer to a message about work beside the steps."""
+"""What every rank sends in answer to a message about work alongside the steps."""
 WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | RankAnswer
 CoreToWorker = (
     Adopt

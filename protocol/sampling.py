@@ -94,7 +94,7 @@ class ThinkingBudget(Record):
     """How long reasoning may be: after `max_tokens` tokens its end marker is forced.
 
     It counts from the output's first token on, or after a begin marker with which the output
-    begins, behind any tokens of white space. An output that begins otherwise has no reasoning.
+    begins, after any tokens of white space. An output that begins otherwise has no reasoning.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)]

@@ -1,6 +1,6 @@
 """The link between a supervisor and a zygote: a pair of Unix sockets, because ZMQ starts threads.
 
-One packet is one message, of at most `MAX_PACKET_BYTES`. Descriptors travel beside `ForkWorker`.
+One packet is one message, of at most `MAX_PACKET_BYTES`. Descriptors travel alongside `ForkWorker`.
 """
 
 import array

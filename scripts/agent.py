@@ -1,7 +1,7 @@
 """Run an engine of this machine for another one: `troika agent --join HOST:PORT --curve-keys DIR`.
 
 The engine at HOST:PORT, which was started with --agents-listen, sends its settings; its clients use
-the engine here beside others. Start an agent anew when it ends: it does so when that engine has
+the engine here alongside others. Start an agent anew when it ends: it does so when that engine has
 other settings.
 """
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
     """Replace the processes of one role. Returns 1 if that was not possible."""
     parser = OneLineParser(
         program,
-        description="Replace the processes of one role of a running engine. Requests go on.",
+        description="Replace the processes of one role of a running engine. Requests continue.",
         allow_abbrev=False,
     )
     parser.add_argument("role", choices=[str(role) for role in RESTARTABLE], help="what to replace")
@@ -131,7 +131,7 @@ def _query(ask: Callable[[float], T | None]) -> tuple[T, bool]:
 
 
 def _rows(link: StatusLink, role: Role, index: int | None) -> tuple[list[ProcessStatus], bool]:
-    """The rows of a role by rank, and whether there is a second API process beside one of them."""
+    """The rows of a role by rank, and whether one of its API processes has a successor already."""
     reply, _ = _query(link.query)
     rows = [row for row in reply.processes if row.role is role]
     mains = [row for row in rows if not row.is_spare and index in (None, row.rank)]

@@ -87,7 +87,7 @@ class MirroredRequest:
         return len(self.token_ids)
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the ids behind the first `num_tokens`."""
+        """Return the ids after the first `num_tokens`."""
         return self.token_ids[num_tokens:]
 
     def append(self, outputs: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class Mirror:
     ) -> None:
         """`adapters`: the ids of those that are loaded now.
 
-        `num_draft_states`: state blocks behind those of the core, for the states before drafts.
+        `num_draft_states`: state blocks after those of the core, for the states before drafts.
         """
         self._facts = facts
         self._bounds = StepBounds(facts)

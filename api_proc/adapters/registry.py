@@ -1,4 +1,4 @@
-"""The names of adapters, which all API processes of an engine share, also after a restart.
+"""The names of adapters, which all API processes of an engine share, even after a restart.
 
 The names are in a file of the run directory, which is replaced as a whole under a lock. A process
 reads it again when it has changed. The ledger of each open request names its adapter by itself, so
@@ -32,7 +32,7 @@ LOCK_TIMEOUT_S = 5.0
 """How long another process may have the names; it has them for milliseconds."""
 _LOCK_POLL_S = 0.005
 _SETTLED = ".settled"
-"""A file beside the names: the adapters of the settings are among them."""
+"""A file next to the names: the adapters of the settings are among them."""
 
 
 class NameTaken(Exception):

@@ -29,7 +29,7 @@ class BeamSearchParams(msgspec.Struct):
     length_penalty: LengthPenalty = 1.0
     """Exponent of the length by which a sum of log-probabilities is divided."""
     early_stopping: bool = False
-    """Stop at `beam_width` beams that have ended; else go on until none can get better."""
+    """Stop at `beam_width` beams that have ended; else continue until none can get better."""
 
     def __post_init__(self) -> None:
         convert_fields(self, _HINTS)

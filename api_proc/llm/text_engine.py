@@ -49,7 +49,7 @@ class TextEngine:
     """Tokenizer, seeds and open requests; all methods but `end` are called in one event loop."""
 
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
-        """`config` is that of the engine; its seed is the base of all seeds, also if it is 0."""
+        """`config` is that of the engine; its seed is the base of all seeds, even if it is 0."""
         self.engine = engine
         self._config = config
         self._random = random.Random(config.model.seed)

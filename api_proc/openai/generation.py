@@ -241,7 +241,7 @@ class Generation:
 
     @property
     def _options(self) -> RoutedOptions:
-        """What the core gets beside the parameters; by default an adapter is its own tenant."""
+        """What the core gets besides the parameters; by default an adapter is its own tenant."""
         options = self._body.request_options
         if self._adapter is not None:
             options["adapter"] = self._adapter
@@ -261,7 +261,7 @@ class Generation:
     def _search(
         self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams
     ) -> None:
-        """Make a beam search of one prompt; its requests are sent as it goes on."""
+        """Make a beam search of one prompt; its requests are sent as it proceeds."""
         if params.grammar is not None:
             message = "cannot be combined with tools or formats that confine the answer"
             raise invalid("use_beam_search", message)

@@ -126,7 +126,7 @@ async def create_response(state: ApiState, connection: Connection) -> None:
 
 
 async def count_input(state: ApiState, connection: Connection) -> None:
-    """POST /v1/responses/input_tokens: the tokens of a prompt, also beyond the model's context.
+    """POST /v1/responses/input_tokens: the tokens of a prompt, even beyond the model's context.
 
     Fields that concern the output have no effect here.
     """

@@ -16,7 +16,7 @@ from protocol.message import Message
 _COMMIT_TIMEOUT_S = 0.25
 """Longest wait of an answer's end for its record in the journal."""
 _ENTRY_BYTES = 512
-"""About the memory of an entry beside its text."""
+"""About the memory of an entry besides its text."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True, array_like=True):

@@ -211,7 +211,7 @@ class Journaling:
     def _end_snapshot(self, rotation: int) -> None:
         self._journal.complete_segment()
         self._snapshot_bytes = self._journal.num_segment_bytes
-        self._append(RemoveRecord(0))  # settled after the mark, also where no request is open
+        self._append(RemoveRecord(0))  # settled after the mark, even where no request is open
         self._wait_for_last().add_done_callback(lambda _: self._snapshot_written(rotation))
 
     def _snapshot_written(self, rotation: int) -> None:

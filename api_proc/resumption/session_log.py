@@ -187,7 +187,7 @@ class Replay:
         else:
             for row in record.rows:
                 if history := self._history(row.number, row.index):
-                    history.add(row.output)  # also after its end: a snapshot repeats outputs
+                    history.add(row.output)  # even after its end: a snapshot repeats outputs
 
     def _move(self, record: BindRecord | PlaceRecord, history: History) -> None:
         """Another engine computes a sequence from here on."""

@@ -34,7 +34,7 @@ class BeamSearchOptions(NamedTuple):
     length_penalty: float = 1.0
     """Exponent of the length by which the sum of log-probabilities is divided."""
     early_stopping: bool = False
-    """Stop at `beam_width` beams that have ended; else go on until none can get better."""
+    """Stop at `beam_width` beams that have ended; else continue until none can get better."""
     num_logprobs: int = 0
     """Candidates to describe at each position."""
 

@@ -15,7 +15,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are byte strings: exact, also for bytes that are not UTF-8."""
+    """For tokenizers whose tokens are byte strings: exact, even for bytes that are not UTF-8."""
 
     __slots__ = ("_decode", "_hidden", "_table")
 

@@ -1,8 +1,8 @@
 """A process of the pool: `python -m api_proc.text.helper FD` does the jobs that arrive at a socket.
 
-It runs beside the API, which kills it when a job takes too long. A job that needs too much memory
-ends the helper alone. Frames in both directions: 4 bytes of length, then the body. The first frame
-is the configuration of the model, and the first answer is empty: the helper is ready.
+It runs alongside the API, which kills it when a job takes too long. A job that needs too much
+memory ends the helper alone. Frames in both directions: 4 bytes of length, then the body. The first
+frame is the configuration of the model, and the first answer is empty: the helper is ready.
 """
 
 import contextlib

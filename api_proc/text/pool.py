@@ -202,7 +202,7 @@ class _HelperDied(Exception):
 
 
 class _Abandoned(Exception):
-    """The job's answer is of no use any more, and the job goes on."""
+    """The job's answer is of no use any more, and the job continues."""
 
 
 class _Helper:

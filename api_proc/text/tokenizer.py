@@ -33,7 +33,7 @@ class EncodeOptions(NamedTuple):
     keep_last: int | None = None
     """Cut the ids to this many at their end."""
     num_outputs: int = 1
-    """Tokens that must fit into the model's context behind the ids, at least."""
+    """Tokens that must fit into the model's context after the ids, at least."""
 
 
 class TooManyTokens(Exception):

@@ -231,7 +231,7 @@ class KVCacheManager:
     ) -> tuple[Tables, int]:
         """Return the hits that a load begins from, and how many blocks are cached after it.
 
-        `is_stored` takes a hash and a KV group, or the number behind the last one for a state.
+        `is_stored` takes a hash and a KV group, or the number after the last one for a state.
 
         With recurrent layers these blocks end where a state is stored. Their KV may be cached
         already, beyond `hits`, which end at a state.

@@ -115,7 +115,7 @@ class Offload:
         num_cached: int | None = None,
         has_state: bool = False,
     ) -> None:
-        """Read the blocks of a request's tables behind the first `num_hit`.
+        """Read the blocks of a request's tables after the first `num_hit`.
 
         With `has_state` the last table is that of its state block, which is read too; then fewer
         blocks may be of use without the load: `num_cached`.

@@ -38,7 +38,7 @@ class RemoteBlocks:
     def ask(
         self, request: Request, num_here: int, num_groups: int, *, is_trial: bool = False
     ) -> None:
-        """Ask for the blocks behind the first `num_here`; states count as the last group.
+        """Ask for the blocks after the first `num_here`; states count as the last group.
 
         `is_trial`: what is found is read although that has not paid before.
         """

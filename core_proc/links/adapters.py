@@ -49,7 +49,7 @@ KILLS_WORKERS = "workers died when they loaded it; it is refused until it is loa
 Done = Callable[[Client, int, str, ErrorCode], None]
 """Takes a client, the number of its control, and what is wrong, or nothing, with its code."""
 _Row = tuple[Key, int, Request]
-"""A request behind its place in the order of the policy, and its id."""
+"""A request's place in the order of the policy, and its id."""
 
 
 class Place(enum.Enum):
@@ -148,7 +148,7 @@ class Adapters:
         if entry is None:
             entry = self._entries[adapter.adapter_id] = _Entry(adapter)
         elif entry.place is Place.NOWHERE:
-            entry.adapter = adapter  # the same files may lie elsewhere by now
+            entry.adapter = adapter  # the same files may be elsewhere by now
         self._uses += 1
         entry.used_at = self._uses
         return entry

@@ -200,7 +200,7 @@ class WorkerLink:
 
     def on_suspect(self, message: Suspect) -> None:
         """Hold back steps from a worker that shows no progress, until it does again."""
-        what = "seems to hang: no further steps" if message.for_s else "goes on"
+        what = "seems to hang: no further steps" if message.for_s else "continues"
         log.warning("%s %d of epoch %d %s", message.role, message.rank, message.epoch, what)
         if message.for_s:
             self._suspects[message.epoch] = self._engine.now + message.for_s
@@ -265,7 +265,7 @@ class WorkerLink:
             failpoint("core.after_dispatch")
             self._send_transfers()
             failpoint("core.after_preemption", when=bool(step.preempted_req_ids))
-        # Also without a step: results may have cleared suspects, or ended what was in flight.
+        # Even without a step: results may have cleared suspects, or ended what was in flight.
         self._write_page()
         if not is_held_back and self._engine.is_sleep_due and self._send_to_all(Sleep()):
             self._engine.sleep_sent()

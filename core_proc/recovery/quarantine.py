@@ -2,7 +2,7 @@
 
 Theory of operation. When a worker dies of what it computed (`attribute_crash`; never after a signal
 from outside), the requests that ran are suspects. They are tried in groups: one group computes, the
-other suspects are held in the queue, and requests that are not suspected go on.
+other suspects are held in the queue, and requests that are not suspected continue.
 
     QUIET    no search. A crash starts one, with the requests that ran in two halves.
     GROUP    several suspects compute. A crash splits the group in halves; requests that arrived

@@ -26,7 +26,7 @@ class Capacity(NamedTuple):
     budget: int
     num_running: int
     num_gained: int = 0
-    """Blocks, beside those that are free now."""
+    """Blocks, besides those that are free now."""
 
 
 class _Refusal(NamedTuple):
@@ -63,7 +63,7 @@ class Admission:
         return most if states is None else min(most, states.pool.num_usable)
 
     def has_slot(self, num_running: int) -> bool:
-        """Whether one more request may run beside those that run now."""
+        """Whether one more request may run alongside those that run now."""
         return num_running < self._options.max_num_seqs and self._kv.has_slot
 
     def candidate(self, request: Request) -> Candidate:

@@ -213,7 +213,7 @@ class Loads:
 
         `hits` are cached already and must not be written to. Steps in flight may still write to
         the others: the load must come after them. False, and nothing has changed, if the blocks do
-        not fit beside `headroom` free ones: until the load ends they cannot be taken back.
+        not fit with `headroom` blocks left free: until the load ends they cannot be taken back.
         """
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self._kv.enable_prefix_caching, "loaded KV lands in the prefix cache"

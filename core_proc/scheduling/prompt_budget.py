@@ -1,8 +1,9 @@
-"""How many prompt tokens a step computes beside requests that decode, for a target of their gaps.
+"""Limits a step's prompt tokens, so that decoding requests get their tokens at a target interval.
 
-A request that decodes gets a token per step, so the duration of a step is the gap between two of
-its tokens. What prompt tokens add to a step is measured: a number of them is chosen with which the
-step ends in time. Fewer tokens make the gaps shorter, and the prompt's first token later.
+A decoding request gets one token per step, so the duration of a step is the gap between two of its
+tokens. The time that a prompt token adds is measured, and a step gets as many prompt tokens as fit
+into the target. With fewer prompt tokens the gaps are shorter, and the prompt's first token comes
+later.
 """
 
 from collections import deque

@@ -55,8 +55,8 @@ class Speculation:
         """Return how many drafts to verify besides the one known token that is left to compute.
 
         None without blocks for them, as no request is preempted for a guess; none that could only
-        be cut at the request's end; at most `room`, so that the requests behind get a token; none
-        behind the position where a state must be that of known tokens.
+        be cut at the request's end; at most `room`, so that the requests after it get a token; none
+        after the position where a state must be that of known tokens.
         """
         if self.limits.is_measuring:
             return 0

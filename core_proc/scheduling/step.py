@@ -47,7 +47,7 @@ class ScheduledStep:
         """Prompt tokens that may still be granted; None: any number."""
         self.num_prompt_tokens = 0
         self.num_behind = 0
-        """Running requests behind the one that is being visited."""
+        """Running requests after the one that is being visited."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
 

@@ -88,7 +88,7 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: open requests fail after this time without a serving engine.
-            allow_inexact_resume: requests also go on at an engine with other facts than the one
+            allow_inexact_resume: requests also continue at an engine with other facts than the one
                 that has begun them; else they wait for as long, and fail.
             numbers: unused numbers of requests, where clients of several replicas share them.
             is_replica: there are other clients to which requests can be moved.
@@ -322,7 +322,7 @@ class AsyncEngineClient:
         return self._open.entry(request_id)
 
     def release(self, request_id: int) -> None:
-        """Let a request that is held go on here, inexactly."""
+        """Let a request that is held continue here, inexactly."""
         self._open.release(request_id)
 
     def move(
@@ -333,9 +333,9 @@ class AsyncEngineClient:
         is_exact: bool = True,
         blocks_at: str = "",
     ) -> bool:
-        """Let a request go on at another replica; False: it has ended, or was moved too often.
+        """Let a request continue at another replica; False: it has ended, or was moved too often.
 
-        Not `is_exact`: also if that one cannot continue it exactly. `blocks_at`: where it reads the
+        Not `is_exact`: even if that one cannot continue it exactly. `blocks_at`: where it reads the
         blocks of this one's machine.
         """
         if not self._open.move(request_id, other._open, is_exact=is_exact, blocks_at=blocks_at):

@@ -12,7 +12,7 @@ Prompt logprobs are compared by position in the same way.
 
 Invariants: known tokens only grow, and a caller gets each of them once, in order; a contradiction
 (other tokens at a known index) fails the request and changes no token. A gap asks for one repair:
-further outputs behind the same gap are ignored until `allow_repairs`, which runs about once a
+further outputs after the same gap are ignored until `allow_repairs`, which runs about once a
 second, and after `REPAIR_MESSAGES_MAX` repairs without an output that fits the request fails.
 Entries are in order of acceptance, and a resend goes through them in this order. Ages are
 differences of this process's clock, so that the core can order requests of all its clients

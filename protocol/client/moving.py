@@ -2,7 +2,7 @@
 
 A request leaves a replica whose core is gone for `failover_s`, or without workers for much longer,
 one that retires, one that cannot continue it exactly, and one that has computed its prompt for
-others (`prefill`). It goes on from what the ledger has: outputs continue at the next token.
+others (`prefill`). It continues from what the ledger has: outputs continue at the next token.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ class RequestMover:
         self._failover_s = failover_s
         self._allow_inexact = allow_inexact
         self.num_moved = 0
-        """Requests that went on at another replica."""
+        """Requests that continued at another replica."""
         self.num_handed_over = 0
-        """Requests that went on where they are decoded, after a prefill replica."""
+        """Requests that continued where they are decoded, after a prefill replica."""
 
     def tick(self) -> None:
         """Move what has to be moved, for a slice of time; what is left follows soon.
@@ -111,7 +111,7 @@ class RequestMover:
             asyncio.get_running_loop().call_soon(self._move_some, lost, num_before)
         elif self.num_moved > num_before:
             num_moved = self.num_moved - num_before
-            log.warning("replica %d: %d requests go on at others", lost.number, num_moved)
+            log.warning("replica %d: %d requests continue at others", lost.number, num_moved)
         else:
             lost.rest()
 

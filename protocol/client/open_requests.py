@@ -4,7 +4,7 @@ No sockets here: `send` takes messages for the core. It may drop them, since eve
 again as soon as the core's next epoch is agreed on: `resend` then yields it for the link's backlog.
 
 A request that has begun is sent only to an engine with the fingerprint of the one that began it;
-otherwise it is held back, until it is moved, or released to go on inexactly.
+otherwise it is held back, until it is moved, or released to continue inexactly.
 """
 
 from collections import deque
@@ -65,7 +65,7 @@ class OpenRequests:
         self.fingerprint = ""
         """Of the facts of the core; empty: not known yet."""
         self.num_inexact = 0
-        """Requests of engines with another fingerprint that went on at this one."""
+        """Requests of engines with another fingerprint that continued at this one."""
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -107,9 +107,9 @@ class OpenRequests:
         is_exact: bool = True,
         blocks_at: str = "",
     ) -> bool:
-        """Let a request go on at the core of another client; here it ends.
+        """Let a request continue at the core of another client; here it ends.
 
-        Not `is_exact`: also if the other engine cannot continue it exactly. `blocks_at`: where that
+        Not `is_exact`: even if the other engine cannot continue it exactly. `blocks_at`: where that
         one reads the blocks of the machine here. False: it has ended, or was moved `MOVES_MAX`
         times since its last output. Then the cores where it was have died of it, perhaps.
         """
@@ -193,7 +193,7 @@ class OpenRequests:
         return [request_id for request_id in self._held if self.ledger.get(request_id) is not None]
 
     def release(self, request_id: int) -> None:
-        """Let a request that is held go on inexactly."""
+        """Let a request that is held continue inexactly."""
         entry = self.ledger.get(request_id)
         if self._held.pop(request_id, None) is not None and entry is not None:
             self._bind(entry)

@@ -157,7 +157,7 @@ def holds(facts: ModelFacts | None, num_tokens: int) -> bool:
 
 
 def continues(replica: Replica, entry: Entry, longest: int) -> bool:
-    """Whether a request goes on at a replica exactly, or can begin there.
+    """Whether a replica can continue or begin a request exactly.
 
     `longest` is the longest context at the replica where it is. If that is another one, it must not
     end the request here or there.

@@ -1,4 +1,4 @@
-"""Disaggregated prefill: some replicas compute prompts, and the others go on from their blocks.
+"""Disaggregated prefill: some replicas compute prompts, and the others continue from their blocks.
 
 A long prompt goes to a prefill replica. Once the request has its first token, it is moved to
 another replica, which reads the blocks that were written meanwhile (`core_proc/kv/offload.py`). So
@@ -12,7 +12,7 @@ from protocol.client.replica import Replica
 
 LEAST_TOKENS = 256
 """Least number of uncached prompt tokens for which a prefill replica is used; shorter prompts are
-computed beside the streams."""
+computed alongside the streams."""
 _WAIT_TICKS = 2
 """Ticks from a request's first token until it is moved: its last blocks must be written first."""
 _REST_TICKS = 10

@@ -86,7 +86,7 @@ class Replica:
         return is_new or not client.serves
 
     def ids_to_move(self, failover_s: float) -> list[int]:
-        """Return the requests that cannot go on here, oldest first.
+        """Return the requests that cannot continue here, oldest first.
 
         Those of a replica that drains could not all finish in time.
         """

@@ -7,11 +7,11 @@
 It has an `AsyncEngineClient` for each replica, whose ledger holds the requests that are there. A
 request that was accepted stays at its replica while that serves, also through restarts of its core
 and workers. If the core is gone for `failover_s`, or without workers for much longer, its open
-requests go on at other replicas (`moving`). A core that returns has none of them, because a new
+requests continue at other replicas (`moving`). A core that returns has none of them, because a new
 connection has no requests; one that was only without workers gets an abort.
 
-A request that has begun goes on only where the fingerprint is that of the engine that began it, or
-else, with `allow_inexact_resume`, anywhere. Where there is no such replica, it waits.
+A request that has begun continues only where the fingerprint is that of the engine that began it,
+or else, with `allow_inexact_resume`, anywhere. Where there is no such replica, it waits.
 
 With one replica it passes all calls on.
 """
@@ -101,7 +101,7 @@ class ReplicatedClient:
             failover_s: seconds without a core after which the requests of a replica are moved.
             max_open_requests: of all replicas together, as the other bounds.
             max_open_tokens, stall_timeout_s: see `AsyncEngineClient`.
-            allow_inexact_resume: see there; a replica that goes on exactly is taken first.
+            allow_inexact_resume: see there; a replica that continues exactly is taken first.
             follow_kv_events: whether the cores publish them, so that prompts of other clients and
                 evictions are known.
             prefill_replicas: how many of the replicas, the first ones, compute long prompts for
@@ -166,12 +166,12 @@ class ReplicatedClient:
 
     @property
     def num_moved(self) -> int:
-        """Requests that went on at another replica."""
+        """Requests that continued at another replica."""
         return self._mover.num_moved
 
     @property
     def num_handed_over(self) -> int:
-        """Requests that went on where they are decoded, after a prefill replica."""
+        """Requests that continued where they are decoded, after a prefill replica."""
         return self._mover.num_handed_over
 
     @property

@@ -72,41 +72,42 @@ class ModelConfig(Section):
     """Which model is served, and how."""
 
     model: Annotated[str, Meta(min_length=1)] = "demo"
-    """Model of the Hugging Face hub, such as Qwen/Qwen3-0.6B; checkpoint directory in its format;
-    GGUF file; 'demo' or 'demo-chat' for the models that come with the engine; or 'null' for a
-    worker that computes nothing."""
+    """A model of the Hugging Face hub, such as Qwen/Qwen3-0.6B; a checkpoint directory in its
+    format; a GGUF file; 'demo' or 'demo-chat' for the models that come with the engine; or 'null'
+    for a worker that computes nothing."""
     revision: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """Branch, tag or commit of a model of the hub. Default: main."""
+    """Branch, tag or commit of the model on the hub. Default: main."""
     served_model_name: Annotated[tuple[ModelName, ...], Meta(max_length=16)] = ()
-    """Names in the API; responses have the first one. Default: the model's name on the hub, or the
-    last part of its path."""
+    """Names of the model in the API; responses contain the first one. Default: the model's name on
+    the hub, or the last part of its path."""
     tokenizer: str | None = None
-    """Directory of the tokenizer, if it is not the model's."""
+    """Directory of the tokenizer, if it is not the model's directory."""
     chat_template: str | None = None
-    """File with a Jinja chat template, instead of the model's."""
+    """File with a Jinja chat template, used instead of the model's own."""
     tool_call_parser: Annotated[str, Meta(min_length=1)] = "auto"
-    """Format in which the model writes tool calls, by vLLM's names; auto: found in the chat
-    template; off: calls stay text and requests with tools are refused."""
+    """Format in which the model writes tool calls, by vLLM's names. auto: detected from the chat
+    template. off: calls remain text, and requests with tools are refused."""
     reasoning_parser: Annotated[str, Meta(min_length=1)] = "auto"
-    """Format in which the model writes its reasoning, by vLLM's names; auto: found in the chat
-    template; off: reasoning stays a part of the content."""
+    """Format in which the model writes its reasoning, by vLLM's names. auto: detected from the chat
+    template. off: reasoning remains a part of the content."""
     dtype: Dtype = Dtype.AUTO
-    """Type of weights, activations and KV; auto: as in config.json, with bfloat16 for float32."""
+    """Data type of weights, activations and KV. auto: as in config.json, but bfloat16 instead of
+    float32."""
     quantization: Quantization | None = None
-    """Round the weights of linear layers and experts when they are loaded, to codes of 8 bits
-    (w8a16), or of 4 bits with a scale for each 128 inputs (w4a16), or to 8 bits with activations of
-    8 bits, a scale for each token (w8a8); on the CPU, in bfloat16. Of a quantized checkpoint only
-    the output layer is rounded, to 8 bits. Default: not at all."""
+    """Quantize the weights of linear layers and experts at load, on the CPU, in bfloat16. w8a16: 8
+    bits. w4a16: 4 bits with a scale for every 128 inputs. w8a8: 8 bits, and activations of 8 bits
+    with a scale for each token. In a quantized checkpoint only the output layer is quantized, to 8
+    bits. Default: off."""
     device: Device = Device.AUTO
-    """Where to compute; auto: CUDA if there is any."""
+    """Device to compute on. auto: CUDA if there is a GPU."""
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
-    """Longest prompt and output together, in tokens. Default: as in config.json, less if the KV
-    cache cannot hold that."""
+    """Maximum length of prompt and output together, in tokens. Default: as in config.json, or less
+    if the KV cache cannot hold that."""
     speculative_model: PathText | None = None
-    """A smaller model with the same tokenizer, of the hub or in a directory, which guesses tokens
-    ahead for this one: see num_speculative_tokens. Default: they are guessed from repetitions."""
+    """A smaller model with the same tokenizer, of the hub or in a directory, that drafts tokens for
+    this one: see num_speculative_tokens. Default: tokens are drafted from repetitions."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Base of the seeds drawn for requests that bring none; 0: unpredictable."""
+    """Base of the seeds that are drawn for requests without one; 0: unpredictable."""
     given_model: Annotated[str | None, Meta(extra={"is_setting": False})] = None
     """What `model` was before the supervisor replaced it by a directory."""
 
@@ -122,37 +123,37 @@ class CacheConfig(Section):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens per KV block."""
     num_gpu_blocks_override: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
-    """Number of KV blocks, instead of measuring memory."""
+    """Number of KV blocks. Default: as many as fit into the memory for the cache."""
     num_state_blocks_override: Annotated[int, Meta(ge=3, lt=2**31)] | None = None
     """Number of state blocks of a model with recurrent layers: one for each running request, the
-    others for the prefix cache, and one that is never used. Speculation takes further ones.
-    Default: twice max_num_seqs, in at most half of the KV cache's memory."""
+    rest for the prefix cache, and one that is never used. Speculation takes further ones. Default:
+    twice max_num_seqs, in at most half of the KV cache's memory."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
-    """Share of the GPU's memory for weights and KV cache."""
+    """Fraction of the GPU's memory for weights and KV cache."""
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1, lt=2**50)] | None = None
-    """Bytes for the KV cache. Default on the CPU: 4 GiB, at most half of the memory that is free,
-    in the host and in the cgroup."""
+    """Bytes for the KV cache. Default on the CPU: 4 GiB, but at most half of the memory that is
+    free in the host and in the cgroup."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """Type of keys and values in the cache; auto: the model's; int8 and fp8 (also fp8_e4m3): codes
-    of 8 bits with a scale for each token and head, on the CPU."""
+    """Data type of keys and values in the cache. auto: the model's. int8 and fp8 (also fp8_e4m3): 8
+    bits with a scale for each token and head, on the CPU."""
     enable_prefix_caching: bool = True
-    """Share KV blocks between requests that begin alike."""
+    """Share KV blocks between requests that begin with the same tokens."""
     mamba_block_size: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    """Of a model or draft model with recurrent layers: tokens between two states that are kept for
-    the prefix cache, beside the one at the end of each prompt; a multiple of block_size. Default:
+    """With recurrent layers: number of tokens between two states that are kept for the prefix
+    cache; a multiple of block_size. The state at the end of each prompt is kept as well. Default:
     512, or the next multiple."""
     swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
-    """Host memory for the KV and the recurrent states of preempted requests, where copying is
-    quicker than computing again; 0: always compute again."""
+    """Host memory for the KV and the recurrent states of preempted requests, used when copying is
+    faster than recomputing; 0: always recompute."""
     kv_offload_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
-    """Shared memory in which full KV blocks, and recurrent states, are kept beside the cache, for
-    all workers of this machine and their successors, where reading is quicker than computing again;
+    """Shared memory that keeps full KV blocks and recurrent states in addition to the cache, for
+    all workers of this machine and their successors, used when reading is faster than recomputing;
     0: none."""
     kv_offload_dir: PathText | None = None
-    """Directory on a disk in which full KV blocks are kept, also for the next start. The
-    prompts can be recovered from it."""
+    """Directory on a disk that keeps full KV blocks, also for the next start. Prompts can be
+    recovered from these files."""
     kv_offload_dir_bytes: Annotated[int, Meta(ge=2**20, lt=2**56)] = 2**35
-    """Most bytes of these blocks; the least recently used ones are removed."""
+    """Maximum size of these blocks in bytes; the least recently used ones are removed."""
     enable_hybrid_kv_cache: bool = True
     """Give back KV blocks that a layer's sliding window has passed."""
     enable_kv_events: bool = False
@@ -173,29 +174,30 @@ class SchedulerConfig(Section):
     """How a step is filled."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=16384)] = 64
-    """Most requests computed in one step; on a GPU the default is 256."""
+    """Maximum number of requests computed in one step; on a GPU the default is 256."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 2048
-    """Most tokens computed in one step; on a GPU the default is 8192."""
+    """Maximum number of tokens computed in one step; on a GPU the default is 8192."""
     max_num_scheduled_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    """Token budget of a step, if less than that."""
+    """Token budget of a step, if it is to be less than that."""
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    """Most prompt tokens of one request per step; 0: no limit."""
+    """Maximum number of prompt tokens of one request per step; 0: no limit."""
     enable_chunked_prefill: bool = True
-    """Split prompts over steps where the budget ends."""
+    """Split prompts over several steps when the budget runs out."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Make that threshold at least a fair share of the step, so that there is one even if it is 0,
-    and fewer requests mean larger pieces."""
+    """Raise that threshold to a fair share of the step, so that there is one even if it is 0, and
+    fewer requests get larger chunks."""
     max_num_partial_prefills: Annotated[int, Meta(ge=0, le=16384)] = 0
-    """Most requests whose prompts are computed over several steps at a time; 0: any number."""
+    """Maximum number of requests whose prompts are computed over several steps at the same time; 0:
+    no limit."""
     max_long_partial_prefills: Annotated[int, Meta(ge=0, le=16384)] = 0
-    """Of these, most that are longer than long_prefill_token_threshold: shorter ones overtake; 0:
-    any number."""
+    """Of these, the maximum number longer than long_prefill_token_threshold; shorter ones may
+    overtake. 0: no limit."""
     elastic_token_budget: bool = False
-    """While no request waits, prompts use the rest of a step's tokens, up to
+    """While no request waits, let prompts use the rest of a step's tokens, up to
     max_num_batched_tokens."""
     target_itl_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
-    """Milliseconds between two tokens of a running request that prompts beside it should not
-    exceed: they are cut by measured step times. 0: no limit."""
+    """Target for the milliseconds between two tokens of a decoding request: prompts computed with
+    it are cut to keep it, by measured step times. 0: no target."""
     scheduling_policy: Annotated[str, Meta(pattern="^(fcfs|priority|shortest|fair)$")] = "fcfs"
     """Order of admission: fcfs, priority (lower first), shortest (fewest tokens to compute, with
     ageing) or fair (tenants share by tenant_weights)."""
@@ -213,35 +215,36 @@ class SchedulerConfig(Section):
     watermark: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of KV blocks kept free at admission."""
     max_steps_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
-    """Steps dispatched to the worker before the first returns; at least pipeline_parallel_size."""
+    """Steps sent to the worker before the first returns; at least pipeline_parallel_size."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
-    """Most tokens that are guessed ahead for a request, by speculative_model or from repetitions in
-    its text, and verified together in one step; 0: none. Never changes what is sampled."""
+    """Maximum number of tokens drafted for a request, by speculative_model or from repetitions in
+    its text, and verified together in one step; 0: none. The output does not change."""
     adaptive_speculation: bool = True
-    """Guess as many tokens as pay for themselves, by measured acceptance and step times, and none
-    where none does; off: always num_speculative_tokens."""
+    """Draft as many tokens as pay off, by measured acceptance and step times, and none if none
+    does; off: always num_speculative_tokens."""
     max_num_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 10_000
-    """Most requests in the queue; past it: refused with 429."""
+    """Maximum number of requests in the queue; further ones are refused with 429."""
     max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 2**22
-    """Most prompt tokens in the queue; past it: refused with 429. A prompt that finds the queue
-    empty is taken, however long."""
+    """Maximum number of prompt tokens in the queue; further requests are refused with 429. A prompt
+    that finds the queue empty is accepted, however long it is."""
 
 
 class LoraConfig(Section):
     """LoRA adapters."""
 
     enable_lora: bool = False
-    """Serve LoRA adapters beside the model, on the CPU."""
+    """Serve LoRA adapters in addition to the model, on the CPU."""
     lora_modules: Annotated[tuple[LoraText, ...], Meta(max_length=4096)] = ()
     """Adapters as name=path, or as JSON objects with name, path and base_model_name. A path is a
     directory in PEFT's format; a request selects an adapter by its name as the model."""
     max_loras: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Most adapters with requests in one step; requests for others wait for their turn."""
+    """Maximum number of adapters with requests in one step; requests for others wait for their
+    turn."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
-    """Greatest rank of an adapter."""
+    """Maximum rank of an adapter."""
     max_cpu_loras: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-    """Most adapters that a worker keeps in memory; others are loaded when they are needed. Default:
-    max_loras."""
+    """Maximum number of adapters that a worker keeps in memory; others are loaded when they are
+    needed. Default: max_loras."""
 
     @property
     def num_kept(self) -> int:
@@ -253,25 +256,26 @@ class ParallelConfig(Section):
     """Ranks of a model, replicas of the engine."""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Ranks that the model is split over: workers that each hold a part of every matrix."""
+    """Number of ranks that each layer of the model is divided over: workers that each hold a part
+    of every matrix."""
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Stages that the model's layers are divided into: workers that each hold consecutive layers,
-    and compute different requests at the same time."""
+    """Number of stages that the model's layers are divided into: workers that each hold consecutive
+    layers, and compute different requests at the same time."""
     data_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Replicas of the engine, each with a core and workers of its own. A request whose replica is
-    lost goes on at another one. 0: all replicas are on other machines."""
+    """Number of replicas of the engine, each with its own core and workers. If a replica is lost,
+    its requests continue on another one. 0: all replicas are on other machines."""
     core_listen: ListenAddress | None = None
     """Address HOST:PORT at which the core also serves clients of other machines, encrypted, with
-    curve_keys; of several replicas, each takes the next port. Default: none."""
+    curve_keys; with several replicas, each takes the next port. Default: none."""
     replica_addresses: Annotated[tuple[CoreAddress, ...], Meta(max_length=64)] = ()
-    """Cores of other machines, as tcp://HOST:PORT, which serve requests beside those here: replicas
-    that were started there with core_listen."""
+    """Cores of other machines, as tcp://HOST:PORT, which serve requests in addition to those here:
+    replicas that were started there with core_listen."""
     replica_file: PathText | None = None
-    """File with addresses of further cores, one a line, as in replica_addresses. It is read again
-    when it changes: new cores get requests, and those of others go on elsewhere."""
+    """File with addresses of further cores, one per line, as in replica_addresses. It is read again
+    when it changes: new cores get requests, and requests of removed cores continue elsewhere."""
     agents_listen: ListenAddress | None = None
     """Address HOST:PORT at which host agents of other machines join: see `troika agent`. Each
-    starts an engine there with these settings, which serves beside those here. Default: none."""
+    starts an engine there with these settings, in addition to those here. Default: none."""
     curve_keys: PathText | None = None
     """Directory with the keys of links between machines: see `troika keys`."""
     kv_listen: BlocksListenAddress | None = None
@@ -279,15 +283,15 @@ class ParallelConfig(Section):
     requests that move to them, encrypted, with curve_keys. Default: a free port at the host of
     core_listen or agents_listen, where blocks are stored, as with kv_offload_bytes."""
     routing_policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
-    """How a replica is chosen for a request. prefix_aware: the one that has most of the prompt
-    cached, unless it has much more to do; least_tokens: the one with the fewest tokens to compute;
+    """How a replica is chosen for a request. prefix_aware: the one with most of the prompt cached,
+    unless it has much more work. least_tokens: the one with the fewest tokens to compute.
     round_robin: each in turn."""
     prefill_replicas: Annotated[int, Meta(ge=0, le=63)] = 0
-    """Of the replicas, those that compute long prompts for the others, which decode. Needs blocks
-    that are kept, as with kv_offload_bytes. 0: each does both."""
+    """Number of replicas that compute long prompts for the others, which decode. Requires that KV
+    blocks are kept, as with kv_offload_bytes. 0: every replica does both."""
     session_key: SessionKey | None = None
-    """Requests with an equal value of this go to the same replica while it serves: cache_salt, or
-    the name of a header, as X-Session-Id. Others are routed by the policy."""
+    """Requests with equal values of this key go to the same replica while it serves: cache_salt, or
+    the name of a header such as X-Session-Id. Other requests are routed by the policy."""
 
     @property
     def num_ranks(self) -> int:
@@ -347,24 +351,24 @@ class WorkerConfig(Section):
     """The computing process."""
 
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """CPU threads. Default: the cores that affinity and cgroup allow."""
+    """Number of CPU threads. Default: the cores that affinity and cgroup allow."""
     cpu_pinning: CpuPinning = CpuPinning.OFF
-    """auto: with more than two CPUs, each worker computes on CPUs of its own, and one CPU of
-    sixteen, at least one, is left to API and core."""
+    """auto: with more than two CPUs, each worker computes on its own CPUs, and one CPU in sixteen,
+    at least one, is left to API and core."""
     worker_cpus: Annotated[str, Meta(max_length=4096)] | None = None
     """CPUs of each worker, as 0-7,16:8-15 for two: one list for each rank, replica by replica;
     without replicas here, of each engine elsewhere. Default: all, or those of cpu_pinning."""
     native_decoder: NativeDecoder = NativeDecoder.AUTO
-    """Compute the decoder's layers by one native call where it is proven to give the results of
-    the model's own modules; off: by these modules."""
+    """Compute the decoder's layers in one native call if it is proven to give the results of the
+    model's own modules; off: compute them with these modules."""
     attention_backend: AttentionName = AttentionName.AUTO
     """On CUDA, what computes attention: the engine's own Triton kernels (triton, also triton_attn)
     or FlashInfer, which must be installed (flashinfer). auto: Triton where its kernels cover the
     model, else PyTorch."""
     batch_invariant: bool = False
-    """On CUDA, compute attention and products with one shape of tiles, whatever the batch, so that
-    a request's tokens do not depend on it. Slower; refused where a check at the start finds that
-    they do."""
+    """On CUDA, compute attention and products with one tile shape for all batches, so that a
+    request's tokens do not depend on the batch. Slower; refused if a check at start finds that they
+    do."""
     enforce_eager: bool = False
     """On CUDA, launch the kernels of every decode step one by one instead of replaying graphs."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
@@ -383,8 +387,8 @@ class ApiConfig(Section):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port; 0: any free one."""
     api_server_count: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes that serve HTTP, on the same address. Requests are spread over them as connections
-    arrive."""
+    """Number of processes that serve HTTP on the same address. Connections are spread over them as
+    they arrive."""
     uds: PathText | None = None
     """Path of a Unix socket to listen on instead of host and port. Only this user can connect."""
     ssl_certfile: PathText | None = None
@@ -406,17 +410,18 @@ class ApiConfig(Section):
     enable_page: bool = True
     """Serve the page at / and the route that its live view reads."""
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20
-    """Largest request body accepted."""
+    """Maximum size of a request body."""
     max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
-    """Most requests, and most sequences of them, that an API process holds open; past it: refused
-    with 429."""
+    """Maximum number of requests, and of sequences of them, that an API process holds open; further
+    ones are refused with 429."""
     max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
-    """Most bytes of the bodies that an API process holds; past it: refused with 429."""
+    """Maximum size of all bodies that an API process holds; further requests are refused with
+    429."""
     max_stored_responses: Annotated[int, Meta(ge=0, le=10**6)] = 10_000
-    """Most responses kept for GET /v1/responses and previous_response_id; past it, the ones that
-    were not used for the longest time are dropped. 0: none are kept."""
+    """Maximum number of responses kept for GET /v1/responses and previous_response_id; further ones
+    displace the least recently used. 0: none are kept."""
     max_stored_response_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * 2**20
-    """Most bytes of stored responses and their inputs together."""
+    """Maximum size of stored responses and their inputs together."""
     tokenizer_pool_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Most processes for prompts of more than 16 KiB, which are rendered and tokenized apart from
     the server, with limits of time and memory. They start when they are needed."""
@@ -424,13 +429,13 @@ class ApiConfig(Section):
     """Fields of a request that the server does not know: ignore, warn (a response header, and one
     log line per name) or refuse (400). Fields that constrain the output are always refused."""
     slow_reader_timeout_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 60.0
-    """Seconds without reading after which a client's stream is dropped."""
+    """Seconds without reading after which a client's stream is closed."""
     journal_dir: Annotated[str, Meta(min_length=1)] | None = None
     """Directory for a journal of open requests, so that clients can resume them after a lost
     connection or a restart of the server. Default: no journal."""
     journal_sync: bool = False
-    """Sync the journal to the disk with every write: requests survive a loss of power too, and each
-    waits for the disk before its answer begins."""
+    """Sync the journal to the disk with every write: requests also survive a power loss, and each
+    answer begins only after the disk has written its request."""
     resume_window_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 30.0
     """With a journal: seconds for which a request continues, or its answer is kept, without a
     connected client."""
@@ -442,9 +447,9 @@ class RecoveryConfig(Section):
     startup_timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 600.0
     """Longest wait for a process without progress."""
     shutdown_timeout_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0
-    """Longest wait for running requests at shutdown."""
+    """Maximum time for running requests to finish at shutdown."""
     restart_backoff_max_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
-    """Longest pause between two restarts."""
+    """Maximum pause between two restarts."""
     hang_timeout_s: Annotated[float, Meta(ge=0.02, le=3600.0)] = 2.0
     """Seconds without progress after which a worker or core is suspected to hang; after twice that
     it is killed. Steps that usually take longer get more time."""
@@ -459,11 +464,12 @@ class RecoveryConfig(Section):
     stall_timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 120.0
     """Seconds without a serving engine after which open requests fail."""
     failover_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.75
-    """Seconds without a serving core or worker after which the requests of a replica go on at
-    another one."""
+    """Seconds without a serving core or worker after which a replica's requests continue on another
+    one."""
     allow_inexact_resume: bool = False
-    """Requests whose engine is gone go on at an engine with other facts, if there is no equal one;
-    their answers show it. By default they wait stall_timeout_s for an equal one, and fail."""
+    """Let requests whose engine is lost continue on an engine with other facts if there is no equal
+    one; their answers show it. By default they wait stall_timeout_s for an equal one, and then
+    fail."""
     give_up_after_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
     """Seconds of repeated deaths of a process after which the engine ends with a status other than
     0. Default: it is restarted without limit."""

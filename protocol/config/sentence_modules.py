@@ -48,7 +48,7 @@ _ACTIVATIONS = {
 
 
 class DenseLayer(NamedTuple):
-    """A dense layer behind the pooling; its weights are in `directory`."""
+    """A dense layer after the pooling; its weights are in `directory`."""
 
     directory: str
     in_features: int
@@ -127,7 +127,7 @@ def _with_modules(directory: Path, path: Path, found: SentenceModules) -> Senten
             _require("Pooling" not in kinds, path, f"[{number}].type", kind, "there only once")
             found = _with_pooling(directory / folder / _CONFIG, found)
         elif kind == "Dense":
-            _require("Pooling" in kinds, path, f"[{number}].type", kind, "behind the pooling")
+            _require("Pooling" in kinds, path, f"[{number}].type", kind, "after the pooling")
             _require("Normalize" not in kinds, path, f"[{number}].type", kind, "before Normalize")
             dense.append(_dense_layer(directory, folder))
         kinds.append(kind)

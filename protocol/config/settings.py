@@ -185,9 +185,9 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_intermixed_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse flags and files in any order; with `--`, all files are behind it."""
+        """Parse flags and files in any order; with `--`, all files are after it."""
         args = sys.argv[1:] if args is None else args
-        if "--" in args:  # argparse would read the files behind it as flags
+        if "--" in args:  # argparse would read the files after it as flags
             return self.parse_known_args(args, namespace)
         return super().parse_known_intermixed_args(args, namespace)
 

@@ -7,7 +7,7 @@ startup    time to ready and to the first token
 growth     time of a step against running requests, context and waiting requests
 sampler    the choice of tokens alone
 routing    conversations over replicas of the null model, by policy
-prefill    chats beside long prompts, with and without replicas for prompts
+prefill    chats alongside long prompts, with and without replicas for prompts
 scheduler  the scheduler alone
 table      results as Markdown tables
 

@@ -104,7 +104,7 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 class WaitingMemory(msgspec.Struct, frozen=True):
-    """Bytes of one waiting request, beside four for each of its tokens."""
+    """Bytes of one waiting request, besides four for each of its tokens."""
 
     requests: int
     bare_bytes: float
@@ -505,7 +505,7 @@ A front of the queue that cannot be admitted, us per step
 
 A client leaves whose {departure.requests} requests run: {departure.total_ms:.1f} ms, \
 {departure.per_request_us:.1f} us each
-One waiting request beside its token ids: {memory.bare_bytes:.0f} bytes, \
+One waiting request besides its token ids: {memory.bare_bytes:.0f} bytes, \
 {memory.wire_bytes:.0f} as it comes from the wire"""
 
 

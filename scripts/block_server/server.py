@@ -28,7 +28,7 @@ from scripts.block_server.stored_blocks import StoredBlocks
 _DRAIN_LIMIT = 8
 """Of one turn: some parts of blocks, so that new connections do not wait for long."""
 _FIRST_ASKED_S = 3.0
-"""From a drain to the end, if no block is read: requests go on elsewhere, and ask from there."""
+"""From a drain to the end, if no block is read: requests continue elsewhere, and ask from there."""
 _LAST_ASKED_S = 2.0
 """From the last block that is read to the end."""
 

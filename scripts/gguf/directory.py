@@ -68,7 +68,7 @@ def _open(path: Path) -> MappedFiles:
 
 
 def _put(directory: Path, files: MappedFiles, *, needs_tokenizer: bool) -> None:
-    """Write the files beside their place, and move them there when all are complete."""
+    """Write the files next to their place, and move them there when all are complete."""
     keys = make_room(directory)
     draft = Path(tempfile.mkdtemp(dir=keys, prefix="."))
     try:

@@ -32,7 +32,7 @@ _ENDS = frozenset(
 _END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
 """Of gpt-oss, whose answers have several messages; <|end|> ends answers of other models."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
-"""Added tokens of Phi-3 with sentencepiece that leave the spaces behind them; others take these."""
+"""Added tokens of Phi-3 with sentencepiece that leave the spaces after them; others take these."""
 _MAX_TOKEN_CHARACTERS = 512
 """Of sentencepiece's tokens, each of which is split at every place to find its merges."""
 

@@ -33,7 +33,7 @@ class Fetching(Message, frozen=True):
 
 
 class Note(Message, frozen=True):
-    """A sentence for the log; the fetch goes on."""
+    """A sentence for the log; the fetch continues."""
 
     text: str
 

@@ -1,7 +1,7 @@
 """The placer: it keeps as many engines in a Ray cluster as are wanted. Started by the supervisor.
 
 The engines and the API do without it: when it is gone, or the cluster does not answer, what runs
-goes on, and only starts and ends of engines wait.
+continues, and only starts and ends of engines wait.
 """
 
 import asyncio
@@ -161,8 +161,8 @@ class Contact:
     def _lost(self, why: str) -> None:
         if not self._is_lost:
             self._log.warning(
-                "the Ray cluster does not answer (%s): engines that run go on, and none is started "
-                "or ended meanwhile",
+                "the Ray cluster does not answer (%s): running engines continue, and none is "
+                "started or ended meanwhile",
                 why,
             )
         self._is_lost = True

@@ -226,5 +226,5 @@ class Cluster:
 
 
 def _last_line(error: RayError) -> str:
-    """Return what stands behind the traceback in the error of a method."""
+    """Return what stands after the traceback in the error of a method."""
     return str(error).strip().rpartition("\n")[2]

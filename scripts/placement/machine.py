@@ -43,7 +43,7 @@ class Machine:
         return True
 
     def end(self) -> bool:
-        """Have the agent end in order, as its requests go on elsewhere; whether it has ended."""
+        """Have the agent end in order, as its requests continue elsewhere; whether it has ended."""
         if not self._is_running:
             return True
         if self._pidfd is not None and not self._is_asked:

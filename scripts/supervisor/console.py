@@ -187,7 +187,7 @@ def render_row(
 def render_bar(
     name: str, clock: PhaseClock, message: Progress, now: float, *, has_cells: bool = True
 ) -> str:
-    """Return the row of a start that goes on; a phase of several steps has a bar and its share."""
+    """Return the row of an unfinished start; a phase of several steps has a bar and its share."""
     row = _head(name, now - clock.started_at) + phase_name(message.phase)
     if message.total <= 1:
         return row

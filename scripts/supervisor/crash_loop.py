@@ -73,7 +73,7 @@ class CrashLoop:
         return Health(True, _MIN_RETRY_S + max([0.0, *waits_s]))
 
     def report(self, now: float, *, is_repeat: bool = False) -> list[Action]:
-        """Report a change to the API, which takes requests also while it waits for the engine.
+        """Report a change to the API, which takes requests even while it waits for the engine.
 
         `is_repeat`: report a crash loop again, since a report is valid for a few seconds only.
         """

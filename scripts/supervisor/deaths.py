@@ -20,7 +20,7 @@ _REPEATED_FOR_S = 5.0
 
 
 class Evidence(NamedTuple):
-    """What was found beside the exit status of a dead process."""
+    """What was found alongside the exit status of a dead process."""
 
     step_id: int | None = None
     """The step that it was computing, according to its progress page."""

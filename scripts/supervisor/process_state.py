@@ -74,7 +74,7 @@ class Process:
         return Start(self.slot, epoch, origin)
 
     def on_message(self, message: object, deadline: float) -> None:
-        """Extend the deadline of a start that goes on. Repeated progress does not count."""
+        """Extend the deadline of a start that continues. Repeated progress does not count."""
         if isinstance(message, Fatal):
             self.fatal = message
         if self.state is not ProcessState.STARTING or self.is_doomed:
@@ -277,7 +277,7 @@ class Group:
         return [action for p in self.processes for action in p.leave(deadline, message)]
 
     def begin_spare(self, epoch: int, now: float, deadline: float) -> list[Action]:
-        """Start a successor beside the process."""
+        """Start a successor alongside the process."""
         assert self._spare_slot is not None
         self.spare = Process(self._spare_slot)
         return [self.spare.begin(epoch, now, deadline)]

@@ -144,7 +144,7 @@ class RunDir:
 
 
 def wait_for_epoch_by_clock() -> int:
-    """Return an epoch greater than those of engines before, also where they are forgotten.
+    """Return an epoch greater than those of engines before, even where they are forgotten.
 
     Clients of other machines outlive a run directory, and find at one address the engines of
     several. If two of their cores had one epoch, they would be taken for the same core. The call

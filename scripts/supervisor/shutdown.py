@@ -15,7 +15,7 @@ No sockets, no clock. The states follow one another and never go back:
 | STOPPING | deadline, all killed before     | ENDED, with status 1                           |
 
 The front is the outermost role that still has to finish: the API needs the core, or the replicas,
-for that, and its requests that go on at other machines need the block server. It is drained
+for that, and its requests that continue at other machines need the block server. It is drained
 once each of its groups is. `advance` enters the next stage while the
 present one is complete.
 """

@@ -51,7 +51,7 @@ def test_help_about_a_flag_has_its_bounds_and_sources(
     capsys: pytest.CaptureFixture[str], topic: str
 ) -> None:
     page = output(capsys, f"--help={topic}")
-    for text in ("Most requests", "TROIKA_MAX_NUM_SEQS", ">= 1 and <= 16384", "64", "scheduler"):
+    for text in ("Maximum number", "TROIKA_MAX_NUM_SEQS", ">= 1 and <= 16384", "64", "scheduler"):
         assert text in page
 
 

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class KeptAdapters(Generic[T]):
-    """At most `num_kept` adapters. `read` makes one of its files, beside the steps."""
+    """At most `num_kept` adapters. `read` makes one of its files, alongside the steps."""
 
     def __init__(self, read: Callable[[Adapter], T], num_kept: int) -> None:
         """`read` is called in another thread; it raises AdapterError for an adapter in error."""

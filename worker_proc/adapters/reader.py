@@ -175,7 +175,7 @@ class AdapterReader:
 
 
 def _tensors(content: memoryview, address: int) -> Iterator[tuple[str, Matrix]]:
-    """Yield the tensors of a safetensors file that lies at an address."""
+    """Yield the tensors of a safetensors file that is at an address."""
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     begin = _LENGTH_BYTES + length
     if length > _HEADER_BYTES or begin > len(content):

@@ -1,7 +1,7 @@
-"""Loads adapters beside the worker's steps, one after the other, in threads of low priority.
+"""Loads adapters alongside the worker's steps, one after the other, in threads of low priority.
 
-A thread reads files, computes their digest and copies matrices, all without the interpreter's
-lock; steps go on meanwhile. What it has loaded is taken over between two steps. A thread whose file
+A thread reads files, computes their digest and copies matrices, all without the interpreter's lock;
+steps continue meanwhile. What it has loaded is taken over between two steps. A thread whose file
 system does not answer is left behind, and its adapter is in error.
 """
 

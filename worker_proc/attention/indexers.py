@@ -1,7 +1,7 @@
 """Sparse attention whose indexers choose some of the tokens before each one (DeepSeek-V3.2, GLM-5).
 
 An indexer chooses `index_topk` tokens, and all where there are no more. That of Qwen4-Exp chooses
-`block_topk` blocks of `compress_ratio` tokens, and those behind the last whole block. The context
+`block_topk` blocks of `compress_ratio` tokens, and those after the last whole block. The context
 of such a model ends where not all are chosen, so that attention is that to all tokens, and no
 indexer is computed.
 """

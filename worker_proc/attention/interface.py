@@ -49,7 +49,7 @@ class AttentionBackend(Protocol):
     name: str
     """For people."""
     depends_on_batch: bool
-    """Whether a row's result may depend on the rows beside it, or on the cut of its text."""
+    """Whether a row's result may depend on the rows alongside it, or on the cut of its text."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return the shapes of a layer's pools of keys and, unless it is latent, of values."""
@@ -74,7 +74,7 @@ class PagedLayer:
     biases: torch.Tensor | None = None
     """float32 `[num_heads, columns]`: added to scores, by the position of the key.
 
-    A layer has no sinks beside them, as the native kernel shifts scores by a row's own bias."""
+    A layer with biases has no sinks: the native kernel shifts scores by a row's own bias."""
     bias_origin: int | None = None
     """The column of a row's own key, where columns are distances and the keys before it have those
     before it: the precision is then that of the distance. None: columns are positions."""

@@ -28,14 +28,14 @@ _ROW_BYTES = 64
 
 
 class LatentShape(NamedTuple):
-    """The sizes of a layer; a query has `nope_dim` dimensions and behind them `rope_dim`."""
+    """The sizes of a layer; a query has `nope_dim` dimensions and after them `rope_dim`."""
 
     num_heads: int
     nope_dim: int
     rope_dim: int
     value_dim: int
     rank: int
-    """The values of a latent row; the rotated part of the key lies behind them."""
+    """The values of a latent row; the rotated part of the key follows them."""
 
     @property
     def head_dim(self) -> int:
@@ -122,7 +122,7 @@ def _rotated(part: torch.Tensor, angles: Angles, rotation: Rotation) -> torch.Te
 
 
 class NativeProducts:
-    """Products by the native kernels: a row has the same bits beside any others."""
+    """Products by the native kernels: a row has the same bits alongside any others."""
 
     def __init__(
         self,

@@ -299,7 +299,7 @@ def _cut_heads(layer: PagedLayer) -> Iterator[_Heads]:
 
 
 def _row_terms(scoring: Scoring) -> tuple[RowTermsArgs, torch.Tensor | None]:
-    """Return what each row has beside its layer, and what must be kept for it."""
+    """Return what each row has besides its layer, and what must be kept for it."""
     if scoring.biases is None and scoring.sinks is None:
         return RowTermsArgs(), None
     terms = RowTermsArgs()

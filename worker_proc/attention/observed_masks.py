@@ -60,14 +60,14 @@ def observe(mask_function: MaskFunction) -> Visibility:
 
 
 def _observe_sides(mask_function: MaskFunction) -> Visibility:
-    """Return what a mask shows that is not causal: as much before a token as behind it."""
+    """Return what a mask shows that is not causal: as much before a token as after it."""
     sizes = {
         _reach(mask_function, FAR_POSITION + offset, direction)
         for offset in _OFFSETS
         for direction in (1, -1)
     }
     if len(sizes) > 1:
-        raise UnsupportedModel("its mask does not show as much before a token as behind it")
+        raise UnsupportedModel("its mask does not show as much before a token as after it")
     return Visibility(sizes.pop(), is_causal=False)
 
 

@@ -237,7 +237,7 @@ class Recorder:
         return num_distances, sinks is not None
 
     def compressed_layers(self) -> list[ProbedLayer]:
-        """Return the layers of a model with compressors, beside which others have windows alone."""
+        """Return the layers of a model with compressors; its other layers have only windows."""
         modules = {name: module for module, name in self._module_names.items()}
         name = attending_twice(layer.module_name for layer in self.layers)
         if name is not None:

@@ -58,7 +58,7 @@ def _registered(recorder: Recorder) -> Iterator[None]:
     # does not where models are served, since no mask is registered there.
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    # Chunks begin behind the padding of a row. There is none, but the meta device has no values.
+    # Chunks begin after the padding of a row. There is none, but the meta device has no values.
     chunked = masking_utils.chunked_causal_mask_function
     masking_utils.chunked_causal_mask_function = lambda size, padding: chunked(
         size, torch.zeros(padding.shape, dtype=torch.long, device="cpu")

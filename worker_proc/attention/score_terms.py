@@ -3,7 +3,7 @@
 In Inkling a module makes biases of the states of a query, one for each distance to a key, and
 gathers them for all pairs of a query and a key. Here it is asked for the former alone: the packed
 row holds tokens of several texts, and the keys before them are in the cache. In Doge a bias of each
-key follows from its value. It is stored beside the key, and each query has a constant there, so
+key follows from its value. It is stored next to the key, and each query has a constant there, so
 that their product adds it. All else that modules compute for these terms remains transformers'.
 """
 

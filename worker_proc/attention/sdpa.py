@@ -56,7 +56,7 @@ class Rule(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """What scores have beside products, in shapes that fit them."""
+    """What scores have besides products, in shapes that fit them."""
 
     mask: torch.Tensor | None  # 0, and -inf for what a query does not attend to; None: causal
     sinks: torch.Tensor | None  # [..., heads, T or 1, 1]
@@ -84,7 +84,7 @@ class SdpaBackend:
         self._slots: list[torch.Tensor] = []
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return `[block, slot, kv_head, dim]` for keys and, beside those, for values."""
+        """Return `[block, slot, kv_head, dim]` for keys and, next to those, for values."""
         rows = (num_blocks, self._block_size, spec.num_kv_heads)
         return (*rows, spec.head_dim), None if spec.is_latent else (*rows, spec.value_head_dim)
 
@@ -253,7 +253,7 @@ def _bias_columns(
     """Return the columns of biases for positions of keys, and of rows where these matter."""
     assert layer.biases is not None
     if layer.bias_origin is None:
-        return positions.clamp(max=layer.biases.shape[1] - 1)  # those behind are hidden
+        return positions.clamp(max=layer.biases.shape[1] - 1)  # those after are hidden
     return (positions - queries + layer.bias_origin).clamp(0, layer.bias_origin)  # others, too
 
 

@@ -47,7 +47,7 @@ def group_by_prefix(
 def _take_group(
     texts: list[int], tables: Mapping[int, Sequence[int]], min_blocks: int
 ) -> PrefixGroup:
-    """Return the first of some texts with those behind it that may join it."""
+    """Return the first of some texts with those after it that may join it."""
     first = tables[texts[0]]
     members, num_blocks = texts[:1], len(first)
     for text in texts[1:]:

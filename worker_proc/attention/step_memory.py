@@ -77,7 +77,7 @@ class StepMemory:
             group.slots.add_(1)
         size = self._block_size
         for row, number, request in begun:
-            # A table of state blocks comes behind those of the groups.
+            # A table of state blocks comes after those of the groups.
             for group, table in zip(self._groups, request.block_tables, strict=False):
                 block_id = table[number]
                 group.tables[group.offsets[row] + number] = block_id

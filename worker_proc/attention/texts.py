@@ -19,7 +19,7 @@ from worker_proc.runner import PORTABLE_ATTENTION
 
 
 class TextBackend:
-    """Attention by the native kernel: a row has the same bits beside any other texts."""
+    """Attention by the native kernel: a row has the same bits alongside any other texts."""
 
     name = "native kernel for whole texts"
     depends_on_batch = False

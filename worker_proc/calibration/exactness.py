@@ -1,9 +1,9 @@
 """Checks at load whether a model's logits have the same bits in every schedule.
 
-A request that lost its worker is computed again from its tokens, in other chunks and beside other
-requests. Its next token is certain to be the same only if a row's result depends on its own text
-alone. Known properties of the backend decide first. Then the model's own modules are tried, with
-the threads and shapes that they will run with.
+A request that lost its worker is computed again from its tokens, in other chunks and alongside
+other requests. Its next token is certain to be the same only if a row's result depends on its own
+text alone. Known properties of the backend decide first. Then the model's own modules are tried,
+with the threads and shapes that they will run with.
 """
 
 import inspect
@@ -247,7 +247,7 @@ def _repeats(one: torch.Tensor, other: torch.Tensor, index: torch.Tensor, once: 
     """Return whether a result for repeated rows repeats that for the single ones.
 
     The dimension of rows is the one whose size follows their number. Mostly it is the second of
-    three; the results of a router have no batch before it, and some have heads behind it.
+    three; the results of a router have no batch before it, and some have heads after it.
     """
     sizes = zip(one.shape, other.shape, strict=False)
     dim = next((dim for dim, pair in enumerate(sizes) if pair == (once, len(index))), None)

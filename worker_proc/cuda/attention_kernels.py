@@ -89,7 +89,7 @@ def store_kernel(
 
 @triton.jit
 def load_tile(places, is_read, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
-    """Return a tile of keys or values, with zeros for what no query sees and behind the rows."""
+    """Return a tile of keys or values, with zeros for what no query sees and after the rows."""
     if not IS_WHOLE:
         tile = tl.load(places, mask=is_read & is_dim, other=0.0)
     elif IS_PADDED:
@@ -165,7 +165,7 @@ def attend_to_tile(
 
 @triton.jit
 def place_of_tile(first_rows, num_parts, tile, IS_DECODE: tl.constexpr, TILE_TOKENS: tl.constexpr):
-    """Return the part of a tile, and the tile's first token in it, which may be behind the last."""
+    """Return the part of a tile, and the tile's first token in it, which may be after the last."""
     if IS_DECODE:
         part = tile
         first_token = tile * 0

@@ -3,7 +3,7 @@
 Nothing is sorted. A place in the order of a row (descending score, ties by id) is a key, which is
 the score as an ordered integer, and how many of the tokens that tie for it are before the place.
 Both cuts, top_k and top_p, bisect the keys: a step of it sums the weights of all tokens above a
-key. They read a list of the tokens near the best one where the cuts lie among these, as in nearly
+key. They read a list of the tokens near the best one where the cuts are among these, as in nearly
 all rows, and else the whole row. Weights are integers, so no order of summation can change a token.
 
 Columns of `parameters`, int64, a line for each request: see `choice.pack_parameters`.

@@ -51,7 +51,7 @@ class ParameterLines:
 
 
 class TokenCopy:
-    """The tokens of a step, on their way to the host beside the steps that follow."""
+    """The tokens of a step, on their way to the host alongside the steps that follow."""
 
     def __init__(self, chosen: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
         """Begin to copy `chosen`, which the next step may overwrite; on the CPU it is copied."""

@@ -1,7 +1,7 @@
 """Decode steps over static buffers, captured as CUDA graphs: forward and choice of the tokens.
 
 A step in which every request computes one token and samples runs with one of a few sizes, filled up
-with tokens of the null block. All that such a step reads lies at addresses that stay: its buffers,
+with tokens of the null block. All that such a step reads is at addresses that stay: its buffers,
 the tokens of the last step, block tables, parameters, pool. So one launch replays it. Without a
 device the same buffers are computed with directly, which is how tests check them.
 """

@@ -87,7 +87,7 @@ def _merge(linears: list[nn.Linear]) -> None:
 
 
 def matrix_of(linears: list[nn.Linear]) -> Matrix | None:
-    """Return the matrix of projections that lie side by side in memory, in their order."""
+    """Return the matrix of projections that are side by side in memory, in their order."""
     weight = _whole([linear.weight for linear in linears])
     if weight is None:
         return None

@@ -10,7 +10,7 @@ from worker_proc.mirror import ScheduledRequest
 
 
 class PageTable(NamedTuple):
-    """The pages of each part, one part behind the other; a page is a block."""
+    """The pages of all parts, one part after the other; a page is a block."""
 
     indptr: list[int]  # [P + 1]: where the pages of each part begin
     indices: "array[int]"  # of type "i"
@@ -27,7 +27,7 @@ def page_table(
     """Return the pages that the tokens of `parts` see in the layers of a KV group.
 
     Pages that a window has passed are left out, since the kernels multiply by zero what they mask,
-    and a null block may hold NaN. There are at least `size` rows: those behind the parts see one
+    and a null block may hold NaN. There are at least `size` rows: those after the parts see one
     token of the null block.
     """
     indptr, indices, last_page_len = [0], array("i"), []

@@ -54,7 +54,7 @@ def add_and_norm(
 
 
 def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(gates) · factors for rows of gates and, beside them, factors."""
+    """Return activation(gates) · factors for rows of gates and, next to them, factors."""
     gates, factors = gate_up.chunk(2, dim=1)
     return _launch_activation(gates, factors, activation)
 

@@ -72,7 +72,7 @@ class CudaStack:
         self._ranks: Ranks | None = None
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks behind each attention and MLP, in all later steps."""
+        """Add up the rows of all ranks after each attention and MLP, in all later steps."""
         self._ranks = ranks
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:

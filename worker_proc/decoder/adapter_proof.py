@@ -2,7 +2,7 @@
 
 Two random adapters are added to two short texts: once to the outputs of the model's modules, by
 PyTorch in float32, and once by whatever computes the model. Both must give the same logits, and
-both texts must have the same bits in all ways of computing them, beside each other and alone.
+both texts must have the same bits in all ways of computing them, alongside each other and alone.
 """
 
 from collections import Counter

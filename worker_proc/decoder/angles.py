@@ -12,7 +12,7 @@ CHUNK = 4096
 """Positions that the module computes at a time. The same ones together at every start, so that a
 position's angles always have the same bits."""
 _NUM_TRIED = 19
-"""Positions that a trial computes beside others; no multiple of a vector."""
+"""Positions that a trial computes alongside others; no multiple of a vector."""
 
 MakeAngles = Callable[[torch.Tensor], Angles]
 """Takes positions, `[1, T]`."""
@@ -68,7 +68,7 @@ class AngleCall:
 
     @torch.inference_mode()
     def depends_on_positions_alone(self, limit: int) -> bool:
-        """Return whether a position has the same angles alone and beside others, below a limit."""
+        """Return whether positions below a limit have the same angles alone and among others."""
         firsts = torch.arange(min(_NUM_TRIED, limit))
         together = self(torch.cat([firsts, torch.tensor([limit - 1])]).unsqueeze(0))
         whole = self(torch.arange(min(CHUNK, limit)).unsqueeze(0))

@@ -1,6 +1,6 @@
 """Writes the program of a decoder: the instructions of its layers, and where they can be cut.
 
-A projection with a hook behind it is not fused with what follows: its outputs are stored, and
+A projection with a hook after it is not fused with what follows: its outputs are stored, and
 another instruction adds or activates them. The values are rounded at the same places, so that a
 hook that changes nothing changes no bit.
 """

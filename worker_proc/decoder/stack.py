@@ -110,7 +110,7 @@ class DecoderStack:
         self._clear()
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks behind each attention and MLP, in all later steps.
+        """Add up the rows of all ranks after each attention and MLP, in all later steps.
 
         ValueError: the rows are too long.
         """

@@ -1,6 +1,6 @@
 """A model's whole forward as one native call: from the tokens of a step to its logits.
 
-The layers are those of a `DecoderStack`. Before them is the embedding, and behind them the last
+The layers are those of a `DecoderStack`. Before them is the embedding, and after them the last
 norm and the output layer, for the rows that get logits; the angles come from tables. Transformers'
 code still computes the steps in which something is read between the parts: those with hooks, and
 those whose hidden states are pooled. So the logits must have the same bits both ways.
@@ -45,7 +45,7 @@ class LogitEdit(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What a model computes before and behind its layers."""
+    """What a model computes before and after its layers."""
 
     table: torch.Tensor | PackedWeight
     """Of the embedding."""

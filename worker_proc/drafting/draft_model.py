@@ -9,8 +9,8 @@ when drafts are wanted, from the first position on for which it is missing: that
 a prefix whose blocks were filled while no drafts were made, or of a request that returns from a
 preemption, from the host or from a worker that died. Blocks are also written to stores and read
 from them, with those of the model (`worker_proc/offload/drafts.py`). Recurrent layers have states
-beside the KV (`DraftModelStates`), and compute a request from the last position on for which there
-is one. A draft is never trusted, so KV that is missing or outdated costs time, and no token.
+alongside the KV (`DraftModelStates`), and compute a request from the last position on for which
+there is one. A draft is never trusted, so KV that is missing or outdated costs time, and no token.
 """
 
 from array import array
@@ -311,11 +311,11 @@ class _Part(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Drafts to make behind it; 0: it does not reach the end of the known tokens."""
+        """Drafts to make after it; 0: it does not reach the end of the known tokens."""
         return self.path.num_drafts
 
     def after(self, number: int) -> "_Part":
-        """Return the part that computes a draft behind this one, by its number from 1 on."""
+        """Return the part that computes a draft after this one, by its number from 1 on."""
         end = self.stop + number
         path = self.path._replace(source=self.path.blocks.get(end - 1, NULL_BLOCK))
         return self._replace(start=end - 1, stop=end, path=path)

@@ -2,8 +2,8 @@
 
 A state stands for all tokens before it, and the core knows nothing of those of a draft model. A
 request holds the state at the position up to which the draft model has computed it. While it has
-drafts, it also holds those after each of them but the last, and goes on from the one after its last
-right draft.
+drafts, it also holds those after each of them but the last, and continues from the one after its
+last right draft.
 
 Snapshots stand at the ends of KV blocks, at the positions at which the core keeps those of a model:
 at multiples of a spacing, and at the last block boundary before the last token of a prompt. A
@@ -67,7 +67,7 @@ class DraftModelStates:
     # Requests -----------------------------------------------------------------------------------
 
     def begin(self, req_id: int, kv_blocks: Sequence[int]) -> int:
-        """Let a request begin behind the last of its first KV blocks that has a snapshot.
+        """Let a request begin after the last of its first KV blocks that has a snapshot.
 
         Returns the position; 0: there is no snapshot.
         """
@@ -84,10 +84,10 @@ class DraftModelStates:
     def take(
         self, req_id: int, start: int, stop: int, num_slots: int, num_drafts: int
     ) -> StatePath | None:
-        """Give a request blocks for the states of a part, and of as many drafts behind it.
+        """Give a request blocks for the states of a part, and of as many drafts after it.
 
         Its KV is kept in its first `num_slots` positions, so a state is kept where these end, if
-        the part ends behind them. None: there are too few blocks for the part itself; the request
+        the part ends after them. None: there are too few blocks for the part itself; the request
         keeps what it has. As each draft needs a block, there may be fewer.
         """
         held = self._held[req_id]
@@ -124,7 +124,7 @@ class DraftModelStates:
                 self._used.remove(source)
 
     def settle(self, req_id: int, position: int) -> None:
-        """Keep the state at a position only, from which the request goes on."""
+        """Keep the state at a position only, from which the request continues."""
         held = self._held[req_id]
         for other in [each for each in held if each != position]:
             self._drop(held.pop(other))

@@ -1,1 +1,1 @@
-"""Structured output: grammars are proven beside the worker, compiled in it, and become masks."""
+"""Structured output: grammars are proven alongside the worker, compiled in it, and become masks."""

@@ -1,4 +1,4 @@
-"""Masks of a step's constrained rows, computed in threads of their own beside the model."""
+"""Masks of a step's constrained rows, computed in threads of their own alongside the model."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,7 @@
 """The prover: `python -m worker_proc.grammar.prover` compiles grammars that are not trusted yet.
 
-It runs beside a worker, which kills it when a grammar takes too long. A grammar that needs too much
-memory ends the prover alone. Frames on both pipes: 4 bytes of length, then msgpack.
+It runs alongside a worker, which kills it when a grammar takes too long. A grammar that needs too
+much memory ends the prover alone. Frames on both pipes: 4 bytes of length, then msgpack.
 """
 
 import os

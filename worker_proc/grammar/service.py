@@ -1,7 +1,7 @@
-"""Compiles grammars beside the worker's steps: proven in a process, then compiled in a thread.
+"""Compiles grammars alongside the worker's steps: proven in a process, then compiled in a thread.
 
 There are two lanes, each a thread with a prover of its own. The first gives up a grammar after a
-short time, so that those behind it do not wait; the second one then tries it for longer. A prover
+short time, so that those after it do not wait; the second one then tries it for longer. A prover
 is started with the first grammar of its lane, and replaced after one that was too much for it.
 """
 

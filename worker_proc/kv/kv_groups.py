@@ -27,7 +27,7 @@ MAX_PADDING = 1.25  # kinds of layers whose counts differ by at most this factor
 class CompressedSpec:
     """What a layer attends to in place of all tokens: a window, and entries of several tokens each.
 
-    A token has one row, its key and value, and beside it what entries and an indexer's keys are
+    A token has one row, its key and value, and next to it what entries and an indexer's keys are
     made of.
     """
 
@@ -71,7 +71,7 @@ class LayerSpec:
     kv_source: int | None = None
     """The earlier layer whose keys and values it attends to; None: it has its own."""
     is_causal: bool = True
-    """Else a token also attends to those behind it; a window counts the positions to each side,
+    """Else a token also attends to those after it; a window counts the positions to each side,
     the token itself included."""
     compressed: CompressedSpec | None = None
     """Of a layer whose cache holds compressed entries, or that is beside such layers. `window` is
@@ -113,7 +113,7 @@ class KVLayout:
     max_chunk: int  # most tokens that one request computes in one step
     format: KVFormat = KVFormat.PLAIN
     has_states: bool = False
-    """Whether a request has a table of state blocks, behind those of the groups."""
+    """Whether a request has a table of state blocks, after those of the groups."""
     places: tuple[Place, ...] = ()
     """Of each layer, where layers have compressed entries."""
     block_numbers: int = 0
@@ -222,7 +222,7 @@ def _lay_out_compressed(
 
 
 def _starts(sizes: Sequence[int], first: int = 0) -> list[int]:
-    """Return where parts of these sizes begin, one behind the other."""
+    """Return where parts of these sizes begin, one after the other."""
     return list(accumulate(sizes, initial=first))[:-1]
 
 

@@ -38,7 +38,7 @@ class CacheSize(NamedTuple):
     max_model_len: int
     num_state_blocks: int = 0
     num_draft_states: int = 0
-    """State blocks behind these, for the states before drafts."""
+    """State blocks after these, for the states before drafts."""
     num_draft_model_states: int = 0
     """State blocks of the draft model, with a null block of its own."""
 

@@ -1,4 +1,4 @@
-"""Names the contents of a checkpoint, wherever its files lie.
+"""Names the contents of a checkpoint, wherever its files are.
 
 Times and paths differ between copies, and names and sizes do not differ between two trainings of
 one model, so contents are hashed: small files whole, and of each large one its beginning, which has

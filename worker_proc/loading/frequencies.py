@@ -63,7 +63,7 @@ def _looks_at_positions(module: nn.Module) -> bool:
 
 
 def _fix_forward(module: nn.Module, model_len: int | None) -> None:
-    """Show a module's own forward the last position of the longest text, behind all others.
+    """Show a module's own forward the last position of the longest text, after all others.
 
     Frequencies that it computes in each forward are those of that text, too.
     """

@@ -20,7 +20,7 @@ class Stack(Protocol):
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks behind each attention and MLP, in all later steps."""
+        """Add up the rows of all ranks after each attention and MLP, in all later steps."""
 
 
 class LayerExecutor(Protocol):

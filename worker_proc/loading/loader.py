@@ -145,7 +145,7 @@ class CheckedModel(NamedTuple):
     files: WeightFiles | None
     """Of a quantized checkpoint."""
     dense: DenseHead | None
-    """Dense layers behind the pooling; their few weights are there."""
+    """Dense layers after the pooling; their few weights are there."""
 
     @property
     def is_causal(self) -> bool:

@@ -27,7 +27,7 @@ class Passage(nn.Module):
         self.given: torch.Tensor | None = None
         """What it passes on instead of its input."""
         self.factor = 1.0
-        """A power of two by which given rows are multiplied: the model divides by it behind."""
+        """A power of two by which given rows are multiplied: the model divides by it afterwards."""
         self.seen: torch.Tensor | None = None
         """Its last input, if that is to be kept."""
         self.keeps = False

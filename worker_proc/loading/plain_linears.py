@@ -17,7 +17,7 @@ from worker_proc.loading.deferred_module import make_generator
 TRIAL_SCALES = (0.01, 1.0, 1e3)
 NUM_ROWS = 5
 _PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))
-"""What every linear layer has; what another one has beside it may change its results."""
+"""What every linear layer has; what another one has besides it may change its results."""
 MAX_ERROR = 1e-5
 _Kind = tuple[type[nn.Module], bool, tuple[object, ...]]
 

@@ -43,7 +43,7 @@ def rescale(model: nn.Module) -> None:
 
 
 def divisor_behind(model: nn.Module, layer: int) -> float:
-    """Return the power of two by which a model divides the rows behind a layer; 1: by none."""
+    """Return the power of two by which a model divides the rows after a layer; 1: by none."""
     for module in model.modules():
         if hasattr(module, _RESCALE):
             config: Any = module.config

@@ -54,7 +54,7 @@ class PackedPositions:
     def update(
         key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values: the KV cache is behind the attention function."""
+        """Return the keys and values unchanged: the attention function uses the KV cache."""
         return key, value
 
 
@@ -157,7 +157,7 @@ def _captured_queries(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @torch.inference_mode()
 def _takes_positions(module: Any, queries: list[torch.Tensor], model_len: int) -> bool:
-    """Return whether packed rows get the queries that each gets behind as many cached tokens."""
+    """Return whether packed rows get the queries that each gets after as many cached tokens."""
     weight = module.q_proj.weight
     rows = torch.randn(1, _NUM_ROWS, weight.shape[1], generator=make_generator(1))
     rows = rows.to(weight)

@@ -145,7 +145,7 @@ def is_transposed(experts: nn.Module) -> bool:
     """Return whether weights are `[num_experts, num_inputs, num_outputs]`.
 
     transformers' interface has a name for that. Without it, the gates and factors of a row, which
-    are twice as many as the inputs of the product behind them, show it.
+    are twice as many as the inputs of the product after them, show it.
     """
     if hasattr(experts, "is_transposed"):
         return bool(experts.is_transposed)

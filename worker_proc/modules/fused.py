@@ -55,9 +55,9 @@ LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
 SCALED_KEY = " scaled"
-"""Ends the key of a mixture whose experts take scaled rows, behind its path."""
+"""Ends the key of a mixture whose experts take scaled rows, after its path."""
 ROUTER_KEY = " router"
-"""Ends the key of a router among what is proven, behind the path of its parent."""
+"""Ends the key of a router among what is proven, after the path of its parent."""
 Module = TypeVar("Module", bound=nn.Module)
 OWN_GATE = -1
 """The number of experts whose gates are the module's own."""

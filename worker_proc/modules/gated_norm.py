@@ -91,7 +91,7 @@ def fuse_gated_norms(
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Return whether a module takes gates beside rows."""
+    """Return whether a module takes gates besides rows."""
     return "gate" in inspect.signature(module.forward).parameters
 
 

@@ -2,7 +2,7 @@
 
 Such as the steps of Mamba-1, `dt_proj.weight @ time_step.transpose(1, 2)`, and the gates of
 RecurrentGemma, `torch.baddbmm(bias, rows, weight)`. Which weights these are is observed. They are
-packed, so that a token has the same bits beside any others.
+packed, so that a token has the same bits alongside any others.
 """
 
 from collections.abc import Iterable
@@ -107,7 +107,7 @@ class LeftFactor:
         return LeftFactor(self._layers, (*leading, *left))
 
     def __matmul__(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return `[..., out_features, T]`, in which columns lie in one piece."""
+        """Return `[..., out_features, T]`, in which columns are in one piece."""
         rows = columns.transpose(-1, -2)
         if not self._leading:
             out: torch.Tensor = self._layers[0](rows)

@@ -3,7 +3,7 @@
 What their code does to scores is observed with values, when the weights are there: biases by head
 and position (ALiBi), windows in masks of their own, and heads of keys that are stored repeatedly.
 Then each module must give the results of its own forward in transformers, on random rows of several
-scales, at the first positions and at the last ones, behind as many stored keys. Both are computed
+scales, at the first positions and at the last ones, after as many stored keys. Both are computed
 in float32, so that only the order of sums differs.
 """
 
@@ -49,7 +49,7 @@ MAX_ERROR = 1e-4
 BIASES = "paged_biases"
 """The buffer that an attention module gets for biases."""
 _ROOM = 128
-"""Columns behind the last one, which kernels may read and never use."""
+"""Columns after the last one, which kernels may read and never use."""
 _SAME = 1e-6
 """The greatest relative difference of biases that are products of a slope and a position."""
 
@@ -75,7 +75,7 @@ class _Biases(NamedTuple):
     def of_rows(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return `[num_heads, rows, keys]`, or 1 for rows, by positions `[rows, 1]` and `[keys]`.
 
-        Values of keys behind the row are not used.
+        Values of keys after the row are not used.
         """
         columns = keys[None] if self.origin is None else keys - rows + self.origin
         return self.values[:, columns.clamp(0, self.values.shape[1] - 1)]
@@ -322,7 +322,7 @@ def _prove(
 
 
 class _Trial(NamedTuple):
-    """One layer behind some past tokens."""
+    """One layer after some past tokens."""
 
     number: int
     stored: LayerSpec  # with heads as the module stores them
@@ -420,7 +420,7 @@ def _like(parameter: torch.Tensor) -> torch.Tensor:
 def _record(
     loaded: LoadedModel, module: nn.Module, cache: object, num_past: int, num_rows: int
 ) -> _Inputs:
-    """Return the arguments of the first attention module in float32, behind some past tokens."""
+    """Return the arguments of the first attention module in float32, after some past tokens."""
     recorded: list[_Inputs] = []
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -445,7 +445,7 @@ def _record(
         raise
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         kind = loaded.model.config.model_type
-        raise UnsupportedModel(f"{kind}: its forward fails behind a cache: {error}") from error
+        raise UnsupportedModel(f"{kind}: its forward fails with a cache: {error}") from error
     finally:
         handle.remove()
     raise UnsupportedModel(f"{loaded.model.config.model_type}: its forward does not attend")

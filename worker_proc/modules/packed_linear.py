@@ -1,8 +1,8 @@
 """Linear layers over packed weights: the fast path of the CPU.
 
-A row has the same bits beside any other rows. The C++ kernels (products.h) compute them where they
-are compiled. Elsewhere oneDNN does, with two exceptions that are worked around: a single row runs
-as two, and very wide outputs in bfloat16 run in slices of rows.
+A row has the same bits alongside any other rows. The C++ kernels (products.h) compute them where
+they are compiled. Elsewhere oneDNN does, with two exceptions that are worked around: a single row
+runs as two, and very wide outputs in bfloat16 run in slices of rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ WIDE_OUT_FEATURES = 16_384
 SLICE_ROWS = 32
 PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
 MERGED = ("q_proj", "k_proj", "v_proj")
-"""Children of one module that take the same rows: their weights lie side by side."""
+"""Children of one module that take the same rows: their weights are side by side."""
 
 
 class Formats(NamedTuple):

@@ -15,7 +15,7 @@ class PackedMatrix:
     """Stands in a module for a weight `[out_features, in_features]`.
 
     It can be cast, and be the weight of `functional.linear`, in float32 or bfloat16: then a row has
-    the same bits beside any other rows. Every other operation raises TypeError.
+    the same bits alongside any other rows. Every other operation raises TypeError.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What `--quantization` asks of a model: formats of its weights, and the reasons to refuse it.
 
 Codes are made when weights are packed. Of a checkpoint whose layers are codes already, the output
-layer alone is rounded. An embedding is never rounded, also where the output layer
+layer alone is rounded. An embedding is never rounded, even where the output layer
 shares its weight: then the output layer has codes of its own.
 """
 

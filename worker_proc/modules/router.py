@@ -1,4 +1,4 @@
-"""Lets a router of experts give a row the same bits beside any other rows.
+"""Lets a router of experts give a row the same bits alongside any other rows.
 
 The module that chooses the experts stays transformers' own. Its weights are packed, and it is
 called with rows in multiples of 16, few enough for one thread. Otherwise torch would compute some
@@ -22,7 +22,7 @@ from worker_proc.modules.trial_errors import TRIAL_FAILURES, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 ROUTER_NAMES = ("gate", "router")
-"""The names of a router beside its experts."""
+"""The names of a router besides its experts."""
 _TOKENS = "input_ids"
 ROW_STEP = 16
 ONE_THREAD_VALUES = 32_768
@@ -147,7 +147,7 @@ def _width(
 
 
 def _further_arguments(parent: nn.Module, router: nn.Module) -> list[Any]:
-    """Return what a router takes beside the rows: its parent has it under the same name.
+    """Return what a router takes besides the rows: its parent has it under the same name.
 
     A parent without it leaves it out, if the router has a default for it. Tokens choose experts by
     a table (DeepSeek-V4).

@@ -1,7 +1,7 @@
 """Experts that take rows sorted by expert, and how many of them each has (JetMoE).
 
 A module multiplies by one matrix of each expert; what chooses, sorts and adds stays transformers'
-own. The matrices are packed, so that a row has the same bits beside any other rows.
+own. The matrices are packed, so that a row has the same bits alongside any other rows.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Memory in huge pages, where the system has them: the KV pool, packed weights, the rows of a step.
 
 A product reads its weight as one stream, and a processor prefetches within a page only. Most
-weights are smaller than a huge page, so tensors lie one behind the other in larger mappings.
+weights are smaller than a huge page, so tensors lie one after the other in larger mappings.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ class _Span:
 
 
 class _Chunk:
-    """A mapping, from whose start on tensors lie one behind the other."""
+    """A mapping that holds tensors, one after the other from its start."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -46,7 +46,7 @@ class _Chunk:
         self._spans: list[_Span] = []
 
     def take(self, num_bytes: int) -> "ctypes.Array[ctypes.c_char] | None":
-        """Return bytes behind those in use, which are free when it is deleted; None: no room."""
+        """Return bytes after those in use, which are free when it is deleted; None: no room."""
         start = round_up(self._end, _ALIGNMENT)
         if start + num_bytes > self._num_bytes:
             return None
@@ -69,7 +69,7 @@ class _Chunk:
             self._return_pages()
 
     def _return_pages(self) -> None:
-        """Return the huge pages behind those in use to the system: a part of one would split it."""
+        """Return the huge pages after those in use to the system: a part of one would split it."""
         first = round_up(self._address + self._end, _HUGE_PAGE_BYTES) - self._address
         if first < self._written_end:
             self._pages.madvise(mmap.MADV_DONTNEED, first, self._written_end - first)

@@ -295,7 +295,7 @@ class NativeLibrary:
     def _pack_compact(
         self, weight: torch.Tensor, num_units: int, num_pairs: int, *, gates: bool
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the codes of a weight and what lies beside them; None: it has none."""
+        """Return the codes of a weight and what is stored with them; None: it has none."""
         sizes = _LONG(), _LONG()
         self._library.troika_compact_bytes(num_units, *map(ctypes.byref, sizes))
         if not sizes[0].value:

@@ -1,1 +1,1 @@
-"""KV blocks outside the worker: they are written beside the steps, and read back."""
+"""KV blocks outside the worker: they are written alongside the steps, and read back."""

@@ -1,4 +1,4 @@
-"""The draft model's KV in stores: written and read beside the model's, block by block.
+"""The draft model's KV in stores: written and read alongside the model's, block by block.
 
 A block has a name of its own, made of the name of the model's block and what the draft model's
 bytes depend on. Nothing waits for it: drafts are never trusted, so what is missing costs time only.
@@ -49,7 +49,7 @@ class DraftBlocks:
         return hashlib.blake2b(key + self._layout, digest_size=_HASH_BYTES).digest()
 
     def beside(self, message: StoreBlocks) -> StoreBlocks:
-        """Return what is to be written beside the model's blocks: what has been computed."""
+        """Return what is to be written alongside the model's blocks: what has been computed."""
         found = [
             (block_id, name)
             for block_id, key in zip(message.block_ids, message.keys, strict=True)

@@ -53,7 +53,7 @@ def with_layout(
 
 
 def describe_draft(checkpoint: str, backend: str, tensors: Sequence[torch.Tensor]) -> str:
-    """Return what a draft model's blocks depend on beside what the layout of the model's names."""
+    """Return what a draft model's blocks depend on besides what the layout of the model's names."""
     return "\n".join([checkpoint, backend, *_shapes("", tensors)])
 
 

@@ -1,7 +1,7 @@
 """Reads the blocks of a request from the stores, and from another machine what no store has.
 
 Each load has a thread, which copies each block to the pool once it has been read and checked. What
-has come of a block lies in a slot of its memory until then, so a load takes no other memory. If a
+has come of a block is in a slot of its memory until then, so a load takes no other memory. If a
 file system does not answer, the load ends after some seconds with what it has: its thread is left
 behind, and copies nothing any more.
 """
@@ -178,7 +178,7 @@ class BlockLoad(threading.Thread):
     def _read_draft(
         self, block_id: int, key: bytes, remote: Set[bytes], arrivals: Iterator[Outcome]
     ) -> None:
-        """Fill the draft model's block beside one of the model, if it is there."""
+        """Fill the draft model's block next to one of the model, if it is there."""
         drafts, name = self._drafts, self._draft_name(key)
         if drafts is None or name is None:
             return

@@ -1,4 +1,4 @@
-"""The priority of threads that move blocks beside the steps."""
+"""The priority of threads that move blocks alongside the steps."""
 
 import os
 import threading

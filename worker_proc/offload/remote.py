@@ -120,7 +120,7 @@ class BlockReader:
     def read(self, wanted: Sequence[Wanted], limit: float) -> Iterator[Outcome]:
         """Fill the memory of each block when the iterator comes to it, and yield what has come.
 
-        Parts are asked for ahead, and lie nowhere but there and in the window of the connection.
+        Parts are asked for ahead, and are nowhere but there and in the window of the connection.
         So several blocks may have one memory. It ends at `limit`, in seconds of `time.monotonic`.
         """
         ahead = _Ahead(wanted)

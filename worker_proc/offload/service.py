@@ -1,6 +1,6 @@
 """Handles the core's messages about blocks outside the pool: write, load and find them.
 
-The work is done beside the steps, in threads of low priority.
+The work is done alongside the steps, in threads of low priority.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Writes blocks to stores beside the steps.
+"""Writes blocks to stores alongside the steps.
 
 A block that is to be written is copied out between two steps, and a thread for each store writes
 it from there. If a store cannot keep up, blocks are left out.

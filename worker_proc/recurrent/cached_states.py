@@ -52,7 +52,7 @@ class StandInCache:
         """Take the states before the first rows, by name; None: the texts begin here."""
         self._before = states or {}
         self.after: dict[str, torch.Tensor] = {}
-        """The states behind the last rows, in the order in which they were written."""
+        """The states after the last rows, in the order in which they were written."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._before.get(f"conv_state {state_idx}")
@@ -67,7 +67,7 @@ class StandInCache:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> torch.Tensor:
-        """Return the columns behind those that are kept, and keep the last ones."""
+        """Return the columns after those that are kept, and keep the last ones."""
         before = self.get_conv_state(layer_idx, state_idx)
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if before is not None:
@@ -107,7 +107,7 @@ class _Piece(NamedTuple):
     first_row: int
     source: int
     blocks: list[int]
-    """Which receive the states behind the rows."""
+    """Which receive the states after the rows."""
 
 
 class CachedStatesLayer:
@@ -162,7 +162,7 @@ class CachedStatesLayer:
     def _compute(
         self, given: dict[str, Any], num_rows: int, pieces: list[_Piece], index: torch.Tensor
     ) -> Any:
-        """Return the results for some rows, and keep the states behind them."""
+        """Return the results for some rows, and keep the states after them."""
         assert self._pool is not None
         tensors = self._pool.tensors[self.spec.module_name]
         kept = list(zip(self.spec.states, tensors, strict=True))

@@ -1,4 +1,4 @@
-"""Convolutions of torch that give a row the same bits beside any others.
+"""Convolutions of torch that give a row the same bits alongside any others.
 
 Each output of a convolution of channels is one chain of sums over its taps. One of groups of
 channels is a product of the rows in its reach by a packed matrix for each group.

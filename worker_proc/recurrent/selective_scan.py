@@ -153,7 +153,7 @@ class SelectiveScan:
 
 
 def _rows_of(values: torch.Tensor, type_: torch.dtype) -> torch.Tensor:
-    """Return `[T, size]` of `[1, size, T]`, whose rows lie in one piece."""
+    """Return `[T, size]` of `[1, size, T]`, whose rows are in one piece."""
     rows = values[0].t().to(type_)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -15,7 +15,7 @@ class StateBlockCounts(NamedTuple):
     num_blocks: int
     """Those that are announced, the null block included."""
     num_for_drafts: int = 0
-    """Behind these: for the states before drafts."""
+    """After these: for the states before drafts."""
 
 
 def choose_num_state_blocks(

@@ -36,7 +36,7 @@ class SamplingRow(Protocol):
         """Length of `token_ids`, which is read more often than the ids."""
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the part of `token_ids` behind the first ones, without a copy of these."""
+        """Return the part of `token_ids` after the first ones, without a copy of these."""
 
 
 def edited_scores(

@@ -46,7 +46,7 @@ class StepSampler:
         self._mask_computer: MaskComputer | None = None
 
     def begin_masks(self, inputs: StepInputs) -> Future[RowMasks] | None:
-        """Start to compute the masks of the rows that `sample` makes, beside the model."""
+        """Start to compute the masks of the rows that `sample` makes, alongside the model."""
         requests = []
         row = 0
         for part in inputs.sampling:
@@ -88,7 +88,7 @@ class StepSampler:
         masks: RowMasks | None = None,
         drafted: Sequence[ScheduledRequest] = (),
     ) -> StepTokens:
-        """Sample a token of each row, and drop those behind a wrong draft of some parts."""
+        """Sample a token of each row, and drop those after a wrong draft of some parts."""
         sampled = self._sampler.sample(logits[: len(rows)], rows, masks)
         token_ids, counts = sampled.token_ids, list[int]()
         valid: Sequence[int] = range(len(rows))

@@ -36,7 +36,7 @@ def forced_token(
 def _begins(
     token_ids: list[int], num_prompt_tokens: int, first: int, budget: ThinkingBudget
 ) -> bool:
-    """Whether `first` is the place of the first token of reasoning, behind its begin marker."""
+    """Whether `first` is the place of the first token of reasoning, after its begin marker."""
     begin = budget.begin_token_ids
     marker = first - len(begin)
     if marker < num_prompt_tokens or token_ids[marker:first] != begin:

@@ -31,7 +31,7 @@ class DraftedRow:
         return self.token_ids_after(0)
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the ids behind the first ones, of which the last may be drafts."""
+        """Return the ids after the first ones, of which the last may be drafts."""
         known = self._request.token_ids
         first_draft = max(num_tokens - len(known), 0)
         drafts = self._request.draft_token_ids[first_draft : self._num_drafts]

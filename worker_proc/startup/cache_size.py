@@ -84,7 +84,7 @@ def choose_cache_size(
 def _available_to_draft(
     prepared: PreparedModel, draft: LoadedModel, layout: KVLayout, config: EngineConfig
 ) -> int:
-    """Return the bytes for caches beside what the draft model needs to compute."""
+    """Return the bytes for caches besides what the draft model needs to compute."""
     backend = make_backend(draft, layout, prepared.kernels)
     return available_cache_bytes(
         draft, backend, layout, make_sampler(draft, prepared.kernels), config

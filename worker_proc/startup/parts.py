@@ -96,8 +96,8 @@ def share_swap_space(
 ) -> SwapSpace:
     """Divide the swap space among KV blocks and states as the cache is; it must fit in free memory.
 
-    So a state has room beside the KV of a request. What takes no bytes does not exist, or belongs
-    to other stages, which decide how many fit. `has_attention`: some stage has KV blocks;
+    So a state has room alongside the KV of a request. What takes no bytes does not exist, or
+    belongs to other stages, which decide how many fit. `has_attention`: some stage has KV blocks;
     `has_states`: some stage has states.
     """
     if not swap_space_bytes:

@@ -20,7 +20,7 @@ PROMPT_TOKENS = 32
 _PARTS = ("schedule", "worker", "output", "client")
 _BLOCK_TOKENS = 16
 _MARGIN = 64
-"""Steps beside the measured ones."""
+"""Steps besides the measured ones."""
 _MAX_STEPS = 100_000
 """To admit all requests of a point."""
 

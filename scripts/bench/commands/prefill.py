@@ -1,4 +1,4 @@
-"""`prefill`: chats beside long prompts, with and without replicas that compute prompts for others.
+"""`prefill`: chats alongside long prompts, with and without replicas that compute only prompts.
 
 The replicas are null models whose steps take a time that grows with their tokens, and no processor,
 so that they do not slow each other down. Their blocks are a few bytes: reading one costs nothing.
