@@ -1,4 +1,4 @@
-"""The two files of a batch: what is asked for, and what was answered in earlier runs."""
+"""The input and output files of a batch."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class BatchError(Exception):
-    """The batch cannot run, or not to its end; the text gives the reason."""
+    """The batch cannot run or cannot be completed; the text gives the reason."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why a line was not sent, or why its answer is unusable."""
+    """The reason why a line was not sent, or why its answer is unusable."""
 
     code: str
     message: str
@@ -54,14 +54,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class _Named(msgspec.Struct):
-    """What identifies a line of the output: one of the input has no response."""
+    """Identifies a line as output: input lines have no response."""
 
     custom_id: CustomId
     response: Raw
 
 
 _BEGINNING = b'{"id":'
-"""Of each line of an output."""
+"""Prefix of each output line."""
 
 
 class _Line(NamedTuple):
@@ -75,7 +75,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Yield the lines that are not blank; BatchError: one is too long."""
+    """Yield the lines that are not blank; raise BatchError if one is too long."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -87,7 +87,7 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 def requests(path: Path) -> Iterator[Request]:
-    """Yield the lines of an input, one at a time; BatchError names one that is not a request."""
+    """Yield the requests of an input; raise BatchError naming a line that is not a request."""
     for number, line in _lines(path):
         try:
             yield _decode_request(line)
@@ -96,9 +96,9 @@ def requests(path: Path) -> Iterator[Request]:
 
 
 def custom_ids(path: Path) -> set[str]:
-    """Return the ids of all lines of an input; BatchError: a line is invalid, or an id not unique.
+    """Return the ids of all input lines; raise BatchError for an invalid line or a repeated id.
 
-    In this way a broken file is rejected before any of it is computed.
+    A broken file is thus rejected before any request is sent.
     """
     found: set[str] = set()
     for request in requests(path):
@@ -112,9 +112,9 @@ class Output:
     """The file of answers, locked against other runs. Any thread may write."""
 
     def __init__(self, path: Path, wanted: set[str]) -> None:
-        """Open it, cut a torn last line, and read which of the ids `wanted` it answers.
+        """Open the file, remove an incomplete last line, and read the ids that it answers.
 
-        BatchError: another run has locked it, or it is not the output of this input.
+        Raises BatchError if another run has locked the file, or if an id is not in `wanted`.
         """
         self._path = path
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class Output:
             raise
 
     def write(self, answer: Answer) -> None:
-        """Append one line; OSError if there is no room for it, and then nothing is appended."""
+        """Append one line; after an OSError (disk full) nothing is appended."""
         line = _encode(answer) + b"\n"
         with self._lock:
             if self._fd < 0:
@@ -159,7 +159,7 @@ class Output:
                 self._fd = -1
 
     def _cut(self) -> None:
-        """Remove a last line without its end: the run that wrote it was killed meanwhile."""
+        """Remove a last line without a newline, which a killed run has left."""
         end = size = os.fstat(self._fd).st_size
         while end > 0:
             start = max(0, end - 65536)

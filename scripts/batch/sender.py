@@ -19,7 +19,7 @@ URLS = (
     *("/v1/score", "/v1/rerank"),
 )
 RETRIED = frozenset({408, 429, 502, 503, 504})
-"""Statuses of requests that are valid, and were not served now."""
+"""Statuses of valid requests that may be served later."""
 MAX_ANSWER_BYTES = 2**28
 _MIN_DELAY_S = 0.05
 _MAX_DELAY_S = 5.0
@@ -30,7 +30,7 @@ class _Flags(msgspec.Struct):
 
 
 class Server:
-    """Where the lines of a batch are sent."""
+    """The server that answers the lines of a batch."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Server:
         retry_timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` is called before a retry, and raises what makes further ones pointless.
+        """`check` is called before each retry and raises an error if retries are pointless.
 
-        BatchError: `base_url` is not the URL of a server.
+        Raises BatchError if `base_url` is not the URL of a server.
         """
         parts = urlsplit(base_url)
         try:
@@ -63,7 +63,7 @@ class Server:
         self._check = check
         self.base_url = base_url
         self.is_stopping = threading.Event()
-        """Set: `Sender.answer` waits no longer and raises BatchError."""
+        """When set, `Sender.answer` stops waiting and raises BatchError."""
 
     def connect(self) -> http.client.HTTPConnection:
         """Return a connection that is opened by its first request."""
@@ -77,7 +77,7 @@ class Server:
         return self._prefix + url
 
     def retry_at(self, began: float, delay_s: float, reason: str) -> None:
-        """Wait before a retry; BatchError: it has been retried for too long, or is stopped."""
+        """Wait before a retry; raise BatchError after the retry timeout or a stop."""
         self._check()
         if time.monotonic() + delay_s - began > self._retry_timeout_s:
             raise BatchError(
@@ -100,10 +100,10 @@ class Sender:
         self._connection.close()
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to a line; BatchError: the server is gone.
+        """Return the answer to a line; raise BatchError if the server is gone.
 
-        A request whose connection breaks is sent again with the same id, so a server with a journal
-        continues it and any other computes it again.
+        If the connection breaks, the request is sent again with the same id. A server with a
+        journal continues it; any other server computes it again.
         """
         name = f"batch_req_{secrets.token_hex(12)}"
         error = problem_of(request)
@@ -154,7 +154,7 @@ class _Received(msgspec.Struct):
 
 
 def problem_of(request: Request) -> LineError | None:
-    """Return why a line cannot be sent."""
+    """Return the reason why a line cannot be sent, or None."""
     if request.method != "POST":
         return LineError("invalid_method", f"method {request.method!r} must be POST")
     if request.url not in URLS:
@@ -188,7 +188,7 @@ _SPACES = bytes.maketrans(b"\r\n", b"  ")
 
 
 def _seconds(value: str | None) -> float | None:
-    """Read Retry-After, where it is a number of seconds."""
+    """Return Retry-After if it is a number of seconds, at most 60, else None."""
     if value is None or not value.isascii() or not value.isdigit():
         return None
     return min(float(value), 60.0)

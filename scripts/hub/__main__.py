@@ -1,6 +1,6 @@
-"""The process that makes models ready: `python -m scripts.hub`, started by a supervisor.
+"""The process that prepares models: `python -m scripts.hub`, started by a supervisor.
 
-It fetches models of the hub, and makes a checkpoint directory for each GGUF file.
+It fetches models from the hub and creates a checkpoint directory for each GGUF file.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _REPORT_S = 0.2
 
 
 class Reporter:
-    """Writes lines to the parent, and a bar to a terminal."""
+    """Writes messages to the parent, and a progress bar to a terminal."""
 
     def __init__(self, fd: int, *, has_bar: bool) -> None:
         self._fd = fd
@@ -51,7 +51,7 @@ class Reporter:
         self._bar: Any = None
 
     def report(self, line: Line) -> None:
-        """Write a line; of the bytes that arrive, only a few times a second."""
+        """Write a message; progress is written only a few times a second."""
         with self._lock:
             if isinstance(line, Fetching):
                 self._draw(line)
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def convert(model: ModelConfig, *, has_api: bool) -> dict[str, str]:
-    """Return the directories of GGUF files; Refusal: one of them cannot be served."""
+    """Return the checkpoint directories of GGUF files; raise Refusal if one cannot be served."""
     return {
         setting: str(
             directory_of(
@@ -125,11 +125,11 @@ def convert(model: ModelConfig, *, has_api: bool) -> dict[str, str]:
 
 
 def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str, str]:
-    """Complete the snapshots; Refusal: one of them cannot be fetched, or cannot run."""
+    """Complete the snapshots; raise Refusal if a model cannot be fetched or cannot run."""
     names = {setting: name.partition(":") for setting, name in hub_names(model).items()}
     checker = Checker(model)
     if not all(snapshots_folder(name).is_dir() for name, _, _ in names.values()):
-        checker.start()  # its libraries are loaded while this process loads those of the hub
+        checker.start()  # loads its libraries while this process loads huggingface_hub
     from huggingface_hub import logging
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
@@ -138,7 +138,7 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
 
     logging.set_verbosity_error()
     reporter.has_bar &= not are_progress_bars_disabled()
-    disable_progress_bars()  # the library's own, which count links
+    disable_progress_bars()  # those of the library count links, not bytes
     bound_waits()
     snapshots = {}
     for setting, (name, _, quant) in names.items():
@@ -160,7 +160,7 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
 
 
 def _directory(snapshot: "Snapshot", model: ModelConfig, setting: str, *, has_api: bool) -> Path:
-    """Return the directory of a snapshot, or that of its GGUF file."""
+    """Return the directory of a snapshot, or the one created from its GGUF file."""
     if ":" not in hub_names(model)[setting]:
         return snapshot.directory
     needs_tokenizer = _needs_tokenizer(model, setting, has_api=has_api)

@@ -1,9 +1,9 @@
-"""Checks configurations, and headers of GGUF files, in a process of its own.
+"""Checks configurations and GGUF headers in a separate process.
 
-`python -m scripts.hub.check DTYPE DEVICE QUANTIZATION`; "" stands for no quantization. It
-loads the model's libraries while the hub is asked. It reads lines with the path of a directory, or
-of a GGUF file that needs no data, and whether a tokenizer is needed, as JSON. It answers each with
-a line: why such a model cannot run, as JSON, or null.
+`python -m scripts.hub.check DTYPE DEVICE QUANTIZATION`, with "" for no quantization. The process
+loads the model's libraries while the hub is queried. Each input line is a JSON list: the path of a
+directory, or of a GGUF file without data, and whether a tokenizer is needed. Each output line is
+the reason why the model cannot run, as a JSON string, or null.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0
 
 
 class Checker:
-    """The other end of that process."""
+    """Starts the checking process and queries it."""
 
     def __init__(self, model: ModelConfig) -> None:
         settings = [model.dtype, model.device, model.quantization or ""]
@@ -31,17 +31,17 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the process, unless it runs; it ends with this one."""
+        """Start the process unless it runs; it ends with the current process."""
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe)
         return self._process
 
     def check(self, path: Path, *, needs_tokenizer: bool = True) -> None:
-        """Raise ValueError if a model cannot run: by its configuration, or by a GGUF header.
+        """Raise ValueError if a configuration or a GGUF header shows that the model cannot run.
 
-        A process that gives no answer refuses nothing: the worker checks again. What config.json
-        alone excludes is found here, while that process still loads its libraries.
+        Without an answer from the process nothing is refused, because the worker checks again.
+        Problems that config.json alone shows are found in the current process, without waiting.
         """
         if (path / "config.json").is_file():
             refuse_config(str(path))
@@ -55,7 +55,7 @@ class Checker:
             return
         ready, _, _ = select.select([process.stdout], [], [], _TIMEOUT_S)
         if not ready:
-            self.stop()  # a later answer would be taken for that about the next directory
+            self.stop()  # a late answer would be mistaken for the next one
             return
         answer = process.stdout.readline()
         reason = json.loads(answer or b"null")
@@ -63,13 +63,13 @@ class Checker:
             raise ValueError(reason)
 
     def stop(self) -> None:
-        """End the process, which holds the memory of its libraries."""
+        """End the process, to free the memory of its libraries."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                with contextlib.suppress(BrokenPipeError):  # what was written and not read
+                with contextlib.suppress(BrokenPipeError):  # unread input
                     pipe.close()
             self._process = None
 

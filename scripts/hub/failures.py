@@ -1,4 +1,4 @@
-"""Why a model cannot be fetched, as one sentence that names it and states what to do."""
+"""Turns errors into one sentence that names the model and states what to do."""
 
 import errno
 import importlib
@@ -23,7 +23,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CutShort(Exception):
-    """An answer has ended before all of its bytes had come."""
+    """A response has ended before all of its bytes arrived."""
 
 
 def hub_address() -> str:
@@ -34,21 +34,21 @@ def hub_address() -> str:
 
 
 def transport_error() -> type[Exception]:
-    """The base of errors of the connection, in the HTTP library that huggingface_hub uses."""
+    """Return the base class of connection errors in huggingface_hub's HTTP library."""
     library = importlib.import_module(type(get_session()).__module__.partition(".")[0])
     error: type[Exception] = library.TransportError
     return error
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
+    """Return True if the same request may succeed later."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     return isinstance(error, CutShort | transport_error())
 
 
 def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusal:
-    """Return the sentence about an error."""
+    """Return the refusal that describes an error."""
     hub = hub_address()
     if isinstance(error, RevisionNotFoundError):
         return Refusal(f"model {name} has no revision {revision or 'main'} at {hub}")
@@ -108,7 +108,7 @@ def _incomplete(name: str, reason: str) -> Refusal:
 
 
 def _absent(name: str, reason: str) -> Refusal:
-    """Return the sentence about a name that may be a path with a mistake in it."""
+    """Return the refusal for a name that may be a mistyped path."""
     return Refusal(f"model {name} is not a local path, and {reason}", is_absent=True)
 
 

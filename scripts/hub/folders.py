@@ -1,4 +1,4 @@
-"""Where the hub's cache keeps a model; its layout is documented by huggingface_hub."""
+"""Paths in the hub's cache, whose layout huggingface_hub documents."""
 
 from pathlib import Path
 

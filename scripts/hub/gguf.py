@@ -1,4 +1,4 @@
-"""Makes the checkpoint directory of a GGUF file, or finds the one of an earlier start."""
+"""Finds or creates the checkpoint directory of a GGUF file."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from worker_proc.gguf.parts import part_paths
 
 
 def directory_of(path: Path, *, needs_tokenizer: bool) -> Path:
-    """Return the directory; Refusal: the file is damaged, or its model cannot be served.
+    """Return the directory; raise Refusal if the file is damaged or its model cannot be served.
 
-    What the header shows is refused before torch is imported.
+    Problems that the header shows are refused before torch is imported.
     """
     try:
         header = read_header(*part_paths(path))

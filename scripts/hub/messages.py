@@ -1,4 +1,4 @@
-"""What the process that fetches models reports to its parent: one JSON object per line."""
+"""Messages from the process that fetches models to its parent: one JSON object per line."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from protocol.config import ModelConfig
 from protocol.message import MAX_TEXT
 
 SHOWN_BYTES = 1_000_000
-"""Smaller fetches are neither drawn nor logged, such as that of a configuration."""
+"""Smaller fetches, such as a configuration, are neither drawn nor logged."""
 SETTINGS = ("model", "speculative_model")
 """Settings that may name a model of the hub."""
 
@@ -18,14 +18,14 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Found(Message, frozen=True):
-    """The commit that a name stands for."""
+    """The commit to which a name was resolved."""
 
     name: str
     commit: str
 
 
 class Fetching(Message, frozen=True):
-    """Bytes of a model's files that are in the cache, of those that it needs."""
+    """Progress of a model: the bytes in the cache and the total."""
 
     name: str
     done: int
@@ -49,7 +49,7 @@ class Refused(Message, frozen=True):
 
     text: str
     is_absent: bool = False
-    """Whether the name may be a directory's with a mistake in it: no such model was found."""
+    """True if no such model was found, so that the name may be a mistyped path."""
 
 
 Line = Found | Fetching | Note | Fetched | Refused
@@ -57,7 +57,7 @@ _decoder = msgspec.json.Decoder(Line)
 
 
 def encode(message: Line) -> bytes:
-    """Return a line with its end."""
+    """Return a message as one line."""
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -67,7 +67,7 @@ def decode(line: bytes) -> Line:
 
 
 def one_line(text: str) -> str:
-    """Return a text that may be a hub's without what a terminal would execute."""
+    """Return a text, possibly from a hub, as one line without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -79,12 +79,12 @@ class Refusal(Exception):
         self.is_absent = is_absent
 
     def message(self) -> Refused:
-        """Return what the parent receives."""
+        """Return the message for the parent."""
         return Refused(one_line(str(self))[:MAX_TEXT], self.is_absent)
 
 
 def hub_names(model: ModelConfig) -> dict[str, str]:
-    """The settings that still name a model of the hub: local ones are absolute paths."""
+    """Return the settings that name a model of the hub; local models are absolute paths."""
     given = {setting: getattr(model, setting) for setting in SETTINGS}
     return {
         setting: name
@@ -94,7 +94,7 @@ def hub_names(model: ModelConfig) -> dict[str, str]:
 
 
 def gguf_files(model: ModelConfig) -> dict[str, str]:
-    """The settings that name a GGUF file, which becomes a directory."""
+    """Return the settings that name a GGUF file."""
     given = {setting: getattr(model, setting) for setting in SETTINGS}
     return {
         setting: name
@@ -107,5 +107,5 @@ def gguf_files(model: ModelConfig) -> dict[str, str]:
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return whether a name is that of a GGUF file."""
+    """Return True if a name is that of a GGUF file."""
     return str(name).lower().endswith(".gguf")

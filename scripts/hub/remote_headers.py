@@ -1,7 +1,7 @@
-"""Headers of a hub's GGUF files, so that a model is checked before its weights are fetched.
+"""Fetches the headers of a hub's GGUF files, to check a model before its weights are fetched.
 
-A file that is as long as the hub's has the header, the few tensors whose values the configuration
-needs, and no other bytes. It is sparse, and checked like a user's file.
+Each header is written to a sparse file of the full length, together with the few tensors whose
+values the configuration needs. This file is then checked like a complete one.
 """
 
 import tempfile
@@ -17,14 +17,14 @@ from worker_proc.gguf.header import read_file_header
 from worker_proc.gguf.types import READ, TensorType
 
 _MAX_CONFIG_BYTES = 1 << 20
-"""Of a tensor of factors, which has one for each frequency."""
+"""Maximum size of a tensor that the configuration needs; it has one factor per frequency."""
 
 
 @contextmanager
 def fetched_headers(transfer: Transfer, paths: Sequence[str]) -> Iterator[Path]:
-    """Yield the first of the files, of which there is only the header; ValueError: it is wrong.
+    """Yield the path of the first file, which contains only the header.
 
-    Errors name a file by its path of the hub.
+    Raises ValueError for an invalid header, naming the file by its path on the hub.
     """
     with tempfile.TemporaryDirectory(prefix="troika-") as place:
         directory = Path(place)

@@ -1,7 +1,7 @@
-"""Completes the snapshots of models in the hub's cache: the configuration first, then the rest.
+"""Fetches a model's snapshot into the hub's cache: first the configuration, then all other files.
 
-A name is resolved to a commit once. From then on only the commit is used, so that a branch that
-moves never mixes two revisions.
+A model's name is resolved to a commit once, and only the commit is used afterwards. A moving branch
+therefore never mixes two revisions.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ _TEXT = (
 )
 _COMMIT = re.compile(r"\w{1,64}")
 _PATTERN = frozenset("*?[\\")
-"""Characters by which huggingface_hub takes a name as that of several files."""
+"""Characters that make huggingface_hub treat a file name as a pattern."""
 _PROJECTOR = "mmproj"
-"""How names of GGUF files with towers of vision begin."""
+"""Prefix of the names of GGUF files that contain a vision tower."""
 _TEMPLATES = "additional_chat_templates/"
 _OTHER_WEIGHTS = {
     "adapter_model.safetensors": "an adapter without its model",
@@ -50,28 +50,28 @@ _OTHER_WEIGHTS = {
     ".pt": "PyTorch's .pt files",
     ".safetensors": "safetensors under other names",
 }
-"""Weights that are not read, by the ends of their names."""
+"""Descriptions of weight files that are not supported, by the suffix of their names."""
 
 Report = Callable[[Line], None]
 
 
 class Request(NamedTuple):
-    """What is wanted of the hub."""
+    """A model to fetch from the hub."""
 
     name: str
     revision: str | None
     needs_tokenizer: bool
     check: Callable[[Path], None]
-    """Raises ValueError if the model cannot run; called without weights.
+    """Raises ValueError if the model cannot run; called before the weights are fetched.
 
-    It is given the directory with the configuration, or a GGUF file.
+    Its argument is the directory that contains the configuration, or a GGUF file.
     """
     quantization: str = ""
-    """Of the GGUF file that is wanted, as its name ends; empty: safetensors are."""
+    """Suffix of the requested GGUF file, such as Q4_K_M; empty for safetensors."""
 
 
 class Snapshot:
-    """The files of one commit, as far as the engine reads them. Refusal ends any of its methods."""
+    """The files of one commit that the engine reads. Any method may raise Refusal."""
 
     def __init__(self, request: Request, report: Report) -> None:
         self._request = request
@@ -83,7 +83,7 @@ class Snapshot:
         self._transfer: Transfer | None = None
 
     def prepare(self) -> None:
-        """Find the commit and check the configuration, without weights."""
+        """Find the commit and check the configuration before weights are fetched."""
         with _refusals(self._request):
             self._find()
             if self._transfer is None or self._is_complete():
@@ -101,12 +101,12 @@ class Snapshot:
                 self._keep_revision()
 
     def gguf_file(self) -> Path:
-        """Return the GGUF file that was wanted, or its first part, when it has been fetched."""
+        """Return the fetched GGUF file, or its first part."""
         paths = [str(path.relative_to(self.directory)) for path in self.directory.rglob("*.gguf")]
         return self.directory / _gguf_files(self._request, paths)[0]
 
     def _find(self) -> None:
-        """Find the commit and its files; if the hub does not answer, in the cache."""
+        """Find the commit and its files on the hub or, if the hub does not answer, in the cache."""
         request = self._request
         api = HfApi(library_name="troika", library_version=version())
         try:
@@ -115,7 +115,7 @@ class Snapshot:
             paths = [file.path for file in tree if isinstance(file, RepoFile)]
         except RevisionNotFoundError:
             raise
-        except Exception as error:  # also answers of a network's login page
+        except Exception as error:  # includes responses from the login page of a network
             directory = _cached(request)
             if directory is None:
                 raise
@@ -149,7 +149,7 @@ class Snapshot:
             self._request.check(self.directory)
 
     def _check_headers(self, transfer: Transfer) -> None:
-        """Check GGUF files by their headers, in files that are as long and have little else."""
+        """Check GGUF files by their headers, in sparse files of the full length."""
         with self._cannot_run(), fetched_headers(transfer, self._needed) as first:
             self._request.check(first)
 
@@ -169,7 +169,7 @@ class Snapshot:
                 self._link(missing)
 
     def _link(self, paths: Sequence[str]) -> None:
-        """Let huggingface_hub link files to their blobs."""
+        """Call huggingface_hub to link files to their blobs."""
         snapshot_download(
             self._request.name,
             revision=self._commit,
@@ -184,10 +184,10 @@ class Snapshot:
                 raise Refusal(f"model {self._request.name} cannot be fetched: {text}")
 
     def _keep_revision(self) -> None:
-        """Record which commit the revision stands for, for starts without the hub."""
+        """Record the commit of the revision, for later starts without the hub."""
         revision = self._request.revision or constants.DEFAULT_REVISION
         file = self.directory.parent.parent / "refs" / revision
-        with contextlib.suppress(OSError):  # as in a cache that is only read
+        with contextlib.suppress(OSError):  # the cache may be read-only
             if revision == self._commit or (file.is_file() and file.read_text() == self._commit):
                 return
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ class Snapshot:
 
 @contextmanager
 def _refusals(request: Request) -> Iterator[None]:
-    """Raise errors of the hub, the network and the disk as a refusal."""
+    """Convert errors of the hub, the network and the disk to Refusal."""
     try:
         yield
     except Refusal:
@@ -211,7 +211,7 @@ def _refusals(request: Request) -> Iterator[None]:
 
 
 def _cached(request: Request) -> Path | None:
-    """Return the snapshot that the cache has of a revision, if it is complete."""
+    """Return the cached snapshot of a revision if it is complete, else None."""
     try:
         found = snapshot_download(
             request.name,
@@ -233,7 +233,7 @@ def _cached(request: Request) -> Path | None:
 
 
 def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
-    """Return those of a repository's files that the engine reads, without the index's shards."""
+    """Return the repository's files that the engine reads, except the shards in the index."""
     name, there = request.name, set(paths)
     if request.quantization:
         return _gguf_files(request, paths)
@@ -260,7 +260,7 @@ def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
 
 
 def _gguf_files(request: Request, paths: Sequence[str]) -> list[str]:
-    """Return the GGUF file of a quantization, or all its parts in order; its name ends with it."""
+    """Return the GGUF file whose name ends with the quantization, or all its parts in order."""
     name, wanted = request.name, re.escape(request.quantization.lower())
     files = _plain(name, (path for path in paths if path.lower().endswith(".gguf")))
     models = {str(part_paths(Path(file))[0]): part_name(Path(file).name).model for file in files}
@@ -283,7 +283,7 @@ def _gguf_files(request: Request, paths: Sequence[str]) -> list[str]:
 
 
 def _shards(name: str, directory: Path) -> list[str]:
-    """Return the files that the index in a directory names."""
+    """Return the weight files listed in the index of a directory."""
     try:
         files = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
         if not files or not all(isinstance(file, str) for file in files):
@@ -294,7 +294,7 @@ def _shards(name: str, directory: Path) -> list[str]:
 
 
 def _plain(name: str, paths: Iterable[str]) -> list[str]:
-    """Return paths in order, which the hub has chosen: each must be of one file in the snapshot."""
+    """Return paths from the hub, sorted; each must be a plain relative path in the snapshot."""
     found = sorted(paths)
     for path in found:
         is_relative = not {"", ".", ".."}.intersection(path.split("/"))

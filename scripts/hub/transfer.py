@@ -1,9 +1,9 @@
-"""Fetches files of one commit into the hub's cache, each from where an earlier try has stopped.
+"""Fetches the files of one commit into the hub's cache, and resumes interrupted downloads.
 
-huggingface_hub gives every try a new temporary file, so that a killed download begins again, and
-the files of killed tries stay for ever. Here a file grows as blobs/ETAG.incomplete, the name that
-earlier versions of the library used, and takes its final name when it is complete. While a process
-writes it, it holds a lock on it, which its death releases.
+huggingface_hub uses a new temporary file for every attempt: a killed download starts over, and its
+temporary file is never removed. Here a file grows as blobs/ETAG.incomplete, the name that earlier
+versions of the library used, and is renamed when it is complete. The process that writes a file
+holds a lock on it, which is released if the process dies.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from scripts.hub.messages import Refusal
 
 _MAX_FILES_AT_ONCE = 8
 _MAX_FAILURES = 5
-"""Failures in a row, without a byte between them."""
+"""Maximum number of consecutive failures without a new byte."""
 _PAUSE_S = 1.0
 _LOCK_POLL_S = 0.1
 _WATCH_S = 1.0
 _STALL_S = 120.0
-"""Longest wait for another process that holds a file and adds nothing to it."""
+"""Longest wait for another process that holds a file without adding to it."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[\w-]{1,200}")
 _PARTIAL_CONTENT = 206
@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of the hub, and its place in the cache."""
+    """A file of the hub and its path in the cache."""
 
     path: str
     url: str
@@ -60,7 +60,7 @@ class RemoteFile:
 
     @property
     def size_here(self) -> int:
-        """Bytes that need not be fetched."""
+        """Number of bytes that are already in the cache."""
         for path in (self.blob, self.partial):
             if path.is_file():
                 return min(path.stat().st_size, self.size)
@@ -68,14 +68,14 @@ class RemoteFile:
 
 
 class _Stopped(Exception):
-    """Another file has failed."""
+    """Raised in a thread when another file has failed."""
 
 
 class Transfer:
-    """Fetches files of one commit. `run` may be called several times, until it has failed once."""
+    """Fetches files of one commit. `run` may be called again unless it has failed."""
 
     def __init__(self, name: str, commit: str, report: Callable[[int, int], None]) -> None:
-        """Every change calls `report` with the bytes that are here, and with all of them."""
+        """Every change calls `report` with the number of fetched bytes and the total."""
         self._name = name
         self._commit = commit
         self._report = report
@@ -92,9 +92,9 @@ class Transfer:
         return snapshots_folder(self._name) / self._commit
 
     def run(self, paths: Sequence[str]) -> None:
-        """Fetch the files that are not in the cache; huggingface_hub makes the links.
+        """Fetch the files that are not in the cache.
 
-        It also fetches files that are too large for HTTP.
+        huggingface_hub creates the links later, and fetches files that are too large for HTTP.
         """
         missing = [path for path in paths if not (self.directory / path).is_file()]
         found = self.each(self.describe, missing)
@@ -116,12 +116,12 @@ class Transfer:
             raise
 
     def read(self, file: RemoteFile, begin: int, num_bytes: int) -> bytes:
-        """Return a part of a file, which is not kept in the cache."""
+        """Return part of a file without storing it in the cache."""
         return self._persist(lambda: self._read(file, begin, num_bytes))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Report what huggingface_hub adds to the cache: a fetch that reports nothing is ended."""
+        """Report the bytes that huggingface_hub adds; a fetch without reports would be ended."""
         if not self._left_out:
             yield
             return
@@ -143,7 +143,7 @@ class Transfer:
                 self._report(min(max(done, 0), total - 1), total)
 
     def _num_blob_bytes(self) -> int:
-        """Return what the files take on the disk: they may be written in any order."""
+        """Return the disk space of the files, which may be written in any order."""
         num_blocks = 0
         for file in (self._folder / "blobs").glob("*"):
             with contextlib.suppress(FileNotFoundError):
@@ -151,7 +151,7 @@ class Transfer:
         return num_blocks * 512
 
     def each(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Call a function with each item, in threads; the first failure stops the others."""
+        """Call a function with each item in threads; the first failure stops the others."""
         pool = ThreadPoolExecutor(_MAX_FILES_AT_ONCE)
         futures = [pool.submit(function, item) for item in items]
         ended, running = wait(futures, return_when=FIRST_EXCEPTION)
@@ -196,7 +196,7 @@ class Transfer:
             begun_at = partial.tell()
             self._complete(file, partial)
             if begun_at and _SHA256.fullmatch(file.etag) and _sha256(file.partial) != file.etag:
-                # Its earlier part is damaged, as by a loss of power.
+                # The earlier part is damaged, for example by a power failure.
                 self._count(-file.size)
                 _empty(partial)
                 self._complete(file, partial)
@@ -206,7 +206,7 @@ class Transfer:
         self._persist(lambda: self._append(file, partial), partial)
 
     def _open(self, file: RemoteFile) -> BinaryIO | None:
-        """Open the partial file and lock it; None: another process has completed it."""
+        """Open and lock the partial file; return None if another process has completed it."""
         size, deadline = file.size_here, time.monotonic() + _STALL_S
         while not file.blob.exists():
             partial = file.partial.open("ab")
@@ -242,7 +242,7 @@ class Transfer:
     def _read(self, file: RemoteFile, begin: int, num_bytes: int) -> bytes:
         data = bytearray()
         with _get(file, f"{begin}-{begin + num_bytes - 1}") as response:
-            # A hub without ranges sends the file from its begin on.
+            # A hub that does not support ranges sends the whole file.
             left_out = begin if response.status_code != _PARTIAL_CONTENT else 0
             for chunk in response.iter_raw():
                 data += chunk[left_out:]
@@ -254,12 +254,12 @@ class Transfer:
         raise CutShort(f"{file.path} ended after {begin - left_out + len(data)} bytes")
 
     def _append(self, file: RemoteFile, partial: BinaryIO) -> None:
-        """Fetch the rest of a file; an error leaves what has arrived."""
+        """Fetch the rest of a file; after an error the bytes received so far remain."""
         begin = partial.tell()
         if begin == file.size:
             return
         with _get(file, f"{begin}-" if begin else "") as response:
-            if begin and response.status_code != _PARTIAL_CONTENT:  # it knows no ranges
+            if begin and response.status_code != _PARTIAL_CONTENT:  # ranges are not supported
                 _empty(partial)
                 self._count(-begin)
             for chunk in response.iter_raw():
@@ -270,7 +270,7 @@ class Transfer:
                         f"of {file.path} than the {file.size} bytes it states"
                     )
                 partial.write(chunk)
-                partial.flush()  # a kill loses nothing that was counted
+                partial.flush()  # so that a kill loses no byte that was counted
                 self._count(len(chunk))
                 if self._stopped.is_set():
                     raise _Stopped
@@ -278,7 +278,7 @@ class Transfer:
             raise CutShort(f"{file.path} ended after {partial.tell()} of {file.size} bytes")
 
     def _persist(self, act: Callable[[], R], file: BinaryIO | None = None) -> R:
-        """Repeat what has failed for a reason that may pass, while `file` grows."""
+        """Repeat `act` after transient failures, as long as `file` grows between them."""
         num_failures, size = 0, 0 if file is None else file.tell()
         while True:
             try:
@@ -296,8 +296,8 @@ class Transfer:
 
 @contextmanager
 def _get(file: RemoteFile, range: str = "") -> Iterator[Any]:
-    """Open the response with the bytes of a file; empty: all."""
-    # Compressed bytes would not be those that a later request counts.
+    """Open a response with a range of a file's bytes, or with all of them if it is empty."""
+    # A later request counts uncompressed bytes.
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
     if range:
         headers["Range"] = f"bytes={range}"

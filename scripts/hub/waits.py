@@ -1,15 +1,15 @@
-"""Gives every wait for the hub a deadline; some requests of huggingface_hub have none."""
+"""Sets a deadline for every request to the hub; some of huggingface_hub's have none."""
 
 from typing import Any
 
 from huggingface_hub import constants, get_session, set_client_factory
 
 CONNECT_TIMEOUT_S = 2.0
-"""A hub that is not there is reported within the three seconds that any refusal takes."""
+"""An unreachable hub is reported within three seconds, like every refusal."""
 
 
 def bound_waits() -> None:
-    """Give deadlines to all requests of this process."""
+    """Set deadlines for all requests of this process."""
     session = get_session()
     hooks = session.event_hooks
     hooks["request"].append(_set_timeouts)

@@ -1,7 +1,7 @@
-"""The placer: it keeps as many engines in a Ray cluster as are wanted. Started by the supervisor.
+"""The placer process: keeps the wanted number of engines in a Ray cluster.
 
-The engines and the API do without it: when it is gone, or the cluster does not answer, what runs
-continues, and only starts and ends of engines wait.
+The supervisor starts it. Engines and API do not depend on it: if the placer is gone, or the cluster
+does not answer, running engines continue, and only starts and ends of engines wait.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 1.0
 _SILENCE_S = 10.0
-"""Without an answer of the cluster, after which a line reports it."""
+"""Time without an answer of the cluster after which a warning is logged."""
 _END_S = 3.0
-"""For all engines to end in order, before the supervisor kills this process."""
+"""Time for an orderly end of all engines, before the supervisor kills this process."""
 _MARGIN_S = 30.0
-"""For an engine in the cluster to end, beyond the time in which it finishes requests."""
+"""Time for an engine in the cluster to end after it has finished its requests."""
 LEAVE_AFTER_S = 600
-"""Without this engine, after which those in the cluster end."""
+"""Time without this engine after which the engines in the cluster end."""
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ async def _serve(child: ChildProcess, cluster: "Cluster") -> None:
 
 
 async def run_until(stops: asyncio.Event, *jobs: Coroutine[Any, Any, None]) -> None:
-    """Run jobs, which do not end by themselves, until an event; raises the error of one."""
+    """Run endless jobs until an event is set; raise the first error of a job."""
     tasks = [asyncio.create_task(job) for job in (*jobs, _wait(stops))]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +113,7 @@ async def _wait(event: asyncio.Event) -> None:
 
 
 async def _keep(child: ChildProcess, cluster: "Cluster", client: ReplicatedClient) -> None:
-    """Keep as many engines as are wanted, until this is cancelled."""
+    """Keep the wanted number of engines until cancelled."""
     placement = child.config.placement
     scaler = Scaler(
         placement.replicas,
@@ -136,21 +136,21 @@ async def _keep(child: ChildProcess, cluster: "Cluster", client: ReplicatedClien
 
 
 class Contact:
-    """Calls the cluster, and reports once when it does not answer and when it does again."""
+    """Calls the cluster, and logs once when it stops answering and once when it answers again."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._is_lost = False
 
     async def ask(self, call: Callable[[], list[str]]) -> list[str]:
-        """Return what a call returns, which may take long; nothing if it raises an error."""
+        """Run a call, which may take long, and return its result; an empty list if it fails."""
         answer = asyncio.create_task(asyncio.to_thread(call))
         done, _ = await asyncio.wait([answer], timeout=_SILENCE_S)
         if not done:
             self._lost(f"for {_SILENCE_S:g} s")
         try:
             notes = await answer
-        except Exception as error:  # Ray raises whatever its libraries raise
+        except Exception as error:  # Ray passes on any error of its libraries
             self._lost(str(error).partition("\n")[0] or type(error).__name__)
             return []
         if self._is_lost:

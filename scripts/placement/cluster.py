@@ -1,9 +1,9 @@
-"""The engines in a Ray cluster: an actor and a place for each. All calls of Ray are here.
+"""Runs engines in a Ray cluster, each as an actor in a placement group. Only this module calls Ray.
 
-Actors are detached and have names, so that they outlive the process that has made them: its
-successor finds them again. Each engine has the CPUs and GPUs of all its ranks in one bundle, since
-ranks share a machine. The first engines have the bundles of one placement group with the strategy
-SPREAD; each further one has a group of its own, which is released with it.
+Actors are detached and named, so that they outlive the process that created them, and its successor
+finds them again. The CPUs and GPUs of all ranks of an engine form one bundle, because ranks share a
+machine. The first engines use the bundles of one placement group with the strategy SPREAD. Each
+further engine has a separate group, which is removed when the engine is.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from scripts.placement.machine import Machine
 
 NAMESPACE = "troika"
 ANSWER_S = 2.0
-"""For an actor, which may wait for a place, or for its machine."""
+"""Deadline for an actor's answer; the actor may still be waiting for resources or its machine."""
 _POLL_S = 0.1
 _WAITS = "waits for a machine with room, or for its machine"
 
 
 class Cluster:
-    """The engines of one engine's API, by number. Calls may take seconds; one runs at a time."""
+    """The engines behind one API, by number. Calls may take seconds; one runs at a time."""
 
     def __init__(
         self,
@@ -46,15 +46,16 @@ class Cluster:
         *,
         leave_s: float,
     ) -> None:
-        """Nothing connects yet.
+        """Store the settings; the first call of a method connects.
 
         Args:
-            address: of the cluster, as `ray.init` takes it.
-            name: of the actors, followed by their number; unique in the cluster.
-            arguments: of the host agents.
+            address: address of the cluster, in the form that `ray.init` accepts.
+            name: prefix of the actors' names, followed by their number; unique in the cluster.
+            arguments: command-line arguments of the host agents.
             bundle: resources of one engine, such as CPU and GPU.
-            num_first: engines that are spread over machines, and have a place as long as they last.
-            leave_s: from the request to end to the end of an actor whose agent has not ended.
+            num_first: number of engines that share the placement group and are spread over
+                machines.
+            leave_s: seconds after which an actor is killed if its agent has not ended on request.
         """
         self._address = address
         self._name = name
@@ -64,12 +65,12 @@ class Cluster:
         self._leave_s = leave_s
         self._states: dict[int, str] = {}
         self._asked: dict[int, tuple[str, Any]] = {}
-        """By number, the last call of an actor and what becomes its result."""
+        """By number, the method last called on an actor, and the future of its result."""
         self._leaving: dict[int, float] = {}
-        """By number, when an engine that was asked to end is given up."""
+        """By number, the deadline of an engine that was asked to end."""
         self._lock = threading.Lock()
         self._ends = threading.Event()
-        """Set once `end_all` was called: nothing is started any more."""
+        """Set by `end_all`; no engine is started afterwards."""
 
     def _connect(self) -> None:
         if not ray.is_initialized():
@@ -81,9 +82,9 @@ class Cluster:
             )
 
     def reconcile(self, num_wanted: int) -> list[str]:
-        """Start what is lacking, and end what is too much; returns what has changed, in words.
+        """Start missing engines and end surplus ones; return a line for each change of state.
 
-        An exception of Ray: the cluster does not answer, or refuses.
+        Raises an exception of Ray if the cluster does not answer or refuses a call.
         """
         with self._lock:
             return self._reconcile(num_wanted)
@@ -95,7 +96,7 @@ class Cluster:
         surplus = [number for number in self._present() if number >= num_wanted]
         for number in range(num_wanted):
             self._leaving.pop(number, None)
-        states = self._have_run(range(num_wanted)) | self._have_ended(surplus)
+        states = self._keep(range(num_wanted)) | self._end(surplus)
         notes = [
             f"engine {number} in the cluster {state}"
             for number, state in states.items()
@@ -110,7 +111,7 @@ class Cluster:
         return sorted(int(number) for name, _, number in names if name == self._name)
 
     def _actor(self, number: int) -> Any:
-        """Return an actor, which is made if there is none."""
+        """Return the actor of an engine; create it if it does not exist."""
         name = f"{self._name} {number}"
         with contextlib.suppress(ValueError):
             return ray.get_actor(name)
@@ -129,7 +130,7 @@ class Cluster:
         return ray.remote(Machine).options(**options).remote(agent, self._arguments)
 
     def _place(self, number: int) -> tuple[Any, int]:
-        """Return the placement group of an engine, and which of its bundles it has."""
+        """Return an engine's placement group and the index of its bundle."""
         is_first = number < self._num_first
         name = f"{self._name} {f'first {self._num_first}' if is_first else number}"
         try:
@@ -139,8 +140,8 @@ class Cluster:
             group = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
         return group, number if is_first else 0
 
-    def _have_run(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Have engines run; returns their states."""
+    def _keep(self, numbers: Iterable[int]) -> dict[int, str]:
+        """Start engines that do not run, and keep the others; return the state of each."""
         states = {}
         actors = {number: self._actor(number) for number in numbers if not self._ends.is_set()}
         for number, answer in self._answers(actors, "keep").items():
@@ -155,8 +156,8 @@ class Cluster:
                     states[number] = f"cannot be started: {_last_line(answer)}"
         return states
 
-    def _have_ended(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Have engines end in order, and give their places back; returns their states."""
+    def _end(self, numbers: Iterable[int]) -> dict[int, str]:
+        """Ask engines to end, and release the resources of those that have; return their states."""
         states = {}
         actors = {number: ray.get_actor(f"{self._name} {number}") for number in numbers}
         for number, has_ended in self._answers(actors, "end").items():
@@ -170,9 +171,9 @@ class Cluster:
         return states
 
     def _answers(self, actors: Mapping[int, Any], verb: str) -> dict[int, bool | RayError | None]:
-        """Call a method of all actors at once; returns a result, an error, or None: it is late.
+        """Call a method of all actors at once; return each result or error, or None if it is late.
 
-        An actor that has not answered an earlier call of this kind is not called again.
+        An actor that has not yet answered an earlier call of the same method is not called again.
         """
         for number, actor in actors.items():
             asked = self._asked.get(number)
@@ -189,7 +190,7 @@ class Cluster:
             except GetTimeoutError:
                 answers[number] = None
                 continue
-            except RayError as error:  # of the actor, or of its method
+            except RayError as error:  # raised by the actor or by its method
                 answers[number] = error
             del self._asked[number]
         return answers
@@ -203,9 +204,9 @@ class Cluster:
                 remove_placement_group(get_placement_group(f"{self._name} {number}"))
 
     def end_all(self, timeout_s: float) -> None:
-        """Have all engines end, and release all places; `reconcile` does nothing from now on.
+        """End all engines and release their resources; `reconcile` has no effect afterwards.
 
-        TimeoutError: another call has not returned.
+        Raises TimeoutError if another call does not return in time.
         """
         deadline = time.monotonic() + timeout_s
         self._ends.set()
@@ -214,7 +215,7 @@ class Cluster:
         try:
             self._connect()
             while (present := self._present()) and time.monotonic() < deadline:
-                self._have_ended(present)
+                self._end(present)
                 time.sleep(_POLL_S)
             for number in present:
                 self._release(number, ray.get_actor(f"{self._name} {number}"))
@@ -226,5 +227,5 @@ class Cluster:
 
 
 def _last_line(error: RayError) -> str:
-    """Return what stands after the traceback in the error of a method."""
+    """Return the last line of a method's error, which follows the traceback."""
     return str(error).strip().rpartition("\n")[2]

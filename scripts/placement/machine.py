@@ -1,7 +1,8 @@
-"""A Ray actor on each machine: it starts a host agent there, and watches it.
+"""The Ray actor that starts and watches a host agent on its machine.
 
-The agent is not a child of the actor's process. So it serves on when this ends, as when Ray is
-lost; an actor that Ray starts again on the same machine finds it by the lock on its run directory.
+The agent is not a child of the actor's process, so it continues when that process ends, for example
+because Ray is lost. An actor that Ray restarts on the same machine finds the agent by the lock on
+its run directory.
 """
 
 import os
@@ -20,30 +21,30 @@ from scripts.supervisor.run_dirs import holder_of
 
 _START_TIMEOUT_S = 30.0
 _ASKED = "asked-to-end"
-"""In the run directory: a file with the agent's pid, once it was asked to end."""
+"""File in the run directory with the pid of an agent that was asked to end."""
 _DETACH = '"$@" </dev/null >&2 & echo $!'
-"""Of a shell: starts a command that outlives it, and prints its pid."""
+"""Shell script that starts a command, which outlives the shell, and prints its pid."""
 
 
 class Machine:
     """One host agent. Ray makes an actor of this class."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        """`arguments`: of `scripts.agent`, but for those that depend on the machine."""
+        """`arguments`: command line of `scripts.agent`, without what depends on the machine."""
         self._run_dir = run_dir_of(name, ray.get_runtime_context().get_node_id())
         self._arguments = [*arguments, "--name", name, "--run-dir", str(self._run_dir)]
         self._pidfd: int | None = None
         self._pid = 0
 
     def keep(self) -> bool:
-        """Have the agent run; returns whether it was started now."""
+        """Start the agent unless it runs; return True if it was started."""
         if self._is_running:
             return False
         self._start()
         return True
 
     def end(self) -> bool:
-        """Have the agent end in order, as its requests continue elsewhere; whether it has ended."""
+        """Ask the agent to end in order, so that its requests move; return True if it has ended."""
         if not self._is_running:
             return True
         if self._pidfd is not None and not self._is_asked:
@@ -53,7 +54,7 @@ class Machine:
 
     @property
     def _is_asked(self) -> bool:
-        """Whether the agent was asked to end, also by an earlier actor.
+        """True if this or an earlier actor has asked the agent to end.
 
         A second signal would end its engine at once.
         """
@@ -78,7 +79,7 @@ class Machine:
 
     @property
     def _is_running(self) -> bool:
-        """Whether the agent runs: that of this actor, or of an earlier one here."""
+        """True if an agent runs that this or an earlier actor on this machine started."""
         if self._pidfd is not None and _has_ended(self._pidfd):
             os.close(self._pidfd)
             self._pidfd = None

@@ -1,11 +1,11 @@
-"""How many engines there should be, by the length of the queue: a pure function of its inputs."""
+"""Decides the number of engines from the length of the queue, as a pure function."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The requests at all engines, and the engines that serve."""
+    """Numbers of requests at all engines, and of engines that serve."""
 
     num_serving: int
     num_running: int
@@ -13,9 +13,9 @@ class Demand:
 
 
 class Scaler:
-    """Grows while requests wait, and shrinks once one engine less would be half full at most.
+    """Adds engines while requests wait; removes one if the others would be at most half full.
 
-    Engines that do not serve yet, or cannot be reached, have no room.
+    Engines that do not serve yet, or cannot be reached, count as without capacity.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Scaler:
         grow_after_s: float,
         shrink_after_s: float,
     ) -> None:
-        """`max_num_seqs`: requests that run at a time at each engine."""
+        """`max_num_seqs`: maximum number of running requests of one engine."""
         self.num_wanted = num_first
         self._least, self._most = least, most
         self._max_num_seqs = max_num_seqs
@@ -37,7 +37,7 @@ class Scaler:
         self._quiet_since: float | None = None
 
     def update(self, demand: Demand, now: float) -> int:
-        """Return the number of engines that are wanted now."""
+        """Return the wanted number of engines."""
         num_requests = demand.num_running + demand.num_waiting
         room_without_one = (min(demand.num_serving, self.num_wanted) - 1) * self._max_num_seqs
         self._waiting_since = _since(self._waiting_since, now, demand.num_waiting > 0)
