@@ -1,6 +1,6 @@
-"""Attends over windows and compressed entries, by the native kernel.
+"""Attention over windows and compressed entries, by the native kernel.
 
-See native/compressed_attention.h. A row's results depend on its own text alone.
+See native/compressed_attention.h. A row's result depends only on its own text.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from worker_proc.native.structures import (
 
 
 class CompressedBackend(NativeBackend):
-    """Attention of a model with compressors, in place."""
+    """Attention of a model with compressors, reading the pool in place."""
 
     name = "native kernel for compressed entries"
     _positions: torch.Tensor
     _num_texts: int
     _ends: dict[int, torch.Tensor]
-    """The rows whose tokens end a group, by the number of its tokens."""
+    """The rows whose tokens complete a group, by group size."""
 
     def _share(self, parts: Sequence[ScheduledRequest], group: int) -> Shares:
-        """Return no pieces of work: the kernel makes its own."""
+        """Return no pieces of work: the kernel divides its own work."""
         return Shares(Work([], [], [0], [], [], [], [], []), 0, 0)
 
     def begin_step(self, inputs: StepInputs) -> None:
@@ -73,7 +73,7 @@ class CompressedBackend(NativeBackend):
         compression: Compression,
         rows: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Add what entries are made of and chosen by; returns what the addresses point to."""
+        """Describe how entries are built and chosen; return the tensors that are pointed to."""
         at = args.head_dim
         entry_at = 0
         for name, parameters in compression.parameters.items():

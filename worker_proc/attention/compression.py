@@ -1,10 +1,10 @@
-"""Attention beside compressors, which make entries of several tokens each (DeepSeek-V4).
+"""Attention with compressors, which summarize several tokens in one entry (DeepSeek-V4).
 
-A compressor's own forward gives a cache the values and gates of its rows, and gets back those whose
-groups of tokens are complete. The cache that it is given here keeps them for the attention that
-follows, and returns none: the native kernel makes the entries, chooses those that an indexer scores
-highest, and attends (native/compressed_attention.h). Projections, norms, rotations and all else
-remain transformers'.
+A compressor's own forward passes the values and gates of its rows to a cache, and receives those
+whose groups of tokens are complete. The cache passed to it here keeps them for the attention that
+follows, and returns none: the native kernel computes the entries, selects those that an indexer
+scores highest, and attends (native/compressed_attention.h). Projections, norms, rotations and
+everything else remain transformers'.
 """
 
 import inspect
@@ -18,33 +18,33 @@ from torch import nn
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import CompressedSpec
 
-MAX_COMPRESSED_HEADS = 256  # of compressed_attention.h
+MAX_COMPRESSED_HEADS = 256  # limit in compressed_attention.h
 _PLAIN = (None, "eager", "sdpa")
-"""The forms of attention in which modules compute entries themselves."""
+"""The attention implementations with which modules compute entries themselves."""
 _STORE = "store_compression_weights"
 """The method of a cache that compressors call."""
 _ATTRIBUTE = "compression"
 _COMPRESSOR = "compressor"
 _INDEXER = "indexer"
-"""Names of modules, under which they store what they compute."""
+"""Names of modules, under which they store their results."""
 
 
 class Contribution(NamedTuple):
-    """What each row contributes to entries, `[T, num_series * dim]`."""
+    """A row's contribution to entries; both tensors are `[T, num_series * dim]`."""
 
     values: torch.Tensor
     gates: torch.Tensor
 
 
 class IndexQueries(NamedTuple):
-    """With what the rows of an indexer choose entries."""
+    """The queries and head weights by which an indexer's rows choose entries."""
 
     queries: torch.Tensor  # [T, num_index_heads, index_dim]
     weights: torch.Tensor  # float32 [T, num_index_heads]
 
 
 class Parameters(NamedTuple):
-    """With what the kernel makes entries of contributions, in float32."""
+    """Parameters with which the kernel computes entries from contributions, in float32."""
 
     biases: torch.Tensor  # [ratio, num_series * dim]
     factors: torch.Tensor  # [dim]
@@ -52,7 +52,7 @@ class Parameters(NamedTuple):
 
 
 class Compression:
-    """The compressor of an attention module; stands for its cache, too, while rows are computed."""
+    """The compressor of an attention module; acts as the module's cache while rows are computed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._compressor = cast(Any, module).compressor
@@ -60,22 +60,22 @@ class Compression:
         self.contributions: dict[str, Contribution] = {}
         self.index: IndexQueries | None = None
         self.parameters: dict[str, Parameters] = {}
-        """By the name of the module; empty until they are taken."""
+        """By module name; empty until `take_parameters` is called."""
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """The compressor and, if there is one, the indexer with its own."""
+        """The compressor and, if it has one, its indexer's own compressor, by name."""
         found = {_COMPRESSOR: self._compressor}
         indexer = getattr(self._compressor, _INDEXER, None)
         return found if indexer is None else found | {_INDEXER: indexer}
 
     @property
     def index_scale(self) -> float:
-        """The factor on an indexer's scores."""
+        """The factor by which an indexer's scores are multiplied."""
         return float(self._compressor.indexer.scorer.softmax_scale)
 
     def spec(self, window: int, head_dim: int) -> CompressedSpec:
-        """Return what the module stores, once it has computed rows."""
+        """Return the layout of the module's stored data; call it after rows have been computed."""
         compressor: Any = self._compressor
         num_series = self.contributions[_COMPRESSOR].values.shape[1] // head_dim
         index_dim = num_index_heads = num_chosen = 0
@@ -101,11 +101,11 @@ class Compression:
         return spec
 
     def take_parameters(self) -> None:
-        """Take the parameters that the modules do not compute with where the kernel does."""
+        """Move the parameters that only the kernel uses out of the modules."""
         for name, module in self.modules.items():
             norm = cast(nn.Module, module.kv_norm)
             biases = cast(nn.Parameter, module._parameters.pop("position_bias")).detach()
-            module.__dict__["position_bias"] = biases  # of its own forward
+            module.__dict__["position_bias"] = biases  # still read by its own forward
             self.parameters[name] = Parameters(
                 biases.float().contiguous(),
                 cast(torch.Tensor, norm.weight).detach().float().contiguous(),
@@ -113,20 +113,20 @@ class Compression:
             )
 
     def used_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that the kernel computes with."""
+        """Yield the parameters that the kernel uses."""
         for module in self.modules.values():
             yield cast(nn.Parameter, module.position_bias)
             yield from cast(nn.Module, module.kv_norm).parameters()
 
     def angles(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return cosines and sines of entries, `[n, rope_dim / 2]`, for their positions."""
+        """Return cosines and sines of entries, each `[n, rope_dim / 2]`, given their positions."""
         compressor: Any = self._compressor
         found = compressor.rotary_emb(
             rows, position_ids=positions.unsqueeze(0), layer_type=compressor.rope_layer_type
         )
         return tuple(part[0].float().contiguous() for part in found)
 
-    # What follows is called by the modules.
+    # The modules call the following methods.
 
     @property
     def layers(self) -> "Compression":
@@ -138,13 +138,13 @@ class Compression:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, *args: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of a step: those before them are in the paged cache."""
+        """Return only the step's own rows; earlier rows are in the paged cache."""
         return key, value
 
     def store_compression_weights(
         self, name: str, values: torch.Tensor, gates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Keep what rows contribute, and return none of it."""
+        """Keep the rows' contributions and return none of them."""
         self.contributions[name] = Contribution(values[0], gates[0])
         return values[:, :0], gates[:, :0], 0
 
@@ -158,13 +158,13 @@ class Compression:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what a forward has stored: rows of all layers would take gigabytes."""
+        """Drop the contributions of the last forward; those of all layers would take gigabytes."""
         self.contributions, self.index = {}, None
 
     def score(
         self, scorer: Any, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Take the place of an indexer's scores, of which there are none yet."""
+        """Replace an indexer's scores: there are no entries to score yet."""
         if self._is_plain:
             scores: torch.Tensor = type(scorer).forward(scorer, queries, keys, hidden)
             return scores
@@ -174,13 +174,13 @@ class Compression:
 
 
 def compression_of(module: nn.Module) -> Compression | None:
-    """Return the compression beside an attention module, if there is one."""
+    """Return the compression installed on an attention module, or None."""
     found: Compression | None = module.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def take_compressors(model: nn.Module) -> list[Compression]:
-    """Let attention modules with compressors store what they compute, wherever they are served."""
+    """Make attention modules with compressors store their contributions in paged forwards."""
     found = []
     for module in model.modules():
         compressor = getattr(module, _COMPRESSOR, None)
@@ -198,7 +198,7 @@ def take_compressors(model: nn.Module) -> list[Compression]:
 
 
 def _stores(compressor: nn.Module) -> bool:
-    """Return whether a module's own forward gives a cache what entries are made of."""
+    """Return whether a module's own forward stores contributions in a cache."""
     code = getattr(inspect.unwrap(type(compressor).forward), "__code__", None)
     return code is not None and _STORE in code.co_names
 
@@ -206,7 +206,7 @@ def _stores(compressor: nn.Module) -> bool:
 def _give(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a module its compression as a cache, also a copy of the module its own."""
+    """Pass a module its compression as the cache; a copied module passes its own."""
     compression: Compression = module.__dict__[_ATTRIBUTE]
     is_plain = cast(Any, module).config._attn_implementation in _PLAIN
     compression.begin(is_plain=is_plain)
@@ -214,6 +214,6 @@ def _give(
 
 
 def _score(scorer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Take the place of a scorer's forward, also in a copy of it."""
+    """Replace a scorer's forward; works in copies of the scorer, too."""
     compression: Compression = scorer.__dict__[_ATTRIBUTE]
     return compression.score(scorer, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""Sparse attention whose indexers choose some of the tokens before each one (DeepSeek-V3.2, GLM-5).
+"""Sparse attention whose indexers choose some of the preceding tokens (DeepSeek-V3.2, GLM-5).
 
-An indexer chooses `index_topk` tokens, and all where there are no more. That of Qwen4-Exp chooses
-`block_topk` blocks of `compress_ratio` tokens, and those after the last whole block. The context
-of such a model ends where not all are chosen, so that attention is that to all tokens, and no
-indexer is computed.
+An indexer chooses `index_topk` tokens, or all if there are no more than that. Qwen4-Exp's indexer
+chooses `block_topk` blocks of `compress_ratio` tokens, plus the tokens after the last whole block.
+The context of such a model is limited to the length at which all tokens are chosen. Its attention
+is then full attention, and no indexer is computed.
 """
 
 import inspect
@@ -17,14 +17,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _PLAIN = (None, "eager", "sdpa")
-"""The forms of attention for which an indexer's own forward is computed."""
+"""The attention implementations for which an indexer's own forward is computed."""
 _ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
 _MASK_ARGUMENTS = {"topk_indices", "kv_length"}
-"""Of a method that makes a mask of the tokens that an indexer has chosen."""
+"""Arguments of a method that builds a mask of the tokens chosen by an indexer."""
 
 
 class _AllTokens:
-    """Takes the place of chosen tokens, and of a mask that shows which may be chosen."""
+    """Replaces an indexer's choice, and the mask of the tokens that it may choose."""
 
     dtype = torch.bool
 
@@ -39,7 +39,7 @@ ALL_TOKENS = _AllTokens()
 
 
 def indexers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the attention modules that have an indexer, with it."""
+    """Yield each attention module that has an indexer, and the indexer."""
     for module in model.modules():
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and _num_chosen(indexer) is not None:
@@ -49,7 +49,7 @@ def indexers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _num_chosen(indexer: nn.Module) -> int | None:
-    """Return how many tokens a text has at most of which an indexer chooses all."""
+    """Return the greatest number of tokens of which an indexer chooses all; None: unknown."""
     number: Any = getattr(indexer, "index_topk", None)
     num_blocks: Any = getattr(indexer, "block_topk", None)
     size: Any = getattr(indexer, "compress_ratio", None)
@@ -60,14 +60,14 @@ def _num_chosen(indexer: nn.Module) -> int | None:
 
 
 def choose_all(model: PreTrainedModel) -> int | None:
-    """Let the indexers of a model choose all tokens, wherever it attends as it is served.
+    """Make the indexers of a model choose all tokens whenever it runs with paged attention.
 
-    Returns how many tokens a text has for which that is right; None: there are no indexers.
+    Returns the longest text for which this is exact, in tokens; None: there are no indexers.
     """
     lengths: list[Any] = []
     for module, indexer in indexers_of(model):
         lengths.append(_num_chosen(indexer))
-        indexer.__dict__.setdefault("config", module.config)  # which names the form of attention
+        indexer.__dict__.setdefault("config", module.config)  # names the implementation
         indexer.__dict__["forward"] = MethodType(_choose, indexer)
         module.register_forward_pre_hook(_give_mask, with_kwargs=True)
     for module in model.modules() if lengths else ():
@@ -77,7 +77,7 @@ def choose_all(model: PreTrainedModel) -> int | None:
 
 
 def _makers_of_masks(kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the names of a class's methods that make masks of chosen tokens."""
+    """Yield the names of a class's methods that build masks of chosen tokens."""
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and _takes(method) >= _MASK_ARGUMENTS:
             yield name
@@ -88,13 +88,13 @@ def _takes(method: Callable[..., Any]) -> set[str]:
 
 
 def _show_all(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take the place of a method that makes a mask, also in a copy of the module."""
+    """Replace a method that builds a mask; works in copies of the module, too."""
     is_plain = module.config._attn_implementation in _PLAIN
     return getattr(type(module), name)(module, *args, **kwargs) if is_plain else ALL_TOKENS
 
 
 def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take the place of an indexer's forward, also in a copy of the indexer."""
+    """Replace an indexer's forward; works in copies of the indexer, too."""
     is_plain = indexer.config._attn_implementation in _PLAIN
     return type(indexer).forward(indexer, *args, **kwargs) if is_plain else ALL_TOKENS
 
@@ -102,7 +102,7 @@ def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Any:
 def _give_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a mask to a module that takes a part of it for its indexer."""
+    """Pass a mask to a module that slices its mask for the indexer."""
     if kwargs.get("attention_mask") is None:
         kwargs = kwargs | {"attention_mask": ALL_TOKENS}
     return args, kwargs

@@ -1,7 +1,8 @@
 """Connects transformers' attention modules to the paged KV cache.
 
-`IMPLEMENTATION` is the name under which the function is registered. No mask is registered under it,
-so transformers builds none: the positions that a token attends to follow from the step's inputs.
+`paged_attention` is registered with transformers under the name `IMPLEMENTATION`. No mask function
+is registered under that name, so transformers builds no mask: the positions that a token attends to
+follow from the step's inputs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,60 +36,63 @@ class Scoring(NamedTuple):
     """Parameters of the score of a query and a key."""
 
     scale: float
-    softcap: float | None  # bound that scores approach by tanh
+    softcap: float | None  # bound that scores approach through tanh
     biases: torch.Tensor | None = None
-    """`[T, num_heads, distances]`: what each query adds to the scores of the keys before it, by
-    their distance, its own key first. Nothing is added to those that are further away."""
+    """`[T, num_heads, distances]`: the bias that each query adds to the scores of preceding keys,
+    by distance; distance 0 is its own key. Keys that are further away have no bias."""
     sinks: torch.Tensor | None = None
-    """float32 `[T, num_heads]`: sinks of each query, in place of those of the layer."""
+    """float32 `[T, num_heads]`: a sink for each query and head, which replaces the layer's
+    sinks."""
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention over the pool; holds the metadata of the current step."""
+    """A method of computing attention over the pool; holds the current step's metadata."""
 
     name: str
-    """For people."""
+    """Shown in logs and status pages."""
     depends_on_batch: bool
-    """Whether a row's result may depend on the rows alongside it, or on the cut of its text."""
+    """True if a row's result may depend on other rows in the batch, or on how its text is
+    chunked."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return the shapes of a layer's pools of keys and, unless it is latent, of values."""
+        """Return the shapes of a layer's key pool and value pool; latent layers have no values."""
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Build the indices that the layers share; called once before a step's forward."""
+        """Build the indices that the layers share; called once before each step's forward."""
 
     def attend(self, layer: "PagedLayer", rows: Rows, scoring: Scoring) -> torch.Tensor:
-        """Store the row's keys and values; return `[T, num_heads, value_head_dim]`, contiguous."""
+        """Store the rows' keys and values; return `[T, num_heads, value_head_dim]`, contiguous."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLayer:
-    """One attention module's shape, pool, backend and index of its KV group."""
+    """An attention module's shape, pool and backend, and the index of its KV group."""
 
     spec: LayerSpec
     kv: KVTensors
     backend: AttentionBackend
     group: int = 0
     sinks: torch.Tensor | None = None
-    """float32 `[num_heads]`: scores without values, which add to the weights of the softmax."""
+    """float32 `[num_heads]`: scores without values, which only enlarge the softmax denominator."""
     biases: torch.Tensor | None = None
-    """float32 `[num_heads, columns]`: added to scores, by the position of the key.
+    """float32 `[num_heads, columns]`: added to scores, by the key's position.
 
-    A layer with biases has no sinks: the native kernel shifts scores by a row's own bias."""
+    A layer with biases has no sinks, since the native kernel shifts scores by a row's own bias.
+    """
     bias_origin: int | None = None
-    """The column of a row's own key, where columns are distances and the keys before it have those
-    before it: the precision is then that of the distance. None: columns are positions."""
+    """The column of a row's own key, if columns are distances: preceding keys use the preceding
+    columns, and precision depends on the distance alone. None: columns are positions."""
     compression: Compression | None = None
-    """What makes compressed entries of the module's rows."""
+    """The module's compressor, which builds compressed entries from its rows."""
     place: Place | None = None
-    """Where such a layer, or one beside it, keeps them and its rows."""
+    """Where the pool holds a compressing model's rows and entries for this layer."""
 
 
 class LayersInTurn:
-    """The layers of a module that attends several times in a step.
+    """The layers of a module that attends several times in a step, in call order.
 
-    Such as those of HRM-Text, which are repeated, and of DiffLlama, which attend to two kinds of
-    values. Each call has keys and values of its own.
+    HRM-Text repeats its layers, and DiffLlama attends to two sets of values. Each call has its own
+    keys and values.
     """
 
     def __init__(self, layers: Sequence[PagedLayer]) -> None:
@@ -99,18 +103,18 @@ class LayersInTurn:
         return len(self._layers)
 
     def begin_step(self) -> None:
-        """Let the next call be the first one; a forward that failed may have left others."""
+        """Restart at the first call; a forward that failed may have stopped midway."""
         self._num_called = 0
 
     def next(self) -> PagedLayer:
-        """Return the layer of a call."""
+        """Return the layer of the current call."""
         layer = self._layers[self._num_called % len(self._layers)]
         self._num_called += 1
         return layer
 
 
 def attending_twice(module_names: Iterable[str]) -> str | None:
-    """Return the name of a module that attends several times in a step, if there is one."""
+    """Return the name of a module that attends several times in a step, or None."""
     seen: set[str] = set()
     for name in module_names:
         if name in seen:
@@ -120,9 +124,9 @@ def attending_twice(module_names: Iterable[str]) -> str | None:
 
 
 def set_implementation(model: nn.Module, name: str) -> None:
-    """Let all modules of a model attend by the function of this name.
+    """Make all modules of a model attend through the function registered under `name`.
 
-    transformers' own method warns of every part in config.json that has not been built.
+    transformers' own method logs a warning for each part of config.json that has not been built.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -131,7 +135,7 @@ def set_implementation(model: nn.Module, name: str) -> None:
 
 
 def has_own_attention(model: nn.Module) -> bool:
-    """Return whether a model attends by code of its own, and not by a registered function."""
+    """Return whether a model's own code computes attention, instead of a registered function."""
     find: Any = getattr(model, "get_decoder", None)
     decoder = model if find is None else find()
     return isinstance(decoder, PreTrainedModel) and not decoder._can_set_attn_implementation()
@@ -139,10 +143,10 @@ def has_own_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def transformers_attention(model: nn.Module) -> Iterator[None]:
-    """Let a model attend as in transformers, over rows of one text, for a while.
+    """Use transformers' attention, over rows of a single text, within the context.
 
-    Where it attends by code of its own, in the form that transformers prefers: Falcon's plain form
-    adds its biases twice.
+    A model whose own code computes attention uses the implementation that transformers prefers,
+    because Falcon's eager implementation adds its biases twice.
     """
     is_own = has_own_attention(model)
     whole = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -166,11 +170,11 @@ def paged_attention(  # noqa: PLR0917 (the signature is transformers')
     sinks: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for one module with a `paged_layer`: the function that transformers calls.
+    """Attend for a module that has a `paged_layer`; transformers calls this function.
 
     Takes `[1, heads, T, dim]`; returns `[1, T, num_heads, value_head_dim]` and no weights. The
-    probe checked `kwargs` when the model was loaded. A mask is one of key biases, and biases by
-    position are those by distance (score_terms.py).
+    probe checked `kwargs` when the model was loaded. An attention mask holds key biases here, and
+    position biases are indexed by distance (score_terms.py).
     """
     layer = cast(PagedLayer | LayersInTurn, module.paged_layer)
     if isinstance(layer, LayersInTurn):

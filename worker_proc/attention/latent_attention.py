@@ -1,8 +1,9 @@
-"""Multi-head latent attention whose cache holds latent rows, in place of a model's own module.
+"""Multi-head latent attention over cached latent rows, which replaces a model's own module.
 
-The model's module makes keys and values of all heads from each latent row. Here queries are
-multiplied instead (latent_products.py), so that one row serves all heads as key and value.
-Prompts and decodes are computed alike: a token's bits do not depend on how its text is cut.
+The model's module expands each latent row into the keys and values of all heads. This one
+transforms the queries instead (latent_products.py), so that one row serves as key and value for all
+heads. Prompts and decodes are computed alike: a token's bits do not depend on how its text is
+chunked.
 """
 
 import sys
@@ -20,7 +21,7 @@ from worker_proc.recurrent.rowwise import rowwise
 
 
 class LatentAttention(nn.Module):
-    """The attention of a layer, with the projections, norms and gates of the module it replaces."""
+    """A layer's attention, with the projections, norms and gates of the module it replaces."""
 
     q_proj: nn.Module
     q_a_proj: nn.Module
@@ -32,7 +33,7 @@ class LatentAttention(nn.Module):
     g_proj: nn.Module
 
     def __init__(self, module: nn.Module, shape: LatentShape, products: LatentProducts) -> None:
-        """Take the parts of a module whose sizes `modules.latent.find_shape` has found."""
+        """Take over the children of a module whose sizes `modules.latent.find_shape` has found."""
         super().__init__()
         for name, child in module.named_children():
             if name not in {"kv_b_proj", "indexer"}:
@@ -54,9 +55,9 @@ class LatentAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Return `[1, T, hidden_size]` and no weights, for rows `[1, T, hidden_size]`.
+        """Return `[1, T, hidden_size]` and no weights, given rows `[1, T, hidden_size]`.
 
-        Where the next layer takes the choice of an indexer, all tokens are returned as the third.
+        If the next layer takes this layer's indexer choice, ALL_TOKENS is returned as a third item.
         """
         shape, num_tokens = self._shape, hidden_states.shape[1]
         query = self._queries(hidden_states)[0].view(num_tokens, shape.num_heads, shape.head_dim)
@@ -66,7 +67,7 @@ class LatentAttention(nn.Module):
         query = self._products.queries(query, row, angles_of(position_embeddings))
         name = self.config._attn_implementation
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            # It shows padding, of which the module made a mask of its own; there is none.
+            # A mask of padding, from which the module built its own mask; here there is no padding.
             attention_mask = _causal_mask(query) if name == "eager" else None
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, self._eager)
         keys = row.unsqueeze(0).unsqueeze(0)
@@ -102,15 +103,15 @@ class LatentAttention(nn.Module):
 
 
 def _causal_mask(query: torch.Tensor) -> torch.Tensor:
-    """Return a mask for `[T, ...]` queries of one text."""
+    """Return a causal mask for `[T, ...]` queries of one text."""
     hidden = query.new_full((len(query), len(query)), torch.finfo(query.dtype).min)
     return hidden.triu(1)[None, None]
 
 
 def angles_of(position_embeddings: Any) -> Angles | None:
-    """Return what a model's module for positions gives its attention; None: no angles.
+    """Return the angles that a model's rotary module passes to attention; None: no angles.
 
-    That is a pair of cosines and sines, `[1, T, rope_dim]`, or complex numbers of half the size.
+    They are a pair of cosines and sines, `[1, T, rope_dim]`, or complex numbers of half that size.
     """
     if position_embeddings is None:
         return None

@@ -1,8 +1,8 @@
-"""The products that move between heads and the latent rows of multi-head latent attention.
+"""The products that convert between heads and the latent rows of multi-head latent attention.
 
-A head's keys are W_UK times the latent row, so its score is that of the row with W_UK's transpose
-times the query; and its output is W_UV times the weighted sum of the rows. Both weights come from
-kv_b_proj (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+A head's keys are W_UK times the latent row, so its score is the dot product of the row and W_UK's
+transpose times the query. Its output is W_UV times the weighted sum of the rows. Both weights come
+from kv_b_proj (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 """
 
 import ctypes
@@ -24,53 +24,53 @@ from worker_proc.native.structures import (
 )
 
 _ROW_BYTES = 64
-"""A head's inputs are read in whole lines of the cache."""
+"""A head's inputs are read in whole cache lines."""
 
 
 class LatentShape(NamedTuple):
-    """The sizes of a layer; a query has `nope_dim` dimensions and after them `rope_dim`."""
+    """The sizes of a layer; a query has `nope_dim` dimensions, then `rope_dim` rotated ones."""
 
     num_heads: int
     nope_dim: int
     rope_dim: int
     value_dim: int
     rank: int
-    """The values of a latent row; the rotated part of the key follows them."""
+    """The size of a latent row, without the rotated part of the key, which follows it."""
 
     @property
     def head_dim(self) -> int:
-        """The dimensions of a head's queries."""
+        """The dimension of a head's queries."""
         return self.nope_dim + self.rope_dim
 
     @property
     def row_dim(self) -> int:
-        """The numbers that are stored for a token."""
+        """The size of a token's cached row."""
         return self.rank + self.rope_dim
 
 
 class Angles(NamedTuple):
-    """Cosines and sines, `[T, rope_dim]` each, contiguous; of pairs only the first half counts."""
+    """Contiguous cosines and sines, `[T, rope_dim]`; rotation by pairs reads the first half."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
 
 class LatentProducts(Protocol):
-    """One way to compute what surrounds attention over latent rows."""
+    """An implementation of the products before and after attention over latent rows."""
 
     def queries(
         self, query: torch.Tensor, row: torch.Tensor, angles: Angles | None
     ) -> torch.Tensor:
-        """Return queries of latent rows, `[T, num_heads, row_dim]`.
+        """Return queries for latent rows, `[T, num_heads, row_dim]`.
 
-        Takes a projection's `[T, num_heads, head_dim]`, and rotates the end of `row`, which is
-        `[T, row_dim]`, in place.
+        Takes projected queries, `[T, num_heads, head_dim]`, and rotates the end of `row`, `[T,
+        row_dim]`, in place.
         """
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Return the heads' outputs, `[T, num_heads * value_dim]`, given sums of latent rows.
+        """Return the heads' outputs, `[T, num_heads * value_dim]`.
 
-        These are `[T, num_heads, rank]`.
+        `attended` has weighted sums of latent rows, `[T, num_heads, rank]`.
         """
 
 
@@ -82,10 +82,10 @@ def split_weight(weight: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor
 
 
 class TorchProducts:
-    """Plain products: their sums may depend on the other rows."""
+    """Products by torch; their sums may depend on the other rows."""
 
     def __init__(self, shape: LatentShape, rotation: Rotation, weight: torch.Tensor) -> None:
-        """Take the weight of kv_b_proj."""
+        """Split the weight of kv_b_proj."""
         self._shape = shape
         self._rotation = rotation
         self._keys, self._values = split_weight(weight, shape)
@@ -122,7 +122,7 @@ def _rotated(part: torch.Tensor, angles: Angles, rotation: Rotation) -> torch.Te
 
 
 class NativeProducts:
-    """Products by the native kernels: a row has the same bits alongside any others."""
+    """Products by the native kernels: a row's bits do not depend on the other rows."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class NativeProducts:
     def _project(
         self, weight: PackedWeight, rows: torch.Tensor, out: torch.Tensor, num_outputs: int
     ) -> None:
-        """Multiply each head's rows with its weight, into the first outputs of each head."""
+        """Multiply each head's rows by its weight, and write the first outputs of each head."""
         instruction = projection(
             weight,
             num_heads=out.shape[1],
@@ -214,6 +214,6 @@ def _buffer(rows: torch.Tensor) -> BufferArgs:
 
 
 def _whole_lines(rows: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    """Return heads whose inputs end with a line, or are followed by zeros up to its end."""
+    """Return heads whose inputs fill whole cache lines, padded with zeros if necessary."""
     missing = -num_inputs % (_ROW_BYTES // rows.itemsize)
     return pad(rows[:, :, :num_inputs], (0, missing)) if missing else rows

@@ -1,6 +1,6 @@
-"""The CPU's fast backend: attends over the pool in place, without gathering.
+"""The CPU's fast backend, which reads keys and values in the pool without gathering them.
 
-A token's results depend on its own text alone, so they have the same bits in every batch, chunk and
+A token's result depends only on its own text, so it has the same bits in every batch, chunk and
 step.
 """
 
@@ -26,31 +26,32 @@ from worker_proc.native.structures import LayerArgs, RowTermsArgs, StepArgs
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
-"""Query heads that a call of the kernel computes for each KV head; a layer may take several."""
-MAX_LATENT_DIM = 640  # of latent_attention.h
-PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pairs.h
+"""The most query heads for each KV head in one kernel call; a layer with more takes several
+calls."""
+MAX_LATENT_DIM = 640  # limit in latent_attention.h
+PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # constants of attention_pairs.h
 VECTOR = 16
 MAX_SUMS_BYTES = 32 << 20
-"""Bounds the sums that are kept where contexts are split among threads."""
+"""Bounds the partial sums that are kept when contexts are split among threads."""
 MAX_CONTEXT_PER_PREFIX = 8
-"""Texts whose contexts are longer, relative to what they have in common, are not grouped."""
+"""Texts with contexts longer than this multiple of their common prefix are not grouped."""
 
 
 _CPU = torch.device("cpu")
 _SAME_LAYER = -1
-"""In place of an earlier layer whose keys and values a part of a layer has."""
+"""Marks a part of a layer whose keys and values another part of the same layer stores."""
 
 
 class _Heads(NamedTuple):
-    """A layer with some of its query heads."""
+    """A part of a layer: some of its query heads."""
 
     heads: slice
-    """Of each KV head."""
+    """Slice of the query heads of each KV head."""
     layer: PagedLayer
 
 
 def can_attend(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel covers these layers."""
+    """Return whether the kernel supports these layers."""
     return device.type == "cpu" and dtype in NATIVE_DTYPES and all(map(_is_covered, specs))
 
 
@@ -58,13 +59,13 @@ def _is_covered(spec: LayerSpec) -> bool:
     if spec.is_latent:
         fits = spec.head_dim <= MAX_LATENT_DIM and spec.value_head_dim <= MAX_HEAD_DIM
         return fits and not spec.is_chunked and spec.kv_source is None
-    # Encoders have a kernel that takes all heads at once.
+    # Encoders use a kernel that takes all heads at once.
     fits = spec.is_causal or spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
     return fits and max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
 
 
 class NativeBackend:
-    """Attention by the native kernel, in place."""
+    """Attention by the native kernel, reading the pool in place."""
 
     name = "native kernel"
     depends_on_batch = False
@@ -79,7 +80,7 @@ class NativeBackend:
         *,
         format: KVFormat = KVFormat.PLAIN,
     ) -> None:
-        """Take all layers, the window of each KV group, and the format of the pools."""
+        """Take all layers, each KV group's window, and the format of the pools."""
         self._library = library
         self._format = format
         per_kv_head = max(spec.num_heads // spec.num_kv_heads for spec in specs)
@@ -89,7 +90,7 @@ class NativeBackend:
         widest = max(spec.value_head_dim for spec in specs)
         self._token_sums = self._num_heads * (-(-widest // VECTOR) * VECTOR + VECTOR)
         self._sums = torch.empty(0, dtype=torch.float32)
-        """Partial sums of the sections of contexts, until a layer has merged them."""
+        """Partial sums of context sections, until a layer has merged them."""
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
         self._reads_pairs = library.has_pairs and self._is_bf16 and block_size % PAIR_SLOTS == 0
@@ -98,15 +99,16 @@ class NativeBackend:
         self._layers: dict[PagedLayer, LayerArgs] = {}
         self._parts: dict[PagedLayer, list[_Heads]] = {}
         self.steps: list[StepArgs] = []
-        """The present step, for each KV group."""
+        """The current step, for each KV group."""
         self._memory: StepMemory | None = None
-        """What the present step's addresses point to."""
+        """The memory that the current step's addresses point to."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`.
+        """Return the key pool's shape and the value pool's shape.
 
-        Latent rows are `[block, slot, dim]`, and have no values beside them. The kernels for pairs
-        order a head's keys and values in a block in another way. Of codes, each head's block is one
+        They are `[block, kv_head, dim, slot]` for keys and `[block, kv_head, slot, dim]` for
+        values. Latent rows are `[block, slot, dim]`, without a value pool. The kernels for pairs
+        use another order within a head's block. In a format with codes, each head's block is one
         row of bytes: the codes in the same order, then the scales.
         """
         heads, size = (num_blocks, spec.num_kv_heads), self._block_size
@@ -142,7 +144,7 @@ class NativeBackend:
         self._memory = memory
 
     def _share(self, parts: Sequence[ScheduledRequest], group: int) -> Shares:
-        """Cut the step into pieces of work for the threads."""
+        """Divide the step into pieces of work for the threads."""
         texts = Texts(
             [part.start for part in parts],
             [part.num_tokens for part in parts],
@@ -159,14 +161,14 @@ class NativeBackend:
         return share_work(texts, prefix_groups, alone, team)
 
     def _reserve_sums(self, num_sums: int) -> None:
-        """Make room for sums; at most MAX_SUMS_BYTES."""
+        """Grow the buffer of partial sums if needed, up to MAX_SUMS_BYTES."""
         if len(self._sums) < num_sums * self._token_sums:
             self._sums = torch.empty(num_sums * self._token_sums, dtype=torch.float32)
 
     def _group_by_prefix(
         self, parts: Sequence[ScheduledRequest], singles: list[int], group: int
     ) -> tuple[list[tuple[list[int], int]], list[int]]:
-        """Return groups with their number of shared positions, whole spans, and what is in none."""
+        """Return groups with the length of their shared prefix, and the ungrouped segments."""
         is_read_once = self._reads_pairs and not self._has_latent_layers
         if not is_read_once or self._windows[group] is not None:
             return [], singles
@@ -179,7 +181,7 @@ class NativeBackend:
         for members, num_blocks in groups:
             starts = [parts[segment].start for segment in members]
             length = min(num_blocks * size, *starts) // PAIR_SPAN * PAIR_SPAN
-            # Long contexts of their own are better shared by threads.
+            # Threads share a long context better if its text is not in a group.
             if length * MAX_CONTEXT_PER_PREFIX >= max(starts) and length > 0:
                 shared.append((members, length))
             else:
@@ -189,9 +191,9 @@ class NativeBackend:
     def _tables(
         self, parts: Sequence[ScheduledRequest], group: int
     ) -> tuple[list["array[int]"], list[int]]:
-        """Return the blocks of each part, from the first one that its first token attends to.
+        """Return each part's blocks, from the first block that its first token attends to.
 
-        The second value is the number of this block in its text.
+        The second value is the index of that block in its text.
         """
         window, size = self._windows[group], self._block_size
         tables = [part.request.block_tables[group] for part in parts]
@@ -207,7 +209,7 @@ class NativeBackend:
         return self._attend(layer, rows, scoring)
 
     def _attend_in_parts(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
-        """Attend with some of the query heads of each KV head at a time."""
+        """Attend with a slice of each KV head's query heads at a time."""
         if layer not in self._parts:
             self._parts[layer] = list(_cut_heads(layer))
         num_kv_heads = layer.spec.num_kv_heads
@@ -234,7 +236,7 @@ class NativeBackend:
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
         extras = scoring[1:], layer.sinks, layer.biases
         no_extras = (None, None, None), None, None
-        assert not spec.is_latent or extras == no_extras  # for which there is no kernel
+        assert not spec.is_latent or extras == no_extras  # the latent kernel supports none of these
         terms, kept = _row_terms(scoring)
         numbers = (scoring.scale, scoring.softcap or 0.0)
         dense = Rows(*map(_dense, rows))
@@ -243,7 +245,7 @@ class NativeBackend:
         return out
 
     def _has_pairs(self, spec: LayerSpec) -> bool:
-        """Return whether the kernels for pairs cover a layer."""
+        """Return whether the kernels for pairs support a layer."""
         dims = (spec.head_dim, spec.value_head_dim)
         return (
             self._reads_pairs
@@ -253,7 +255,7 @@ class NativeBackend:
         )
 
     def layer_args(self, layer: PagedLayer) -> LayerArgs:
-        """Return a layer as the kernel takes it, at an address that stays."""
+        """Return the kernel's description of a layer, whose address does not change."""
         if layer not in self._layers:
             self._layers[layer] = self._describe(layer)
         return self._layers[layer]
@@ -279,7 +281,7 @@ class NativeBackend:
 def _cut_heads(layer: PagedLayer) -> Iterator[_Heads]:
     """Yield the parts of a layer that has too many query heads for each KV head.
 
-    The first one stores keys and values, and the others find them stored.
+    The first part stores keys and values; the others read them.
     """
     spec = layer.spec
     per_kv_head = spec.num_heads // spec.num_kv_heads
@@ -299,7 +301,7 @@ def _cut_heads(layer: PagedLayer) -> Iterator[_Heads]:
 
 
 def _row_terms(scoring: Scoring) -> tuple[RowTermsArgs, torch.Tensor | None]:
-    """Return what each row has besides its layer, and what must be kept for it."""
+    """Return the row-specific terms of scores, and the tensor that must outlive the kernel call."""
     if scoring.biases is None and scoring.sinks is None:
         return RowTermsArgs(), None
     terms = RowTermsArgs()

@@ -1,4 +1,4 @@
-"""The backend of models without attention, whose layers all have a recurrent state."""
+"""The backend of models without attention, all of whose layers have a recurrent state."""
 
 import torch
 
@@ -9,12 +9,12 @@ from worker_proc.kv.kv_tensors import Shapes
 
 
 class NoAttention:
-    """Nothing attends."""
+    """A backend that never attends."""
 
     name = "none"
 
     def __init__(self, *, has_kernels: bool) -> None:
-        """Take whether the recurrent layers are computed by the native kernels."""
+        """`has_kernels`: the native kernels compute the recurrent layers."""
         self.depends_on_batch = not has_kernels
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:

@@ -1,8 +1,8 @@
-"""Finds out which positions a mask of transformers shows, by asking it.
+"""Determines the positions that a transformers mask shows, by evaluating it.
 
-A mask is a function of a query's position and a key's. It may show all positions up to the query's
-own, a window of the last ones, or those of the query's chunk; or, where it is not causal, all
-positions or a window to both sides.
+A mask is a function of a query's position and a key's position. It may show all positions up to the
+query's own, a window of the most recent ones, or those of the query's chunk. A mask that is not
+causal shows all positions, or a window on both sides.
 """
 
 from collections.abc import Callable
@@ -12,31 +12,35 @@ import torch
 
 from worker_proc.errors import UnsupportedModel
 
-FAR_POSITION = 2**24  # position whose query sees the whole of any window
+FAR_POSITION = 2**24  # a query at this position sees the whole of any window
 _OFFSETS = (0, 1, 77_777)
 
 MaskFunction = Callable[..., Any]
 
 
 class Visibility(NamedTuple):
-    """What a token sees, itself included."""
+    """The positions that a token sees, including its own."""
 
     window: int | None
-    """How many positions; None: all before it."""
+    """The number of positions; None: all preceding ones."""
     is_chunked: bool = False
-    """Whether the positions are those of its chunk, which begins at a multiple of `window`."""
+    """True if the positions are those of its chunk, which begins at a multiple of `window`."""
     is_causal: bool = True
-    """Else it sees `window` positions to each side, itself included; None: the whole text."""
+    """If False, a token sees `window` positions on each side, including its own; None: the whole
+    text."""
 
     def size_at(self, position: int) -> int:
-        """Return how many positions a token sees."""
+        """Return how many positions a token at `position` sees."""
         if self.window is None:
             return position + 1
         return position % self.window + 1 if self.is_chunked else min(self.window, position + 1)
 
 
 def observe(mask_function: MaskFunction) -> Visibility:
-    """Return what a mask shows; UnsupportedModel: it is of another kind."""
+    """Return what a mask shows.
+
+    Raises UnsupportedModel if it is neither complete, nor a window, nor chunks of equal size.
+    """
     if _sees(mask_function, FAR_POSITION, FAR_POSITION + 1):
         return _observe_sides(mask_function)
     sizes = [_size_at(mask_function, FAR_POSITION + offset) for offset in _OFFSETS]
@@ -60,7 +64,7 @@ def observe(mask_function: MaskFunction) -> Visibility:
 
 
 def _observe_sides(mask_function: MaskFunction) -> Visibility:
-    """Return what a mask shows that is not causal: as much before a token as after it."""
+    """Return what a mask shows that is not causal and equally wide on both sides."""
     sizes = {
         _reach(mask_function, FAR_POSITION + offset, direction)
         for offset in _OFFSETS
@@ -72,7 +76,7 @@ def _observe_sides(mask_function: MaskFunction) -> Visibility:
 
 
 def _reach(mask_function: MaskFunction, position: int, direction: int) -> int | None:
-    """Return how many positions a token sees on one side, itself included; None: all."""
+    """Return how many positions a token sees on one side, including its own; None: all."""
 
     def sees(distance: int) -> bool:
         return _sees(mask_function, position, position - direction * distance)
@@ -88,7 +92,7 @@ def _sees(mask_function: MaskFunction, position: int, key: int) -> bool:
 
 
 def _size_at(mask_function: MaskFunction, position: int) -> int:
-    """Return how many successive positions a token sees, itself included."""
+    """Return how many consecutive positions a token sees, including its own."""
 
     def sees(distance: int) -> bool:
         return _sees(mask_function, position, position - distance)
@@ -99,7 +103,7 @@ def _size_at(mask_function: MaskFunction, position: int) -> int:
 
 
 def _first_hidden(sees: Callable[[int], bool], position: int) -> int:
-    """Return the first distance at which nothing is seen; `position + 1`: there is none."""
+    """Return the smallest distance at which the key is hidden; `position + 1`: none is hidden."""
     if not sees(0):
         raise UnsupportedModel("its mask hides a token from itself")
     size = position + 1
@@ -116,7 +120,7 @@ def _first_hidden(sees: Callable[[int], bool], position: int) -> int:
 
 
 def _chunk_size(mask_function: MaskFunction, start: int) -> int:
-    """Return the size of the chunk that begins at a position."""
+    """Return the size of the chunk that begins at `start`."""
     low, high = 0, FAR_POSITION
     while high - low > 1:
         middle = (low + high) // 2

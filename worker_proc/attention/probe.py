@@ -1,10 +1,10 @@
-"""Finds out what attention a model computes, by running its code on the meta device.
+"""Finds out which attention a model computes, by running its code on the meta device.
 
-The model's own forward is called once, as it is served, without weights or memory. All attention
-calls, masks and parameters that it uses are recorded, so that the attention of each layer is
-observed, not guessed from names in `config.json`. A model that paged attention cannot compute is
-rejected before weights are read. Code cannot branch on values of the meta device, so the parameters
-that one forward uses are those of every forward over text.
+The model's own forward is called once, as it will be served, without weights or memory. All
+attention calls, masks and parameters that it uses are recorded, so that each layer's attention is
+observed instead of guessed from names in `config.json`. A model that paged attention cannot compute
+is rejected before weights are read. Code cannot branch on values on the meta device, so the
+parameters that one forward uses are those that every forward over text uses.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,36 +33,37 @@ from worker_proc.recurrent.state_spec import RecurrentSpec
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """What the forward over one packed row of tokens uses."""
+    """The layers, parameters and modules that a forward over one packed row of tokens uses."""
 
-    layers: list[ProbedLayer]  # in the order in which the forward calls them
+    layers: list[ProbedLayer]  # in call order
     parameters: frozenset[str]
-    unused_modules: tuple[str, ...]  # topmost ones, of whose parameters it uses none
-    num_weights: int  # in the parameters of all other modules
+    unused_modules: tuple[str, ...]  # topmost modules that use none of their parameters
+    num_weights: int  # number of parameter elements in all other modules
     recurrent: list[RecurrentSpec] = field(default_factory=list)
-    """Modules with a state, in the order in which the forward calls them."""
-    position_offset: int = 0  # number of a text's first position
+    """Modules with a recurrent state, in call order."""
+    position_offset: int = 0  # position id of a text's first token
     has_own_attention: bool = False
-    """Whether attention is in the model's own code. Windows, biases and repeated heads, which
-    depend on values there, are observed when its weights are loaded."""
+    """True if the model's own code computes attention. Its windows, biases and repeated heads,
+    which depend on values, are observed when the weights are loaded."""
     read_linears: tuple[str, ...] = ()
-    """Linear layers that are not called: the code of other modules computes with their weights."""
+    """Linear layers that are not called: other modules' code computes with their weights."""
     has_attention: bool = True
-    """Whether there are attention layers; a stage may have none of them."""
+    """True if the model has attention layers; a pipeline stage may have none."""
     has_states: bool = False
-    """Whether there are modules with a state; a stage may have none of them."""
+    """True if the model has modules with a recurrent state; a pipeline stage may have none."""
     num_outputs: dict[str, int] = field(default_factory=dict)
-    """How many outputs the modules in lists have, of those that return several."""
+    """The number of outputs of each listed module that returns a tuple, by name."""
     indexed_length: int | None = None
-    """Of texts whose tokens are all chosen by indexers, if there are some (indexers.py)."""
+    """The longest text of which indexers choose all tokens (indexers.py); None: no indexers."""
     num_logits: int | None = None
-    """Of a row; some models leave out those of tokens that only fill up a vocabulary."""
+    """The number of logits for each row; some models omit those of padding tokens."""
     masked_length: int | None = None
-    """Of texts none of whose tokens is hidden for its key's bias, if keys have some."""
+    """The longest text in which no key bias hides a token; None: there are no key biases."""
     row_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """What modules with matrices of their own take, by name, without the dimensions of texts."""
+    """The row shapes that modules with 2-D matrices take, by name, without the text dimensions."""
     argument_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """What modules with stacks of matrices take, by argument; 0 is the number of rows."""
+    """The argument shapes of modules with 3-D matrices, by name; 0 stands for the number of
+    rows."""
 
 
 def probe_model(
@@ -70,22 +71,22 @@ def probe_model(
 ) -> ProbedModel:
     """Run `model`, which is on the meta device, and return what it used.
 
-    UnsupportedModel: the forward fails, or holds something other than `num_layers`
-    self-attention layers that go through transformers' attention interface, or whose own code
-    does no more than attention. They must be causal in a model with an output layer, and all alike
-    in that in another one.
+    Raises UnsupportedModel if the forward fails, or if it does not have `num_layers` self-attention
+    layers that either call transformers' attention interface or whose own code computes only
+    attention. The layers of a model with an output layer must be causal; in other models all layers
+    must have the same direction.
     """
     recorder = Recorder(model)
     config = model.config
     indexed_length = choose_all(model)
     terms_length = take_score_terms(model)
-    for _, module in modules_with_terms(model):  # what the served forward takes from children
+    for _, module in modules_with_terms(model):  # the served forward reads these weights
         terms = distance_terms_of(module)
         recorder.storages.add([] if terms is None else terms.child.parameters())
     compressions = take_compressors(model)
     for compression in compressions:  # the kernel computes with these
         recorder.storages.add(compression.used_parameters())
-    for _, indexer in indexers_of(model):  # which the comparison with its own forward computes
+    for _, indexer in indexers_of(model):  # the comparison with its own forward uses them
         recorder.storages.add(indexer.parameters())
     is_own = has_own_attention(model)
     with (
@@ -126,9 +127,9 @@ def probe_model(
 
 
 def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_layer: bool) -> Any:
-    """Return what a model makes of one packed row of tokens; UnsupportedModel: this fails."""
+    """Return the output for a packed row of tokens; raise UnsupportedModel if that fails."""
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
-    kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
+    kept = tokens[0]  # all rows; given a number, some models skip rows in the last layers
     options: dict[str, Any] = {"logits_to_keep": kept} if has_output_layer else {}
     if cache is not None:
         options["past_key_values"] = cache
@@ -144,7 +145,7 @@ def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_l
 
 
 def _num_outputs(model: nn.Module, counts: Mapping[nn.Module, int]) -> dict[str, int]:
-    """Return the counts of modules in lists, by their names."""
+    """Return the output counts of modules in ModuleLists, by name."""
     return {
         f"{prefix}.{index}": counts[module]
         for prefix, modules in model.named_modules()
@@ -155,9 +156,9 @@ def _num_outputs(model: nn.Module, counts: Mapping[nn.Module, int]) -> dict[str,
 
 
 def position_offset(model: PreTrainedModel) -> int:
-    """Return the number that a model without output layer gives to a text's first position.
+    """Return the position id of a text's first token in a model without an output layer.
 
-    Models that count from the padding token's number on have a method for it.
+    Models whose positions start after the padding token's number have a method for it.
     """
     embeddings: Any = getattr(model.base_model, "embeddings", None)
     if not hasattr(embeddings, "create_position_ids_from_input_ids"):
@@ -171,7 +172,7 @@ def _read_linears(
     called: Collection[nn.Module],
     elsewhere: Collection[str],
 ) -> tuple[str, ...]:
-    """Return the linear layers that are used and not called, outside of some modules."""
+    """Return the linear layers that are used but not called, except those in `elsewhere`."""
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     multiplied = {id(module.weight) for module in linears.values() if module in called}
     return tuple(
@@ -184,7 +185,7 @@ def _read_linears(
 
 
 def _num_passed_over(model: nn.Module, num_layers: int, called: Collection[nn.Module]) -> int:
-    """Return how many layers of the decoder text does not reach, such as those for images."""
+    """Return the number of decoder layers that text does not reach, such as layers for images."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     counts = (
         sum(layer not in called for layer in layers)
@@ -200,11 +201,11 @@ def _check_layers(
     model_type: str,
     num_layers: int,
 ) -> None:
-    """Raise UnsupportedModel unless `num_layers` layers attend or have a state, by own modules."""
+    """Raise UnsupportedModel unless each of `num_layers` layers attends or has a state."""
     if len({spec.module_name for spec in recurrent}) != len(recurrent):
         raise UnsupportedModel(f"{model_type}: one recurrent module is used by several layers")
     num_mixing = len(layers) + len(recurrent)
-    # A module may be that of several layers, or attend several times in one.
+    # Several layers may share a module, and a module may attend several times in one layer.
     is_module_each = len({layer.module_name for layer in layers}) == num_layers
     has_others = num_mixing > num_layers and not is_module_each and not recurrent
     if num_mixing < num_layers or has_others:
@@ -218,7 +219,7 @@ def _check_layers(
 def _check_directions(
     layers: Collection[ProbedLayer], model_type: str, *, has_output_layer: bool
 ) -> None:
-    """Raise UnsupportedModel unless all layers are causal, or none of a model that only pools."""
+    """Raise UnsupportedModel unless all layers are causal, or none in a model that only pools."""
     others = [layer for layer in layers if not layer.spec.is_causal]
     if others and has_output_layer:
         raise UnsupportedModel(f"{model_type}: {others[0].module_name} is not causal")
@@ -254,5 +255,5 @@ def _top_modules_without(
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:
-    """Return whether a tensor's name is that of a tensor in one of some modules."""
+    """Return whether a tensor belongs to one of `modules`, given its name."""
     return any(name.startswith(f"{module}.") for module in modules)

@@ -1,6 +1,6 @@
-"""Takes the place of attention, masks and experts while a model runs without weights.
+"""Replaces attention, masks and experts while a model runs without weights.
 
-What a forward asks of them is recorded; see probe.py.
+It records the calls of a forward; see probe.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from worker_proc.kv.kv_groups import CompressedSpec, LayerSpec
 NUM_PROBE_TOKENS = 8
 
 _LAYERS = (nn.Linear, nn.Embedding, Conv1D)
-"""Which have matrices, and are packed as what they are."""
+"""Modules whose matrices are packed according to their class."""
 _HARMLESS_ARGUMENTS = frozenset(
     {
         *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
@@ -42,7 +42,7 @@ _HARMLESS_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProbedMask:
-    """Takes the place of a mask, with what it shows."""
+    """Replaces a mask, and holds what the mask shows."""
 
     visible: Visibility
     problem: str = ""  # raised only if a layer uses the mask
@@ -56,25 +56,25 @@ class ProbedMask:
         raise UnsupportedModel(f"its own code computes with a mask ({name})")
 
     def __getitem__(self, place: object) -> "ProbedMask":
-        """Return what an indexer is given."""
+        """Return the mask itself for the slice that an indexer takes."""
         return self
 
     def __and__(self, other: object) -> "ProbedMask":
-        """Return what is shown of the tokens that an indexer has chosen."""
+        """Return the mask itself, combined with an indexer's choice of all tokens."""
         if other is not ALL_TOKENS:
             raise UnsupportedModel("its own code computes with a mask (and)")
         return self
 
 
 class RowTerms(NamedTuple):
-    """What the scores of a layer have that follows from rows; see score_terms.py."""
+    """Score terms of a layer that are computed from rows; see score_terms.py."""
 
     num_distances: int = 0
-    """Over which each query has biases; 0: there are none."""
+    """The number of distances for which each query has biases; 0: no biases."""
     has_row_sinks: bool = False
-    """Whether each query has sinks."""
+    """True if each query has its own sinks."""
     has_key_biases: bool = False
-    """Whether keys have biases, in the last dimensions of their heads."""
+    """True if keys have biases, in the last dimensions of their heads."""
 
 
 NO_ROW_TERMS = RowTerms()
@@ -82,21 +82,21 @@ NO_ROW_TERMS = RowTerms()
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """One attention call of the forward."""
+    """An attention call of the forward."""
 
     module_name: str
     spec: LayerSpec
     sinks: str | None = None
-    """The parameter that has its sinks, one for each head."""
+    """The name of the parameter that holds its sinks, one for each head."""
     biases: str | None = None
-    """The buffer that has what is added to scores, by head and position of the key."""
+    """The name of the buffer that is added to scores, by head and key position."""
     bias_origin: int | None = None
-    """The column of a row's own key there; see `PagedLayer`."""
+    """The column of a row's own key in that buffer; see `PagedLayer`."""
     row_terms: RowTerms = NO_ROW_TERMS
 
 
 def _without_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape with 0 in the place of the number of rows, which other sizes may equal."""
+    """Return a shape with 0 instead of the number of rows, which may equal other sizes."""
     sizes = list(shape)
     if NUM_PROBE_TOKENS in sizes:
         sizes[sizes.index(NUM_PROBE_TOKENS)] = 0
@@ -104,14 +104,14 @@ def _without_rows(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _UsedStorages(TorchDispatchMode):
-    """Records the storages of all tensors that are computed with."""
+    """Records the storages of all tensors that take part in computation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._used: set[int] = set()
 
     def add(self, arguments: Iterable[object]) -> None:
-        """Add the tensors among arguments, and those in lists among them."""
+        """Add the tensors among the arguments, including those in lists and tuples."""
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 self._used.add(argument.untyped_storage()._cdata)
@@ -132,7 +132,7 @@ class _UsedStorages(TorchDispatchMode):
 
 
 class Recorder:
-    """Takes the place of attention, masks and experts, and records how they are called."""
+    """Replaces attention, masks and experts, and records their calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[ProbedLayer] = []
@@ -141,24 +141,24 @@ class Recorder:
         self._parameters = dict(model.named_parameters())
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
         self._has_one_row: list[bool] = []
-        """Of each layer, whether a token's key is its value, too."""
+        """For each layer, whether a token's key is also its value."""
         self.running: list[nn.Module] = []
-        """The modules whose forward runs, the inner last."""
+        """The modules whose forward is running, innermost last."""
         self.called: set[nn.Module] = set()
-        """The modules whose forward ran."""
+        """The modules whose forward has run."""
         self.num_outputs: dict[nn.Module, int] = {}
-        """Of those that return tuples."""
+        """The number of outputs of modules that return tuples."""
         self.experts_names: list[str] = []
-        """Of the mixtures of experts whose place has been taken."""
+        """The names of the replaced mixtures of experts."""
         self.row_shapes: dict[str, tuple[int, ...]] = {}
-        """What modules with matrices of their own take, without the dimensions of texts."""
+        """The row shapes that modules with 2-D matrices take, without the text dimensions."""
         self.argument_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        """What modules with stacks of matrices take, by argument; 0 is the number of rows."""
+        """The argument shapes of modules with 3-D matrices; 0 stands for the number of rows."""
 
     def take_rows(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Note the rows that a module with matrices of its own takes."""
+        """Record the shapes of the rows that a module with its own matrices takes."""
         dims = {weight.dim() for _, weight in module.named_parameters(recurse=False)}
         if isinstance(module, _LAYERS) or not dims & {2, 3}:
             return
@@ -222,7 +222,7 @@ class Recorder:
     def _row_terms(
         name: str, module: nn.Module, query: torch.Tensor, kwargs: dict[str, object]
     ) -> tuple[int, bool]:
-        """Return over how many distances queries have biases, and whether they have sinks."""
+        """Return the number of distances with biases, and whether queries have sinks."""
         biases, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
         _, num_heads, length, _ = query.shape
         num_distances = 0
@@ -237,7 +237,7 @@ class Recorder:
         return num_distances, sinks is not None
 
     def compressed_layers(self) -> list[ProbedLayer]:
-        """Return the layers of a model with compressors; its other layers have only windows."""
+        """Return the layers of a model with compressors; others have a window only."""
         modules = {name: module for module, name in self._module_names.items()}
         name = attending_twice(layer.module_name for layer in self.layers)
         if name is not None:
@@ -261,14 +261,14 @@ class Recorder:
         return found
 
     def own_attention(self, call: OwnCall) -> torch.Tensor:
-        """Record a call of a model's own code, and return an output of the right shape."""
+        """Record a call of a model's own attention, and return an output of the right shape."""
         module = self.running[-1]
         name = self._module_names[module]
         if call.layer != len(self.layers):
             raise UnsupportedModel(f"{name} stores keys and values in another order than layers")
         common = [mask.content for mask in call.terms.masks if isinstance(mask, OwnMask)]
         own = [mask for mask in call.terms.masks if not isinstance(mask, OwnMask)]
-        # What its own masks show is observed when they have values.
+        # The module's own masks are observed later, when they have values.
         mask = common[0] if common else ProbedMask(Visibility(None)) if own else None
         rows = (rows.transpose(0, 1).unsqueeze(0) for rows in (call.query, call.key, call.value))
         out, _ = self.attention(module, *rows, mask)
@@ -277,14 +277,14 @@ class Recorder:
     def _source(
         self, name: str, key: torch.Tensor, value: torch.Tensor, visible: Visibility
     ) -> int | None:
-        """Return the earlier layer whose keys and values a call has, if they are not its own."""
+        """Return the earlier layer whose keys and values a call reuses; None: they are its own."""
         self._stored.append((key, value))
         for index, layer in enumerate(self.layers):
             earlier_key, earlier_value = self._stored[index]
             if key is not earlier_key and value is not earlier_value:
                 continue
             if layer.module_name == name and (key is not earlier_key or value is not earlier_value):
-                continue  # it attends again, to its keys with other values: both are stored
+                continue  # it attends again, with the same keys and other values: both are stored
             earlier = layer.spec
             same = Visibility(earlier.window, earlier.is_chunked, earlier.is_causal) == visible
             if key is earlier_key and value is earlier_value and same:
@@ -295,7 +295,7 @@ class Recorder:
         return None
 
     def _sinks(self, name: str, sinks: object, num_heads: int) -> str | None:
-        """Return the name of the parameter that a call has for sinks, if it has any."""
+        """Return the name of the parameter that a call passes as sinks; None: no sinks."""
         if sinks is None:
             return None
         for parameter_name, parameter in self._parameters.items():
@@ -312,7 +312,7 @@ class Recorder:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> Visibility:
-        """Return what a call of plain attention shows; other calls are rejected."""
+        """Return what a plain attention call shows; raise UnsupportedModel for other calls."""
         is_causal = getattr(module, "is_causal", True) is not False
         is_causal = is_causal and kwargs.get("is_causal") is not False
         if mask is None and not is_causal:
@@ -339,11 +339,11 @@ class Recorder:
 
     @staticmethod
     def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
-        """Return what a mask shows instead of the mask; one that is made already stays."""
+        """Return what a mask shows instead of the mask; keep a mask that is made already."""
         if isinstance(made := kwargs.get("attention_mask"), ProbedMask):
             return made
         try:
-            with _disable_current_modes():  # it computes with positions, a thousand times
+            with _disable_current_modes():  # it evaluates positions, about a thousand times
                 return ProbedMask(observe(mask_function))
         except UnsupportedModel as error:
             return ProbedMask(Visibility(None), str(error))
@@ -354,19 +354,19 @@ class Recorder:
 
     @staticmethod
     def own_mask(*, mask_function: MaskFunction, **kwargs: Any) -> OwnMask:
-        """Return a stand-in with what a mask shows."""
+        """Return a stand-in that holds what a mask shows."""
         return OwnMask.make(**kwargs, content=Recorder.mask(mask_function=mask_function))
 
     def experts(
         self, module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Record parameters that are computed with; the experts' code branches on values."""
+        """Record the experts' parameters as used; their own code branches on values."""
         self.storages.add(module.parameters())
         self.experts_names.append(self._module_names[module])
         return torch.empty_like(hidden)
 
     def sized_experts(self, module: nn.Module, inputs: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Do the same for experts that take sorted rows."""
+        """Record the parameters of experts that take sorted rows."""
         self.storages.add(module.parameters())
         self.experts_names.append(self._module_names[module])
         return inputs.new_empty(len(inputs), module.get_parameter("weight").shape[1])

@@ -1,4 +1,4 @@
-"""Connects a recorder to a model for one forward, in place of what transformers has registered."""
+"""Connects a recorder to a model for one forward, replacing transformers' registered functions."""
 
 import sys
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from worker_proc.attention.stand_ins import OWN_ATTENTION
 
 PROBE = "troika_probe"
 _BLOCKS = "blockwise_overlay"
-"""Of transformers: makes the part of a mask that shows blocks."""
+"""The function of transformers that builds the part of a mask that shows blocks."""
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 _SIZED_ARGUMENTS = ("inputs", "expert_size")
 
 
 @contextmanager
 def recording(model: PreTrainedModel, recorder: Recorder, *, is_own: bool) -> Iterator[None]:
-    """Let forwards of a model be recorded; `is_own`: it attends by code of its own."""
+    """Record the model's forwards within the context; `is_own`: its own code computes attention."""
     with ExitStack() as contexts:
         for context in (
             _registered(recorder),
@@ -54,11 +54,11 @@ def _registered(recorder: Recorder) -> Iterator[None]:
     ]
     for registry, name, function in functions:
         registry.register(name, function)
-    # Where a mask is built, transformers looks for packed texts in the values of the positions. It
-    # does not where models are served, since no mask is registered there.
+    # When transformers builds a mask, it looks for packed texts in the values of the positions. It
+    # does not while models are served, since no mask function is registered there.
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    # Chunks begin after the padding of a row. There is none, but the meta device has no values.
+    # Chunks begin after a row's padding. There is no padding, but the meta device has no values.
     chunked = masking_utils.chunked_causal_mask_function
     masking_utils.chunked_causal_mask_function = lambda size, padding: chunked(
         size, torch.zeros(padding.shape, dtype=torch.long, device="cpu")
@@ -68,7 +68,7 @@ def _registered(recorder: Recorder) -> Iterator[None]:
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
         masking_utils.chunked_causal_mask_function = chunked
-        for registry, name, earlier in before:  # of a model that is served already
+        for registry, name, earlier in before:  # those of a model that is already served
             registry._global_mapping.pop(name, None)
             if earlier is not None:
                 registry.register(name, earlier)
@@ -76,9 +76,9 @@ def _registered(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _texts_without_blocks(model: nn.Module) -> Iterator[None]:
-    """Let masks show no blocks (of images) within which tokens see each other: texts have none.
+    """Hide the blocks (of images) within which tokens see each other: texts have none.
 
-    The comparison with transformers' forward would show them.
+    The comparison with transformers' own forward would reveal them.
     """
     names = {masking_utils.__name__, *(type(module).__module__ for module in model.modules())}
     modules = [vars(sys.modules[name]) for name in names if hasattr(sys.modules[name], _BLOCKS)]
@@ -94,9 +94,9 @@ def _texts_without_blocks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _experts_by_signature(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Let the probe take the place of experts whose own code takes rows, experts and weights.
+    """Replace experts whose own code takes rows, chosen experts and weights.
 
-    Also of those that take sorted rows, and how many of them each expert has.
+    This includes experts that take sorted rows, and the number of rows for each expert.
     """
     found, sized = _experts(model, _EXPERTS_ARGUMENTS), _experts(model, _SIZED_ARGUMENTS)
     for module in found:
@@ -112,7 +112,7 @@ def _experts_by_signature(model: nn.Module, recorder: Recorder) -> Iterator[None
 
 
 def _experts(model: nn.Module, arguments: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules whose forward takes these arguments first."""
+    """Return the modules whose forward begins with these arguments."""
     end = 1 + len(arguments)
     return [
         module
@@ -122,7 +122,7 @@ def _experts(model: nn.Module, arguments: tuple[str, ...]) -> list[nn.Module]:
 
 
 class _EmptyLists(TorchFunctionMode):
-    """While it is entered, lists of values are zeros: the meta device has no values."""
+    """Makes `tolist` return zeros within the context: the meta device has no values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -134,7 +134,7 @@ class _EmptyLists(TorchFunctionMode):
 
 @contextmanager
 def _running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Keep the modules whose forward runs or ran."""
+    """Record the modules whose forward is running or has run."""
 
     def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         recorder.take_rows(module, args, kwargs)

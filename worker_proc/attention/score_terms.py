@@ -1,10 +1,11 @@
-"""Terms of scores that follow from rows: a bias of each query by distance, and one of each key.
+"""Score terms that are computed from rows: a query's biases by distance, and a bias of each key.
 
-In Inkling a module makes biases of the states of a query, one for each distance to a key, and
-gathers them for all pairs of a query and a key. Here it is asked for the former alone: the packed
-row holds tokens of several texts, and the keys before them are in the cache. In Doge a bias of each
-key follows from its value. It is stored next to the key, and each query has a constant there, so
-that their product adds it. All else that modules compute for these terms remains transformers'.
+In Inkling, a module computes biases from a query's state, one for each distance to a key, and
+gathers them for all pairs of queries and keys. Here it returns only the biases by distance, because
+the packed row holds tokens of several texts, and the preceding keys are in the cache. In Doge, each
+key's value determines its bias. The bias is stored in extra dimensions of the key, in which each
+query has a constant, so that their product adds the bias. All other computation for these terms
+remains transformers'.
 """
 
 import inspect
@@ -19,20 +20,20 @@ from torch import nn
 from worker_proc.errors import UnsupportedModel
 
 KEY_BIAS_DIMS = 2
-"""Dimensions of a key that hold its bias: the constant of queries is the sum of two numbers."""
+"""Dimensions of a key that hold its bias: the queries' constant is the sum of two numbers."""
 _PLAIN = (None, "eager", "sdpa")
-"""The forms of attention in which modules compute terms for all pairs themselves."""
+"""The attention implementations for which modules compute terms for all pairs themselves."""
 _DISTANCE_ARGUMENTS = ("query_positions", "key_positions")
 _NUM_DISTANCES = "rel_extent"
 _KEY_BIAS_METHOD = "prepare_dynamic_mask"
 _KEY_BIASES = "key_biases"
 _KEEPS = "keep_window_size"
 PRODUCT = "distance_product"
-"""The attribute of a child that has its packed product."""
+"""The attribute of a child that holds its packed product."""
 
 
 class DistanceTerms:
-    """The biases of queries by distance, which a child of an attention module makes."""
+    """The biases of queries by distance, computed by a child of an attention module."""
 
     def __init__(self, attention: nn.Module, child: nn.Module) -> None:
         self.attention, self.child = attention, child
@@ -48,7 +49,7 @@ class DistanceTerms:
         return parameter
 
     def cut(self, num_distances: int) -> None:
-        """Leave the first distances."""
+        """Keep only the first `num_distances` distances."""
         if num_distances < self.num_distances:
             [name] = self.child._parameters
             own = nn.Parameter(self.profiles[:, :num_distances], requires_grad=False)
@@ -57,16 +58,16 @@ class DistanceTerms:
 
 
 class KeyBiases:
-    """Notes the mask of one forward of a module whose keys have biases."""
+    """Keeps the mask of the current forward of a module whose keys have biases."""
 
     def __init__(self, num_groups: int) -> None:
         self.num_groups = num_groups
-        """Query heads of each KV head."""
+        """Number of query heads for each KV head."""
         self.mask: object = None
 
 
 def distance_terms_of(attention: nn.Module) -> DistanceTerms | None:
-    """Return the child of an attention module that makes biases by distance, if it has one."""
+    """Return the child of an attention module that computes biases by distance, or None."""
     for child in attention.children():
         takes = tuple(inspect.signature(type(child).forward).parameters)[2:]
         if takes == _DISTANCE_ARGUMENTS and isinstance(getattr(child, _NUM_DISTANCES, None), int):
@@ -75,23 +76,23 @@ def distance_terms_of(attention: nn.Module) -> DistanceTerms | None:
 
 
 def key_biases_of(attention: nn.Module) -> KeyBiases | None:
-    """Return what notes the mask of a module whose keys have biases, if they do."""
+    """Return the `KeyBiases` of a module whose keys have biases, or None."""
     found: KeyBiases | None = attention.__dict__.get(_KEY_BIASES)
     return found
 
 
 def take_score_terms(model: nn.Module) -> int | None:
-    """Let modules return terms of their rows alone, wherever the model attends as it is served.
+    """Make modules return terms of their rows alone whenever the model runs with paged attention.
 
-    Returns how many tokens a text has for which that is right; None: any number. UnsupportedModel:
-    its mixture depends on the rows of a forward.
+    Returns the longest text for which this is exact, in tokens; None: any length. Raises
+    UnsupportedModel if a mixture depends on the number of rows in a forward.
     """
     lengths = []
     for module in model.modules():
         terms = distance_terms_of(module)
         if terms is not None:
             child = terms.child
-            child.__dict__.setdefault("config", module.config)  # which names the form of attention
+            child.__dict__.setdefault("config", module.config)  # names the implementation
             child.__dict__["forward"] = MethodType(_by_distance, child)
         if hasattr(type(module), _KEY_BIAS_METHOD):
             _check_mixture(model)
@@ -102,7 +103,7 @@ def take_score_terms(model: nn.Module) -> int | None:
 
 
 def _check_mixture(model: nn.Module) -> None:
-    """Refuse a mixture that splits the logits of all rows of a forward in two."""
+    """Raise UnsupportedModel for a mixture that splits a forward's logits in two."""
     for name, module in model.named_modules():
         if hasattr(module, "router_gate") and hasattr(module, "num_keys"):
             raise UnsupportedModel(
@@ -114,9 +115,9 @@ def _check_mixture(model: nn.Module) -> None:
 def _by_distance(
     child: Any, states: torch.Tensor, query_positions: Any, key_positions: Any
 ) -> torch.Tensor:
-    """Take the place of a forward that makes biases of pairs, also in a copy of the module.
+    """Replace a forward that computes biases of pairs; works in copies of the module, too.
 
-    Returns those of each query by distance, `[1, num_heads, T, num_distances]`.
+    Returns each query's biases by distance, `[1, num_heads, T, num_distances]`.
     """
     if child.config._attn_implementation in _PLAIN:
         own: torch.Tensor = type(child).forward(child, states, query_positions, key_positions)
@@ -135,9 +136,9 @@ def _of_keys(
     keep_window_size: int = 0,
     attention_mask: object = None,
 ) -> torch.Tensor:
-    """Take the place of a method that makes a mask with biases of keys, also in a copy.
+    """Replace a method that builds a mask with key biases; works in copies of the module, too.
 
-    Returns the biases alone, `[1, num_kv_heads, 1, T]`, and notes the mask.
+    Returns the biases alone, `[1, num_kv_heads, 1, T]`, and keeps the mask.
     """
     if module.config._attn_implementation in _PLAIN:
         own: torch.Tensor = type(module).prepare_dynamic_mask(
@@ -151,22 +152,22 @@ def _of_keys(
 def with_key_biases(
     query: torch.Tensor, key: torch.Tensor, biases: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys `[1, heads, T, dim]` whose scores have the biases of the keys.
+    """Return queries and keys, `[1, heads, T, dim]`, whose scores include the keys' biases.
 
-    `biases` are those of all query heads, `[1, num_heads, 1, T]`.
+    `biases` has a bias for each query head, `[1, num_heads, 1, T]`.
     """
     per_kv_head = query.shape[1] // key.shape[1]
     own = biases[:, ::per_kv_head, 0, :, None].to(key.dtype)
     key = torch.cat([key, own.expand(-1, -1, -1, KEY_BIAS_DIMS)], dim=-1)
-    # The scores of their products are multiplied by the scale. Its inverse may not be a number of
-    # the type: then the rest is in the second dimension.
+    # The scores are multiplied by the scale. The dtype may not represent its inverse exactly, so
+    # the remainder is in the second dimension.
     first = float(torch.tensor(1 / scale, dtype=query.dtype))
     constant = torch.tensor([first, 1 / scale - first], dtype=query.dtype, device=query.device)
     return torch.cat([query, constant.expand(*query.shape[:-1], -1)], dim=-1), key
 
 
 def modules_with_terms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield attention modules that have such terms, with their names."""
+    """Yield the names and modules of attention that has such terms."""
     for name, module in model.named_modules():
         if distance_terms_of(module) is not None or key_biases_of(module) is not None:
             yield name, module

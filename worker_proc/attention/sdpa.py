@@ -1,8 +1,8 @@
 """The portable backend: gathers keys and values from the pool and calls torch's attention.
 
-It runs on every device and for every `LayerSpec`, and faster backends are compared with it.
-Requests that compute one token are batched, padded to the longest of their group; every other
-request is a call of its own.
+It supports every device and every `LayerSpec`, and is the reference for faster backends. Requests
+that compute one token are batched, padded to the longest of their group; every other request is a
+separate call.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from worker_proc.kv.window import first_visible
 from worker_proc.mirror import ScheduledRequest
 from worker_proc.runner import PORTABLE_ATTENTION
 
-MAX_GROUP_TOKENS = 2**17  # most padded tokens of one group, which bounds its memory
-MIN_FILL = 0.6  # least ratio of a group's shortest context to its longest, in blocks
+MAX_GROUP_TOKENS = 2**17  # most padded tokens in a group, which bounds its memory
+MIN_FILL = 0.6  # least ratio of the shortest context in a group to the longest, in blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,39 +31,39 @@ class DecodeGroup:
     rows: torch.Tensor  # [B]: indices in the packed row
     block_ids: torch.Tensor  # [B · W]: padded with the null block
     queries: torch.Tensor  # [B, 1]: positions of the tokens
-    positions: torch.Tensor  # [B, W · block_size]: of the keys
-    hidden: torch.Tensor  # [B, W · block_size, 1, 1]: positions that are not attended to
-    mask: torch.Tensor  # [B, 1, 1, W · block_size]: 0, and -inf where hidden; added to scores
+    positions: torch.Tensor  # [B, W · block_size]: positions of the keys
+    hidden: torch.Tensor  # [B, W · block_size, 1, 1]: true if the key is not attended to
+    mask: torch.Tensor  # [B, 1, 1, W · block_size]: 0, or -inf if hidden; added to scores
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request that computes T > 1 tokens, over a context of L."""
+    """A request that computes T > 1 tokens, over a context of L."""
 
     rows: slice
-    block_ids: torch.Tensor | None  # of the context; None: the context is the chunk itself
+    block_ids: torch.Tensor | None  # blocks of the context; None: the context is the chunk itself
     mask: torch.Tensor | None  # [T, L]; None: causal
     first: int  # position of the first key
     context_len: int  # L
 
 
 class Rule(NamedTuple):
-    """Group and window of layers that share their metadata."""
+    """The group and window of layers that share their metadata."""
 
     group: int
-    window: int | None  # of the layers; that of the group is at least as large
+    window: int | None  # window of the layers; the group's window is at least as large
     is_chunked: bool = False
 
 
 class ScoreTerms(NamedTuple):
-    """What scores have besides products, in shapes that fit them."""
+    """Terms that are added to scores, or to their softmax, in broadcastable shapes."""
 
-    mask: torch.Tensor | None  # 0, and -inf for what a query does not attend to; None: causal
+    mask: torch.Tensor | None  # 0, or -inf for keys that a query does not attend to; None: causal
     sinks: torch.Tensor | None  # [..., heads, T or 1, 1]
     biases: torch.Tensor | None  # [..., heads, T or 1, L]
 
 
-Decodes = list[tuple[int, ScheduledRequest]]  # parts of one token, each with its row
+Decodes = list[tuple[int, ScheduledRequest]]  # one-token parts, each with its row
 
 
 class SdpaBackend:
@@ -84,7 +84,7 @@ class SdpaBackend:
         self._slots: list[torch.Tensor] = []
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return `[block, slot, kv_head, dim]` for keys and, next to those, for values."""
+        """Return `[block, slot, kv_head, dim]` for keys and, unless latent, for values."""
         rows = (num_blocks, self._block_size, spec.num_kv_heads)
         return (*rows, spec.head_dim), None if spec.is_latent else (*rows, spec.value_head_dim)
 
@@ -127,12 +127,12 @@ class SdpaBackend:
         return [self._group(members, rule) for members in self._grouped(decodes, rule)], chunks
 
     def _span(self, part: ScheduledRequest, rule: Rule) -> range:
-        """Return the indices in the block table that a part's tokens attend to."""
+        """Return the block table indices that a part's tokens attend to."""
         size = self._block_size
         return range(first_visible(rule.window, part.start) // size, (part.end - 1) // size + 1)
 
     def _grouped(self, decodes: Decodes, rule: Rule) -> list[Decodes]:
-        """Divide `decodes`, ordered by length, so that no group pads or gathers too much."""
+        """Divide `decodes`, sorted by length, so that no group pads or gathers too much."""
         groups: list[Decodes] = []
         fewest = 0
         for entry in decodes:
@@ -189,7 +189,7 @@ class SdpaBackend:
 
 
 def _hidden(queries: torch.Tensor, keys: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Return which keys the queries do not attend to, by their positions."""
+    """Return a mask of the keys that queries do not attend to, given their positions."""
     hidden = keys > queries
     if rule.window is not None and rule.is_chunked:
         hidden |= keys < queries // rule.window * rule.window
@@ -199,7 +199,7 @@ def _hidden(queries: torch.Tensor, keys: torch.Tensor, rule: Rule) -> torch.Tens
 
 
 def _terms_of_group(layer: PagedLayer, group: DecodeGroup, scoring: Scoring) -> ScoreTerms:
-    """Return the terms of scores `[B, kv_heads, heads of each, L]`."""
+    """Return the terms for scores `[B, kv_heads, heads of each, L]`."""
     shape = (layer.spec.num_kv_heads, layer.spec.num_heads // layer.spec.num_kv_heads)
     sinks, biases = layer.sinks, layer.biases
     if sinks is not None:
@@ -217,7 +217,7 @@ def _terms_of_group(layer: PagedLayer, group: DecodeGroup, scoring: Scoring) -> 
 
 
 def _terms_of_chunk(layer: PagedLayer, chunk: Chunk, scoring: Scoring) -> ScoreTerms:
-    """Return the terms of scores `[kv_heads, heads of each, T, L]`."""
+    """Return the terms for scores `[kv_heads, heads of each, T, L]`."""
     shape = (layer.spec.num_kv_heads, layer.spec.num_heads // layer.spec.num_kv_heads)
     sinks, biases = layer.sinks, layer.biases
     if sinks is not None:
@@ -240,7 +240,7 @@ def _terms_of_chunk(layer: PagedLayer, chunk: Chunk, scoring: Scoring) -> ScoreT
 
 
 def _by_position(by_distance: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-    """Return biases `[..., L]` of `[..., distances]`, given the distances of L keys."""
+    """Return biases by key, `[..., L]`, from biases `[..., distances]` and the keys' distances."""
     count = by_distance.shape[-1]
     columns = distances.clamp(0, count - 1).expand(*by_distance.shape[:-1], -1)
     is_near = (distances >= 0) & (distances < count)
@@ -250,15 +250,15 @@ def _by_position(by_distance: torch.Tensor, distances: torch.Tensor) -> torch.Te
 def _bias_columns(
     layer: PagedLayer, queries: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the columns of biases for positions of keys, and of rows where these matter."""
+    """Return the bias columns of keys, given the positions of queries and keys."""
     assert layer.biases is not None
     if layer.bias_origin is None:
-        return positions.clamp(max=layer.biases.shape[1] - 1)  # those after are hidden
-    return (positions - queries + layer.bias_origin).clamp(0, layer.bias_origin)  # others, too
+        return positions.clamp(max=layer.biases.shape[1] - 1)  # later ones are hidden
+    return (positions - queries + layer.bias_origin).clamp(0, layer.bias_origin)  # as above
 
 
 def _gather(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of some blocks, `[num_tokens, num_kv_heads, head_dim]`."""
+    """Return the tokens of `block_ids`, `[num_tokens, num_kv_heads, head_dim]`."""
     return pool.index_select(0, block_ids).flatten(0, 1)
 
 
@@ -266,7 +266,7 @@ def _attend_group(
     layer: PagedLayer, query: torch.Tensor, group: DecodeGroup, scoring: Scoring
 ) -> torch.Tensor:
     spec, size = layer.spec, len(group.rows)
-    # Query heads that share a KV head become its query rows: no key is repeated.
+    # Query heads that share a KV head become its query rows, so that no key is repeated.
     heads = (size, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
     queries = query.index_select(0, group.rows).view(heads)
     keys = _gather(layer.kv.keys, group.block_ids)
@@ -287,10 +287,10 @@ def _attend_chunk(
     scoring: Scoring,
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Attend for one chunk, `[T, heads, dim]` in and out.
+    """Attend for one chunk; `[T, heads, dim]` in and out.
 
-    KV heads become the batch, and the query heads of each its heads, so that every one of them
-    reads the same keys without a copy.
+    KV heads become the batch, and the query heads of each become its heads, so that all of them
+    read the same keys without a copy.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]

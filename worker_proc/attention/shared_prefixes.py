@@ -1,13 +1,13 @@
-"""Which texts of a step begin with the same blocks, so that a kernel reads these once for all."""
+"""Finds the texts of a step that begin with the same blocks, so that kernels read these once."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-COMPARED_BLOCKS = 64  # by which texts are ordered
+COMPARED_BLOCKS = 64  # number of blocks by which texts are sorted
 
 
 class PrefixGroup(NamedTuple):
-    """Texts, and the number of blocks that all of them begin with."""
+    """Texts with a common prefix, and its number of blocks."""
 
     members: list[int]
     num_blocks: int
@@ -16,9 +16,9 @@ class PrefixGroup(NamedTuple):
 def group_by_prefix(
     tables: Mapping[int, Sequence[int]], max_members: int, min_blocks: int
 ) -> tuple[list[PrefixGroup], list[int]]:
-    """Return groups of texts that begin alike, and the texts of no group, given lists of block ids.
+    """Return groups of texts with a common prefix, and the ungrouped texts, given block tables.
 
-    Groups have 2 to `max_members` texts, with at least `min_blocks` in common.
+    Each group has 2 to `max_members` texts, with at least `min_blocks` blocks in common.
     """
     if len({table[0] for table in tables.values()}) == len(tables):
         return [], list(tables)
@@ -31,7 +31,7 @@ def group_by_prefix(
         if len(family) == 1:
             alone += family
             continue
-        # Texts with much in common are adjacent, then.
+        # Texts with long common prefixes become adjacent.
         family.sort(key=lambda text: list(tables[text][:COMPARED_BLOCKS]))
         at = 0
         while at < len(family):
@@ -47,12 +47,12 @@ def group_by_prefix(
 def _take_group(
     texts: list[int], tables: Mapping[int, Sequence[int]], min_blocks: int
 ) -> PrefixGroup:
-    """Return the first of some texts with those after it that may join it."""
+    """Return a group of the first text and the following ones that benefit from joining it."""
     first = tables[texts[0]]
     members, num_blocks = texts[:1], len(first)
     for text in texts[1:]:
         common = _num_common(first, tables[text], num_blocks)
-        saved = (len(members) - 1) * num_blocks  # reads of blocks, without this text
+        saved = (len(members) - 1) * num_blocks  # block reads saved without this text
         if common < min_blocks or len(members) * common < saved:
             break
         members.append(text)
@@ -61,7 +61,7 @@ def _take_group(
 
 
 def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """Return the length of the common prefix of two lists, or `most` if that is less."""
+    """Return the length of the common prefix of two lists, at most `most`."""
     if first[:most] == second[:most]:
         return min(most, len(first), len(second))
     low, high = 0, min(most, len(first), len(second))

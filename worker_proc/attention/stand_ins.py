@@ -1,11 +1,11 @@
-"""Stand-ins with which the code of a model's own attention is observed and computed.
+"""Stand-ins for tensors, through which a model's own attention code is observed and computed.
 
-Some models of transformers call no registered function: their own code multiplies queries and
-keys, adds biases and a mask, and multiplies the softmax by values. Keys and values pass through
-the cache first. The cache that such a model is given here returns stand-ins for them. The model's
-code runs on with these: an operation on a stand-in is recorded, and the product of weights and
-values is what an attention function returns for all that has been recorded. An operation that is
-not known here raises `UnsupportedModel`.
+Some models of transformers call no registered function: their own code multiplies queries by keys,
+adds biases and a mask, and multiplies the softmax by values. Keys and values first pass through the
+cache. The cache that such a model receives here returns stand-ins for them. The model's code runs
+on with these: each operation on a stand-in is recorded, and the product of weights and values is
+the result of an attention function that receives the recorded terms. An operation that is not known
+here raises `UnsupportedModel`.
 """
 
 import enum
@@ -19,14 +19,14 @@ import torch
 from worker_proc.errors import UnsupportedModel
 
 OWN_ATTENTION = "troika_own_attention"
-"""Names the attention, and the masks, of models with code of their own."""
+"""The implementation name, for attention and masks, of models whose own code attends."""
 
 Attend = Callable[["OwnCall"], torch.Tensor]
-"""Returns `[T, num_heads, value_head_dim]` for a call over T rows."""
+"""Computes a call over T rows; returns `[T, num_heads, value_head_dim]`."""
 
 
 class Bias(NamedTuple):
-    """What is added to products of queries and keys."""
+    """A tensor, times a factor, that is added to the products of queries and keys."""
 
     tensor: torch.Tensor
     factor: float
@@ -34,12 +34,12 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the code of an attention module does to products of queries and keys."""
+    """The terms that an attention module's code applies to products of queries and keys."""
 
     scale: float = 1.0
     biases: tuple[Bias, ...] = ()
     masks: tuple["OwnMask | torch.Tensor", ...] = ()
-    """Stand-ins of masks, and bool tensors that are true where a key is seen."""
+    """Stand-ins for masks, and bool tensors that are true for the keys that are seen."""
 
     def scaled(self, factor: float) -> "Terms":
         biases = tuple(Bias(bias.tensor, bias.factor * factor) for bias in self.biases)
@@ -48,10 +48,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnCall:
-    """One computation of attention."""
+    """An attention computation."""
 
     layer: int
-    """The index under which the module stores keys and values in a cache."""
+    """The index under which the module stores keys and values in the cache."""
     query: torch.Tensor  # [T, num_heads, head_dim]
     key: torch.Tensor  # [T, num_kv_heads, head_dim]
     value: torch.Tensor  # [T, num_kv_heads, value_head_dim]
@@ -59,21 +59,21 @@ class OwnCall:
 
 
 class OwnMask:
-    """Stands in for the mask that transformers builds for a whole model."""
+    """Stands in for the mask that transformers builds for the whole model."""
 
     ndim = 0
-    """Falcon adds its biases to a mask of four dimensions, and to the scores as well."""
+    """Falcon adds its biases both to a four-dimensional mask and to the scores."""
 
     def __init__(self, shape: tuple[int, int, int, int], content: object = None) -> None:
         self._shape = torch.Size(shape)
         self.content = content
-        """What the mask shows, where that is observed."""
+        """What the mask shows, while it is being observed."""
 
     @classmethod
     def make(
         cls, batch_size: int, q_length: int, kv_length: int, content: object = None, **_: object
     ) -> Self:
-        """Take the arguments with which transformers builds a mask."""
+        """Create a mask from the arguments that transformers passes."""
         return cls((batch_size, 1, q_length, kv_length), content)
 
     def size(self) -> torch.Size:
@@ -84,7 +84,7 @@ class OwnMask:
 
 
 class Role(enum.StrEnum):
-    """Which tensor a stand-in takes the place of."""
+    """The tensor that a stand-in replaces."""
 
     KEYS = "keys"
     VALUES = "values"
@@ -94,7 +94,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """The keys and values of one layer's new rows, and what attends to them."""
+    """The keys and values of a layer's new rows, and the function that attends to them."""
 
     layer: int
     key: torch.Tensor  # [1, num_kv_heads, T, head_dim]
@@ -103,7 +103,7 @@ class _Stored:
 
 
 class StandIn:
-    """Takes the place of a tensor in a module's own attention; it has a shape and no values."""
+    """Replaces a tensor in a module's own attention; has a shape but no values."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class StandIn:
         terms: Terms = Terms(),
         is_transposed: bool = False,
     ) -> None:
-        """`query`, `[..., T, head_dim]`, and `terms` are those of scores and weights."""
+        """Scores and weights also have `query`, `[..., T, head_dim]`, and `terms`."""
         self.role = role
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.device = torch.device("meta")
-        """What a module makes here takes no memory. Its values are unknown; where they matter,
-        the module differs from its own forward."""
+        """Tensors that a module creates on this device take no memory. Their values are unknown; if
+        they matter, the proof against the module's own forward fails."""
         self._stored = stored
         self._query = query
         self._terms = terms
@@ -175,7 +175,7 @@ class StandIn:
         return self
 
     def view(self, *shape: Any) -> "StandIn":
-        """Return the same with its heads in one dimension or in several."""
+        """Return this stand-in with its heads in one or several dimensions."""
         wanted = shape[0] if isinstance(shape[0], tuple | list | torch.Size) else shape
         resolved = torch.empty(self.shape, device="meta").view(*wanted).shape
         if resolved[-2:] != self.shape[-2:]:
@@ -185,7 +185,7 @@ class StandIn:
     reshape = view
 
     def transpose(self, one: int, other: int) -> "StandIn":
-        """Return the same with rows and dimensions exchanged."""
+        """Return this stand-in with rows and dimensions exchanged."""
         last = {self.ndim - 1, self.ndim - 2}
         if self.role is not Role.KEYS or {one % self.ndim, other % self.ndim} != last:
             raise _unknown("transpose", self)
@@ -263,7 +263,7 @@ def _where(mask: Any, stand_in: Any, value: Any) -> StandIn:
 
 
 def _bounded(stand_in: Any, least: Any) -> StandIn:
-    """Scores above the least number of their type: they are not changed."""
+    """Return the scores unchanged: they are already above the least number of their type."""
     return _scores(stand_in, "bounds")
 
 
@@ -322,23 +322,23 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "softmax": _softmax,
     "dropout": _without_dropout,
 }
-"""What torch's functions give for stand-ins, by their names."""
+"""The implementations of torch's functions for stand-ins, by name."""
 
 
 class OwnCache:
-    """Takes the place of the cache: what a module stores in it, it gets back as stand-ins."""
+    """Replaces the cache: a module that stores keys and values receives stand-ins for them."""
 
     is_compileable = False
 
     def __init__(self, attend: Attend, num_past: int = 0) -> None:
-        """`num_past` tokens count as stored before."""
+        """`num_past`: the number of tokens that count as already stored."""
         self._attend = attend
         self._num_past = num_past
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[StandIn, StandIn]:
-        """Take `[1, num_kv_heads, T, dim]` of one layer."""
+        """Store keys and values, `[1, num_kv_heads, T, dim]`, of a layer."""
         stored = _Stored(layer_idx, key, value, self._attend)
         shapes = (
             (*rows.shape[:-2], self._num_past + rows.shape[-2], rows.shape[-1])
@@ -357,5 +357,5 @@ class OwnCache:
         return self._num_past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys, and the position of the first one."""
+        """Return the number of keys and the position of the first one."""
         return self._num_past + query_length, 0

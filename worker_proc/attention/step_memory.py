@@ -1,7 +1,8 @@
 """The arrays that a step of the native kernels points to.
 
-In a decode that follows another one, each text is one token further: its first position and its
-slot move on in place, and its table gets an entry where it begins a block. Everything else stays.
+In a decode step that follows another, each text advances by one token: its first position and its
+slot are incremented in place, and its table gains an entry when it begins a block. Everything else
+stays.
 """
 
 import ctypes
@@ -17,17 +18,17 @@ from worker_proc.attention.work import SECTION
 from worker_proc.inputs import NULL_SLOT, BegunBlock
 
 SPARE_BLOCKS = 4
-"""Entries that a table has room for."""
+"""Spare entries in each table."""
 
 
 class _Group(NamedTuple):
-    """What differs between KV groups."""
+    """The arrays that differ between KV groups."""
 
     slots: torch.Tensor
     slot_array: Any
-    """The same memory, in which single values are set in a fraction of the time."""
+    """The same memory, in which setting single values is much faster."""
     offsets: list[int]
-    """Of each text's block 0 in the tables."""
+    """The index of each text's block 0 in `tables`."""
     tables: "array[int]"
 
 
@@ -35,7 +36,7 @@ class StepMemory:
     """The arrays of one step."""
 
     def __init__(self, starts: list[int], block_size: int, windows: Sequence[int | None]) -> None:
-        """Take the position of each text's first token, and the window of each KV group."""
+        """Take the position of each text's first token, and each KV group's window."""
         self._starts = starts
         self._block_size = block_size
         self._windows = windows
@@ -46,15 +47,15 @@ class StepMemory:
         self._start_array = self._kept[0]
 
     def pointer(self, column: Sequence[int]) -> int:
-        """Return the address of values as int32."""
+        """Return the address of an int32 copy of `column`."""
         return self._address(struct.pack(f"{len(column)}i", *column))  # faster than a tensor
 
     def add_group(
         self, slots: torch.Tensor, tables: Sequence["array[int]"], firsts: Sequence[int]
     ) -> tuple[int, int, int]:
-        """Add a KV group; returns the addresses of its slots, its offsets and its tables.
+        """Add a KV group; return the addresses of its slots, offsets and tables.
 
-        A table begins with the block of that number in its text.
+        `firsts` has the block number, in its text, of each table's first entry.
         """
         spare = bytes(4 * SPARE_BLOCKS)
         ends = accumulate((len(table) + SPARE_BLOCKS for table in tables), initial=0)
@@ -66,7 +67,7 @@ class StepMemory:
         return addresses
 
     def move_on(self, begun: Sequence[BegunBlock]) -> bool:
-        """Let texts of one token each move on by one; False: the step must be written anew."""
+        """Advance every text by one token, in place; False: the step must be built anew."""
         if self._moves_left is None:
             self._moves_left = self._count_moves()
         if self._moves_left == 0:
@@ -77,7 +78,7 @@ class StepMemory:
             group.slots.add_(1)
         size = self._block_size
         for row, number, request in begun:
-            # A table of state blocks comes after those of the groups.
+            # The table of state blocks follows those of the groups.
             for group, table in zip(self._groups, request.block_tables, strict=False):
                 block_id = table[number]
                 group.tables[group.offsets[row] + number] = block_id
@@ -85,7 +86,7 @@ class StepMemory:
         return True
 
     def _count_moves(self) -> int:
-        """Return how often a step can move on: tables have room, and sections stay the same."""
+        """Return how often a step can advance before tables are full or sections change."""
         if any(bool((group.slots == NULL_SLOT).any()) for group in self._groups):
             return 0
         moves = [SPARE_BLOCKS * self._block_size]

@@ -1,7 +1,7 @@
-"""Backends for attention that is not causal: each text of a step is computed whole.
+"""Backends for attention that is not causal: each text is computed whole in a step.
 
-A text's keys and values are rows of the step, so that there is no cache: the pool has one number a
-block, which is never read.
+A text's keys and values are rows of the step, so there is no cache: the pool has a single number
+for each block, which is never read.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from worker_proc.runner import PORTABLE_ATTENTION
 
 
 class TextBackend:
-    """Attention by the native kernel: a row has the same bits alongside any other texts."""
+    """Attention by the native kernel: a row's bits do not depend on the other texts."""
 
     name = "native kernel for whole texts"
     depends_on_batch = False
@@ -49,7 +49,7 @@ class TextBackend:
 
 
 class PortableTextBackend:
-    """Attention by torch, one call for each text."""
+    """Attention by torch, with a call for each text."""
 
     name = PORTABLE_ATTENTION
     depends_on_batch = True

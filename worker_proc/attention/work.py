@@ -1,42 +1,43 @@
-"""How the threads of the native kernels share a step's attention.
+"""Divides a step's attention among the threads of the native kernels.
 
 The kernels merge sections in the order of positions (native/sections.h), so no result depends on
-what is decided here.
+this division.
 """
 
 from collections.abc import Sequence
 from operator import add
 from typing import NamedTuple
 
-SECTION = 1024  # of native/sections.h
+SECTION = 1024  # constant of native/sections.h
 ITEM_TOKENS = 64
-"""Tokens of a chunk that a thread computes at a time, at most."""
+"""The most tokens of a chunk that a thread computes at a time."""
 PIECES_PER_THREAD = 4
-"""A group is split into sections if it takes more than this part of a thread's share."""
+"""A group is split into sections if its cost exceeds a thread's share divided by this number."""
 WHOLE = -1
-"""In place of a section: all of them."""
+"""Stands for all sections of a group."""
 
 
 class Team(NamedTuple):
-    """What shares a step."""
+    """The threads and buffers that share a step."""
 
     num_threads: int
     num_kv_heads: int
     tile_tokens: int
-    """Tokens whose heads of one KV head fill a tile."""
+    """The number of tokens whose heads of one KV head fill a tile."""
     max_sums: int
-    """The sums that can be kept: one for each token and section of the groups that are split."""
+    """The number of partial sums that fit in memory: one for each token and section of split
+    groups."""
 
 
 class Texts(NamedTuple):
-    """The tokens of a step: how many each segment computes, and the position of the first."""
+    """The tokens of a step: each segment's number of tokens, and its first position."""
 
     starts: Sequence[int]
     counts: Sequence[int]
     window: int | None = None
 
     def sections(self, segment: int, token: int, count: int) -> range:
-        """Return the sections that some tokens attend to."""
+        """Return the sections that `count` tokens from `token` on attend to."""
         first = self.starts[segment] + token
         earliest = 0 if self.window is None else max(first - self.window + 1, 0)
         return range(earliest // SECTION, (first + count - 1) // SECTION + 1)
@@ -62,7 +63,7 @@ class Work(NamedTuple):
         self.group_shared.append(num_shared)
 
     def add_each(self, segments: Sequence[int]) -> None:
-        """Add segments of one token, each as a group of its own."""
+        """Add one-token segments, each as a separate group."""
         end = len(self.item_segments) + 1
         self.item_segments.extend(segments)
         self.item_tokens.extend([0] * len(segments))
@@ -70,13 +71,13 @@ class Work(NamedTuple):
         self.group_shared.extend([0] * len(segments))
 
     def add_whole(self, groups: range) -> None:
-        """Let one thread compute each of some groups."""
+        """Assign each group to a single thread."""
         self.piece_groups.extend(groups)
         self.piece_sections.extend([WHOLE] * len(groups))
         self.piece_sums.extend([0] * len(groups))
 
     def add_sections(self, group: int, sections: range, first_sum: int, num_tokens: int) -> None:
-        """Split a group; the sums of a section come after those of the section before."""
+        """Split a group into sections; their sums are stored in section order."""
         self.split_pieces.append(len(self.piece_groups))
         self.piece_groups.extend([group] * len(sections))
         self.piece_sections.extend(sections)
@@ -84,16 +85,16 @@ class Work(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """A step's work as threads share it."""
+    """A step's work, divided among threads."""
 
     work: Work
     item_size: int
     num_sums: int
-    """Kept sums, as `Team.max_sums` counts them."""
+    """The number of partial sums that are kept, counted as in `Team.max_sums`."""
 
 
 class _Extent(NamedTuple):
-    """A group's size; its cost is in sections of a tile."""
+    """A group's size and cost; the cost unit is one section of a tile."""
 
     num_tokens: int
     sections: range
@@ -103,10 +104,10 @@ class _Extent(NamedTuple):
 def share_work(
     texts: Texts, prefix_groups: Sequence[tuple[list[int], int]], alone: Sequence[int], team: Team
 ) -> Shares:
-    """Cut a step into pieces; threads take the last ones, which are the longest, first.
+    """Divide a step into pieces; threads take the last pieces, which are the longest, first.
 
-    `prefix_groups` are segments of one token each, and how many positions they share; `alone` are
-    the other segments of one token.
+    `prefix_groups` are one-token segments with the number of positions they share; `alone` are the
+    other one-token segments.
     """
     work = Work([], [], [0], [], [], [], [], [])
     work.add_each(alone)
@@ -121,7 +122,7 @@ def share_work(
 
 
 def _item_size(texts: Texts, chunks: Sequence[int], team: Team) -> int:
-    """Return how many tokens an item has: fewer where longer items would leave threads idle."""
+    """Return the number of tokens in an item, which is smaller if long items leave threads idle."""
     num_tokens = sum(
         texts.counts[segment] * len(texts.sections(segment, 0, texts.counts[segment]))
         for segment in chunks
@@ -134,9 +135,9 @@ def _item_size(texts: Texts, chunks: Sequence[int], team: Team) -> int:
 
 
 def _add_pieces(work: Work, texts: Texts, item_size: int, team: Team) -> int:
-    """Split the groups with which one thread would be at work when others have none.
+    """Split the groups that would keep one thread busy while others are idle.
 
-    Returns how many sums are kept.
+    Returns the number of partial sums that are kept.
     """
     num_groups = len(work.group_shared)
     if team.num_threads == 1 or max(map(add, texts.starts, texts.counts)) <= SECTION:

@@ -1,8 +1,8 @@
 """Proves at load which sites of a model take adapters, and that their products are added there.
 
 Two random adapters are added to two short texts: once to the outputs of the model's modules, by
-PyTorch in float32, and once by whatever computes the model. Both must give the same logits, and
-both texts must have the same bits in all ways of computing them, alongside each other and alone.
+PyTorch in float32, and once by the code that will serve the model. Both must give the same logits,
+and both texts must have the same bits however they are computed, together or alone.
 """
 
 from collections import Counter
@@ -38,21 +38,21 @@ from worker_proc.loading.prepared import PreparedModel
 _RANKS = (3, 6)
 _SCALE = 0.5
 _LEAST_EFFECT = 10.0
-"""How much larger the effect of the adapters must be than the error, where there is any."""
+"""The least ratio of the adapters' effect to the error."""
 
 Add = Callable[[int, Site, torch.Tensor, torch.Tensor], None]
 
 
 class AdapterProof(NamedTuple):
-    """What takes adapters, and whether it does so with the same bits in every schedule."""
+    """The sites that take adapters, and whether their bits are independent of the schedule."""
 
     allowed: bytes = b""
-    """One bit for each site."""
+    """A bit for each site."""
     problem: str = ""
-    """Why bits may differ; empty: they do not."""
+    """The reason why bits may differ; empty: they do not."""
 
     def apply(self, sites: Sites) -> None:
-        """Let the proven sites, and no others, take adapters."""
+        """Allow adapters at the proven sites, and at no others."""
         bits = int.from_bytes(self.allowed, "little")
         sites.allowed = {number for number in range(len(sites)) if bits >> number & 1}
 
@@ -66,9 +66,10 @@ def prove_adapters(
     *,
     is_whole: bool,
 ) -> AdapterProof:
-    """Prove what takes adapters; UnsupportedModel: nothing does, or it computes something else.
+    """Prove which sites take adapters.
 
-    `settings` and `is_whole` are those of the native decoder. The modules are adapted already.
+    `settings` and `is_whole` are those of the native decoder. The modules are already adapted.
+    Raises UnsupportedModel if no site takes adapters, or if the logits differ.
     """
     loaded, sites = prepared.loaded, store.sites
     kind = loaded.model.config.model_type
@@ -110,7 +111,7 @@ def prove_adapters(
 def _adapting(
     store: AdapterStore, backend: AttentionBackend, adapters: Sequence[LoadedAdapter]
 ) -> Iterator[None]:
-    """Let the first texts have these adapters, one each."""
+    """Apply an adapter to each of the first texts within the context."""
     begin_step = backend.begin_step
 
     def begin(inputs: StepInputs) -> None:
@@ -132,7 +133,7 @@ def _adapting(
 
 @contextmanager
 def _adding(store: AdapterStore, add: Add) -> Iterator[None]:
-    """Let the modules call this function instead of the kernel."""
+    """Replace the kernel that adds products by `add` within the context."""
     store.rows.__dict__["add_products"] = add
     try:
         yield
@@ -143,7 +144,7 @@ def _adding(store: AdapterStore, add: Add) -> Iterator[None]:
 def _called(
     prepared: PreparedModel, store: AdapterStore, backend: AttentionBackend, layout: KVLayout
 ) -> set[int]:
-    """Return the sites whose modules compute all rows of every step, once."""
+    """Return the sites whose modules compute all rows of every step exactly once."""
     calls: Counter[int] = Counter()
     others: set[int] = set()
 
@@ -161,7 +162,7 @@ def _called(
 
 
 def _adder(store: AdapterStore) -> Add:
-    """Return what adds products by PyTorch, in float32."""
+    """Return a function that adds products in PyTorch, in float32."""
 
     def add(number: int, site: Site, rows: torch.Tensor, outputs: torch.Tensor) -> None:
         for adapter, numbers in store.rows.parts:
@@ -178,7 +179,7 @@ def _adder(store: AdapterStore) -> Add:
 
 
 def _random_adapter(store: AdapterStore, rank: int, seed: int) -> LoadedAdapter:
-    """Return an adapter at all sites, whose products are about as large as what they change."""
+    """Return an adapter at all sites, with products about as large as the outputs."""
     generator = make_generator(seed)
     products, kept = {}, []
     for name, numbers in store.sites.of_module.items():

@@ -1,4 +1,4 @@
-"""Which sites of adapters are projections of decoder layers."""
+"""Maps adapter sites to the projections of decoder layers."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _NAMES_IN_LAYER: dict[tuple[str, ...], tuple[Projection, ...]] = {
     ("mlp.gate_up_proj",): _GATES,
     ("mlp.down_proj",): (Projection.DOWN,),
 }
-"""Linear layers of a decoder layer, and the projections whose outputs they make, in order."""
+"""Linear layers of a decoder layer, and the projections whose outputs they compute, in order."""
 
 
 def sites_of_layers(sites: Sites, layers: Sequence[str]) -> dict[tuple[int, Projection], int]:

@@ -1,4 +1,4 @@
-"""Cosines and sines by position, made by the model's own module, once for all steps."""
+"""Tables of cosines and sines by position, computed once by the model's own module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,20 @@ from torch import nn
 from worker_proc.loading.layer_executor import Angles
 
 CHUNK = 4096
-"""Positions that the module computes at a time. The same ones together at every start, so that a
-position's angles always have the same bits."""
+"""Number of positions that the module computes at a time. The chunks are the same at every start,
+so that a position's angles always have the same bits."""
 _NUM_TRIED = 19
-"""Positions that a trial computes alongside others; no multiple of a vector."""
+"""Number of positions that a trial computes together; not a multiple of a vector's size."""
 
 MakeAngles = Callable[[torch.Tensor], Angles]
-"""Takes positions, `[1, T]`."""
+"""Computes angles for positions, `[1, T]`."""
 
 
 class AngleTable:
-    """The angles of all positions up to the last one that was asked for, and some more."""
+    """The angles of all positions requested so far, rounded up to a chunk."""
 
     def __init__(self, make: MakeAngles, limit: int) -> None:
-        """Take what makes angles by position, and the number of positions that the model has."""
+        """`make` computes angles; `limit` is the number of positions that the model has."""
         self._make = make
         self._limit = limit
         self.num_positions = 0
@@ -32,7 +32,7 @@ class AngleTable:
 
     @torch.inference_mode()
     def reach(self, num_positions: int) -> None:
-        """Have at least the angles of the first `num_positions`; they may move in memory."""
+        """Extend the table to at least `num_positions`; its memory may move."""
         if num_positions > self._limit:
             raise ValueError(f"{num_positions} positions, and the model has {self._limit}")
         while self.num_positions < num_positions:
@@ -46,12 +46,12 @@ class AngleTable:
 
 
 class AngleCall:
-    """A call of a module of a model that returned angles; makes those of other positions."""
+    """A recorded call of a module that returned angles; it can be repeated for other positions."""
 
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Any
     ) -> None:
-        """Take the arguments of the call, among them the positions."""
+        """Take the arguments of the call, which include the positions."""
         self._module = module
         self._args = args
         self._kwargs = kwargs
@@ -68,7 +68,7 @@ class AngleCall:
 
     @torch.inference_mode()
     def depends_on_positions_alone(self, limit: int) -> bool:
-        """Return whether positions below a limit have the same angles alone and among others."""
+        """Return whether positions below `limit` have the same angles alone and with others."""
         firsts = torch.arange(min(_NUM_TRIED, limit))
         together = self(torch.cat([firsts, torch.tensor([limit - 1])]).unsqueeze(0))
         whole = self(torch.arange(min(CHUNK, limit)).unsqueeze(0))

@@ -1,4 +1,4 @@
-"""The memory of a program: what its instructions read and write, a row for each token of a step."""
+"""The memory of a program, with a row in each buffer for each token of a step."""
 
 import ctypes
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ _ROW_BYTES = 64
 
 
 class Buffers:
-    """The buffers of program.py, but for OUTPUT, whose rows each step brings."""
+    """The buffers of program.py, except OUTPUT, whose rows each step provides."""
 
     def __init__(
         self, layers: Sequence[DecoderLayer], dtype: torch.dtype, *, splits: bool = False
     ) -> None:
-        """Take the layers of a program; `splits`: whether it uses SPLIT."""
+        """`layers` are those of the program; `splits`: it uses SPLIT."""
         self._dtype = dtype
         widths = _widths(layers, splits=splits)
         mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
@@ -57,13 +57,13 @@ class Buffers:
 
     @property
     def address(self) -> int:
-        """The address of all buffers, as RunArgs takes it."""
+        """The address of all buffers, as used in RunArgs."""
         return ctypes.addressof(self._args)
 
     def reserve(self, num_rows: int) -> torch.Tensor:
-        """Make room for this many rows; returns those of the hidden states, and what fills them up.
+        """Make room for `num_rows` rows; return the hidden states' rows, including their padding.
 
-        Other rows are zero past their values, and stay so: the buffers move only when they grow.
+        Other rows are zero after their values, and stay so: the buffers move only when they grow.
         """
         if num_rows > self._max_rows:
             self._max_rows = num_rows + num_rows // 4
@@ -83,17 +83,17 @@ class Buffers:
         return self._memory[HIDDEN][:num_rows]
 
     def write_to(self, output: torch.Tensor) -> None:
-        """Let OUTPUT be the rows of a tensor, which must exist during the step."""
+        """Point OUTPUT to the rows of a tensor, which must exist during the step."""
         self._args[OUTPUT] = BufferArgs(output.data_ptr(), output.stride(0) * output.itemsize)
 
     def view(self, columns: Columns, num_rows: int) -> torch.Tensor:
-        """Return a part of the first rows of a buffer."""
+        """Return columns of the first rows of a buffer."""
         end = columns.first + columns.width
         return self._memory[columns.buffer][:num_rows, columns.first : end]
 
 
 def _widths(layers: Sequence[DecoderLayer], *, splits: bool) -> dict[int, int]:
-    """Return the values in a row of each buffer that has values."""
+    """Return the row width of each buffer that holds values."""
     hidden_size = layers[0].hidden_size
     mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
     mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedMLP)]

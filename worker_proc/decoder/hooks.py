@@ -1,7 +1,7 @@
-"""Where a program can be cut: at the boundaries of layers, and around their projections.
+"""Where a program can be cut: at layer boundaries, and before and after projections.
 
-A hook is called between two native calls. It reads and writes rows in place: what a projection
-takes, and what it has made or will make.
+A hook is called between two native calls. It reads and writes rows in place: the inputs of a
+projection, and its outputs.
 """
 
 import enum
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 Hook = Callable[[torch.Tensor, torch.Tensor], None]
-"""Takes the rows of inputs, `[T, in_features]`, and of outputs, `[T, out_features]`, in the order
-of the step's tokens. Both are views of the decoder's buffers, valid during the call."""
+"""Takes rows of inputs, `[T, in_features]`, and of outputs, `[T, out_features]`, in the order of
+the step's tokens. Both are views of the decoder's buffers, valid during the call."""
 
 
 class Projection(enum.StrEnum):
-    """The projections of a layer, by the names of transformers' modules."""
+    """The projections of a layer, named as in transformers."""
 
     QUERY = "q_proj"
     KEY = "k_proj"
@@ -31,16 +31,16 @@ class When(enum.Enum):
     """On which side of a projection a hook is called."""
 
     BEFORE = 0
-    """Its inputs can be changed; its outputs are not made yet, and have no columns."""
+    """The inputs can be changed; the outputs have not been computed, and have no columns."""
     AFTER = 1
-    """Nothing has been computed from its outputs yet."""
+    """Nothing has been computed from the outputs yet."""
 
 
 class HookPoint(NamedTuple):
-    """A side of a projection of a layer.
+    """One side of a layer's projection.
 
-    Queries, keys and values have the same inputs, and may be computed together: then all of their
-    hooks are called on the same side of all three. So it is with gates and factors.
+    Queries, keys and values have the same inputs, and may be computed together; then all of their
+    hooks are called before or after all three. The same applies to gates and factors.
     """
 
     layer: int
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
     """A hook's place in a program."""
 
     position: int
-    """Of the instruction that follows."""
+    """The index of the instruction that follows."""
     point: HookPoint
     inputs: Columns
     outputs: Columns

@@ -1,7 +1,7 @@
-"""Puts the native decoder in the place of a model's layers, once it is proven.
+"""Replaces a model's layers by the native decoder, once it is proven.
 
-Every layer must give the results of its module, on rows of several scales, at the first positions
-and at the last ones, and the whole model its own logits.
+Every layer must reproduce the results of its module, on rows of several scales, at the first and
+the last positions, and the whole decoder must reproduce the model's logits.
 """
 
 import math
@@ -48,18 +48,19 @@ from worker_proc.modules.trial_errors import TRIAL_SCALES
 from worker_proc.native.structures import Rotation
 
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Of what a layer adds to a row, relative to its length."""
+"""The greatest error of a layer's contribution to a row, relative to its norm."""
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""Share of a row's own length that counts as what the layer adds, since sums are rounded."""
+"""Share of a row's norm that is added to the contribution's norm, since sums are rounded."""
 
 
 def install(
     prepared: PreparedModel, settings: Sequence[LayerSettings], *, is_whole: bool = False
 ) -> Stack | None:
-    """Let the native decoder compute the layers, as `find_settings` has proven; else the modules.
+    """Compute the layers by the native decoder if `settings` prove it; otherwise by the modules.
 
-    With `is_whole` it computes what surrounds them, too, as `is_whole_exact` has proven. The
-    attention modules are attached to a KV cache. Returns what computes the layers.
+    With `is_whole`, which `is_whole_exact` must have proven, it also computes what precedes and
+    follows the layers. The attention modules must be attached to a KV cache. Returns the stack that
+    computes the layers, or None.
     """
     uninstall(prepared)
     executor, loaded = prepared.executor, prepared.loaded
@@ -76,7 +77,7 @@ def install(
 
 
 def uninstall(prepared: PreparedModel) -> None:
-    """Let the modules compute everything."""
+    """Make the modules compute everything again."""
     uninstall_whole(prepared.loaded)
     restore_forwards(layer_modules(prepared.loaded))
 
@@ -85,7 +86,7 @@ def uninstall(prepared: PreparedModel) -> None:
 def decoding(
     prepared: PreparedModel, settings: Sequence[LayerSettings], *, is_whole: bool = False
 ) -> Iterator[None]:
-    """Install the native decoder for a while."""
+    """Install the native decoder within the context."""
     install(prepared, settings, is_whole=is_whole)
     try:
         yield
@@ -94,7 +95,7 @@ def decoding(
 
 
 class LayerCall(NamedTuple):
-    """One layer's module and what the model's forward has given to it."""
+    """A layer's module, and its arguments in the model's forward."""
 
     module: nn.Module
     hidden: torch.Tensor
@@ -107,7 +108,7 @@ class LayerCall(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A step as the modules compute it."""
+    """The layer calls and scorings of a step that the modules compute."""
 
     calls: list[LayerCall]
     scorings: list[Scoring]
@@ -124,7 +125,7 @@ def layer_modules(loaded: LoadedModel) -> list[nn.Module]:
 
 
 def _let_take_adapters(stack: DecoderStack, store: AdapterStore, names: Sequence[str]) -> None:
-    """Let a stack add products at those sites of its layers that take adapters."""
+    """Make a stack add adapter products at the sites of its layers that take adapters."""
     sites = store.sites
     found = {
         place: (number, sites.all[number])
@@ -135,7 +136,7 @@ def _let_take_adapters(stack: DecoderStack, store: AdapterStore, names: Sequence
 
 
 def read_layers(executor: LayerExecutor, loaded: LoadedModel) -> list[Any] | None:
-    """Return what the layers compute; None: the executor has no instructions for one of them."""
+    """Read the layers for the executor; None: it has no instructions for one of them."""
     if attending_twice(layer.module_name for layer in loaded.layers) is not None:
         return None
     factor = float(getattr(loaded.model.config, "residual_multiplier", None) or 1.0)
@@ -150,10 +151,10 @@ def find_settings(
     layout: KVLayout,
     expected: list[torch.Tensor],
 ) -> list[LayerSettings]:
-    """Return the settings with which the native decoder computes what the layers' modules do.
+    """Return the settings with which the native decoder reproduces the layers' modules.
 
-    `expected` are the modules' logits, of `check_forward`. An empty list: there are no instructions
-    for a layer, or they compute something else.
+    `expected` are the modules' logits from `check_forward`. The list is empty if the executor has
+    no instructions for a layer, or if results differ.
     """
     loaded, executor = prepared.loaded, prepared.executor
     if executor is None or not executor.covers(backend):
@@ -186,7 +187,7 @@ def is_whole_exact(
     layout: KVLayout,
     settings: Sequence[LayerSettings],
 ) -> bool:
-    """Return whether one call computes the logits' bits that the modules around the layers do.
+    """Return whether a single native call gives the same logits, bit for bit, as the modules.
 
     `settings` are those of `find_settings`.
     """
@@ -213,7 +214,10 @@ def _record(
     modules: list[nn.Module],
     first_position: int,
 ) -> Recording:
-    """Compute the self check's texts at once, from a position on; the backend keeps this step."""
+    """Compute the self check's texts at once from a position on, recording the layers' calls.
+
+    The backend keeps this step for the trials.
+    """
     recording = Recording([], [])
     attend = backend.attend
 
@@ -258,11 +262,11 @@ def _is_usual(recording: Recording, layers: list[Any]) -> bool:
 def _best_settings(
     executor: LayerExecutor, layer: Any, call: LayerCall, scoring: Scoring
 ) -> LayerSettings | None:
-    """Return the settings that are closest to what a module does; None: none is close enough."""
+    """Return the settings that come closest to a module's results; None: none is close enough."""
     best, least = None, MAX_ERROR[call.hidden.dtype]
     trials = list(_trials(call))
-    # Attention rounds otherwise than the module does, which may send a row to another expert.
-    # The mixture itself is proven (modules/fused.py): so here the typical row counts.
+    # Attention rounds differently from the module, which may send a row to another expert. Since
+    # the mixture itself is proven (modules/fused.py), only the typical row counts here.
     is_mixture = any(isinstance(part, FusedExperts) for part in call.module.modules())
     for rotation in Rotation:
         settings = LayerSettings(rotation, scoring.scale, scoring.softcap or 0.0)
@@ -280,7 +284,7 @@ def _best_settings(
 
 @torch.inference_mode()
 def _trials(call: LayerCall) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield random rows of every scale, and what the module makes of them."""
+    """Yield random rows of every scale, and the module's output for them."""
     generator = make_generator(1)
     for scale in TRIAL_SCALES:
         rows = torch.randn(call.hidden.shape, generator=generator) * scale
@@ -297,7 +301,7 @@ def _error(
     *,
     is_typical: bool,
 ) -> float:
-    """Return the greatest error of a row, or a typical one, relative to what the module adds."""
+    """Return the greatest error of a row, or the median, relative to the module's contribution."""
     if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
         return math.inf
     found = stack.forward(hidden, [call.angles])

@@ -1,6 +1,6 @@
-"""Reads off a decoder layer's modules what the layer computes.
+"""Reads a decoder layer's computation off its modules.
 
-Names decide what is tried; install.py proves that the layer computes the same.
+Names determine what is tried; install.py proves that the results agree.
 """
 
 from collections.abc import Sequence
@@ -33,21 +33,21 @@ NORM_NAMES: tuple[tuple[str, str, str, str], ...] = (
         "post_mlp_layernorm",
     ),
 )
-"""Norms before and after the attention, before and after the MLP; "": there is none."""
+"""Norms before and after attention, and before and after the MLP; "": no norm."""
 
 
 class LayerSettings(NamedTuple):
-    """What the modules of a layer do not show; it is observed, or found by trial."""
+    """Settings that a layer's modules do not reveal; they are observed or found by trial."""
 
     rotation: Rotation
     scale: float
-    """Factor on the scores."""
+    """Factor that multiplies scores."""
     softcap: float
-    """Bound of the scores; 0: none."""
+    """Bound of scores; 0: no bound."""
 
 
 class Norms(NamedTuple):
-    """The norms of a layer, where it has them."""
+    """The norms of a layer; None: no norm at that point."""
 
     before_attention: FusedRMSNorm | None
     after_attention: FusedRMSNorm | None
@@ -56,30 +56,30 @@ class Norms(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """One layer: attention and MLP, each added to the residual times a factor."""
+    """A layer: attention and MLP, each multiplied by a factor and added to the residual."""
 
     norms: Norms
     qkv: list[PackedWeight]
-    """One weight, or those of queries, keys and values."""
-    query_norm: FusedRMSNorm | None  # of each head, or of all together
+    """One merged weight, or separate weights of queries, keys and values."""
+    query_norm: FusedRMSNorm | None  # over each head, or over all heads together
     key_norm: FusedRMSNorm | None
     attention: nn.Module
     out: PackedWeight
     mlp: FusedMLP | FusedExperts
     down: PackedWeight | None
-    """Of an MLP; a mixture of experts has its own."""
+    """The MLP's second weight; None for a mixture of experts, which has its own."""
     hidden_size: int
     residual_factor: float
 
     @property
     def norms_each_head(self) -> bool:
-        """Whether queries and keys have norms, each head by itself."""
+        """True if queries and keys are normalized, each head separately."""
         norm = self.query_norm
         return norm is not None and len(norm.factors) == self.paged.spec.head_dim
 
     @property
     def paged(self) -> PagedLayer:
-        """The layer's part of the KV cache that is attached now."""
+        """The attention module's layer in the KV cache that is attached now."""
         layer: PagedLayer = self.attention.__dict__["paged_layer"]
         return layer
 
@@ -97,7 +97,7 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
     children = {
         name: child
         for name, child in layer.named_children()
-        if not isinstance(child, nn.Dropout)  # which does nothing here
+        if not isinstance(child, nn.Dropout)  # it does nothing here
     }
     attention, mlp = children.pop("self_attn", None), children.pop("mlp", None)
     matching = (names for names in NORM_NAMES if set(names) - {""} == set(children))
@@ -108,9 +108,10 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
 
 
 def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
-    """Return what a layer computes; None: the native decoder cannot compute a part of it.
+    """Return a layer's description; None: the native decoder cannot compute a part of it.
 
-    Its attention is attached to a KV cache. `factor` is the one on the residual.
+    Its attention must be attached to a KV cache. `factor` multiplies each contribution to the
+    residual.
     """
     found = layer_parts(layer)
     if found is None:
@@ -123,7 +124,7 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     if own - ({"sinks"} if paged.sinks is not None else set()):
         return None
     if paged.spec.num_heads // paged.spec.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
-        return None  # which takes several calls of the kernel
+        return None  # it takes several calls of the kernel
     parts = dict(attention.named_children())
     names = ["qkv_proj"] if "qkv_proj" in parts else ["q_proj", "k_proj", "v_proj"]
     linears = [parts.pop(name, None) for name in names]
@@ -184,7 +185,7 @@ def _fit(layer: DecoderLayer, widths: list[int], spec: LayerSpec) -> bool:
 
 
 def _side_by_side(weights: list[PackedWeight]) -> list[PackedWeight]:
-    """Return a single weight if these are parts of one, in their order."""
+    """Merge weights that are adjacent parts of one weight; return others unchanged."""
     first = weights[0]
     if len({weight.panels.untyped_storage().data_ptr() for weight in weights}) > 1:
         return weights

@@ -1,8 +1,8 @@
 """Writes the program of a decoder: the instructions of its layers, and where they can be cut.
 
-A projection with a hook after it is not fused with what follows: its outputs are stored, and
-another instruction adds or activates them. The values are rounded at the same places, so that a
-hook that changes nothing changes no bit.
+A projection with a hook after it is not fused with the operation that follows: its outputs are
+stored, and a separate instruction adds or activates them. Values are rounded at the same points, so
+that a hook that changes nothing changes no bit.
 """
 
 import ctypes
@@ -26,33 +26,34 @@ from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format, PackedWeigh
 from worker_proc.native.structures import AdaptedSiteArgs, Epilogue, Instruction, Kind, ProgramArgs
 
 HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
-"""SPLIT has gates and factors side by side, where a hook is to find them."""
+"""SPLIT has gates and factors next to each other, for the hooks that read them."""
 LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
-"""Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
+"""Buffers of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each
+token."""
 CODES, EXPERT_CODES = 11, 12
-"""The rows that projections take, where weights need codes of them. EXPERT_CODES has a row for each
-expert of each token."""
+"""Coded input rows, for weights that need them. EXPERT_CODES has a row for each expert of each
+token."""
 PERMUTED = 13
-"""The rows that a projection takes in an order of its own."""
+"""Input rows in the order that a projection's weight requires."""
 OUTPUT = 14
-"""Logits, of a program that ends with them."""
+"""Logits, in a program that ends with them."""
 GATES = (Projection.GATE, Projection.UP)
 _MAKE_ROWS = (Kind.EMBED, Kind.ADD)
-"""In these, as in a norm, each thread computes an equal share of the rows, and nothing else."""
+"""Like a norm, these divide the rows equally among the threads, and do nothing else."""
 _ADAPTING = (Kind.SHRINK, Kind.EXPAND)
 _NOWHERE = Columns(HIDDEN, 0, 0)
-"""Where outputs are stored that are fused with what follows and that no hook asks for: nowhere."""
+"""Stands for outputs that are fused with the next operation and that no hook reads."""
 
 
 class Segment(NamedTuple):
-    """Instructions that one native call executes, and the hooks that are called after it."""
+    """Instructions of one native call, and the hooks that are called after it."""
 
     args: ProgramArgs
     cuts: list[Cut]
 
 
 class Program:
-    """The instructions for one pool, which keeps alive all that they point to."""
+    """The instructions for one pool; keeps alive everything that they point to."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Program:
         self.key = key
         self.first_layers = first_layers
         """For each kind of angles, the first layer that uses it."""
-        self._paged = paged  # alive, so that the key stays unique
+        self._paged = paged  # kept alive so that the key stays unique
         self._adapted = writer.adapted
         self._array = (Instruction * len(writer.instructions))(*writer.instructions)
         self._is_bf16 = is_bf16
@@ -75,11 +76,11 @@ class Program:
 
     @cached_property
     def all_instructions(self) -> ProgramArgs:
-        """The one call of a program without hooks."""
+        """All instructions in one call, for a program without hooks."""
         return self._args(0, len(self._array))
 
     def segments(self, layers: range) -> list[Segment]:
-        """Return the calls for some consecutive layers; one, if they have no hooks."""
+        """Return the calls for consecutive layers; a single one if they have no hooks."""
         found = self._segments.get(layers)
         if found is None:
             found = self._segments[layers] = list(self._segments_of(layers))
@@ -99,39 +100,39 @@ class Program:
 
 
 def hooked_projections(layer: DecoderLayer) -> tuple[Projection, ...]:
-    """Return the projections of a layer that can have hooks: not those of experts."""
+    """Return the projections of a layer that can have hooks; experts' projections cannot."""
     without_mlp = (Projection.QUERY, Projection.KEY, Projection.VALUE, Projection.OUT)
     return without_mlp if isinstance(layer.mlp, FusedExperts) else tuple(Projection)
 
 
 def split_width(mlp: FusedMLP) -> int:
-    """Return the columns of gates and factors, each of which begin with a whole panel."""
+    """Return the width of gates and factors, each of which begins with a whole panel."""
     return 2 * _first_factor(mlp)
 
 
 def codes_stride(layer: DecoderLayer) -> int:
-    """Return the bytes between rows of codes that a layer's projections take."""
+    """Return the stride in bytes of the coded rows that a layer's projections take."""
     weights = (*layer.qkv, layer.out, layer.mlp.gate_up, layer.down)
     coded = [w for w in weights if w is not None and w.format is Format.INT8_FOR_CODES]
     return coded_stride(max((weight.num_inputs for weight in coded), default=0))
 
 
 def expert_codes_stride(layer: DecoderLayer) -> int:
-    """Return the bytes between rows of codes that a layer's experts take."""
+    """Return the stride in bytes of the coded rows that a layer's experts take."""
     return (
         layer.mlp.products.codes_stride if isinstance(layer.mlp, FusedExperts) else coded_stride(0)
     )
 
 
 def permuted_width(layer: DecoderLayer) -> int:
-    """Return the most values of a row that a layer's projections take in an order of their own."""
+    """Return the longest row that a layer's projections take in their own order."""
     weights = (*layer.qkv, layer.out, layer.mlp.gate_up, layer.down)
     orders = [weight.order for weight in weights if weight is not None]
     return max((len(order) for order in orders if order is not None), default=0)
 
 
 class ProgramWriter:
-    """Writes layer after layer, with cuts where there are hooks."""
+    """Writes layer after layer, with cuts at hooks."""
 
     def __init__(
         self,
@@ -142,12 +143,12 @@ class ProgramWriter:
     ) -> None:
         """Take hooks, and the numbered sites of projections by layer, for steps with adapters.
 
-        With `adds_ranks` a layer is one rank's part: what is added to the residual are the sums of
-        all ranks.
+        With `adds_ranks`, a layer is one rank's part, and the sums over all ranks are added to the
+        residual.
         """
         self.instructions: list[Instruction] = []
         self.boundaries: list[int] = []
-        """The first instruction of each layer."""
+        """The index of each layer's first instruction."""
         self.adapted: list[Any] = []
         """Arrays of sites that instructions point to."""
         self.cuts: list[Cut] = []
@@ -155,11 +156,11 @@ class ProgramWriter:
         self._sites = sites or {}
         self._adds_ranks = adds_ranks
         self._first_of_kept: int | None = None
-        """The first instruction that computes the rows that get logits, no others."""
+        """The first instruction that computes only the rows that get logits."""
         self._coded = HIDDEN
-        """The buffer that CODES is made of."""
+        """The buffer that CODES was computed from."""
         self._permuted: tuple[int, torch.Tensor] | None = None
-        """The buffer that PERMUTED is made of, and in which order."""
+        """The buffer that PERMUTED was computed from, and the order."""
 
     def add_layer(
         self,
@@ -172,8 +173,8 @@ class ProgramWriter:
     ) -> None:
         """Write the instructions of one layer; `angles` is the number of its kind of angles.
 
-        With `keeps`, its attention may leave out the rows that get no logits, and what comes after
-        it computes no others.
+        With `keeps`, its attention may leave out the rows that get no logits, and everything after
+        it does.
         """
         self.boundaries.append(len(self.instructions))
         norms, spec = layer.norms, layer.paged.spec
@@ -211,11 +212,11 @@ class ProgramWriter:
     def add_embedding(
         self, table: torch.Tensor | PackedWeight, num_tokens: int, factor: float
     ) -> None:
-        """Write what makes the residual of the step's tokens: rows of a table times a factor."""
+        """Write the initial residual of the step's tokens: rows of a table, times a factor."""
         self.instructions.append(embedding(table, num_tokens, target=HIDDEN, factor=factor))
 
     def add_logits(self, norm: FusedRMSNorm, weight: PackedWeight) -> None:
-        """Write the last norm and the output layer, for the rows that are kept."""
+        """Write the last norm and the output layer, for the rows that get logits."""
         if self._first_of_kept is None:
             self._keep(HIDDEN)
         self.instructions.append(projection(weight, source=self._normed(norm), target=OUTPUT))
@@ -223,12 +224,12 @@ class ProgramWriter:
             instruction.of_kept = True
 
     def _keep(self, buffer: int) -> None:
-        """Drop the rows that get no logits, of the residual and of another buffer."""
+        """Drop the rows that get no logits, from the residual and from another buffer."""
         self.instructions.append(Instruction(kind=Kind.KEEP, source=HIDDEN, target=buffer))
         self._first_of_kept = len(self.instructions)
 
     def _normed(self, norm: FusedRMSNorm | None) -> int:
-        """Write a norm of the residual, if there is one; returns the buffer of the result."""
+        """Write a norm of the residual, if there is one; return the buffer of the result."""
         if norm is None:
             return HIDDEN
         before = self.instructions[-1] if self.instructions else None
@@ -238,7 +239,7 @@ class ProgramWriter:
         return NORMED
 
     def _queries_and_keys(self, layer: DecoderLayer, source: int) -> None:
-        """Write projections to queries, keys and values, and norms of all heads together."""
+        """Write projections to queries, keys and values, and norms over all heads together."""
         spec = layer.paged.spec
         widths = (
             spec.num_heads * spec.head_dim,
@@ -253,7 +254,7 @@ class ProgramWriter:
                 (Projection.QUERY, Projection.KEY, Projection.VALUE), firsts, widths, strict=True
             )
         }
-        # Each writes whole panels: what it writes past its outputs is overwritten by the next.
+        # Each writes whole panels: the next one overwrites the values after its outputs.
         groups = [outputs] if len(layer.qkv) == 1 else [{name: outputs[name]} for name in outputs]
         for weight, first, group in zip(layer.qkv, firsts, groups, strict=False):
             instruction = projection(weight, source=source, target=QKV, column=first)
@@ -307,7 +308,7 @@ class ProgramWriter:
         inputs: Columns,
         norm: FusedRMSNorm | None,
     ) -> None:
-        """Project back to the residual and add to it, with a norm between or without."""
+        """Project back and add to the residual, after the projection's norm if there is one."""
         if norm is None and not self._adds_ranks and not self._is_hooked(name, When.AFTER):
             adding = {"epilogue": Epilogue.ADD_TO, "factor": layer.residual_factor}
             instruction = projection(weight, source=inputs.buffer, target=HIDDEN, **adding)
@@ -319,7 +320,7 @@ class ProgramWriter:
         self._add_projected(layer, norm)
 
     def _add_projected(self, layer: DecoderLayer, norm: FusedRMSNorm | None) -> None:
-        """Add what is projected to the residual, with a norm before or without."""
+        """Add the projection to the residual, normalizing it first if there is a norm."""
         if self._adds_ranks:
             add = Instruction(kind=Kind.ADD_RANKS, target=PROJECTED, size=layer.hidden_size)
             self.instructions.append(add)
@@ -339,7 +340,7 @@ class ProgramWriter:
         inputs: Columns,
         outputs: dict[Projection, Columns],
     ) -> None:
-        """Write one instruction, with hooks on both sides of the projections that it computes."""
+        """Write a projection, with hooks before and after it."""
         self._cut(When.BEFORE, inputs, outputs)
         if weight.order is not None:
             self._permute(inputs.buffer, weight.order)
@@ -353,9 +354,10 @@ class ProgramWriter:
     def _adapting(
         self, instruction: Instruction, inputs: Columns, outputs: Mapping[Projection, Columns]
     ) -> list[Instruction]:
-        """Return an instruction with those for the projections of it that take adapters.
+        """Return an instruction together with those that add adapter products to its projections.
 
-        Inner values are computed in the phase of the projection, which takes the same rows.
+        The inner values of adapters are computed in the same phase as the projection, from the same
+        rows.
         """
         layer = len(self.boundaries) - 1
         found = [
@@ -382,7 +384,7 @@ class ProgramWriter:
         ]
 
     def _permute(self, source: int, order: torch.Tensor) -> None:
-        """Write rows in an order, unless the projection before has taken the same ones."""
+        """Write rows in an order, unless the previous projection has taken the same rows."""
         before = self._projected_before()
         is_cut = bool(self.cuts) and self.cuts[-1].position == len(self.instructions)
         is_there = before is not None and before.source == PERMUTED and not is_cut
@@ -402,7 +404,7 @@ class ProgramWriter:
         self._permuted = source, order
 
     def _code(self, source: int, size: int) -> None:
-        """Write codes of rows, unless the projection before has taken the same rows."""
+        """Write codes of rows, unless the previous projection has taken the same rows."""
         before = self._projected_before()
         is_cut = bool(self.cuts) and self.cuts[-1].position == len(self.instructions)
         has_codes = before is not None and before.kind == Kind.PROJECT and before.source == CODES
@@ -412,7 +414,7 @@ class ProgramWriter:
             self._coded = source
 
     def _projected_before(self) -> Instruction | None:
-        """Return the last instruction; what adds the products of adapters does not count."""
+        """Return the last instruction, skipping those that add adapter products."""
         others = (one for one in reversed(self.instructions) if one.kind not in _ADAPTING)
         return next(others, None)
 
@@ -425,7 +427,7 @@ class ProgramWriter:
                 self.cuts.append(Cut(len(self.instructions), point, inputs, made))
 
     def _is_hooked(self, name: Projection, when: When) -> bool:
-        """Whether a side of a projection of the present layer has a hook, or takes adapters."""
+        """Return whether one side of a projection in this layer has a hook or an adapter site."""
         layer = len(self.boundaries) - 1
         is_adapted = when is When.AFTER and (layer, name) in self._sites
         return is_adapted or HookPoint(layer, name, when) in self._points

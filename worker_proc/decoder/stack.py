@@ -1,7 +1,7 @@
 """All decoder layers of a model, computed by one native call.
 
-The layers' modules stay in transformers' model. While a stack is installed they pass the hidden
-states on unchanged and note their angles; the last one computes all of them. Everything else is
+The layers' modules stay in transformers' model. While a stack is installed, they pass the hidden
+states on unchanged and record their angles; the last one computes all layers. Everything else is
 transformers' code over packed modules, unless whole.py computes it, too.
 """
 
@@ -27,7 +27,7 @@ from worker_proc.native.structures import ProgramArgs, RunArgs
 
 
 class NativeExecutor:
-    """Reads layers, and computes them by the native library."""
+    """Reads layers, and computes them with the native library."""
 
     name = "native"
 
@@ -38,7 +38,7 @@ class NativeExecutor:
         return isinstance(backend, NativeBackend)
 
     def read(self, module: nn.Module, factor: float) -> DecoderLayer | None:
-        """Return what a layer computes; None: there are no instructions for a part of it."""
+        """Return a layer's description; None: there are no instructions for a part of it."""
         return read_layer(module, factor)
 
     def stack(
@@ -47,7 +47,7 @@ class NativeExecutor:
         settings: Sequence[LayerSettings],
         dtype: torch.dtype,
     ) -> "DecoderStack":
-        """Return what computes the layers."""
+        """Return a stack that computes the layers."""
         return DecoderStack(self._library, layers, settings, dtype)
 
 
@@ -61,7 +61,7 @@ class DecoderStack:
         settings: Sequence[LayerSettings],
         dtype: torch.dtype,
     ) -> None:
-        """Take layers of one hidden size, and what their modules do not show."""
+        """Take layers of one hidden size, and the settings that their modules do not reveal."""
         self.library = library
         self.layers = layers
         self.settings = settings
@@ -84,15 +84,15 @@ class DecoderStack:
         return bool(self._hooks)
 
     def step_addresses(self) -> Any:
-        """Return the addresses of the present step, for each KV group."""
+        """Return the addresses of the current step, for each KV group."""
         steps = _backend_of(self.layers[0].paged).steps
         return pointers([ctypes.addressof(step) for step in steps])
 
     def set_hooks(self, hooks: Mapping[HookPoint, Hook]) -> None:
-        """Call these hooks at their points, and no others, in all later steps.
+        """Set the hooks for all later steps, replacing earlier ones.
 
-        Each cuts the program: without hooks, a step is one native call. ValueError: a layer or
-        projection is not there.
+        Each hook cuts the program: without hooks, a step is one native call. Raises ValueError if a
+        layer or projection does not exist.
         """
         for layer, name, _ in hooks:
             if not 0 <= layer < len(self.layers):
@@ -105,21 +105,21 @@ class DecoderStack:
     def take_adapters(
         self, rows: StepRows, sites: Mapping[tuple[int, Projection], tuple[int, Site]]
     ) -> None:
-        """Add the products of adapters at these sites, in all later steps that have some."""
+        """Add adapter products at these sites, in all later steps with adapters."""
         self._rows, self.sites = rows, sites
         self._clear()
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks after each attention and MLP, in all later steps.
+        """Sum the rows of all ranks after each attention and MLP, in all later steps.
 
-        ValueError: the rows are too long.
+        Raises ValueError if the rows are too long.
         """
         ranks.check_row(self._hidden_size * self.dtype.itemsize)
         self.ranks = ranks
         self._clear()
 
     def execute(self, program: ProgramArgs, run: RunArgs) -> None:
-        """Execute a program of this stack's layers."""
+        """Execute a program over this stack's layers."""
         if self.ranks is None:
             self.library.execute(program, run)
         else:
@@ -127,7 +127,7 @@ class DecoderStack:
 
     @property
     def adaptation(self) -> int | None:
-        """The address of the present step's adapted rows; None: there are none."""
+        """The address of the current step's adapted rows; None: no adapters."""
         return None if self._rows is None else self._rows.address
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
@@ -137,10 +137,10 @@ class DecoderStack:
     def forward_layers(
         self, layers: range, hidden_states: torch.Tensor, angles: Sequence[Angles]
     ) -> torch.Tensor:
-        """Return what `forward` does after some consecutive layers, given the angles of all.
+        """Return the hidden states after `layers`, which are consecutive, given the angles of all.
 
-        `hidden_states` are those before the first of them: the residual, which is all that passes
-        from a layer to the next one.
+        `hidden_states` precede the first of them: the residual is all that a layer passes to the
+        next.
         """
         if not (layers.step == 1 and 0 <= layers.start < layers.stop <= len(self.layers)):
             raise ValueError(f"{layers} are not consecutive layers of {len(self.layers)}")
@@ -149,7 +149,7 @@ class DecoderStack:
         program = self._program_for(angles, is_adapted=adaptation is not None)
         hidden = self.buffers.reserve(len(rows))
         hidden[:, : self._hidden_size] = rows
-        hidden[:, self._hidden_size :] = 0  # an earlier request's may not be finite
+        hidden[:, self._hidden_size :] = 0  # values of an earlier request may not be finite
         kinds = [angles[layer] for layer in program.first_layers]
         cosines = [cosine[0].contiguous() for cosine, _ in kinds]
         sines = [sine[0].contiguous() for _, sine in kinds]
@@ -172,19 +172,19 @@ class DecoderStack:
         return hidden[:, : self._hidden_size].clone().unsqueeze(0)
 
     def _clear(self) -> None:
-        """Forget the program, and the memory of its buffers."""
+        """Drop the program, and the memory of its buffers."""
         self.buffers = Buffers(self.layers, self.dtype, splits=self._splits())
         self._programs: dict[bool, Program] = {}
-        """With and without adapters."""
+        """The program with adapters and the program without."""
 
     def _splits(self) -> bool:
-        """Return whether gates and factors are stored apart from their product."""
+        """Return whether gates and factors are stored separately, before their product."""
         hooked = (name for _, name, _ in self._hooks)
         adapted = (name for _, name in self.sites)
         return any(name in GATES for name in (*hooked, *adapted))
 
     def _program_for(self, angles: Sequence[Angles], *, is_adapted: bool) -> Program:
-        """Return the program for the present pool and for which layers share angles."""
+        """Return the program for the current pool and the current grouping of layers by angles."""
         paged = [layer.paged for layer in self.layers]
         first_of: dict[int, int] = {}
         kinds = [first_of.setdefault(id(cosine), len(first_of)) for cosine, _ in angles]
@@ -216,7 +216,7 @@ def pointers(addresses: list[int]) -> Any:
 
 
 def replace_forwards(modules: Sequence[nn.Module], stack: Stack) -> None:
-    """Let the last of the layers' modules compute all layers, and the others nothing."""
+    """Make the last layer's module compute all layers, and the others pass their input on."""
     angles: list[Any] = [None] * len(modules)
 
     def pass_on(index: int) -> Callable[..., torch.Tensor]:
@@ -235,6 +235,6 @@ def replace_forwards(modules: Sequence[nn.Module], stack: Stack) -> None:
 
 
 def restore_forwards(modules: Sequence[nn.Module]) -> None:
-    """Let each module compute its own layer again."""
+    """Make each module compute its own layer again."""
     for module in modules:
         module.__dict__.pop("forward", None)

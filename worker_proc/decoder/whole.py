@@ -1,9 +1,9 @@
 """A model's whole forward as one native call: from the tokens of a step to its logits.
 
-The layers are those of a `DecoderStack`. Before them is the embedding, and after them the last
-norm and the output layer, for the rows that get logits; the angles come from tables. Transformers'
-code still computes the steps in which something is read between the parts: those with hooks, and
-those whose hidden states are pooled. So the logits must have the same bits both ways.
+The layers are those of a `DecoderStack`. The embedding precedes them, and the last norm and the
+output layer follow, for the rows that get logits; the angles come from tables. transformers' code
+still computes the steps that read intermediate values: those with hooks, and those whose hidden
+states are pooled. The logits must therefore have the same bits both ways.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.native.structures import RunArgs
 
 _NUM_TOKENS = 5
-"""Of the text with which a decoder is read."""
+"""Number of tokens in the text that is used to read a decoder."""
 
 
 class LogitEdit(NamedTuple):
-    """What a model does to its logits, in its dtype."""
+    """The operations that a model applies to its logits, in its dtype."""
 
     divisor: float | None
     cap: float | None
@@ -45,22 +45,22 @@ class LogitEdit(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What a model computes before and after its layers."""
+    """The computation of a model before and after its layers."""
 
     table: torch.Tensor | PackedWeight
-    """Of the embedding."""
+    """The embedding table."""
     num_tokens: int
-    """Rows of the table."""
+    """The number of rows of the table."""
     factor: float
-    """On what the embedding gives."""
+    """Factor that multiplies the embedding."""
     angles: list[AngleTable]
-    """One for each kind of angles."""
+    """A table for each kind of angles."""
     kinds: list[int]
-    """The kind of each layer."""
+    """The kind of angles of each layer."""
     norm: FusedRMSNorm
     head: NativeLinear
     is_divided: bool
-    """Whether the head gives the logits of some tokens, and other ranks those of the others."""
+    """True if the head computes the logits of some tokens, and other ranks those of the others."""
     edit: LogitEdit
 
 
@@ -68,32 +68,32 @@ _BY_MODULES = "forward_by_modules"
 
 
 class Logits(NamedTuple):
-    """What the forward returns, like that of transformers."""
+    """The output of the forward, like transformers' own."""
 
     logits: torch.Tensor
 
 
 class _Calls(NamedTuple):
-    """What the parts of a model were given in one forward, and what they returned."""
+    """Inputs and outputs of a model's parts in one forward."""
 
     tokens: list[torch.Tensor]
     hidden: list[torch.Tensor]
-    """What each layer was given."""
+    """The input of each layer."""
     used: list[Any]
-    """The angles that each layer was given."""
+    """The angles that each layer received."""
     made: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]
-    """Calls of the other modules of the decoder, with what they returned."""
+    """Calls of the decoder's other modules, with their outputs."""
 
 
 class WholeModel:
     """Computes the logits of a packed step."""
 
     def __init__(self, stack: DecoderStack, ends: Ends) -> None:
-        """Take layers whose attention modules are attached to a pool, and what surrounds them."""
+        """Take layers whose attention modules are attached to a pool, and the parts around them."""
         self._stack = stack
         self._ends = ends
         self._programs: dict[bool, Program] = {}
-        """With and without adapters."""
+        """The program with adapters and the program without."""
         self._num_positions = 0
         self._point_to_angles()
 
@@ -156,8 +156,8 @@ class WholeModel:
             writer = ProgramWriter((), stack.sites if is_adapted else None, adds_ranks=has_ranks)
             writer.add_embedding(ends.table, ends.num_tokens, ends.factor)
             for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
-                # Adapters have their rows by number, as they are before others are dropped. Ranks
-                # add up the rows that they would with modules, which one of them may use.
+                # Adapters refer to rows by number, so no row is dropped before them. Ranks sum the
+                # same rows as with modules, because one of the ranks may use modules.
                 keeps = layer is stack.layers[-1] and not is_adapted and not has_ranks
                 writer.add_layer(layer, settings, kind, ends.angles[kind].cosines, keeps=keeps)
             writer.add_logits(ends.norm, ends.head.packed)
@@ -167,9 +167,9 @@ class WholeModel:
 
 
 def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
-    """Let a model's forward over a packed step be one call."""
+    """Replace a model's forward over a packed step by one native call."""
     model: Any = loaded.model
-    by_modules = model.forward  # of the class, or of kept_rows.py
+    by_modules = model.forward  # the class's method, or the function of kept_rows.py
     observed = [part for part in (model.base_model, model.get_decoder()) if part is not model]
 
     def forward(
@@ -191,10 +191,10 @@ def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
 
 
 def uninstall_whole(loaded: LoadedModel) -> None:
-    """Let a model's own forward compute its steps again."""
+    """Make a model's own forward compute its steps again."""
     names = loaded.model.__dict__
     if _BY_MODULES not in names:
-        return  # the model's forward computes them now
+        return  # its own forward computes them already
     by_modules = names.pop(_BY_MODULES)
     if by_modules is None:
         del names["forward"]
@@ -203,7 +203,7 @@ def uninstall_whole(loaded: LoadedModel) -> None:
 
 
 def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:
-    """Return what surrounds the layers; None: there are no instructions for a part of it."""
+    """Return the parts around the layers; None: there are no instructions for one of them."""
     model: Any = loaded.model
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
     norm, head = getattr(decoder, "norm", None), output_layer(model)
@@ -257,7 +257,7 @@ def _fits(
 def _recorded(
     decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]
 ) -> Iterator[_Calls]:
-    """Record what the parts of a decoder are given and return; the layers compute nothing."""
+    """Record the inputs and outputs of a decoder's parts; the layers compute nothing."""
     calls = _Calls([], [], [], [])
 
     def record_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,7 +292,8 @@ def _recorded(
 def _angles(calls: _Calls, model_len: int) -> tuple[list[AngleTable], list[int]] | None:
     """Return a table for each kind of angles, and the kind of each layer.
 
-    None: the module that makes them was not found, or they depend on more than the position.
+    Returns None if the module that computes them was not found, or if they depend on more than the
+    position.
     """
     makers: list[AngleCall] = []
     kinds: list[int] = []
@@ -317,7 +318,7 @@ def _angles(calls: _Calls, model_len: int) -> tuple[list[AngleTable], list[int]]
 def _positions_of(
     call: tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any], shape: torch.Size
 ) -> torch.Tensor | None:
-    """Return the positions that a call was given."""
+    """Return the positions that a call received, or None."""
     _, args, kwargs, _ = call
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dtype == torch.long and value.shape == shape:
@@ -327,7 +328,7 @@ def _positions_of(
 
 @torch.inference_mode()
 def _factor(loaded: LoadedModel, embedding: nn.Embedding, calls: _Calls) -> float | None:
-    """Return the factor with which the embedding becomes what the first layer is given."""
+    """Return the factor between the embedding and the first layer's input; None: it is unknown."""
     rows = functional.embedding(calls.tokens[0], embedding.weight)
     size, config = rows.shape[-1], loaded.model.config.get_text_config()
     root = math.sqrt(size)

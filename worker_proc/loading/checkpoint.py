@@ -1,7 +1,7 @@
 """Checks the files of a checkpoint before transformers reads them.
 
-transformers answers some mistakes with an error that names neither file nor key, and ignores
-others: weights that are stored in a format that it does not expect are loaded as garbage.
+transformers reports some mistakes without naming the file or the key, and ignores others: weights
+that are stored in an unexpected format are loaded as garbage.
 """
 
 import json
@@ -14,19 +14,19 @@ from worker_proc.errors import CheckpointError
 from worker_proc.quantization.headers import StoredTensor, read_object
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Types that weights can be computed in."""
+"""The dtypes in which weights can be computed."""
 
 _CONFIG_DTYPES = (*DTYPES, "float64")
-"""Weights of float64 can be loaded as another type."""
+"""float64 weights can be loaded in another dtype."""
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 INDEX_DTYPES = frozenset({"I64", "BOOL"})
-"""Types of buffers with indices and choices, such as those of towers; weights have others."""
+"""Dtypes of buffers with indices and choices, for example in vision towers; weights have others."""
 _LEAST: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"), 1),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 2),
 }
-"""Keys of config.json that hold one integer, and the smallest that makes sense."""
+"""Integer keys of config.json, and the smallest valid value of each."""
 _UNUSED_BUFFER = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$|(^|\.)decoder\.version$"
     r"|\.num_batches_tracked$"
@@ -35,7 +35,10 @@ _UNUSED_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$")
 
 
 def check_config_files(directory: str) -> None:
-    """Check the configuration keys that transformers does not; errors name file, key and value."""
+    """Check configuration keys that transformers does not check.
+
+    Raises CheckpointError, which names the file, the key and the value.
+    """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no config.json")
@@ -94,7 +97,7 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
 
 
 def _check_rope(path: Path, prefix: str, parameters: dict[str, Any]) -> None:
-    """Check one set of parameters, or a set for each type of layer."""
+    """Check one set of rope parameters, or a set for each type of layer."""
     for key in ("rope_theta", "factor"):
         if (value := parameters.get(key)) is not None:
             is_number = isinstance(value, int | float) and value > 0
@@ -107,15 +110,15 @@ def _check_rope(path: Path, prefix: str, parameters: dict[str, Any]) -> None:
 def _check_eos(path: Path, prefix: str, section: dict[str, Any]) -> None:
     eos = section.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
-    # -1 stands for none in some checkpoints.
+    # Some checkpoints use -1 for none.
     is_known = eos is None or all(_is_int(token_id, -1) for token_id in ids)
     _require(is_known, path, f"{prefix}eos_token_id", eos, "a token id or a list of token ids")
 
 
 def describe_rejection(directory: str, error: Exception) -> str:
-    """Return why transformers rejects a configuration, as one sentence that names the key.
+    """Return the reason why transformers rejects a configuration, naming the key if possible.
 
-    A name that it does not know, such as an activation or a rope_type, comes as a KeyError.
+    transformers raises a KeyError for an unknown name, such as an activation or a rope_type.
     """
     path = Path(directory) / "config.json"
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
@@ -126,7 +129,7 @@ def describe_rejection(directory: str, error: Exception) -> str:
 
 
 def _key_of(value: object, section: dict[str, Any]) -> str:
-    """Return the path of the first key with this text as its value, or an empty one."""
+    """Return the path of the first key whose value is this string; empty: there is none."""
     for key, found in section.items():
         if isinstance(value, str) and found == value:
             return key
@@ -136,7 +139,10 @@ def _key_of(value: object, section: dict[str, Any]) -> str:
 
 
 def check_stored_dtypes(directory: str, stored: Mapping[str, StoredTensor]) -> None:
-    """Check that tensors are plain floats, not codes; indices are those of buffers or unused."""
+    """Check that stored tensors are plain floats, indices or unused buffers.
+
+    Raises CheckpointError for codes.
+    """
     for name, tensor in stored.items():
         if tensor.dtype in _STORED_DTYPES or tensor.dtype in INDEX_DTYPES:
             continue
@@ -149,9 +155,9 @@ def check_stored_dtypes(directory: str, stored: Mapping[str, StoredTensor]) -> N
 
 
 def is_unused_buffer(name: str, tensor: StoredTensor | None) -> bool:
-    """Return whether a tensor is stored that a forward does not read.
+    """Return whether a stored tensor is one that no forward reads.
 
-    Old versions of transformers stored some that models compute now; batch norms count batches.
+    Old versions of transformers stored tensors that models compute now; batch norms count batches.
     """
     if _UNUSED_BUFFER.search(name):
         return True

@@ -1,10 +1,10 @@
-"""Names the contents of a checkpoint, wherever its files are.
+"""Identifies the contents of a checkpoint, independent of its location.
 
-Times and paths differ between copies, and names and sizes do not differ between two trainings of
-one model, so contents are hashed: small files whole, and of each large one its beginning, which has
-the names and shapes of its tensors, and pieces at equal distances. Training changes nearly all
+Times and paths differ between copies, while names and sizes are the same for two trainings of one
+model, so contents are hashed. Small files are hashed whole; of a large file, its beginning, which
+has the names and shapes of its tensors, and pieces at equal distances. Training changes nearly all
 weights, and with them nearly all pieces. A few weights that are changed by hand may go unnoticed.
-To hash gigabytes whole would take longer than to load them.
+Hashing gigabytes would take longer than loading them.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ _DIGEST_BYTES = 8
 
 
 def checkpoint_identity(path: str) -> str:
-    """Return the name of a checkpoint's contents; empty: it cannot be read."""
+    """Return the identity of a checkpoint's contents; empty: it cannot be read."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     try:
         for file in _files_of(Path(path)):
             _add(file, digest)
-    except OSError:  # loading it names the error
+    except OSError:  # loading the checkpoint reports the error
         return ""
     return digest.hexdigest()
 

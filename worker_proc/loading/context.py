@@ -1,7 +1,7 @@
-"""The longest context that a model can compute, by its configuration.
+"""The longest context that a model can compute, according to its configuration.
 
-Lengths are vLLM's: YaRN, linear scaling and dynamic NTK extend the context by their factor, and
-LongRoPE does if the engine is asked for a longer context than the original one.
+Lengths are the same as in vLLM: YaRN, linear scaling and dynamic NTK extend the context by their
+factor; LongRoPE extends it if the engine requests more than the original context.
 """
 
 import logging
@@ -13,12 +13,12 @@ from transformers import DynamicCache, PretrainedConfig
 from worker_proc.kv.kv_groups import LayerSpec
 
 UNBOUNDED_MODEL_LEN = 2**20
-"""Of a model without attention whose configuration bounds no positions."""
+"""For a model without attention whose configuration does not bound positions."""
 UNSTATED_MODEL_LEN = 2048
-"""Of a model with attention whose configuration bounds no positions, as in vLLM."""
+"""For a model with attention whose configuration does not bound positions, as in vLLM."""
 _KEY = "max_position_embeddings"
 _OTHER_KEYS = ("max_seq_len", "seq_length")
-"""Keys of models without angles or embeddings of positions (MPT, Bloom)."""
+"""Keys of models without rotary or position embeddings (MPT, Bloom)."""
 _ORIGINAL = "original_max_position_embeddings"
 _log = logging.getLogger("troika.worker")
 
@@ -26,9 +26,9 @@ _log = logging.getLogger("troika.worker")
 def context_length(
     text_config: PretrainedConfig, *, has_attention: bool, max_model_len: int | None = None
 ) -> int:
-    """Return the greatest number of tokens of a text; `max_model_len` is what the engine asks for.
+    """Return the greatest number of tokens in a text; `max_model_len` is the engine's setting.
 
-    With LongRoPE it decides which factors all texts have (frequencies.py).
+    With LongRoPE, the result decides which factors all texts use (frequencies.py).
     """
     length = stated_length(text_config, max_model_len)
     if length is None and not has_attention:
@@ -49,7 +49,7 @@ def context_length(
 
 
 def stated_length(text_config: PretrainedConfig, max_model_len: int | None) -> int | None:
-    """Return the most tokens that config.json allows a text; None: it bounds no positions."""
+    """Return the most tokens that config.json allows in a text; None: there is no bound."""
     stated = _stated_positions(text_config)
     if stated is None:
         return None
@@ -57,10 +57,10 @@ def stated_length(text_config: PretrainedConfig, max_model_len: int | None) -> i
 
 
 def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> int | None:
-    """Return how long texts are that transformers computes alike with a cache and without.
+    """Return the longest text that transformers computes alike with and without a cache.
 
-    None: texts of any length. A cache drops what sliding windows of config.json have passed. Where
-    attention has no such window (Moshi), tokens of longer texts depend on how they are cut.
+    None: any length. A cache drops tokens that the sliding windows of config.json have passed. If
+    attention has no such window (Moshi), results for longer texts depend on how they are chunked.
     """
     known = {spec.compressed.window if spec.compressed else spec.window for spec in layers}
     cached = (
@@ -71,7 +71,7 @@ def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> i
 
 
 def length_key(text_config: PretrainedConfig) -> str | None:
-    """Return the key of config.json that bounds positions; None: there is none."""
+    """Return the key of config.json that bounds positions, or None."""
     keys = (_KEY, *_OTHER_KEYS)
     return next((key for key in keys if getattr(text_config, key, None)), None)
 
@@ -82,7 +82,7 @@ def _stated_positions(text_config: PretrainedConfig) -> int | None:
 
 
 def _rotary(text_config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """Return the parameters of each rotary embedding, of which layers may have their own."""
+    """Return the parameters of each rotary embedding; types of layers may have separate ones."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
 
@@ -100,9 +100,9 @@ def _scaled_length(
 ) -> int:
     kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1.0
     original = parameters.get(_ORIGINAL) or stated
-    if kind == "longrope":  # whose long factors are worse for short texts
+    if kind == "longrope":  # its long factors are worse for short texts
         return stated if asked > int(original) else min(stated, int(original))
-    if kind == "dynamic" and not parameters.get("alpha"):  # which is a fixed stretch of the base
+    if kind == "dynamic" and not parameters.get("alpha"):  # `alpha` is a fixed stretch of the base
         return max(stated, int(stated * factor))
     if kind == "yarn":
         return max(stated, int(original * factor))

@@ -1,4 +1,4 @@
-"""Modules of libraries that are loaded when they are needed, and not with the library."""
+"""Modules of libraries that are loaded on first use instead of with the library."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ META_KERNELS = "torch._meta_registrations"
 
 
 class DeferredModule(ModuleType):
-    """A module with a few names or none, which is loaded when another one is accessed."""
+    """A module whose code runs when a missing attribute is first accessed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -22,7 +22,7 @@ class DeferredModule(ModuleType):
         return getattr(self, name)
 
     def load(self) -> None:
-        """Execute the module's code; from then on it is an ordinary module."""
+        """Execute the module's code; afterwards it is an ordinary module."""
         self.__class__ = ModuleType  # type: ignore[assignment]
         load_meta_kernels()  # the compiler needs them, too
         assert self.__spec__ is not None
@@ -31,7 +31,7 @@ class DeferredModule(ModuleType):
 
 
 def defer(spec: ModuleSpec) -> ModuleType:
-    """Enter a module whose code is not executed yet."""
+    """Add a module to sys.modules without executing its code."""
     module = importlib.util.module_from_spec(spec)
     module.__class__ = DeferredModule
     sys.modules[spec.name] = module
@@ -39,14 +39,14 @@ def defer(spec: ModuleSpec) -> ModuleType:
 
 
 def load_meta_kernels() -> None:
-    """Load the rules for shapes without which some operators fail on torch's device "meta"."""
+    """Load the shape rules, without which some operators fail on the meta device."""
     module = sys.modules.get(META_KERNELS)
     if isinstance(module, DeferredModule):
         module.load()
 
 
 def make_generator(seed: int) -> "torch.Generator":
-    """Return a generator of random numbers; torch makes none before its shape rules are loaded."""
+    """Return a random generator; torch cannot create one before its shape rules are loaded."""
     import torch
 
     load_meta_kernels()

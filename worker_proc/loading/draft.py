@@ -1,4 +1,4 @@
-"""Loads the draft model, and checks that it fits the model that it drafts for."""
+"""Loads the draft model, and checks that it fits the model for which it drafts."""
 
 import json
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.runner import ReportProgress
 
 MAX_PADDING = 1024
-"""Most ids by which vocabularies of one tokenizer differ, since checkpoints pad them."""
+"""The greatest difference in size between padded vocabularies of the same tokenizer."""
 
 
 def check_draft(
     model: ModelConfig, checked: CheckedModel, progress: ReportProgress
 ) -> CheckedModel | None:
-    """Check the configured draft model for another model; None: there is none."""
+    """Check the configured draft model against the checked model; return None if there is none."""
     if model.speculative_model is None:
         return None
     check_same_tokens(model.speculative_model, model.tokenizer or model.model)
@@ -43,7 +43,7 @@ def check_draft(
 
 
 def _least_bytes(checked: CheckedModel, quantization: Quantization | None) -> int:
-    """Return what a model's weights need at least, which may be rounded at the load."""
+    """Return the least memory that a model's weights may take, since they may be rounded."""
     if quantization is None or checked.files is not None:
         return checked.num_bytes
     bits = 4 if quantization is Quantization.W4A16 else 8
@@ -51,9 +51,9 @@ def _least_bytes(checked: CheckedModel, quantization: Quantization | None) -> in
 
 
 def check_same_tokens(draft: str, model: str) -> None:
-    """Raise a CheckpointError if the tokenizers of two directories give texts different ids.
+    """Raise CheckpointError if the tokenizers of two directories map texts to different ids.
 
-    A directory without a tokenizer.json is taken on trust.
+    A directory without a tokenizer.json is not checked.
     """
     files = [Path(directory) / "tokenizer.json" for directory in (draft, model)]
     if not all(file.is_file() for file in files):
@@ -81,7 +81,7 @@ def _token_ids(file: Path) -> dict[str, int]:
 
 
 def group_without_window(groups: Sequence[KVGroup]) -> int:
-    """Return the KV group whose tables keep all blocks, which the draft model's layers need."""
+    """Return the KV group whose tables keep all blocks, as the draft model's layers require."""
     for number, group in enumerate(groups):
         if group.window is None and not group.is_state:
             return number
@@ -97,7 +97,7 @@ def group_without_window(groups: Sequence[KVGroup]) -> int:
 
 
 def describe_speculation(config: EngineConfig) -> str:
-    """Return what guesses tokens ahead, in words."""
+    """Describe the source of drafts in words; empty: no speculation."""
     most = config.scheduler.num_speculative_tokens
     if most == 0:
         return ""

@@ -1,10 +1,10 @@
-"""Fixes the frequencies of rotary embeddings that transformers chooses by the longest text.
+"""Fixes frequencies of rotary embeddings that transformers chooses by the longest text.
 
-transformers computes the angles of all rows of a forward with other frequencies as soon as one
-position passes a bound: LongRoPE has one set of factors for short texts and one for long ones, and
-dynamic NTK a base that grows with the length. A step holds rows of several texts, whose results
-must not depend on each other. So each module chooses once, for the longest text that is served, and
-keeps these frequencies for all texts, as in vLLM.
+transformers changes the frequencies for all rows of a forward as soon as one position exceeds a
+bound: LongRoPE has separate factors for short and for long texts, and dynamic NTK a base that grows
+with the length. A step holds rows of several texts, whose results must not depend on each other. So
+each module chooses once, for the longest text that is served, and keeps these frequencies for all
+texts, as in vLLM.
 """
 
 import inspect
@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 CHOSEN_BY_LENGTH = ("longrope", "dynamic")
-"""Values of `rope_type` with which transformers looks at the positions of a forward."""
+"""Values of `rope_type` with which transformers reads the positions of a forward."""
 _FIXED = "fixed"
 _GREATEST = frozenset({"max", "amax"})
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def fix_frequencies(model: nn.Module, model_len: int | None) -> None:
-    """Let all rotary embeddings keep the frequencies of a text of `model_len` tokens.
+    """Fix the frequencies of all rotary embeddings for a text of `model_len` tokens.
 
-    None: those that they have, as the values are not used.
+    None: keep the present frequencies, as on the meta device, where values are not used.
     """
     for module in model.modules():
         layer_types = list(_types_chosen_by_length(module))
@@ -41,7 +41,7 @@ def fix_frequencies(model: nn.Module, model_len: int | None) -> None:
 
 
 def _types_chosen_by_length(module: nn.Module) -> Iterator[str | None]:
-    """Yield the types of layers for which a module looks at positions; None: it has no types."""
+    """Yield the layer types for which a module reads positions; None: it has no types."""
     kinds: Any = module.__dict__.get("rope_type")
     by_type = kinds if isinstance(kinds, Mapping) else {None: kinds}
     yield from (layer_type for layer_type, kind in by_type.items() if kind in CHOSEN_BY_LENGTH)
@@ -57,15 +57,15 @@ def _choose(module: nn.Module, layer_type: str | None, model_len: int) -> None:
 
 
 def _looks_at_positions(module: nn.Module) -> bool:
-    """Return whether a module's own forward asks for the last position, too (Phi-3.5-MoE)."""
+    """Return whether a module's own forward computes the last position, too (Phi-3.5-MoE)."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and bool(_GREATEST.intersection(code.co_names))
 
 
 def _fix_forward(module: nn.Module, model_len: int | None) -> None:
-    """Show a module's own forward the last position of the longest text, after all others.
+    """Append the last position of the longest text to the positions of a module's own forward.
 
-    Frequencies that it computes in each forward are those of that text, too.
+    The frequencies that it computes in each forward are then those of the longest text.
     """
     own: Callable[..., Angles] = module.forward
     last = 0 if model_len is None else model_len - 1
@@ -75,7 +75,7 @@ def _fix_forward(module: nn.Module, model_len: int | None) -> None:
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Angles:
         device = position_ids.device
-        if position_ids.is_meta:  # which has no values to look at
+        if position_ids.is_meta:  # meta tensors have no values to read
             x, position_ids = (torch.zeros(t.shape, dtype=t.dtype) for t in (x, position_ids))
         end = position_ids.new_full((*position_ids.shape[:-1], 1), last)
         cosines, sines = own(x, torch.cat([position_ids, end], dim=-1))

@@ -1,8 +1,8 @@
-"""What this process may use of its host: CPUs and memory, as its cgroups limit them.
+"""The CPUs and memory that this process may use, within the limits of its cgroups.
 
 In a container the host's numbers are wrong: more threads than the quota allows are throttled
 together, and a cache larger than the limit ends in an OOM kill. The limits of a cgroup's ancestors
-hold for it too. Version 2 has one hierarchy, version 1 one for each controller.
+apply as well. Version 2 has one hierarchy, version 1 one for each controller.
 """
 
 import os
@@ -16,7 +16,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def available_cpus(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Return how many threads can compute at a time: CPUs of this process, within its quota."""
+    """Return how many threads can compute at once: this process's CPUs, within its quota."""
     quotas = [_cpu_quota(directory) for directory in _cgroups(root, membership, "cpu")]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
@@ -37,13 +37,14 @@ def _host_memory(meminfo: Path) -> int:
 
 
 def _cgroups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of this process's cgroup and of its ancestors, of either version."""
+    """Yield the directories of this process's cgroup and of its ancestors, in either version."""
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         top = root / controller if controllers else root
-        # In a container the path may be the host's, and what is mounted is the cgroup itself.
+        # In a container the path may be the host's, while the mounted directory is the cgroup
+        # itself.
         place = top / path.lstrip("/")
         while place != top and top in place.parents:
             yield place
@@ -52,7 +53,7 @@ def _cgroups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(cgroup: Path) -> float:
-    """CPU seconds per second; infinite without a limit."""
+    """Return CPU seconds per second; infinity if there is no limit."""
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read(cgroup / "cpu.cfs_quota_us"), _read(cgroup / "cpu.cfs_period_us")
@@ -62,7 +63,10 @@ def _cpu_quota(cgroup: Path) -> float:
 
 
 def _memory_rest(cgroup: Path) -> float:
-    """Bytes up to the limit; infinite without one. Cached files count as free: they can go."""
+    """Return the bytes left below the limit; infinity if there is no limit.
+
+    Cached files count as free, since the system can drop them.
+    """
     for limit_file, usage_file, cached_key in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,7 +1,7 @@
-"""What is known of a model without its weights: its configuration, and what its code computes.
+"""Inspects a model without its weights: its configuration, and the computation of its code.
 
-The model's own code runs on the meta device, which shows its attention and the parameters that it
-uses. What cannot be served is refused with the reason.
+The model's own code runs on the meta device, which reveals its attention and the parameters that it
+uses. A model that cannot be served is refused with the reason.
 """
 
 import copy
@@ -52,12 +52,12 @@ _ATTENTION_LAYER_TYPES = {
 }
 _RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _ROW_LAYER_TYPES = {"mlp", "moe"}
-"""Layers that compute each row alone."""
+"""Layers that compute each row separately."""
 _log = logging.getLogger("troika.worker")
 
 
 class InspectedModel(NamedTuple):
-    """What the configuration alone states."""
+    """Facts about a model that do not depend on its weights."""
 
     config: PretrainedConfig
     text_config: PretrainedConfig
@@ -65,7 +65,7 @@ class InspectedModel(NamedTuple):
     model_len: int
     dtype: torch.dtype
     format: CheckpointFormat | None
-    """Of a quantized checkpoint."""
+    """The format of a quantized checkpoint; None: it is not quantized."""
     kind: ModelKind
     modules: SentenceModules
 
@@ -80,11 +80,12 @@ def inspect_config(
     other_bytes: int = 0,
     num_ranks: int = 1,
 ) -> InspectedModel:
-    """Check everything that is known without weights; they need not be there.
+    """Check everything that can be checked without weights, which need not be present.
 
-    `max_model_len` is the context that the engine asks for, if it asks for one.
-    `other_bytes` are those of the weights of another model, which will be in memory, too.
-    `num_ranks` divide the weights among their GPUs, or share the host's memory.
+    `max_model_len` is the context that the engine requests, if any. `other_bytes` is the size of
+    another model's weights that will be in memory, too. `num_ranks` ranks divide the weights among
+    their GPUs, or share the host's memory. Raises UnsupportedModel, CheckpointError or
+    InsufficientMemory.
     """
     config = read_config(directory)
     with unsupported_failures(config.model_type):
@@ -104,7 +105,7 @@ def inspect_config(
 
 
 def read_config(directory: str) -> PretrainedConfig:
-    """Check the files of a configuration, and read it."""
+    """Check the configuration files, and read the configuration."""
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
     with _rejections(directory, unknown):
@@ -123,7 +124,7 @@ def _inspect(
     *,
     max_model_len: int | None,
 ) -> InspectedModel:
-    """Check a configuration, and what its model computes on the meta device."""
+    """Check a configuration, and the computation of its model on the meta device."""
     text_config = config.get_text_config(decoder=True)
     format = take_format(Path(directory) / "config.json", config)
     _check_config(config, text_config)
@@ -131,7 +132,7 @@ def _inspect(
     modules = sentence_modules(directory, kind)
     check_dense(modules.dense, text_config.hidden_size)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
-    has_codes = format is not None and not format.sources  # those of GGUF state bfloat16
+    has_codes = format is not None and not format.sources  # GGUF files declare bfloat16
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=has_codes)
     if format is not None and kind is ModelKind.CLASSIFIES:
         raise UnsupportedModel(
@@ -198,7 +199,7 @@ def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
         model = without_libraries(build)
         if model_kind(config) is ModelKind.EMBEDS:
             drop_pooler(model)
-    model.tie_weights()  # which is left out where weights are not initialized
+    model.tie_weights()  # skipped by transformers if weights are not initialized
     ignore_padding(model)
     keep_rows(model)
     route_uncached(model)
@@ -206,16 +207,16 @@ def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def ignore_padding(model: PreTrainedModel) -> None:
-    """Keep models from looking for padding in ids, which packed rows do not have."""
+    """Keep models from searching ids for padding, which packed rows do not have."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def check_room(num_bytes: int, device: torch.device, other_bytes: int = 0) -> None:
-    """Raise InsufficientMemory if the weights alone do not fit in the memory that is free.
+    """Raise InsufficientMemory if the weights alone do not fit in free memory.
 
-    `other_bytes` are those of the weights of another model.
+    `other_bytes` is the size of another model's weights.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if num_bytes + other_bytes > free:
@@ -229,7 +230,7 @@ def check_room(num_bytes: int, device: torch.device, other_bytes: int = 0) -> No
 
 @contextmanager
 def _rejections(directory: str, unsupported: str) -> Iterator[None]:
-    """Raise what transformers rejects, as unsupported or as a wrong configuration."""
+    """Convert errors of transformers to UnsupportedModel or CheckpointError."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -256,7 +257,7 @@ def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> No
 def _resolve_dtype(
     name: str, config: PretrainedConfig, device: torch.device, *, is_quantized: bool
 ) -> torch.dtype:
-    """Return the type to compute in; "auto": as in config.json, and bfloat16 for float32."""
+    """Return the compute dtype; "auto": that of config.json, but bfloat16 for float32 weights."""
     if name != "auto":
         return _DTYPES[name]
     dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype

@@ -1,4 +1,4 @@
-"""Lets models compute logits of some rows only, whose own forward has no argument for that."""
+"""Makes models compute logits of some rows only, if their own forward has no argument for it."""
 
 from inspect import signature
 from typing import Any
@@ -11,7 +11,7 @@ _KEPT = "logits_to_keep"
 
 
 def keep_rows(model: PreTrainedModel) -> None:
-    """Give a model's forward the argument `logits_to_keep`, the indices of rows, if it lacks it."""
+    """Add the argument `logits_to_keep`, the indices of rows, to a forward that lacks it."""
     if _KEPT in signature(type(model).forward).parameters or model.get_output_embeddings() is None:
         return
     own: Any = model.forward
@@ -23,7 +23,7 @@ def keep_rows(model: PreTrainedModel) -> None:
         def select(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
             return (inputs[0].index_select(1, logits_to_keep),)
 
-        # The output layer is replaced when its weights are packed.
+        # Look up the output layer here: it is replaced when its weights are packed.
         handle = model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             return own(*args, **options)

@@ -1,4 +1,4 @@
-"""What computes decoder layers in place of their modules: C++ on the CPU, Triton on CUDA."""
+"""Interfaces of the decoders that replace layers' modules: C++ on the CPU, Triton on CUDA."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -20,21 +20,21 @@ class Stack(Protocol):
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks after each attention and MLP, in all later steps."""
+        """Sum the rows of all ranks after each attention and MLP, in all later steps."""
 
 
 class LayerExecutor(Protocol):
-    """Reads layers off their modules, and computes them; the type of a layer is its own."""
+    """Reads layers off their modules and computes them; each executor has its own layer type."""
 
     @property
     def name(self) -> str:
-        """The `decoder` of the model's facts."""
+        """The name of the executor in the model's facts (`decoder`)."""
 
     def covers(self, backend: AttentionBackend) -> bool:
-        """Return whether its layers can attend by this backend."""
+        """Return whether the executor's layers can attend through this backend."""
 
     def read(self, module: nn.Module, factor: float) -> Any | None:
-        """Return what a layer computes, given the factor on its residual; None: it cannot."""
+        """Return a layer's description, given its residual factor; None: it is not supported."""
 
     def stack(self, layers: Sequence[Any], settings: Sequence[Any], dtype: torch.dtype) -> Stack:
-        """Return what computes layers that were read, given the `LayerSettings` of each."""
+        """Return a stack that computes layers, given the `LayerSettings` of each."""

@@ -1,8 +1,8 @@
 """Loads a checkpoint directory, or raises the reason why it cannot be served.
 
-Everything that is known without weights is checked before they are read: what inspection.py shows,
-the headers of the files and, by loading the model on the meta device, the names and shapes of its
-tensors.
+Everything that does not depend on weights is checked before they are read: the findings of
+inspection.py, the file headers and, by loading the model on the meta device, the names and shapes
+of its tensors.
 """
 
 import copy
@@ -83,69 +83,70 @@ from worker_proc.runner import ReportProgress
 from worker_proc.sampling.heads import DenseHead, Head, SequenceHead
 
 _OPTIONS: dict[str, Any] = {
-    "attn_implementation": "eager",  # towers may have code for transformers' names only
+    "attn_implementation": "eager",  # towers may support only transformers' own names
     "local_files_only": True,
-    "ignore_mismatched_sizes": True,  # they are reported by name
+    "ignore_mismatched_sizes": True,  # reported by name
     "output_loading_info": True,
 }
-"""With which transformers loads a model, however its weights are read."""
+"""Options for loading a model through transformers, however its weights are read."""
 _Read = Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]
-"""Loads a model with options of transformers, and returns which weights have not been loaded."""
+"""Loads a model with options for transformers; returns it with its loading info."""
 _log = logging.getLogger("troika.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and the facts of its configuration."""
+    """A model with its weights, and facts from its configuration."""
 
     model: PreTrainedModel | PoolingModel
-    layers: list[ProbedLayer]  # attention layers, in the order in which the forward calls them
+    layers: list[ProbedLayer]  # attention layers, in call order
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     model_len: int  # longest context that the model can compute
     eos_token_ids: list[int]
     recurrent: list[RecurrentSpec] = field(default_factory=list)
-    """Modules with a state, in the order in which the forward calls them."""
+    """Modules with a recurrent state, in call order."""
     codes: CodesReport | None = None
-    """What becomes of the weights of a quantized checkpoint."""
+    """Records how the weights of a quantized checkpoint are stored; None: it is not quantized."""
     kind: ModelKind = ModelKind.GENERATES
     pooling: PoolingType = PoolingType.LAST
-    """Of a classification head, or of requests that choose none."""
+    """The pooling of a classification head, or of requests that do not choose one."""
     head: Head | None = None
-    """What follows the pooling."""
+    """The module applied after pooling."""
     has_own_attention: bool = False
-    """Whether attention is in the model's own code, and is to be taken from there."""
+    """True if the model's own code computes attention, and still has to be replaced."""
     has_token_types: bool = False
-    """Whether the two texts of a pair have tokens of different types."""
+    """True if the two texts of a pair have different token types."""
     has_attention: bool = True
-    """Whether the model has attention layers, of which a stage may have none."""
+    """True if the model has attention layers; a pipeline stage may have none."""
     has_states: bool = False
-    """Whether the model has modules with a state, of which a stage may have none."""
+    """True if the model has modules with a recurrent state; a pipeline stage may have none."""
     row_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """What modules with matrices of their own take, by name, without the dimensions of texts."""
+    """The row shapes that modules with 2-D matrices take, by name, without the text dimensions."""
     argument_shapes: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
-    """What modules with stacks of matrices take, by argument; 0 is the number of rows."""
+    """The argument shapes of modules with 3-D matrices, by name; 0 stands for the number of
+    rows."""
     summed: Sequence[str] = ()
-    """Modules whose outputs the ranks add up, if several divide the model."""
+    """Names of the modules whose outputs the ranks sum, if several ranks divide the model."""
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token attends to those before it only; else a text is computed at once."""
+        """True if a token attends to preceding ones only; False: a text is computed at once."""
         return _is_causal(self.layers)
 
 
 class CheckedModel(NamedTuple):
-    """A model before its weights are read; nothing of its files but headers was."""
+    """A model before its weights are read; only the headers of its files have been."""
 
     directory: str
     device: torch.device
     inspected: InspectedModel
     stored: dict[str, StoredTensor]
     files: WeightFiles | None
-    """Of a quantized checkpoint."""
+    """The weight files of a quantized checkpoint; None: it is not quantized."""
     dense: DenseHead | None
-    """Dense layers after the pooling; their few weights are there."""
+    """Dense layers after the pooling, whose few weights are already loaded."""
 
     @property
     def is_causal(self) -> bool:
@@ -154,14 +155,14 @@ class CheckedModel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What the weights need in memory, unless they are rounded at the load."""
+        """The memory for the weights, in bytes, unless they are rounded at load."""
         dtype = self.inspected.dtype
         if self.files is not None and self.device.type == "cpu" and dtype in NATIVE_DTYPES:
-            return self.files.num_bytes(dtype)  # codes stay
+            return self.files.num_bytes(dtype)  # codes are kept
         return self.inspected.probed.num_weights * dtype.itemsize
 
     def on_host(self) -> "CheckedModel":
-        """Return the model, to be read to host memory, which maps its files."""
+        """Return the model, to be loaded to host memory, which maps its files."""
         return self._replace(device=torch.device("cpu"))
 
 
@@ -178,8 +179,8 @@ def check_model(
 ) -> CheckedModel:
     """Check the configuration and the headers of a checkpoint, for weights of `dtype`.
 
-    "auto" stands for the stored type. For the keywords see `inspect_config`. What the headers lack
-    is found by `rehearse`.
+    "auto" stands for the stored dtype. See `inspect_config` for the keywords. `rehearse` finds
+    tensors that are missing from the headers.
     """
     progress("inspect", 0, 1)
     inspected = inspect_config(
@@ -193,7 +194,7 @@ def check_model(
     )
     stored = read_headers(directory)
     if not stored and (inspected.format is None or not inspected.format.sources):
-        raise CheckpointError(f"{directory} holds no model.safetensors, or nothing is in it")
+        raise CheckpointError(f"{directory} holds no model.safetensors, or an empty one")
     files = None if inspected.format is None else _open(directory, stored, inspected.format)
     check_stored_dtypes(directory, stored if files is None else files.plain)
     layers = inspected.modules.dense
@@ -206,10 +207,10 @@ def check_model(
 
 
 def rehearse(checked: CheckedModel) -> PreTrainedModel:
-    """Load a model on the meta device: with the names and shapes of its weights, but no values.
+    """Load a model on the meta device, with the names and shapes of its weights but no values.
 
-    Tensors of indices are left out, so that a weight that is stored as one counts as missing.
-    Raises CheckpointError for tensors that are missing, misshapen or not used.
+    Index tensors are left out, so that a weight that is stored as one counts as missing. Raises
+    CheckpointError for tensors that are missing, misshapen or unused.
     """
     directory, _, inspected, stored, files, _ = checked
     meta, dtype = torch.device("meta"), inspected.dtype
@@ -278,18 +279,18 @@ def _is_causal(layers: Sequence[ProbedLayer]) -> bool:
 
 
 def _report_nothing(phase: str, done: int, total: int) -> None:
-    """Take a report of progress."""
+    """Ignore a progress report."""
 
 
 def _open(directory: str, stored: dict[str, StoredTensor], format: CheckpointFormat) -> WeightFiles:
-    """Check the headers of the files of a quantized checkpoint, and return its weights."""
+    """Check the file headers of a quantized checkpoint, and return its weight files."""
     if format.sources:
         return GgufFiles(format.sources)
     return QuantizedFiles(directory, stored, format)
 
 
 def _pooling(inspected: InspectedModel) -> PoolingType:
-    """Return the pooling of requests that choose none."""
+    """Return the pooling of requests that do not choose one."""
     is_causal = _is_causal(inspected.probed.layers)
     return inspected.modules.pooling or (PoolingType.LAST if is_causal else PoolingType.CLS)
 
@@ -300,7 +301,7 @@ def _has_token_types(inspected: InspectedModel) -> bool:
 
 
 def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedModel) -> LoadedModel:
-    """Add what follows the pooling, and let a model without output layer return hidden states."""
+    """Add the head after pooling; a model without an output layer returns hidden states."""
     inspected = checked.inspected
     if inspected.kind is ModelKind.CLASSIFIES:
         head = SequenceHead(model)
@@ -309,7 +310,7 @@ def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedMode
         loaded = replace(loaded, head=checked.dense)
     if inspected.kind is ModelKind.GENERATES:
         return loaded
-    if not loaded.is_causal:  # those of decoders are fused
+    if not loaded.is_causal:  # decoders' activations are fused
         activate_dense_rows(model)
     layers = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.layers]
     recurrent = [replace(one, module_name=f"{INNER}.{one.module_name}") for one in loaded.recurrent]
@@ -327,7 +328,10 @@ def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedMode
 
 
 def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) -> PreTrainedModel:
-    """Return a model that `read` loads; CheckpointError: its files lack something."""
+    """Return the model that `read` loads.
+
+    Raises CheckpointError if tensors are missing, misshapen or unused.
+    """
     directory, device, inspected, stored, _, _ = checked
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     unused_modules: tuple[str, ...] = inspected.probed.unused_modules
@@ -371,7 +375,7 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
 
 
 def _reader(checked: CheckedModel) -> _Read:
-    """Return what reads the weights of a model."""
+    """Return a function that reads the weights of a model."""
     directory, device, inspected, _, files, _ = checked
     if files is None:
         return partial(_from_pretrained, directory, inspected)
@@ -396,7 +400,7 @@ def _from_pretrained(
 
 
 def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
-    """Move parameters that the forward does not use to meta: frees them, and any use fails."""
+    """Move unused parameters to the meta device, which frees them and makes any use fail."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {parameters[name].untyped_storage()._cdata for name in used}
     for name, parameter in parameters.items():
@@ -407,9 +411,9 @@ def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
 
 @contextmanager
 def _straight_to(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield arguments with which each weight is read to `device`, never all of them to the host.
+    """Yield options that read each weight directly to `device`, never all of them to the host.
 
-    For one device transformers needs nothing of `accelerate`; its check asks for it all the same.
+    For a single device transformers needs nothing from `accelerate`, but checks for it nonetheless.
     """
     check = getattr(modeling_utils, "check_and_set_device_map", None)
     if device.type == "cpu" or check is None:
@@ -417,7 +421,7 @@ def _straight_to(device: torch.device) -> Iterator[dict[str, Any]]:
         return
     modeling_utils.check_and_set_device_map = lambda device_map: device_map
     copy_tensor = core_model_loading._materialize_copy
-    if device.type == "meta":  # tensors that are put together on the host have no values, either
+    if device.type == "meta":  # tensors that are assembled on the host have no values, either
         core_model_loading._materialize_copy = lambda tensor, _, dtype: copy_tensor(
             tensor, device, dtype
         )
@@ -430,7 +434,7 @@ def _straight_to(device: torch.device) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _reported(progress: ReportProgress) -> Iterator[None]:
-    """Connect transformers' progress bar over the weights to `progress`, and print nothing."""
+    """Connect transformers' progress bar for weights to `progress`, and print nothing."""
 
     def iterate(items: Any) -> Iterator[Any]:
         total = len(items)

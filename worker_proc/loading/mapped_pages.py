@@ -1,7 +1,7 @@
-"""The pages of mapped weight files: those that a load has read, and nothing will read again.
+"""Releases pages of mapped weight files that a load has read and nothing will read again.
 
-They count as memory of the process as long as they are mapped, although the system can take them
-back. A page that is read after all comes from the system's cache of the file.
+They count as the process's memory as long as they are mapped, although the system can reclaim them.
+A page that is read again after all comes from the page cache.
 """
 
 import ctypes
@@ -12,15 +12,15 @@ from pathlib import Path
 
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s*(.*)")
 _CHANGED = "Anonymous:"
-"""Begins the line with the kilobytes that were written to, in a mapping that keeps them apart."""
+"""Prefix of the line with the kilobytes written to a private mapping."""
 _DONTNEED = 4
 _PATTERNS = ("*.safetensors", "*.gguf")
 _LEAST_BYTES = 8 << 20
-"""Of files with fewer, the pages are not worth the time in which the kernel lists all mappings."""
+"""For smaller files, releasing pages is not worth the time to list all mappings."""
 
 
 def release_mapped_pages(directory: str) -> None:
-    """Let go of the pages of a large checkpoint's files; the mappings and what they show stay."""
+    """Release the pages of a large checkpoint's files; the mappings stay valid."""
     files = {
         os.path.realpath(file) for pattern in _PATTERNS for file in Path(directory).glob(pattern)
     }
@@ -36,7 +36,7 @@ def release_mapped_pages(directory: str) -> None:
 
 
 def _unchanged_mappings(files: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Yield where some files are mapped and nothing was written, which would be lost."""
+    """Yield the mappings of files to which nothing was written, since writes would be lost."""
     place: tuple[int, int] | None = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if (header := _HEADER.fullmatch(line)) is not None:

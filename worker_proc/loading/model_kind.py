@@ -1,4 +1,4 @@
-"""What a checkpoint returns for a text: more tokens, a vector, or the scores of its labels."""
+"""The kind of a checkpoint: it generates tokens, embeds a text, or scores its labels."""
 
 import enum
 from pathlib import Path
@@ -13,22 +13,22 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 
 _CLASSIFIER = "ForSequenceClassification"
 _HEADS_OF_ENCODERS = ("ForMaskedLM", "ForPreTraining")
-"""Heads that guess hidden tokens; the vectors are those in front of them."""
+"""Heads that guess hidden tokens; the vectors are their inputs."""
 
 
 class ModelKind(enum.StrEnum):
-    """Which part of transformers' classes computes a checkpoint."""
+    """The kind of transformers class that computes a checkpoint."""
 
     GENERATES = "generates"
     """It has an output layer."""
     EMBEDS = "embeds"
-    """It has none: its hidden states are pooled."""
+    """It has no output layer: its hidden states are pooled."""
     CLASSIFIES = "classifies"
     """A classification head takes one pooled hidden state."""
 
 
 def model_kind(config: PretrainedConfig) -> ModelKind:
-    """Return the kind that `architectures` in config.json names; without a name, it generates."""
+    """Return the kind named by `architectures` in config.json, by default GENERATES."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if name.endswith(_CLASSIFIER):
         return ModelKind.CLASSIFIES
@@ -38,13 +38,13 @@ def model_kind(config: PretrainedConfig) -> ModelKind:
 
 
 def _base_names(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return the classes of this type of model that have no head."""
+    """Return the headless classes of this model type."""
     found = MODEL_MAPPING_NAMES.get(config.model_type, ())
     return (found,) if isinstance(found, str) else tuple(found)
 
 
 def headless_class(config: PretrainedConfig, kind: ModelKind) -> Any:
-    """Return the class of transformers for a model without output layer."""
+    """Return the transformers class for a model without an output layer."""
     found = AutoModel if kind is ModelKind.EMBEDS else AutoModelForSequenceClassification
     if type(config) not in found._model_mapping:
         raise UnsupportedModel(
@@ -54,7 +54,7 @@ def headless_class(config: PretrainedConfig, kind: ModelKind) -> Any:
 
 
 def sentence_modules(directory: str, kind: ModelKind) -> SentenceModules:
-    """Return what follows the transformer of a checkpoint; a classification head replaces it."""
+    """Return the modules after a checkpoint's transformer; a classification head replaces them."""
     if kind is ModelKind.CLASSIFIES:
         return SentenceModules()
     try:

@@ -1,4 +1,4 @@
-"""A model and the memory in which it computes steps, as all runners take it."""
+"""A model and the memory in which it computes steps, as used by all runners."""
 
 from typing import NamedTuple
 
@@ -16,17 +16,17 @@ class ModelWithCache(NamedTuple):
 
     loaded: LoadedModel
     facts: ModelFacts
-    """As announced to the core."""
+    """The facts announced to the core."""
     backend: AttentionBackend
     pool: KVPool
     swap_cost_tokens: float
     """Cost of copying a block to the host and back, in computed prompt tokens."""
     num_speculative_tokens: int = 0
-    """Most drafts of a request in one step."""
+    """The most drafts of a request in one step."""
     num_draft_states: int = 0
-    """State blocks in the pool beyond those that are announced."""
+    """State blocks in the pool beyond the announced ones."""
     grammars: GrammarCompiler | None = None
     adapters: AdapterStore | None = None
     block_memory: BlockMemory | None = None
     state_memory: BlockMemory | None = None
-    """Blocks and states as stores see them, if they are kept there."""
+    """Blocks and states in the form that stores use, if they are kept there."""

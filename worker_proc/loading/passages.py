@@ -1,4 +1,4 @@
-"""The ends of a model that has some of the layers only: what passes rows in and out."""
+"""Passages, which move rows in and out of a model that has only some of the layers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,16 +8,16 @@ from torch import nn
 
 
 class LayerForm(NamedTuple):
-    """What the code around a layer finds there."""
+    """The properties of a layer that the surrounding code uses."""
 
     num_outputs: int = 0
-    """Of the tuple that it returns; 0: it returns rows."""
+    """The length of the tuple that it returns; 0: it returns rows."""
     labels: Mapping[str, str] = {}
-    """Texts that the layer has, such as the name of its kind."""
+    """String attributes of the layer, such as the name of its kind."""
 
 
 class Passage(nn.Module):
-    """Takes the place of a layer of another stage."""
+    """Replaces a layer of another stage."""
 
     def __init__(self, form: LayerForm) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class Passage(nn.Module):
             setattr(self, name, label)
         self._num_outputs = form.num_outputs
         self.given: torch.Tensor | None = None
-        """What it passes on instead of its input."""
+        """Rows that it returns instead of its input."""
         self.factor = 1.0
-        """A power of two by which given rows are multiplied: the model divides by it afterwards."""
+        """A power of two that multiplies given rows, since the model divides by it afterwards."""
         self.seen: torch.Tensor | None = None
-        """Its last input, if that is to be kept."""
+        """Its last input, if `keeps` is set."""
         self.keeps = False
 
     def forward(
@@ -42,23 +42,23 @@ class Passage(nn.Module):
 
 
 class StageModel(NamedTuple):
-    """What a stage takes in and gives away; None: it is the first, or the last."""
+    """The passages of a stage; None: it is the first stage, or the last."""
 
     inlet: Passage | None
     outlet: Passage | None
     division: str
-    """Which layers each of the stages has."""
+    """The layers of each stage, in words."""
     first_layer: str
-    """Of its own ones, as `last_layer`."""
+    """The first of its own layers, named like `last_layer`."""
     last_layer: str
 
     def take(self, rows: torch.Tensor) -> None:
-        """Give the rows of the stage before to the next forward, `[1, T, width]`."""
+        """Pass the previous stage's rows, `[1, T, width]`, to the next forward."""
         assert self.inlet is not None
         self.inlet.given = rows if self.inlet.factor == 1.0 else rows * self.inlet.factor
 
     def rows(self) -> torch.Tensor:
-        """Return what the last forward has left for the next stage, `[1, T, width]`."""
+        """Return the rows, `[1, T, width]`, that the last forward computed for the next stage."""
         assert self.outlet is not None
         assert self.outlet.seen is not None
         return self.outlet.seen

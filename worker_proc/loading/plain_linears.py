@@ -1,7 +1,7 @@
-"""Makes plain linear layers of modules that compute nothing else.
+"""Converts subclasses of linear layers that compute nothing else to plain linear layers.
 
-Such as Falcon's, whose class adds the bias in a step of its own. Plain ones are packed, quantized
-and adapted like those of any model.
+An example is Falcon's class, which adds the bias in a separate step. Plain layers are packed,
+quantized and adapted like those of any model.
 """
 
 import copy
@@ -17,15 +17,15 @@ from worker_proc.loading.deferred_module import make_generator
 TRIAL_SCALES = (0.01, 1.0, 1e3)
 NUM_ROWS = 5
 _PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))
-"""What every linear layer has; what another one has besides it may change its results."""
+"""Attributes of every linear layer; additional attributes may change its results."""
 MAX_ERROR = 1e-5
 _Kind = tuple[type[nn.Module], bool, tuple[object, ...]]
 
 
 def make_linears_plain(model: nn.Module) -> None:
-    """Make plain linear layers of subclasses whose forward gives the same.
+    """Convert subclasses of linear layers whose results are the same to plain ones.
 
-    One layer is tried of those that differ in their sizes and values only.
+    Among layers that differ only in their sizes and values, one is tried.
     """
     tried: dict[_Kind, bool] = {}
     for module in model.modules():
@@ -41,17 +41,17 @@ def make_linears_plain(model: nn.Module) -> None:
 
 
 class ReadLinear(nn.Linear):
-    """A linear layer whose weight the code of other modules reads: it is not packed nor rounded."""
+    """A linear layer whose weight other modules' code reads: it is neither packed nor rounded."""
 
 
 def keep_read(model: nn.Module, names: Iterable[str]) -> None:
-    """Let linear layers keep their weights as they are."""
+    """Make linear layers keep their weights as they are."""
     for name in names:
         model.get_submodule(name).__class__ = ReadLinear
 
 
 def _kind(module: nn.Linear) -> _Kind:
-    """Return the class and whatever else the results of a layer may depend on."""
+    """Return the class and everything else that a layer's results may depend on."""
     others = {name: value for name, value in vars(module).items() if name not in _PLAIN}
     own = (
         (name, value if isinstance(value, str | int | float | None) else id(value))
@@ -62,7 +62,7 @@ def _kind(module: nn.Linear) -> _Kind:
 
 @torch.inference_mode()
 def _is_plain(module: nn.Linear) -> bool:
-    """Return whether a module gives what a plain linear layer gives, in float32."""
+    """Return whether a module computes the same as a plain linear layer, in float32."""
     if (
         set(dict(module.named_parameters())) - {"weight", "bias"}
         or next(module.buffers(), None) is not None
@@ -83,9 +83,9 @@ def _is_plain(module: nn.Linear) -> bool:
         try:
             found: Any = wide(rows)
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-            return False  # it takes more than rows, or weights of one shape
+            return False  # it takes more than rows, or needs another weight
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
-            return False  # such as a router
+            return False  # a router, for example
         difference = float((found - expected).abs().max())
         if not difference <= MAX_ERROR * float(expected.abs().max()):
             return False

@@ -1,4 +1,4 @@
-"""A model of transformers without output layer, called like one that has it."""
+"""A transformers model without an output layer, with the interface of one that has it."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,17 +9,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 INNER = "inner"
 POOLER = "pooler"
-"""The part of some models that makes a vector of the first hidden state, for classification."""
+"""The part of some models that converts the first hidden state to a vector, for classification."""
 
 
 class PoolingModel(nn.Module):
-    """Returns hidden states where a language model returns logits.
+    """Returns hidden states instead of a language model's logits.
 
-    So a model that only pools is checked, and computed, by the same code.
+    The same code can therefore check and compute a model that only pools.
     """
 
     def __init__(self, model: PreTrainedModel, position_offset: int = 0) -> None:
-        """`position_offset`: the number of a text's first position."""
+        """`position_offset`: the position id of a text's first token."""
         super().__init__()
         self.inner = model
         self._position_offset = position_offset
@@ -30,7 +30,7 @@ class PoolingModel(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """The part that makes the hidden states."""
+        """The part that computes the hidden states."""
         return cast(nn.Module, self.inner.base_model)
 
     def get_decoder(self) -> nn.Module:
@@ -46,7 +46,7 @@ class PoolingModel(nn.Module):
         logits_to_keep: torch.Tensor | None = None,
         **options: Any,
     ) -> SimpleNamespace:
-        """Return the last hidden states of some rows as `logits`; without positions, of a text."""
+        """Return hidden states of some rows as `logits`; without positions, of one text."""
         if position_ids is not None:
             position_ids = position_ids + self._position_offset
         output = self.base_model(input_ids=input_ids, position_ids=position_ids, **options)
@@ -57,13 +57,13 @@ class PoolingModel(nn.Module):
 
 
 def drop_pooler(model: PreTrainedModel) -> None:
-    """Leave a part out that no vector depends on; many checkpoints do not have its weights."""
+    """Remove a part that no vector depends on; many checkpoints lack its weights."""
     if getattr(model, POOLER, None) is not None:
         setattr(model, POOLER, None)
 
 
 def is_of_head(key: str, model: PreTrainedModel) -> bool:
-    """Return whether a tensor's name is that of a part that `model`, which has no head, lacks."""
+    """Return whether a tensor belongs to a head that `model` does not have, given its name."""
     first, _, rest = key.partition(".")
     if first == model.base_model_prefix:
         first = rest.partition(".")[0]
@@ -71,13 +71,14 @@ def is_of_head(key: str, model: PreTrainedModel) -> bool:
 
 
 _ACTIVATIONS = frozenset({"act", "activation", "act_fn", "intermediate_act_fn"})
-"""Children that are activations, in models of transformers."""
+"""Names of children that are activations, in models of transformers."""
 
 
 class _DenseInput(nn.Module):
-    """Gives an activation its values side by side.
+    """Makes an activation's input contiguous.
 
-    torch computes a part of a tensor whose rows lie apart in another way, by the number of rows.
+    torch computes a part of a tensor with separate rows differently, depending on the number of
+    rows.
     """
 
     def __init__(self, activation: nn.Module) -> None:
@@ -90,7 +91,7 @@ class _DenseInput(nn.Module):
 
 
 def activate_dense_rows(model: nn.Module) -> None:
-    """Let all activations of a model have dense inputs."""
+    """Make the inputs of all activations of a model contiguous."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if name in _ACTIVATIONS and next(child.parameters(), None) is None:

@@ -1,4 +1,4 @@
-"""A model as the processes that compute it share it."""
+"""A model in the form that the computing processes share."""
 
 from typing import NamedTuple
 
@@ -12,25 +12,25 @@ from worker_proc.native.kernels import NativeLibrary
 
 
 class PreparedModel(NamedTuple):
-    """A model with fused and packed modules, and what computes it faster, if anything does."""
+    """A model with fused and packed modules, and the executor of its layers, if there is one."""
 
     loaded: LoadedModel
     kernels: NativeLibrary | None
     grammars: GrammarCompiler | None = None
     executor: LayerExecutor | None = None
-    """It reads and computes the layers of the draft model, too."""
+    """The executor also reads and computes the layers of the draft model."""
     proofs: StartCache | None = None
-    """What is proven about this model at each start is kept here; on the CPU only."""
+    """Stores the proofs about this model between starts; on the CPU only."""
     draft: LoadedModel | None = None
     """The draft model, whose modules are fused and packed, too."""
     adapters: AdapterStore | None = None
-    """Only with enable_lora. The draft model has none."""
+    """Set only with enable_lora; the draft model has no adapters."""
     checkpoint: str = ""
-    """Names the contents of its files: see `checkpoint_identity`."""
+    """Identifies the contents of its files: see `checkpoint_identity`."""
 
     stage: StageModel | None = None
-    """What passes rows in and out of a model that has some of the layers only."""
+    """The passages of a model that has only some of the layers."""
 
     def of_draft(self, draft: LoadedModel) -> "PreparedModel":
-        """Return the draft model as a model of its own."""
+        """Return the draft model as a separate prepared model."""
         return PreparedModel(draft, self.kernels, executor=self.executor)

@@ -1,9 +1,9 @@
-"""What is proven about a model at its load, kept for later starts on the same machine.
+"""Proofs about a model from its load, stored for later starts on the same machine.
 
-The key holds whatever a proof depends on: the files of model and draft model, the settings, this
-package's code, the libraries, the compiled kernels, the CPU, and the environment that steers
-computation. A file counts as unchanged while its size, its inode and both of its times are: the
-time of the last change of the inode cannot be set back.
+The key holds everything that a proof depends on: the files of the model and of the draft model, the
+settings, this package's code, the libraries, the compiled kernels, the CPU, and the environment
+variables that influence computation. A file counts as unchanged if its size, its inode and both of
+its times are the same: the time of the inode's last change cannot be set back.
 """
 
 import hashlib
@@ -26,29 +26,29 @@ from worker_proc.native.kernels import NativeLibrary
 
 _PACKAGES = (Path(__file__).parents[1], Path(protocol.__file__).parent)
 _CPU_MODEL = ("vendor_id", "cpu family", "model", "stepping", "cache size", "CPU implementer")
-"""Beginnings of lines of /proc/cpuinfo: libraries divide their work by more than instructions."""
+"""Prefixes of lines in /proc/cpuinfo: libraries divide their work by more than instruction sets."""
 _STEERING = (
     *("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_"),
     *("GLIBC_", "TRANSFORMERS_"),
 )
-"""Beginnings of the names of variables that change how libraries compute."""
+"""Prefixes of environment variables that change how libraries compute."""
 
 T = TypeVar("T")
 
 
 class Proofs:
-    """The proofs about the configured checkpoint: without kernels, and with a native library."""
+    """The proofs about the configured checkpoint, without kernels and with a native library."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._key = [*_key(config), rank.to_bytes(4)]
 
     def without_kernels(self) -> StartCache:
-        """Return what holds whatever computes the model."""
+        """Return proofs that are independent of the kernels."""
         return StartCache("proofs", self._key)
 
     def with_kernels(self, library: NativeLibrary | None) -> StartCache:
-        """Return what is proven of these kernels, or of torch's."""
-        # The name of the file does not depend on the compiler.
+        """Return proofs for these kernels, or for torch's."""
+        # The file name does not depend on the compiler.
         kernels = b"" if library is None else _state(library.path)
         return StartCache("proofs", [*self._key, kernels])
 
@@ -56,16 +56,16 @@ class Proofs:
 def find_proofs(config: EngineConfig, rank: int = 0) -> Proofs | None:
     """Return the proofs about the configured checkpoint, or a rank's part of it.
 
-    None: its files cannot be listed.
+    Returns None if its files cannot be listed.
     """
     try:
         return Proofs(config, rank)
-    except OSError:  # loading it names the error
+    except OSError:  # loading the checkpoint reports the error
         return None
 
 
 def proven(proofs: StartCache | None, name: str, type_: type[T], prove: Callable[[], T]) -> T:
-    """Return what an earlier start has proven; else prove it now, and keep that."""
+    """Return an earlier start's result, or prove it now and store it."""
     found = None if proofs is None else proofs.get(name, type_)
     if found is None:
         found = prove()
@@ -77,7 +77,7 @@ def proven(proofs: StartCache | None, name: str, type_: type[T], prove: Callable
 def with_proof(
     proofs: StartCache | None, name: str, type_: type[T], install: Callable[[T | None], T]
 ) -> T:
-    """Install what an earlier start has proven; else it is proven now, and kept.
+    """Install an earlier start's proof, or prove it now and store it.
 
     `install` takes the proof, or None if there is none yet, and returns it.
     """
@@ -89,7 +89,7 @@ def with_proof(
 
 
 def _key(config: EngineConfig) -> Iterator[bytes]:
-    # A successor is started with the numbers of blocks that its predecessor has found memory for.
+    # A successor is started with the block counts for which its predecessor found memory.
     cache = msgspec.structs.replace(
         config.cache,
         num_gpu_blocks_override=None,
@@ -102,7 +102,7 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     yield msgspec.msgpack.encode(settings)
     for name in filter(None, (config.model.model, config.model.speculative_model)):
         directory = Path(name).resolve()
-        found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
+        found = directory.iterdir() if directory.is_dir() else ()  # else loading reports the error
         for path in sorted(path for path in found if path.is_file()):
             yield _state(path)
         for path in _modules_of(directory):
@@ -113,7 +113,7 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
             code.update(path.read_bytes())
     yield code.digest()
     yield f"{sys.version} {torch.__version__} {transformers.__version__}".encode()
-    for library in (torch, transformers):  # installed anew, perhaps from other code
+    for library in (torch, transformers):  # reinstalled, perhaps with other code
         yield _state(Path(library.__path__[0]) / "__init__.py")
     yield cpu_description().encode()
     yield _cpu_model().encode()
@@ -122,18 +122,18 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
 
 
 def _modules_of(checkpoint: Path) -> list[Path]:
-    """Return the files of transformers that compute a checkpoint; they may be edited in place."""
+    """Return the transformers files that compute a checkpoint; they may be edited in place."""
     package = Path(transformers.__path__[0])
     try:
         model_type = json.loads((checkpoint / "config.json").read_bytes())["model_type"]
         own = package / "models" / str(model_type).replace("-", "_")
         return sorted([*package.glob("*.py"), *own.glob("*.py")])
-    except (OSError, ValueError, LookupError, TypeError):  # loading it names the error
+    except (OSError, ValueError, LookupError, TypeError):  # loading reports the error
         return []
 
 
 def _state(path: Path) -> bytes:
-    """Return what changes with a file."""
+    """Return bytes that change whenever a file changes."""
     stat = path.stat()
     return msgspec.msgpack.encode(
         (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -1,4 +1,4 @@
-"""What the decoder of a rank needs of the others, which have other parts of the same layers."""
+"""The decoder's interface to the other ranks, which have other parts of the same layers."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from worker_proc.native.structures import ProgramArgs, RunArgs
 
 
 class Ranks(Protocol):
-    """All ranks of a model, as one of them sees them; each makes the same calls."""
+    """All ranks of a model, as seen by one of them; each rank makes the same calls."""
 
     def check_row(self, row_bytes: int) -> None:
         """Raise ValueError if the ranks cannot exchange rows of this size."""
@@ -17,7 +17,7 @@ class Ranks(Protocol):
         """Replace rows, `[T, width]`, by the sums of all ranks' rows."""
 
     def execute(self, program: ProgramArgs, run: RunArgs) -> None:
-        """Execute a program in which the ranks add up rows."""
+        """Execute a program in which the ranks sum rows."""
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all ranks side by side."""
+        """Return the columns of all ranks, concatenated."""

@@ -1,7 +1,7 @@
-"""Models that divide weights and rows by powers of two, so that float16 holds the rows (RWKV).
+"""Models that divide weights and rows by powers of two, so that rows fit in float16 (RWKV).
 
-transformers' method divides the weights of all layers in the first forward, when they are packed
-here. It is called at the load, also in a stage, which has some of the layers.
+transformers' method divides the weights of all layers in the first forward, after they have been
+packed here. It is therefore called at load, also in a stage that has only some of the layers.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _RESCALE = "_rescale_layers"
 
 
 class _Absent:
-    """Takes the place of a layer that is not there, with all of its parts and methods."""
+    """Stands for a missing layer, with all of its parts and methods."""
 
     def __getattr__(self, name: str) -> "_Absent":
         return self
@@ -24,7 +24,7 @@ class _Absent:
 
 
 def rescale(model: nn.Module) -> None:
-    """Let a model divide the weights of the layers that it has."""
+    """Make a model divide the weights of the layers that it has."""
     for module in model.modules():
         method: Any = getattr(module, _RESCALE, None)
         if method is None:
@@ -34,7 +34,7 @@ def rescale(model: nn.Module) -> None:
             key: [_Absent() if isinstance(layer, LeftOut) else layer for layer in layers]
             for key, layers in lists.items()
         }
-        module.__dict__.update(present)  # which are found before the children
+        module.__dict__.update(present)  # found before the children
         try:
             method()
         finally:
@@ -43,7 +43,7 @@ def rescale(model: nn.Module) -> None:
 
 
 def divisor_behind(model: nn.Module, layer: int) -> float:
-    """Return the power of two by which a model divides the rows after a layer; 1: by none."""
+    """Return the power of two by which a model divides the rows after a layer; 1: it does not."""
     for module in model.modules():
         if hasattr(module, _RESCALE):
             config: Any = module.config

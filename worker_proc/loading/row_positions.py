@@ -1,9 +1,10 @@
-"""Gives attention modules the positions of packed rows, where they count them from a cache.
+"""Provides packed rows' positions to attention modules that derive them from a cache.
 
 Llama-4's layers without rotation multiply queries by a factor that grows with the position. They
-take the number of a row plus the length of the cache for it. A packed row holds tokens of several
-texts, so each such layer is given a stand-in for the cache, whose length is another one for each
-row: what is missing to its position. The layer's own code computes the factor.
+compute the position as the row number plus the length of the cache. A packed row holds tokens of
+several texts, so each such layer receives a stand-in for the cache, with a separate length for each
+row: the difference between the row's position and its number. The layer's own code computes the
+factor.
 """
 
 import inspect
@@ -25,7 +26,7 @@ _NUM_ROWS = 5
 
 
 class PackedPositions:
-    """Stands in for the cache of a forward whose rows have positions of their own."""
+    """Stands in for the cache of a forward whose rows have separate positions."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         """`position_ids` are `[1, T]`."""
@@ -33,28 +34,28 @@ class PackedPositions:
         self._missing = rows - torch.arange(len(rows), device=rows.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Return what each row's number lacks to its position, `[T]`."""
+        """Return the difference between each row's position and its number, `[T]`."""
         return self._missing
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys, and the position of the first one: there are the row's."""
+        """Return the number of keys, which are the row's own, and the position of the first one."""
         return query_length, 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return that no columns are kept here: modules with states have them elsewhere."""
+        """Return None: modules with states keep their columns elsewhere."""
 
     @staticmethod
     def update_conv_state(columns: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Return columns as they are."""
+        """Return columns unchanged."""
         return columns
 
     @staticmethod
     def update(
         key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values unchanged: the attention function uses the KV cache."""
+        """Return the keys and values: the attention function accesses the KV cache."""
         return key, value
 
 
@@ -66,7 +67,7 @@ class PastTokens(PackedPositions):
         self._num_tokens = num_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys, and the position of the first one: those before are hidden."""
+        """Return the number of keys, and the position of the first one; earlier keys are hidden."""
         return query_length, self._num_tokens
 
 
@@ -77,9 +78,9 @@ def counts_from_cache(module: nn.Module) -> bool:
 
 
 def give_positions_of_rows(model: nn.Module, layers: Sequence[ProbedLayer]) -> None:
-    """Let attention modules that ask a cache for positions get those of packed rows.
+    """Provide packed rows' positions to attention modules that ask a cache for them.
 
-    They are given to the whole model only.
+    Only the whole model receives positions as an argument.
     """
     names = dict.fromkeys(layer.module_name for layer in layers)
     modules = [one for one in map(model.get_submodule, names) if counts_from_cache(one)]
@@ -104,15 +105,15 @@ def give_positions_of_rows(model: nn.Module, layers: Sequence[ProbedLayer]) -> N
 
 
 def counts_rows(module: nn.Module) -> bool:
-    """Return whether a module multiplies queries by a factor of the number of their row."""
+    """Return whether a module multiplies queries by a factor that depends on the row number."""
     has_factor = bool(getattr(module, "attn_temperature_tuning", False))
     return has_factor and not getattr(module, "use_rope", False)
 
 
 def give_positions(model: nn.Module, layers: Sequence[ProbedLayer], model_len: int) -> None:
-    """Let the attention modules that count rows take the positions of packed rows.
+    """Make attention modules that count rows use the positions of packed rows.
 
-    UnsupportedModel: with them a module gives other queries than with a cache.
+    Raises UnsupportedModel if a module then computes other queries than with a cache.
     """
     names = [layer.module_name for layer in layers]
     counting = [name for name in names if counts_rows(model.get_submodule(name))]
@@ -137,7 +138,7 @@ def _replace_cache(
 
 @contextmanager
 def _captured_queries(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Let the attention function note its queries, and return zeros."""
+    """Replace the attention function by one that records queries and returns zeros."""
     queries: list[torch.Tensor] = []
 
     def capture(
@@ -157,7 +158,7 @@ def _captured_queries(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @torch.inference_mode()
 def _takes_positions(module: Any, queries: list[torch.Tensor], model_len: int) -> bool:
-    """Return whether packed rows get the queries that each gets after as many cached tokens."""
+    """Return whether packed rows have the same queries as with the corresponding cached tokens."""
     weight = module.q_proj.weight
     rows = torch.randn(1, _NUM_ROWS, weight.shape[1], generator=make_generator(1))
     rows = rows.to(weight)
@@ -176,7 +177,7 @@ def _takes_positions(module: Any, queries: list[torch.Tensor], model_len: int) -
     packed = torch.tensor([positions], device=weight.device)
     found = query_of(rows, PackedPositions(packed))
     for row, position in enumerate(positions):
-        # All rows at once, as products of a single row may be rounded otherwise.
+        # All rows at once, since products of a single row may be rounded differently.
         expected = query_of(rows, PastTokens(position - row))
         if not torch.equal(found[:, :, row], expected[:, :, row]):
             return False

@@ -1,8 +1,8 @@
-"""Keeps what a start has found out, for later starts, in the user's cache.
+"""Stores results of a start in the user's cache directory, for later starts.
 
-A result is found again only under the key that it was kept under: whatever it depends on belongs
-into the key. A file that is damaged, or that another user owns, counts as absent. Without a
-directory that can be written, nothing is kept.
+A result is found only under the key with which it was stored: the key must hold everything that the
+result depends on. A file that is damaged, or owned by another user, counts as absent. Without a
+writable directory, nothing is stored.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import msgspec
 from worker_proc.native.build import cache_directory
 
 MAX_KEYS = 64
-"""Of one kind; the ones that were kept first are removed."""
+"""The most keys of one kind; the oldest are removed."""
 _DIGEST_BYTES = 16
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ log = logging.getLogger("troika.worker")
 
 
 class StartCache:
-    """The results of one kind under one key, each with a name."""
+    """Named results of one kind, under one key."""
 
     def __init__(self, kind: str, key: Iterable[bytes]) -> None:
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -38,7 +38,7 @@ class StartCache:
         self._kind, self._key = kind, digest.hexdigest()
 
     def get(self, name: str, type_: type[T]) -> T | None:
-        """Return a result of an earlier start, if there is one."""
+        """Return a result of an earlier start, or None."""
         try:
             with (self._directory() / name).open("rb") as file:
                 if os.fstat(file.fileno()).st_uid != os.getuid():
@@ -52,16 +52,16 @@ class StartCache:
             return None
 
     def put(self, name: str, result: object) -> None:
-        """Keep a result for later starts, if possible."""
+        """Store a result for later starts, if possible."""
         try:
             directory = self._directory()
             if not directory.is_dir():
-                # `parents` would make them with the usual mode, perhaps writable for a group.
+                # `parents` would create them with the default mode, perhaps group-writable.
                 for path in (cache_directory(), directory.parent, directory):
                     path.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._remove_first(directory.parent)
             body = msgspec.msgpack.encode(result)
-            # Renamed when complete, so that no process reads an incomplete file.
+            # The file is renamed when complete, so that no process reads an incomplete one.
             fd, scratch = tempfile.mkstemp(dir=directory)
             try:
                 with os.fdopen(fd, "wb") as file:
@@ -74,7 +74,7 @@ class StartCache:
             log.debug("%s is not kept for later starts: %s", name, error)
 
     def _digest(self, name: str, body: bytes) -> bytes:
-        """Return what shows that a file is complete, and was kept under this key and name."""
+        """Return a digest that authenticates a complete file under this key and name."""
         place = f"{self._kind}/{self._key}/{name}:".encode()
         return hashlib.blake2b(place + body, digest_size=_DIGEST_BYTES).digest()
 

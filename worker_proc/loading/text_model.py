@@ -1,6 +1,6 @@
 """Builds the part of a checkpoint's model that computes text.
 
-Of a vision-language model this is the language model: towers and projectors, which text never
+For a vision-language model, this is the language model: towers and projectors, which text never
 reaches, are not built, and their weights are not read.
 """
 
@@ -28,13 +28,13 @@ from worker_proc.loading.pooling_model import POOLER
 
 _CONVERSIONS = "get_model_conversion_mapping"
 _THINKER = "thinker"
-"""The part of an omni checkpoint that writes texts; its others speak (Qwen2.5-Omni, Qwen3-Omni)."""
+"""The part of an omni checkpoint that writes text; others speak (Qwen2.5-Omni, Qwen3-Omni)."""
 
 _IS_PART = "is_part_for_texts"
 
 
 def part_for_texts(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the part of a checkpoint that writes texts: mostly all of it."""
+    """Return the configuration of the part of a checkpoint that writes text; usually all of it."""
     part: PretrainedConfig | None = getattr(config, f"{_THINKER}_config", None)
     if part is None or type(part) not in AutoModelForMultimodalLM._model_mapping:
         return config
@@ -49,15 +49,15 @@ def is_part_for_texts(config: PretrainedConfig) -> bool:
 
 
 def is_of_other_part(key: str, config: PretrainedConfig) -> bool:
-    """Return whether a tensor of a checkpoint, by its name there, is of a part without texts."""
+    """Return whether a checkpoint's tensor belongs to a part that does not write text."""
     return is_part_for_texts(config) and not key.startswith(f"{_THINKER}.")
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of transformers that finds the model for a configuration.
+    """Return the auto class of transformers that finds the model for a configuration.
 
-    A configuration with both a causal and a multimodal model gets the causal one, if its part for
-    texts has one by itself.
+    A configuration with both a causal and a multimodal model gets the causal one, if its text part
+    has a causal model by itself.
     """
     kind = model_kind(config)
     if kind is not ModelKind.GENERATES:
@@ -69,32 +69,32 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 class MissingTower(nn.Module):
-    """Takes the place of a tower whose library is not installed."""
+    """Replaces a tower whose library is not installed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__()
         self._problem = problem
         self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-        """It has parameters, as a tower does, which text does not reach."""
+        """It has a parameter, like a tower, which text does not reach."""
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Fail: text reaches it."""
+        """Raise UnsupportedModel: text has reached the tower."""
         raise UnsupportedModel(self._problem)
 
 
 class LeftOut(nn.Module):
-    """Takes the place of a module that text does not reach; models may look for its device.
+    """Replaces a module that text does not reach; models may read its device.
 
-    It has the names of that module's parts and no values: a conversion that makes a weight of it
-    beside one that is used (the experts for images and for text of ERNIE) finds its place, and
-    transformers reports the weight as one that has none.
+    It has the names of that module's parts, but no values. A conversion that produces one of its
+    weights together with a used one (ERNIE's experts for images and for text) can assign it, and
+    transformers reports the weight as unexpected.
     """
 
     device = torch.device("meta")
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        self._is_hf_initialized = True  # transformers gives values to modules without this mark
+        self._is_hf_initialized = True  # transformers initializes modules without this mark
         for name, _ in replaced.named_parameters(recurse=False):
             self.register_parameter(name, None)
         computed = replaced._non_persistent_buffers_set  # models may compute those of all layers
@@ -105,13 +105,13 @@ class LeftOut(nn.Module):
             self.add_module(name, LeftOut(child))
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Fail: text reaches it."""
+        """Raise UnsupportedModel: text has reached the module."""
         raise UnsupportedModel("text reaches a module that was not built")
 
 
 @contextmanager
 def building_without_libraries() -> Iterator[None]:
-    """Let transformers build models whose towers need libraries that are not installed (timm).
+    """Make transformers build models whose towers need libraries that are not installed (timm).
 
     Parts of a model are built by `AutoModel.from_config`.
     """
@@ -128,13 +128,14 @@ def building_without_libraries() -> Iterator[None]:
     try:
         yield
     finally:
-        del AutoModel.from_config  # its base class has it
+        del AutoModel.from_config  # its base class defines it
 
 
 def without_libraries(build: Callable[[], Any]) -> Any:
-    """Return what `build` builds, where towers that are built by their class may lack a library.
+    """Return the result of `build`, replacing towers whose libraries are not installed.
 
-    Such as that of Inkling, which needs scipy. Each of them is found by an attempt that fails.
+    Inkling's tower, which needs scipy, is an example. Each such tower is found by a failing
+    attempt.
     """
     replaced: dict[type[PreTrainedModel], Any] = {}
     with building_without_libraries():
@@ -155,7 +156,7 @@ def without_libraries(build: Callable[[], Any]) -> Any:
 
 
 def _tower_of(error: ImportError) -> type[PreTrainedModel] | None:
-    """Return the class of the innermost model within another one that was built when one failed."""
+    """Return the class of the innermost model that was being built when `error` was raised."""
     building = [
         frame.f_locals.get("self")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -167,10 +168,10 @@ def _tower_of(error: ImportError) -> type[PreTrainedModel] | None:
 
 @contextmanager
 def building_without(modules: Collection[str]) -> Iterator[None]:
-    """Let transformers remove some modules from the next model, before it reads any weight.
+    """Remove modules from the next model that transformers loads, before it reads any weight.
 
-    It has built the model on the meta device when it asks how the names of weights are converted. A
-    version that does not ask reads all weights.
+    transformers asks how weight names are converted once it has built the model on the meta device.
+    A version that does not ask reads all weights.
     """
     find_conversions: Callable[..., Any] | None = getattr(modeling_utils, _CONVERSIONS, None)
     if find_conversions is None or not modules:
@@ -180,7 +181,7 @@ def building_without(modules: Collection[str]) -> Iterator[None]:
     def remove_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         for name in modules:
             parent, _, leaf = name.rpartition(".")
-            # Encoders ask whether there is a pooler, and call it; some have none.
+            # Encoders check for a pooler, and call it; some have none.
             one = None if leaf == POOLER else LeftOut(model.get_submodule(name))
             setattr(model.get_submodule(parent), leaf, one)
         tied = model.all_tied_weights_keys

@@ -1,7 +1,7 @@
-"""Lets attention that makes all keys anew (OpenAI's first GPT) go through a registered function.
+"""Routes attention that recomputes all keys (OpenAI's first GPT) to a registered function.
 
-Such a module has no cache, and attends in a method of its own, from queries, keys and values. The
-method is left out wherever the model attends by another function than transformers' plain one.
+Such a module has no cache, and attends in its own method, given queries, keys and values. The
+method is bypassed unless the model uses transformers' eager attention.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _PLAIN = (None, "eager")
 
 
 def route_uncached(model: PreTrainedModel) -> None:
-    """Let the methods of such modules call the function that the model's configuration names."""
+    """Make the methods of such modules call the function that the model's configuration names."""
     modules: list[Any] = [module for module in model.modules() if _is_uncached(module)]
     for module in modules:
         module.__dict__[_METHOD] = _routed(module, model.config)
@@ -27,7 +27,7 @@ def route_uncached(model: PreTrainedModel) -> None:
 
 
 def _is_uncached(module: nn.Module) -> bool:
-    """Return whether a module multiplies queries, keys and a mask of its own, which is causal."""
+    """Return whether a module has a causal mask of its own, and no cache."""
     mask = getattr(module, "bias", None)
     has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3]
     parts = ("split_heads", "merge_heads", "scale", _METHOD)

@@ -1,6 +1,7 @@
-"""Finds the linear layers that may take adapters, and lets modules add the products of adapters.
+"""Finds the linear layers that can take adapters, and makes modules add the adapters' products.
 
-The layers are found before modules are fused and packed, since fusing makes one module of several.
+The layers are found before modules are fused and packed, since fusing merges several layers into
+one module.
 """
 
 from collections import Counter
@@ -25,10 +26,11 @@ def find_sites(
     parts: Mapping[str, MatrixPart] | None = None,
     others: OtherStages | None = None,
 ) -> Sites:
-    """Find the linear layers of a model whose modules were not replaced yet.
+    """Find the linear layers of a model, before any module is replaced.
 
-    Layers that are tied to others have none: they are computed by one module. `parts`: what this
-    rank has of the layers that ranks divide, by their names. `others`: of a model in stages.
+    Tied layers have no sites, because one module computes them. `parts` is this rank's share of
+    each layer that is divided among ranks, by name. `others` describes the other stages of a model
+    in pipeline stages.
     """
     parts = parts or {}
     head = output_layer(loaded.model)
@@ -67,7 +69,7 @@ def find_sites(
 
 
 def _parts(name: str, num_outputs: int, widths: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the outputs of each projection in a linear layer."""
+    """Return the number of outputs of each projection in a linear layer."""
     if sum(widths.get(name, ())) == num_outputs:
         return widths[name]
     if name.endswith(".gate_up_proj") and num_outputs % 2 == 0:
@@ -76,9 +78,9 @@ def _parts(name: str, num_outputs: int, widths: Mapping[str, tuple[int, ...]]) -
 
 
 def adapt_modules(model: nn.Module, sites: Sites, rows: StepRows) -> set[int]:
-    """Let the modules of all sites add products in steps with adapters; returns the sites.
+    """Make modules add adapter products in steps with adapters; return the sites they cover.
 
-    In other steps, and at sites that are not allowed, they compute what they did.
+    In other steps, and at sites that are not allowed, the modules compute as before.
     """
     adapted: set[int] = set()
     for module, numbers in _modules_with_sites(model, sites):
@@ -130,9 +132,9 @@ def _adapted_mlp(module: FusedMLP, numbers: list[int], sites: Sites, rows: StepR
 def _modules_with_sites(
     model: nn.Module, sites: Sites
 ) -> Iterator[tuple[PackedLinear | FusedMLP, list[int]]]:
-    """Yield the modules that compute the sites of a model, once it is fused and packed.
+    """Yield each module that computes sites of the model, after fusing and packing.
 
-    The sites of a fused MLP are those of its gates and of its factors.
+    A fused MLP has the sites of its gates and of its factors.
     """
     modules = dict(model.named_modules())
     for name, numbers in sites.of_module.items():

@@ -1,7 +1,7 @@
-"""Packs weights for the kernels, plain ones and those that are still codes in a checkpoint's files.
+"""Packs weights for the kernels, both plain weights and codes of quantized checkpoints.
 
-Codes stay as they are where a kernel reads them (quantization/packing.py), and else the weight is
-dequantized. Each one is read, packed and freed before the next.
+Codes are kept if a kernel reads them (quantization/packing.py); otherwise the weight is
+dequantized. Each weight is read, packed and freed before the next one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,9 +32,9 @@ def pack_weight(
     *,
     gates: bool = False,
 ) -> PackedWeight:
-    """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates.
+    """Pack `[num_outputs, num_inputs]`; with `gates`, half of the outputs are gates.
 
-    `format` is that of a plain weight.
+    `format` applies to plain weights only.
     """
     if isinstance(weight, CodedTensor):
         packed = pack_coded(weight, bias, gates=gates)
@@ -45,7 +45,7 @@ def pack_weight(
 
 
 def smallest(format: Format, dtype: torch.dtype) -> Format:
-    """Return the format that takes the least memory, of those with the same numbers."""
+    """Return the format that takes the least memory without changing any value."""
     is_plain = format is Format.UNITS and dtype == torch.bfloat16
     return Format.COMPACT if is_plain else format
 
@@ -58,7 +58,7 @@ def pack_expert_weights(
     gates: bool = False,
     biases: torch.Tensor | None = None,
 ) -> PackedWeight:
-    """Pack `[num_outputs, num_inputs]` of each expert, one after the other.
+    """Pack each expert's `[num_outputs, num_inputs]`, one expert after the other.
 
     `biases` are `[num_experts, num_outputs]`.
     """
@@ -72,7 +72,7 @@ def pack_expert_weights(
 
 
 def takes_row_codes(weight: torch.Tensor) -> bool:
-    """Return whether a weight's checkpoint asks for rows of codes, and kernels take them."""
+    """Return whether a weight's checkpoint requires coded rows and the kernels support them."""
     return (
         isinstance(weight, CodedTensor)
         and weight.dtype == torch.bfloat16
@@ -82,7 +82,7 @@ def takes_row_codes(weight: torch.Tensor) -> bool:
 
 @contextmanager
 def dequantized(module: nn.Module) -> Iterator[None]:
-    """Let a module and its children compute with their dequantized weights, for a while."""
+    """Replace the weights of a module and its children by dequantized ones within the context."""
     coded = [
         (part, name, cast(CodedTensor, parameter))
         for part in module.modules()
@@ -99,7 +99,7 @@ def dequantized(module: nn.Module) -> Iterator[None]:
 
 
 def dequantize_weights(modules: Iterable[nn.Module], reason: str) -> None:
-    """Dequantize the weights of modules, their children not included, for the reason."""
+    """Dequantize the weights of modules, but not of their children, and report `reason`."""
     for module in modules:
         for name, parameter in list(module._parameters.items()):
             if isinstance(parameter, CodedTensor):
@@ -109,7 +109,7 @@ def dequantize_weights(modules: Iterable[nn.Module], reason: str) -> None:
 
 
 def without_kernels(model: nn.Module) -> list[nn.Module]:
-    """Return modules with weights in codes that are not of linear layers, embeddings or experts."""
+    """Return modules other than linear layers, embeddings and experts that have coded weights."""
     return [
         module
         for module in model.modules()
@@ -129,7 +129,7 @@ def pack_coded(
     gates: bool = False,
     is_part: bool = False,
 ) -> PackedWeight | None:
-    """Pack the codes of a matrix; None: no kernel reads them. `is_part` as in `pack_codes`."""
+    """Pack the codes of a matrix; None: no kernel reads them. See `pack_codes` for `is_part`."""
     read = weight.read()
     reason = "layers that are computed together differ" if read is None else obstacle(read)
     _note(weight.experts, reason)
@@ -143,7 +143,7 @@ def pack_coded(
 def _pack_coded_experts(
     weights: CodedTensor, biases: torch.Tensor | None, *, gates: bool
 ) -> PackedWeight | None:
-    """Pack the codes of experts; None: no kernel reads those of all of them."""
+    """Pack the codes of experts; None: there is an expert whose codes no kernel reads."""
 
     def pack() -> Iterator[PackedWeight]:
         for number in range(len(weights)):

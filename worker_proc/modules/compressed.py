@@ -1,10 +1,10 @@
-"""Lets modules with compressors attend over the paged cache, where that is proven.
+"""Makes modules with compressors attend over the paged cache, if they are proven.
 
-Each module must give the results of its own forward in transformers, on random rows of several
-scales, with texts that are computed together in steps of other lengths. An indexer chooses fewer
-entries in this trial, so that it does choose. Both are computed in float32, so that only the order
-of sums differs: of two entries with nearly the same score, another one may be chosen then, so other
-rows are tried if some rows differ.
+Each module must reproduce the results of its own forward in transformers, on random rows of several
+scales, with several texts that are computed together in steps of varying lengths. In this trial an
+indexer chooses fewer entries than there are, so that its choice matters. Both forwards are computed
+in float32, so that only the order of sums differs. That order may decide between two entries with
+nearly the same score, so further rows are tried if some rows differ.
 """
 
 import copy
@@ -37,7 +37,7 @@ from worker_proc.modules.trial_texts import compute_in_steps, descending_tables,
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 MAX_ERROR = 1e-4
-"""Of a row, relative to its length."""
+"""The greatest accepted error of a row, relative to its norm."""
 NUM_TRIALS = 3
 _BLOCK_SIZE = 16
 _NUM_GROUPS = 3
@@ -45,21 +45,21 @@ _SPARE_TOKENS = 5
 
 
 class _Recorded(Exception):
-    """Ends a forward whose arguments have been recorded."""
+    """Ends a forward after its arguments have been recorded."""
 
 
 def is_compressed(specs: Collection[LayerSpec]) -> bool:
-    """Return whether layers attend over compressed entries."""
+    """Return whether any layer attends over compressed entries."""
     return any(spec.compressed is not None for spec in specs)
 
 
 def install_compressed(
     loaded: LoadedModel, library: NativeLibrary | None, known: list[str] | None = None
 ) -> list[str]:
-    """Let the kernel compute with the parameters of a model's compressors, if it has any.
+    """Attach the kernel to a model's compressors, if it has any.
 
-    Returns the names of the modules that are proven. `known` is this result of an earlier start,
-    with which nothing is tried. UnsupportedModel: a module differs from its own forward.
+    Returns the names of the proven modules. `known` is such a result of an earlier start; with it,
+    nothing is tried. Raises UnsupportedModel if a module differs from its own forward.
     """
     layers = loaded.layers if is_compressed([layer.spec for layer in loaded.layers]) else []
     if layers and (library is None or loaded.dtype not in NATIVE_DTYPES):
@@ -87,14 +87,14 @@ def install_compressed(
 
 @torch.inference_mode()
 def _least_error(loaded: LoadedModel, layer: ProbedLayer, library: NativeLibrary) -> float:
-    """Return the least of the greatest errors of the trials of a module."""
+    """Return a module's greatest error in the best of several trials."""
     compressed = layer.spec.compressed
     assert compressed is not None
     least = max(compressed.window, _NUM_GROUPS * compressed.ratio) + _SPARE_TOKENS
     num_tokens = min(least, loaded.model_len)
     own = loaded.model.get_submodule(layer.module_name)
     first = loaded.model.get_submodule(loaded.layers[0].module_name)
-    call = record_calls(loaded, [first], num_tokens)[type(first)]  # all modules get the same
+    call = record_calls(loaded, [first], num_tokens)[type(first)]  # equal for all modules
     call.pop("hidden_states", None)
     with dequantized(own):
         module = copy.deepcopy(own).float()
@@ -120,12 +120,12 @@ def _least_error(loaded: LoadedModel, layer: ProbedLayer, library: NativeLibrary
 
 
 def _input_size(module: nn.Module) -> int:
-    """Return the size of a module's rows: that of what its first projection takes."""
+    """Return the size of a module's input rows, which its first projection takes."""
     return next(part.in_features for part in module.modules() if isinstance(part, nn.Linear))
 
 
 class _Trial(NamedTuple):
-    """A copy of a module in float32, and how it attends."""
+    """A copy of a module in float32, with its attention layer and call arguments."""
 
     module: nn.Module
     spec: LayerSpec
@@ -134,7 +134,7 @@ class _Trial(NamedTuple):
     call: Call
 
     def error(self, rows: torch.Tensor) -> float:
-        """Return the greatest error of texts `[num_texts, T, size]`, relative to a row's length."""
+        """Return the greatest error of texts `[num_texts, T, size]`, relative to a row's norm."""
         set_implementation(self.module, "eager")
         expected = torch.cat([self.module(text.unsqueeze(0), **self.call)[0] for text in rows])
         compression = compression_of(self.module)

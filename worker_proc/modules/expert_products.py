@@ -1,7 +1,7 @@
 """The products of a mixture of experts, over rows that the native kernels sort by expert.
 
-The experts of each row are given. A row's results are added in the order in which its experts are
-given, so that its bits do not depend on the other rows (worker_proc/native/experts.h).
+The caller provides each row's experts. A row's results are added in the order in which its experts
+are given, so that its bits do not depend on the other rows (worker_proc/native/experts.h).
 """
 
 import ctypes
@@ -25,28 +25,29 @@ from worker_proc.native.structures import (
 
 
 class Gating(NamedTuple):
-    """What an expert makes of its first product."""
+    """How an expert activates the outputs of its first product."""
 
     activation: Activation
     is_gated: bool = True
-    """The activated gates are multiplied by the factors; else all outputs are activated."""
+    """If True, activated gates are multiplied by the factors; if False, all outputs are
+    activated."""
     limit: float = 0.0
-    """Gates are at most the limit, and factors within it; 0: none."""
+    """Gates are clamped to at most `limit`, factors to within ±`limit`; 0: no clamp."""
     alpha: float = 0.0
-    """Gates are multiplied by sigmoid(alpha · gate), and by the factors plus 1; 0: by neither."""
+    """If not 0, gates are multiplied by sigmoid(alpha · gate) and by the factors plus 1."""
 
 
 class ExpertSizes(NamedTuple):
-    """The shape of each expert."""
+    """The number of experts and the shape of each."""
 
     num_experts: int
     hidden_size: int
     size: int
-    """Of what an expert computes between its two products."""
+    """The width between an expert's two products."""
 
 
 class ExpertBuffers(NamedTuple):
-    """The buffers that a mixture of experts works on, by their numbers."""
+    """The numbers of the buffers that a mixture of experts uses."""
 
     source: int
     logits: int
@@ -59,7 +60,7 @@ class ExpertBuffers(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """How many experts a row has, and whether what they return is rounded before it is added."""
+    """The number of experts for each row, and whether results are rounded before their sum."""
 
     num_chosen: int
     rounds_weights: bool
@@ -76,7 +77,7 @@ class ExpertProducts:
         weights: tuple[PackedWeight, PackedWeight],
         dtype: torch.dtype,
     ) -> None:
-        """`weights` are those before and after the activation; `dtype` is that of the rows."""
+        """`weights` are those before and after the activation; `dtype` is the dtype of rows."""
         self.gating = gating
         self.sizes = sizes
         self.up, self.down = weights
@@ -85,17 +86,17 @@ class ExpertProducts:
 
     @property
     def has_codes(self) -> bool:
-        """Whether the experts take rows of codes."""
+        """True if the experts take coded rows."""
         return self.down.format is Format.INT8_FOR_CODES
 
     @property
     def codes_stride(self) -> int:
-        """The bytes between rows of codes that the experts take."""
+        """The stride in bytes of coded rows; 0: the experts take plain rows."""
         _, hidden_size, size = self.sizes
         return coded_stride(max(hidden_size, size) if self.has_codes else 0)
 
     def instructions(self, buffers: ExpertBuffers, chosen: Chosen) -> list[Instruction]:
-        """Return the program from the choices on; rows of `source` end in zeros."""
+        """Return the program from the choices on; rows of `source` are padded with zeros."""
         num_experts, hidden_size, size = self.sizes
         shared = {
             "num_experts": num_experts,
@@ -107,7 +108,8 @@ class ExpertProducts:
         code: list[Instruction] = []
         code_inner: list[Instruction] = []
         if self.has_codes:
-            # A row is coded once, and its codes are gathered. GATHERED has what the experts return.
+            # Each row is coded once, and its codes are gathered. GATHERED holds the experts'
+            # results.
             rows, gathered, inner = buffers.codes, buffers.expert_codes, buffers.expert_codes
             code = [_code(buffers.source, rows, hidden_size)]
             code_inner = [_code(buffers.inner, inner, size, chosen.num_chosen)]
@@ -148,7 +150,8 @@ class ExpertProducts:
     ) -> torch.Tensor:
         """Execute a program over `[num_rows, hidden_size]`, with the buffers of EXPERT_BUFFERS.
 
-        `choices` are `Choice` structures of experts.h; without them, the program makes them.
+        `choices` are `Choice` structures of experts.h; without them, the program computes the
+        choices.
         """
         num_experts, hidden_size, size = self.sizes
         count = len(rows)
@@ -173,28 +176,28 @@ class ExpertProducts:
         return made[-1][:, :hidden_size]
 
     def _with_zeros(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows that end in zeros."""
+        """Return rows that are padded with zeros."""
         made = self._rows(len(rows), rows.shape[1], fill=True)
         made[:, : rows.shape[1]] = rows
         return made
 
     def _rows(self, num_rows: int, width: int, *, fill: bool = False) -> torch.Tensor:
-        """Return memory for rows; `fill`: with zeros, also past the width."""
+        """Allocate rows; with `fill`, they are zero, including the padding."""
         stride = row_stride(width, self.dtype.itemsize) // self.dtype.itemsize
         make = torch.zeros if fill else torch.empty
         return make(num_rows, stride, dtype=self.dtype)
 
     def _codes(self, num_rows: int, width: int) -> torch.Tensor:
-        """Return memory for rows of codes, if there are any."""
+        """Allocate coded rows; empty if the experts take plain rows."""
         return torch.empty(num_rows * self.has_codes, coded_stride(width), dtype=torch.uint8)
 
 
 EXPERT_BUFFERS = ExpertBuffers(*range(len(ExpertBuffers._fields)))
-"""The buffers of a program that computes nothing else."""
+"""The buffers of a program that computes only a mixture of experts."""
 
 
 def as_program(instructions: list[Instruction]) -> "ctypes.Array[Instruction]":
-    """Return instructions as the kernels take them."""
+    """Return instructions as the array that the kernels take."""
     return (Instruction * len(instructions))(*instructions)
 
 

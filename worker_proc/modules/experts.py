@@ -1,9 +1,9 @@
 """A mixture of experts in place of an MLP, computed by the native kernels.
 
-The router chooses a few experts for each row; the rows are sorted by expert, so that an expert's
-weights are read once, and what the experts of a row compute is added in the order in which they
-were chosen (worker_proc/native/experts.h). The weights of experts may be codes; the router's stay
-as they are.
+The router chooses a few experts for each row. The rows are sorted by expert, so that an expert's
+weights are read once, and the results of a row's experts are added in the order in which they were
+chosen (worker_proc/native/experts.h). The experts' weights may be codes; the router's weights are
+kept as they are.
 """
 
 import inspect
@@ -34,13 +34,13 @@ from worker_proc.native.structures import CHOICE_BYTES, Activation, Instruction,
 
 
 class Routing(NamedTuple):
-    """How a router turns the probabilities of all experts into the weights of the chosen ones."""
+    """How a router converts probabilities of all experts to weights of the chosen experts."""
 
     num_chosen: int
     normalizes: bool
-    """They add up to 1."""
+    """True if the weights add up to 1."""
     rounds_weights: bool
-    """They have the model's dtype; else float32."""
+    """True if the weights have the model's dtype; False: float32."""
 
 
 class ExpertWeights(NamedTuple):
@@ -57,12 +57,12 @@ class ExpertWeights(NamedTuple):
 def expert_weights(module: nn.Module) -> ExpertWeights | None:
     """Return the weights of a module with the parts and shapes of a mixture of experts.
 
-    None: it is something else, or text does not reach it.
+    Returns None if the module is something else, or if text does not reach it.
     """
     parts = dict(module.named_children())
     if set(parts) != {"gate", "experts"}:
         return None
-    # A buffer may move the choice of a few rows, which the trials would not show.
+    # A buffer may change the choice of a few rows, which the trials would not detect.
     if next(module.buffers(), None) is not None:
         return None
     router = dict(parts["gate"].named_parameters())
@@ -82,7 +82,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights | None:
 
 
 class FusedExperts(nn.Module):
-    """The sum of down(f(gate(x)) · up(x)) over the experts of each row, times their weights."""
+    """The sum of down(f(gate(x)) · up(x)) over each row's experts, multiplied by their weights."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class FusedExperts(nn.Module):
         weights: ExpertWeights,
         format: Format = Format.UNITS,
     ) -> None:
-        """Pack the weights, those of the experts in a format."""
+        """Pack the router's weights, and the experts' weights in `format`."""
         super().__init__()
         router, gate_up, down = weights
         self.num_experts, self.hidden_size, self.size = down.shape
@@ -109,16 +109,16 @@ class FusedExperts(nn.Module):
 
     @property
     def gate_up(self) -> PackedWeight:
-        """The weights of all experts before the activation."""
+        """All experts' weights before the activation."""
         return self.products.up
 
     @property
     def choice_width(self) -> int:
-        """The values of a row's choices, if they were of the model's dtype."""
+        """The size of a row's choices, in values of the model's dtype."""
         return self.routing.num_chosen * CHOICE_BYTES // self.products.dtype.itemsize
 
     def instructions(self, buffers: ExpertBuffers) -> list[Instruction]:
-        """Return the program over one step; rows of `source` end in zeros."""
+        """Return the program over one step; rows of `source` are padded with zeros."""
         num_chosen, normalizes, rounds_weights = self.routing
         choose = Instruction(
             kind=Kind.CHOOSE,
@@ -144,8 +144,9 @@ class FusedExperts(nn.Module):
 def is_transposed(experts: nn.Module) -> bool:
     """Return whether weights are `[num_experts, num_inputs, num_outputs]`.
 
-    transformers' interface has a name for that. Without it, the gates and factors of a row, which
-    are twice as many as the inputs of the product after them, show it.
+    transformers' interface has an attribute for that. Modules without it are recognized by the
+    first product's outputs, gates and factors, which are twice as many as the inputs of the second
+    product.
     """
     if hasattr(experts, "is_transposed"):
         return bool(experts.is_transposed)
@@ -157,7 +158,7 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) -> None:
-    """Round all weights of experts to what codes can stand for, freeing each before the next."""
+    """Round all weights of experts to values that codes represent, freeing each before the next."""
     has_transposed = is_transposed(experts)
     for name in [name for name, weight in experts.named_parameters() if weight.dim() == 3]:
         weight = getattr(experts, name)
@@ -168,8 +169,8 @@ def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) ->
 
 @contextmanager
 def computing_expert_codes(experts: nn.Module) -> Iterator[None]:
-    """Let experts compute with codes of rows and weights, in float32, for a while."""
-    # Transformers' own definition multiplies by `linear`; what it chooses for speed does not.
+    """Make experts compute with codes of rows and weights, in float32, within the context."""
+    # transformers' own definition multiplies by `linear`; its faster replacements do not.
     forward = inspect.unwrap(type(experts).forward)
 
     def coded_forward(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +188,7 @@ _MATRIX_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
 
 
 class _CodedProducts(TorchFunctionMode):
-    """Lets products of rows and weights compute with codes of both, in float32."""
+    """Multiplies codes of rows by codes of weights, in float32, within the context."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_transposed = func in _MATRIX_PRODUCTS

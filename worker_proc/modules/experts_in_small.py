@@ -1,7 +1,7 @@
-"""Tries mixtures of experts before their weights are read: few experts, with random weights.
+"""Tries mixtures of experts before weights are read, with few experts of random weights.
 
-The trial uses the class of the module and the sizes of its matrices. What it refuses is not proven
-after the load either; what passes is tried again there, with its weights.
+The trial uses the module's class and the sizes of its matrices. A mixture that fails here would not
+be proven after the load, either; one that passes is tried again with its own weights.
 """
 
 import copy
@@ -25,7 +25,7 @@ from worker_proc.native.packed_weights import Format
 
 NUM_EXPERTS = 2
 _NUM_VALUES = 1 << 20
-"""Random values, which are repeated where a weight has more."""
+"""Number of random values; larger weights repeat them."""
 
 
 def check_experts_in_small(
@@ -37,7 +37,7 @@ def check_experts_in_small(
     """
     if format is Format.INT8_FOR_CODES:
         for name, module in model.named_modules():
-            if has_scaled_experts(module):  # no definition computes with codes of their rows
+            if has_scaled_experts(module):  # no reference computes with codes of their rows
                 raise unsupported_experts(quantization, name, module)
     tried: set[type[nn.Module]] = set()
     for name, module in model.named_modules():
@@ -47,14 +47,14 @@ def check_experts_in_small(
         few = _with_few_experts(module)
         experts = read_experts(few)
         if experts is None or own_results(few, trials(experts)) is None:
-            continue  # it cannot be computed so: the check with its weights decides
+            continue  # not computable in small: the check with its weights decides
         activation = activation_of(getattr(few, "act_fn", None), library)
         if fused_grouped_experts(few, library, activation, format, is_proven=False) is None:
             raise unsupported_experts(quantization, name, module)
 
 
 def _with_few_experts(module: nn.Module) -> nn.Module:
-    """Return a copy of a module of the meta device with few experts of random weights."""
+    """Return a copy of a module of the meta device with few experts, whose weights are random."""
     few = copy.deepcopy(module)
     num_experts = len(next(module.parameters()))
     for name, value in vars(few).items():

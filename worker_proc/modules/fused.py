@@ -1,11 +1,11 @@
-"""Replaces modules that transformers computes in many passes by kernels of one pass.
+"""Replaces modules that transformers computes in many passes by single-pass kernels.
 
-Which modules qualify is not read off their names: a candidate's own forward is run on random
-rows, small, ordinary and large, and must agree with the kernel, otherwise the module stays as it
-is. Large rows show bounds, such as a clamp of the gate, and small ones the epsilon of a norm.
+Modules do not qualify by their names: a candidate's own forward runs on random rows, small,
+ordinary and large. If it does not agree with the kernel, the module is kept. Large rows reveal
+bounds, such as a clamp of the gate; small rows reveal a norm's epsilon.
 
 The kernels compute every row alike. torch computes elementwise functions in vectors, and the end of
-a tensor in another way: there a row's bits can depend on its place.
+a tensor differently, so a row's bits can depend on its position in the tensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,32 +41,34 @@ from worker_proc.native.structures import Activation, Epilogue
 NUM_TRIAL_ROWS = 5
 NUM_MIXTURE_ROWS = 64
 MIXTURE_QUANTILE = {torch.float32: 0.98, torch.bfloat16: 0.9}
-"""Share of the rows of a mixture of experts that must agree: in float32 all but one of 64.
+"""Share of a mixture's rows that must agree: in float32, all but one of 64.
 
-Where the logits of two experts are equal within their rounding, a row may go to the other one, or
-weight them differently."""
-NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
+If the logits of two experts are equal within their rounding, a row may choose the other expert, or
+weight them differently.
+"""
+NUM_TRIAL_VALUES = 492  # together with the large values, a multiple of the rows
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
-"""Relative to the largest value: another order of a sum, and one rounding."""
+"""Relative to the largest value: allows another order of sums, and one rounding."""
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)  # of the random rows
 TRIAL_RANGE = 9.0
-"""Inputs in which activations bend. Past them they are 0 or their argument, which is tried, too."""
+"""Activations are nonlinear in this range. Beyond it they are 0 or their argument, which is tried
+with LARGE_VALUES."""
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
 SCALED_KEY = " scaled"
-"""Ends the key of a mixture whose experts take scaled rows, after its path."""
+"""Suffix, after the mixture's path, of the key of a mixture whose experts take scaled rows."""
 ROUTER_KEY = " router"
-"""Ends the key of a router among what is proven, after the path of its parent."""
+"""Suffix, after the parent's path, of a router's key among the proven modules."""
 Module = TypeVar("Module", bound=nn.Module)
 OWN_GATE = -1
-"""The number of experts whose gates are the module's own."""
+"""The kernel number of experts whose gates the module's own code computes."""
 _Fused = tuple[int, nn.Module]
-"""The number of a kernel among those of its kind, and the module that computes with it."""
+"""The number of a kernel among those of its kind, and the module that uses it."""
 
 
 class PointwiseKernels(Protocol):
-    """Kernels for norms and activations, of the CPU or of a GPU."""
+    """Kernels for norms and activations, on the CPU or a GPU."""
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool
@@ -146,15 +148,15 @@ class FusedMLP(nn.Module):
         return out
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gates and factors, `[rows, size]` each, which `forward` multiplies at once."""
+        """Return gates and factors, `[rows, size]` each, without multiplying them."""
         order = self.gate_up.order
         both = self._library.project(self._splitting, rows, 2 * self._width, order)
         return both[:, : self.size], both[:, self._width : self._width + self.size]
 
     def join(self, gates: torch.Tensor, factors: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return what `forward` makes of these gates and factors, `[*shape, hidden_size]`.
+        """Return the output of `forward` for these gates and factors, `[*shape, hidden_size]`.
 
-        Both round at the same places, to the same bits.
+        Both methods round at the same points, and so have the same bits.
         """
         product = self._library.activate(gates, self.activation) * factors
         out: torch.Tensor = self.down_proj(product.view(*shape, self.size))
@@ -170,17 +172,16 @@ def fuse_modules(
     format: Format = Format.UNITS,
     on_tried: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, int]:
-    """Replace modules for which a kernel is proven, before packing.
+    """Replace modules for which a kernel is proven; call it before packing.
 
-    Returns the number of the kernel that each of them is replaced by, by the module's name, and the
-    width of the outputs of routers.
-    `proven` is this result of an earlier start, with which nothing is tried. Calls
+    Returns the number of each replaced module's kernel, by the module's name, and the output width
+    of routers. `proven` is such a result of an earlier start; with it, nothing is tried. Calls
     `on_tried(done, total)` with the number of modules whose children have been tried.
     """
     fused: dict[str, int] = {}
     gone: set[nn.Module] = set()
     made: dict[tuple[int, ...], nn.Module] = {}
-    """The module by its kernel's number and its parameters, which may be tied to another's."""
+    """Replacements by kernel number and parameters, since modules may be tied."""
     parents = list(model.named_modules())
     for done, (path, parent) in enumerate(parents):
         on_tried(done, len(parents))
@@ -203,7 +204,7 @@ def fuse_modules(
                 if isinstance(replacement, GroupedExperts | OwnGatedExperts):
                     fused |= _with_router(parent, path, library, dtype, proven)
                 gone.update(child.modules())
-                for part in child.modules():  # may be referred to elsewhere: drop their weights
+                for part in child.modules():  # other references may exist: drop their weights
                     part._parameters.clear()
     return fused
 
@@ -218,7 +219,7 @@ def _with_scaled_experts(
     format: Format,
     gone: set[nn.Module],
 ) -> dict[str, int]:
-    """Replace experts whose interface differs: they take rows that were multiplied by scores."""
+    """Replace experts with a different interface: their rows are already multiplied by scores."""
     key = f"{path}{SCALED_KEY}"
     own = dict(parent.named_children()).get("experts")
     if own is None or dtype not in NATIVE_DTYPES or (proven is not None and key not in proven):
@@ -241,7 +242,7 @@ def _with_router(
     dtype: torch.dtype,
     proven: Mapping[str, int] | None,
 ) -> dict[str, int]:
-    """Let a router give a row the same bits whatever rows are beside it; see router.py."""
+    """Make a router compute each row independently of the other rows; see router.py."""
     key = f"{path}{ROUTER_KEY}"
     if proven is not None and key not in proven:
         return {}
@@ -257,7 +258,7 @@ def _fused(
     number: int | None,
     format: Format,
 ) -> _Fused | None:
-    """Return the kernel of a module; its `number` among those of its kind may be proven already."""
+    """Return a module's kernel; `number` is set if it has been proven before."""
     if dtype not in NATIVE_DTYPES:
         return None
     names = {name for name, _ in module.named_children()}
@@ -277,7 +278,7 @@ def _fused(
 def fused_norm(
     module: nn.Module, library: PointwiseKernels, dtype: torch.dtype, number: int | None = None
 ) -> tuple[int, FusedRMSNorm] | None:
-    """Return the number and the module of the kernel that a norm is proven to agree with."""
+    """Return the number and module of the kernel that agrees with a norm; None: no kernel does."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     is_leaf = next(module.children(), None) is None and not is_gated(module)
@@ -304,11 +305,11 @@ def _fused_mlp(
         return None
     before = [(part, part.weight) for part in parts.values() if isinstance(part, nn.Linear)]
     if format is not Format.UNITS and number is None:
-        round_linears(parts.values(), library, format)  # to what the codes stand for
+        round_linears(parts.values(), library, format)  # to values that codes represent
     gates, down = _gates_of(parts), parts["down_proj"]
     fused = None
     if gates is not None and isinstance(down, nn.Linear):
-        back = down.weight, down.bias  # of the module as it is, which is tried dequantized
+        back = down.weight, down.bias  # weights as they are now; the trial dequantizes the module
         candidates = {int(activation): lambda: FusedMLP(library, activation, gates, back, format)}
         coded = [part for part in parts.values() if _takes_row_codes(part, format)]
         with ExitStack() as stack:
@@ -316,7 +317,7 @@ def _fused_mlp(
                 stack.enter_context(computing_codes(coded))
                 stack.enter_context(dequantized(module))
             fused = _agreeing(module, gates[0].shape[1], candidates, number)
-    if fused is None:  # the rounded copies would stay until all modules have been tried
+    if fused is None:  # rounded copies would stay until all modules have been tried
         for linear, weight in before:
             linear.weight = weight
     return fused
@@ -331,9 +332,9 @@ def _takes_row_codes(part: nn.Module, format: Format) -> bool:
 def _fused_experts(
     module: nn.Module, library: NativeLibrary, number: int | None, format: Format
 ) -> _Fused | None:
-    """Return a mixture of experts; its number has the activation, and how its router weighs.
+    """Return a mixture of experts; its number encodes the activation and the router's weighting.
 
-    With codes, the weights of its experts are rounded in the module, too.
+    With codes, the experts' weights are also rounded in the module.
     """
     weights = expert_weights(module)
     if weights is None:
@@ -353,7 +354,7 @@ def _fused_experts(
         number = 4 * activation + weighting
     routing = Routing(num_chosen, bool(number & 2), bool(number & 1))
     if format is not Format.UNITS and known is None:
-        del weights  # of which rounded copies take the place, one by one
+        del weights  # rounded copies replace them one by one
         round_experts(experts, library, format)
         weights = expert_weights(module)
         assert weights is not None
@@ -379,7 +380,7 @@ def _fused_experts(
 def _fused_grouped(
     module: nn.Module, library: NativeLibrary, number: int | None, format: Format
 ) -> _Fused | None:
-    """Return a module for experts whose router stays; the number is that of their activation."""
+    """Return a module for experts that keep their router, and the number of its activation."""
     found: GroupedExperts | OwnGatedExperts | None = None
     if number != OWN_GATE:
         function = getattr(module, "act_fn", None)
@@ -399,7 +400,7 @@ def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
     try:
         _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        return None  # a module of another interface
+        return None  # a module with another interface
     if not isinstance(weights, torch.Tensor):
         return None
     normalizes = bool(((weights.float().sum(dim=-1) - 1.0).abs() < MAX_ERROR[dtype]).all())
@@ -407,7 +408,7 @@ def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
 
 
 def _gates_of(parts: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return weight and bias of the gates and, below them, of the factors."""
+    """Return the weight and bias of the gates, followed by those of the factors."""
     whole = parts.get("gate_up_proj")
     if isinstance(whole, nn.Linear):
         return whole.weight, whole.bias
@@ -427,9 +428,9 @@ def activation_of(
     *,
     number: int | None = None,
 ) -> Activation | None:
-    """Return the activation that a module or function computes, tried in float32.
+    """Return the activation that a module or function computes; it is tried in float32.
 
-    Its `number` may be proven by an earlier start.
+    `number` is set if an earlier start has proven the activation.
     """
     if not callable(function):
         return None
@@ -460,10 +461,10 @@ def _agreeing(
     num_rows: int = NUM_TRIAL_ROWS,
     quantile: float = 1.0,
 ) -> tuple[int, Module] | None:
-    """Return the candidate that is closest to what `module` does, if it agrees at every scale.
+    """Return the candidate that is closest to `module`, if it agrees at every scale.
 
-    One may be proven by an earlier start, and is not tried. `quantile` is the share of the rows
-    whose error counts.
+    `proven` is the number of a candidate that is not tried. `quantile` is the share of rows whose
+    error counts.
     """
     if proven is not None:
         return proven, candidates[proven]()
@@ -472,13 +473,13 @@ def _agreeing(
     if parameter.is_meta:  # text does not reach it
         return None
     generator = make_generator(1)
-    # Off zero, so that a norm that subtracts the mean does not pass.
+    # Not centered at zero, so that a norm that subtracts the mean fails.
     rows = torch.randn(1, num_rows, size, generator=generator) + 1.0
     trials = [(rows * scale).to(parameter) for scale in TRIAL_SCALES]
     try:
         expected = [module(trial).float() for trial in trials]
     except (TypeError, AttributeError, RuntimeError):
-        return None  # a module of another interface
+        return None  # a module with another interface
     best, least = None, MAX_ERROR[dtype]
     for number, make in candidates.items():
         candidate = make()

@@ -1,7 +1,7 @@
-"""Replaces the gated norms of recurrent modules by a kernel of one pass.
+"""Replaces the gated norms of recurrent modules by a single-pass kernel.
 
-torch computes the gates of a row in other bits at the end of a tensor. Which norm a module computes
-is found by its results on rows and gates of several scales.
+In torch, a row's gates have other bits at the end of a tensor. The kind of norm that a module
+computes is identified by its results on rows and gates of several scales.
 """
 
 import inspect
@@ -19,18 +19,18 @@ from worker_proc.native.recurrence import GatedNormArgs
 NUM_TRIAL_ROWS = 5
 TRIAL_SCALES = (0.01, 1.0, 30.0)
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Relative to the largest value: another order of a sum, and one rounding."""
+"""Relative to the largest value: allows another order of sums, and one rounding."""
 
 
 class Gating(NamedTuple):
     """How a norm is gated."""
 
     gates_first: bool
-    """Whether rows are multiplied by gates before they are normalized."""
+    """True if rows are multiplied by gates before they are normalized."""
     is_sigmoid: bool
-    """Of the gates; else by gates times their sigmoid."""
+    """True if gates are activated by sigmoid; False: by SiLU."""
     rounds_between: bool
-    """Whether normalized rows are rounded before they are multiplied by the weight."""
+    """True if normalized rows are rounded before they are multiplied by the weight."""
 
 
 KINDS = [
@@ -54,7 +54,7 @@ class FusedGatedNorm(nn.Module):
         self._library = library
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Return rows in the type of `hidden_states`, `[..., size]`."""
+        """Return `[..., size]`, in the dtype of `hidden_states`."""
         size = len(self._weight)
         rows = _dense(hidden_states.reshape(-1, size))
         gates = _dense(gate.to(rows.dtype).reshape(-1, size))
@@ -76,10 +76,10 @@ class FusedGatedNorm(nn.Module):
 def fuse_gated_norms(
     module: nn.Module, library: NativeLibrary, known: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Replace the gated norms among a module's children where that is proven.
+    """Replace the gated norms among a module's children, if proven.
 
-    Returns the number of the gating of each of them, by its name. `known` is this result of an
-    earlier start, with which nothing is tried.
+    Returns the number of each norm's gating, by name. `known` is such a result of an earlier start;
+    with it, nothing is tried.
     """
     found: dict[str, int] = {}
     for name, child in list(module.named_children()):
@@ -91,12 +91,12 @@ def fuse_gated_norms(
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Return whether a module takes gates besides rows."""
+    """Return whether a module's forward takes gates."""
     return "gate" in inspect.signature(module.forward).parameters
 
 
 def _shape_of(norm: nn.Module) -> tuple[torch.Tensor, int, float] | None:
-    """Return weight, group size and epsilon of a module that may be a gated norm."""
+    """Return the weight, group size and epsilon of a module that may be a gated norm, or None."""
     parameters = dict(norm.named_parameters())
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = parameters.get("weight")
@@ -110,7 +110,7 @@ def _shape_of(norm: nn.Module) -> tuple[torch.Tensor, int, float] | None:
 
 @torch.inference_mode()
 def _kind_of(norm: nn.Module, library: NativeLibrary) -> int | None:
-    """Return the number of the gating that agrees best with a module, if one does."""
+    """Return the number of the gating that agrees best with a module; None: none agrees."""
     shape = _shape_of(norm) if is_gated(norm) else None
     if shape is None or shape[0].dtype not in NATIVE_DTYPES:
         return None
@@ -125,7 +125,7 @@ def _kind_of(norm: nn.Module, library: NativeLibrary) -> int | None:
     try:
         expected = [norm(*pair).float() for pair in zip(trials, gates, strict=True)]
     except (TypeError, AttributeError, RuntimeError):
-        return None  # a module of another interface
+        return None  # a module with another interface
     best, least = None, MAX_ERROR[weight.dtype]
     for number, gating in enumerate(KINDS):
         fused = FusedGatedNorm(library, norm, gating)

@@ -1,8 +1,8 @@
-"""Experts computed by the native kernels, given the experts of each row and their weights.
+"""Experts computed by the native kernels, given each row's experts and their weights.
 
-All of transformers' experts have one interface: `experts(rows, top_k_index, top_k_weights)`. Which
-modules qualify follows from their parameters and their results: a candidate's own forward is run on
-rows of several scales, and all of its experts must agree with the kernels.
+All of transformers' experts have one interface: `experts(rows, top_k_index, top_k_weights)`. A
+module qualifies by its parameters and its results: its own forward is run on rows of several
+scales, and all of its experts must agree with the kernels.
 """
 
 import inspect
@@ -33,14 +33,14 @@ from worker_proc.quantization.coded_tensor import CodedTensor
 
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
 TRIAL_CHOSEN = 4
-MIN_TRIAL_ROWS = 16  # of each scale
+MIN_TRIAL_ROWS = 16  # for each scale
 MAX_ERROR = {torch.float32: 2e-5, torch.bfloat16: 0.02}
-"""Of the rows of one scale, relative to their greatest value: other orders of sums, rounding."""
+"""For rows of one scale, relative to the greatest value: other orders of sums, and rounding."""
 _UP = ("gate_up_proj", "up_proj")
 
 
 class ExpertMatrices:
-    """The matrices of a module's experts, `[num_outputs, num_inputs]` each, gates first."""
+    """A module's expert matrices, `[num_outputs, num_inputs]` each, gates first."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ExpertMatrices:
         is_transposed: bool = False,
         is_interleaved: bool = False,
     ) -> None:
-        """`weights` are `[num_experts, ...]`; interleaved gates and factors take turns."""
+        """`weights` are `[num_experts, ...]`; interleaved gates and factors alternate."""
         self.weights = weights.transpose(1, 2) if is_transposed else weights
         self._biases = biases
         self._is_interleaved = is_interleaved
@@ -69,7 +69,7 @@ class ExpertMatrices:
 
     @property
     def biases(self) -> torch.Tensor | None:
-        """What is added to each expert's outputs, `[num_experts, num_outputs]`, in this order."""
+        """Each expert's output bias, `[num_experts, num_outputs]`, in packing order."""
         if self._biases is None:
             return None
         return torch.stack([self._in_order(bias) for bias in self._biases])
@@ -79,7 +79,7 @@ class ExpertMatrices:
 
 
 class ExpertModule(NamedTuple):
-    """The parts of a module with the parameters of experts."""
+    """The matrices of a module whose parameters are those of experts."""
 
     up: ExpertMatrices
     down: ExpertMatrices
@@ -87,7 +87,7 @@ class ExpertModule(NamedTuple):
 
     @property
     def takes_row_codes(self) -> bool:
-        """Whether a checkpoint asks for rows of codes, and kernels take them."""
+        """True if the checkpoint requires coded rows and the kernels support them."""
         return all(takes_row_codes(part.weights) for part in (self.up, self.down))
 
     @property
@@ -97,10 +97,10 @@ class ExpertModule(NamedTuple):
 
 
 def read_experts(module: nn.Module, *, has_values: bool = True) -> ExpertModule | None:
-    """Return the parts of a module with the parameters of experts; None: it is something else.
+    """Return the matrices of a module whose parameters are those of experts, or None.
 
-    With `has_values`, experts on the meta device are something else, too. `is_transposed` and
-    `is_concatenated` are names of transformers' interface.
+    With `has_values`, experts on the meta device do not count. `is_transposed` and
+    `is_concatenated` are attributes of transformers' interface.
     """
     parameters = dict(module.named_parameters())
     name = next((name for name in _UP if name in parameters), "")
@@ -137,7 +137,7 @@ def read_experts(module: nn.Module, *, has_values: bool = True) -> ExpertModule 
 
 
 class Trials(NamedTuple):
-    """Rows `[num_rows, hidden_size]`, and the experts of each with their weights."""
+    """Trial rows, `[num_rows, hidden_size]`, with each row's experts and their weights."""
 
     rows: torch.Tensor
     chosen: torch.Tensor
@@ -145,7 +145,7 @@ class Trials(NamedTuple):
 
 
 class GroupedExperts(nn.Module):
-    """The sum over each row's experts of down(f(up(x))), times the weights that are given."""
+    """The sum of down(f(up(x))) over each row's experts, multiplied by the given weights."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class GroupedExperts(nn.Module):
         experts: ExpertModule,
         format: Format = Format.UNITS,
     ) -> None:
-        """Pack the weights of all experts in a format, one expert after the other."""
+        """Pack the weights of all experts in `format`, one expert after the other."""
         super().__init__()
         up, down, is_gated = experts
         packed = (
@@ -170,8 +170,7 @@ class GroupedExperts(nn.Module):
     ) -> torch.Tensor:
         """Return `[num_rows, hidden_size]`, given `[num_rows, top_k]` experts and weights.
 
-        A row's experts are added in the order of their numbers. An expert that does not exist
-        counts as 0.
+        A row's experts are added in ascending order. An expert number out of range contributes 0.
         """
         index, order = top_k_index.sort(dim=-1, stable=True)
         weights = top_k_weights.gather(-1, order)
@@ -187,7 +186,7 @@ class GroupedExperts(nn.Module):
 
 
 def gating_of(module: nn.Module, activation: Activation | None) -> Gating | None:
-    """Return what a module's experts make of their first products, as far as it names that."""
+    """Return how a module's experts gate, from its attributes and `activation`; None: unknown."""
     limit, alpha = (
         next(
             (float(v) for n in names if isinstance(v := getattr(module, n, None), float | int)), 0.0
@@ -209,9 +208,9 @@ def fused_grouped_experts(
     *,
     is_proven: bool,
 ) -> GroupedExperts | None:
-    """Return the replacement of a module, if it has experts that are proven to compute the same.
+    """Return a module's replacement, if its experts are proven equivalent.
 
-    With codes, the weights of its experts are rounded in the module, too.
+    With codes, the experts' weights are also rounded in the module.
     """
     experts, gating = read_experts(module), gating_of(module, activation)
     if experts is None or gating is None:
@@ -219,7 +218,7 @@ def fused_grouped_experts(
     if is_proven:
         return GroupedExperts(library, gating, experts, format)
     if format is not Format.UNITS:
-        del experts  # of which rounded copies take the place, one by one
+        del experts  # rounded copies replace them one by one
         round_experts(module, library, format)
         experts = read_experts(module)
         assert experts is not None
@@ -233,7 +232,7 @@ def fused_grouped_experts(
 
 
 def agrees(found: torch.Tensor, expected: torch.Tensor, tried: Trials) -> bool:
-    """Return whether the results of trials are close enough to a module's own, for each scale."""
+    """Return whether trial results are close enough to the module's own, at each scale."""
     count = len(found) // len(TRIAL_SCALES)
     pairs = zip(found.float().split(count), expected.split(count), strict=True)
     return greatest(greatest_error(*pair) for pair in pairs) <= MAX_ERROR[tried.rows.dtype]
@@ -242,7 +241,7 @@ def agrees(found: torch.Tensor, expected: torch.Tensor, tried: Trials) -> bool:
 def own_results(
     module: nn.Module, tried: Trials, *, has_codes: bool = False
 ) -> torch.Tensor | None:
-    """Return what a module computes of rows, in float32; None: it has another interface.
+    """Return a module's output for trial rows, in float32; None: it has another interface.
 
     With `has_codes`, it computes with codes of the rows.
     """
@@ -259,9 +258,9 @@ def own_results(
 
 @contextmanager
 def _own_definition(module: nn.Module) -> Iterator[None]:
-    """Let experts compute by the forward of their class for a while.
+    """Make experts use their class's own forward within the context.
 
-    What transformers takes for speed in its place refuses some sizes.
+    The faster implementations of transformers reject some sizes.
     """
     module.__dict__["forward"] = partial(inspect.unwrap(type(module).forward), module)
     try:
@@ -271,7 +270,7 @@ def _own_definition(module: nn.Module) -> Iterator[None]:
 
 
 def trials(experts: ExpertModule) -> Trials:
-    """Return rows of every scale, which go to all experts."""
+    """Return rows of every scale; together they reach all experts."""
     num_experts, hidden_size, _ = experts.sizes
     generator = make_generator(1)
     num_chosen = min(TRIAL_CHOSEN, num_experts)

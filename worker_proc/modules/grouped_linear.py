@@ -1,7 +1,7 @@
-"""Packs linear layers whose outputs are cut into groups, each of other inputs (DeepSeek-V4).
+"""Packs linear layers whose outputs form groups with separate inputs (DeepSeek-V4).
 
-Such a layer is a linear layer with a forward of its own. It must give the results that it gave
-before, on rows of three scales.
+Such a layer is a subclass of a linear layer with its own forward. The packed layer must reproduce
+its results on rows of three scales.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ NUM_TRIAL_ROWS = 5
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Relative to the greatest value."""
 _ROW_BYTES = 64
-"""A group's inputs are read in whole lines of the cache."""
+"""A group's inputs are read in whole cache lines."""
 
 
 class GroupedLinear(PackedLinear):
-    """The products of groups of inputs, each with a matrix of its own."""
+    """Products of input groups, each with its own matrix."""
 
     def __init__(self, library: NativeLibrary, weight: torch.Tensor, num_groups: int) -> None:
         """Take a weight `[num_groups * outputs, inputs]`."""
@@ -60,7 +60,7 @@ class GroupedLinear(PackedLinear):
 
 @torch.inference_mode()
 def pack_grouped_linears(model: nn.Module, library: NativeLibrary) -> None:
-    """Replace grouped layers that are proven to compute the same, freeing their weights."""
+    """Replace grouped layers that are proven equivalent, freeing their weights."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and _num_groups(child):
@@ -72,7 +72,7 @@ def pack_grouped_linears(model: nn.Module, library: NativeLibrary) -> None:
 
 
 def _num_groups(module: nn.Linear) -> int:
-    """Return the number of groups of a layer with a forward of its own; 0: there are none."""
+    """Return the number of groups of a linear layer with its own forward; 0: no groups."""
     number = getattr(module, "n_groups", 0)
     if not isinstance(number, int) or number == 0 or type(module).forward is nn.Linear.forward:
         return 0
@@ -90,7 +90,7 @@ def _proven(module: nn.Linear, library: NativeLibrary) -> GroupedLinear | None:
     try:
         pairs = [(packed(trial), module(trial)) for trial in trials]
     except TRIAL_FAILURES:
-        return None  # it takes something else
+        return None  # it takes other arguments
     if any(found.shape != expected.shape for found, expected in pairs):
         return None
     error = greatest(greatest_error(one.float(), other.float()) for one, other in pairs)

@@ -1,8 +1,8 @@
-"""Computes hyper-connections, which mix several streams of rows, by a kernel of one pass.
+"""Computes hyper-connections, which mix several streams of rows, by a single-pass kernel.
 
-In DeepSeek-V4 and GLM-5.3-Flash a small matrix is divided by the sums of its columns and of its
-rows in turn, 20 times, for which torch takes as long for one row as for many. A module qualifies by
-its parts, and must give the results that it gave before, on rows of three scales.
+DeepSeek-V4 and GLM-5.3-Flash normalize the columns and rows of a small matrix alternately, 20
+times, which takes torch as long for one row as for many. A module qualifies by its parts, and the
+kernel must reproduce its results on rows of three scales.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,13 +20,13 @@ from worker_proc.native.structures import StreamMixingArgs
 NUM_TRIAL_ROWS = 5
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Relative to the greatest value of each result."""
-_MAX_STREAMS = 8  # of stream_mixing.h
+_MAX_STREAMS = 8  # limit in stream_mixing.h
 _NUM_SCALES = 3
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Parts(NamedTuple):
-    """The numbers of a module and its parameters."""
+    """The settings and parameters of a module."""
 
     num_streams: int
     num_iterations: int
@@ -49,7 +49,7 @@ class HyperConnection:
         self._ones = torch.ones(self._matrix.shape[1])
 
     def __call__(self, hidden_streams: torch.Tensor) -> Results:
-        """Return gates of the result and a matrix in float32, and one row of all streams."""
+        """Return output gates, a mixing matrix in float32, and one row mixed from all streams."""
         *shape, count, size = hidden_streams.shape
         streams = hidden_streams.contiguous()
         rows = streams.view(-1, count * size).float()
@@ -77,10 +77,10 @@ def install_hyper_connections(
     dtype: torch.dtype,
     proven: Collection[str] | None = None,
 ) -> list[str]:
-    """Let the kernel compute modules with packed matrices, and return which ones.
+    """Replace the forwards of modules with packed matrices by the kernel; return their names.
 
-    `row_shapes` are those of the rows of modules by name. `proven` is this result of an earlier
-    start, with which nothing is tried.
+    `row_shapes` has the row shape of each module, by name. `proven` is such a result of an earlier
+    start; with it, nothing is tried.
     """
     installed = []
     modules = dict(model.named_modules())
@@ -98,7 +98,7 @@ def install_hyper_connections(
 
 
 def _parts_of(module: nn.Module) -> _Parts | None:
-    """Return the parts of a module that may be a hyper-connection."""
+    """Return the parts of a module that may be a hyper-connection, or None."""
     count = getattr(module, "hc_mult", None)
     iterations = getattr(module, "hc_sinkhorn_iters", None)
     epsilon = getattr(module, "hc_eps", None)
@@ -121,7 +121,7 @@ def _parts_of(module: nn.Module) -> _Parts | None:
 def _agrees(
     module: nn.Module, forward: HyperConnection, shape: Sequence[int], dtype: torch.dtype
 ) -> bool:
-    """Return whether a forward gives what the module gives, on rows of several scales."""
+    """Return whether `forward` reproduces the module's results, on rows of several scales."""
     if dtype not in NATIVE_DTYPES:
         return False
     rows = torch.randn(1, NUM_TRIAL_ROWS, *shape, generator=make_generator(1))
@@ -135,5 +135,5 @@ def _agrees(
                     return False
                 errors.append(greatest_error(one.float(), other.float()))
     except TRIAL_FAILURES:
-        return False  # a module of another interface
+        return False  # a module with another interface
     return greatest(errors) <= MAX_ERROR[dtype]

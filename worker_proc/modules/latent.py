@@ -1,9 +1,9 @@
-"""Puts latent attention in the place of attention modules that are proven to compute the same.
+"""Replaces attention modules by latent attention, if all of them are proven equivalent.
 
-Which modules qualify is not read off their class: a module has the parts of multi-head latent
-attention, and gives the results of its replacement on random rows of several scales, at the first
-positions and at the last ones. A factor on queries, a clamp or another rotation shows there. Both
-are computed in float32, so that only the order of sums differs.
+Modules do not qualify by class: a module must have the parts of multi-head latent attention, and
+its replacement must reproduce its results on random rows of several scales, at the first and the
+last positions. These reveal a factor on queries, a clamp or another rotation. Both are computed in
+float32, so that only the order of sums differs.
 """
 
 import copy
@@ -37,17 +37,17 @@ from worker_proc.recurrent.layers import own_forwards
 
 NUM_TOKENS = 7
 MAX_ERROR = 1e-4
-"""Of a row, relative to its length: larger rows make scores of some hundreds."""
+"""The greatest error of a row, relative to its norm; larger rows lead to scores of hundreds."""
 _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
 _GATES = "g_proj"
 _CHOICE = "prev_topk_indices"
 _Call = dict[str, Any]
-"""The arguments of an attention module but its rows."""
+"""The arguments of an attention module except its rows."""
 
 
 class _Recorded(Exception):
-    """Ends a forward whose arguments have been recorded."""
+    """Ends a forward after its arguments have been recorded."""
 
 
 class _Layer(NamedTuple):
@@ -70,8 +70,8 @@ def install_latent(
 ) -> tuple[LoadedModel, dict[str, int]]:
     """Replace the attention modules of a model, if all of them are proven.
 
-    Returns the model with the layers as they attend then, and the `Rotation` of each replaced
-    module. `known` is this result of an earlier start, with which nothing is tried.
+    Returns the model with its new attention layers, and the `Rotation` of each replaced module.
+    `known` is such a result of an earlier start; with it, nothing is tried.
     """
     layers = _find_layers(loaded)
     specs = [
@@ -99,7 +99,7 @@ def install_latent(
 
 
 def latent_specs(model: nn.Module, layers: Sequence[ProbedLayer]) -> list[LayerSpec]:
-    """Return how the layers attend if all modules are replaced; empty: one lacks the parts.
+    """Return the layers' specs after replacement; empty: a module lacks the parts.
 
     `model` may be on the meta device.
     """
@@ -113,7 +113,7 @@ def latent_specs(model: nn.Module, layers: Sequence[ProbedLayer]) -> list[LayerS
 
 
 def _find_layers(loaded: LoadedModel) -> list[_Layer]:
-    """Return all attention layers, if each has the parts of latent attention; else none."""
+    """Return all attention layers, or none unless each has the parts of latent attention."""
     found = []
     for layer in loaded.layers:
         module = loaded.model.get_submodule(layer.module_name)
@@ -125,9 +125,12 @@ def _find_layers(loaded: LoadedModel) -> list[_Layer]:
 
 
 def find_shape(module: nn.Module, spec: LayerSpec) -> LatentShape | None:
-    """Return the sizes of a module with the parts of latent attention, by its attention call."""
+    """Return the sizes of a module with the parts of latent attention, or None.
+
+    `spec` describes the module's attention call.
+    """
     parts = dict(module.named_children())
-    parts.pop("indexer", None)  # which chooses all tokens
+    parts.pop("indexer", None)  # it chooses all tokens
     gates = parts.pop(_GATES, None)
     if set(parts) - _PARTS not in _QUERIES or not set(parts) >= _PARTS:
         return None
@@ -177,7 +180,7 @@ def _products(
 def _prove(
     loaded: LoadedModel, layers: list[_Layer], library: NativeLibrary | None
 ) -> dict[str, Rotation]:
-    """Return the rotations of the modules whose replacements agree, up to the first other."""
+    """Return the rotations of modules whose replacements agree, up to the first that does not."""
     proven: dict[str, Rotation] = {}
     with transformers_attention(loaded.model), own_forwards(loaded.model):
         calls = _record_calls(loaded, layers[0].module)
@@ -190,7 +193,7 @@ def _prove(
 
 
 def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:
-    """Return the arguments of a module at the first positions and at the last ones."""
+    """Return a module's arguments at the first and at the last positions."""
     calls: list[_Call] = []
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,7 +219,7 @@ def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:
 def _rotation_of(
     layer: _Layer, calls: list[_Call], library: NativeLibrary | None
 ) -> Rotation | None:
-    """Return the rotation with which the replacement is closest to a module, if it agrees."""
+    """Return the rotation whose replacement is closest to the module; None: none agrees."""
     with dequantized(layer.module):
         module = copy.deepcopy(layer.module).float()
     weight = layer.expansion.weight.float()
@@ -232,8 +235,8 @@ def _rotation_of(
 
 
 def _error(module: nn.Module, candidate: nn.Module, call: _Call) -> float:
-    """Return the greatest error of a row at any scale, relative to its length."""
-    if _CHOICE in call:  # of all tokens, by an indexer of another layer
+    """Return the greatest error of a row at any scale, relative to its norm."""
+    if _CHOICE in call:  # another layer's indexer chooses all tokens
         call = call | {
             _CHOICE: torch.arange(NUM_TOKENS, dtype=torch.int32).expand(1, NUM_TOKENS, -1)
         }

@@ -1,8 +1,8 @@
-"""Weights that a module multiplies by itself, without calling a layer.
+"""Packs weights that a module multiplies by itself, without calling a linear layer.
 
-Such as the steps of Mamba-1, `dt_proj.weight @ time_step.transpose(1, 2)`, and the gates of
-RecurrentGemma, `torch.baddbmm(bias, rows, weight)`. Which weights these are is observed. They are
-packed, so that a token has the same bits alongside any others.
+Examples are the time steps of Mamba-1, `dt_proj.weight @ time_step.transpose(1, 2)`, and the gates
+of RecurrentGemma, `torch.baddbmm(bias, rows, weight)`. These weights are found by observation. They
+are packed, so that a token's bits do not depend on the other rows.
 """
 
 from collections.abc import Iterable
@@ -25,16 +25,16 @@ _LEFT_PRODUCTS = frozenset(("matmul", "__matmul__"))
 
 
 class ObservedProducts(TorchFunctionMode):
-    """While it is entered, records the weights of a module that take part in products."""
+    """Records the weights of a module that take part in products within the context."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.left: set[str] = set()
-        """Names of weights that stand on the left."""
+        """Names of weights that are left operands."""
         self.right: set[str] = set()
-        """Names of weights of all heads that rows are multiplied by, in `baddbmm`."""
+        """Names of per-head weights that rows are multiplied by, in `baddbmm`."""
         self.added: set[str] = set()
-        """Names of what is added to the results of these."""
+        """Names of the biases added to those products."""
         self.others: set[str] = set()
         """Names of the module's own weights in all other products."""
         self._parameters = {
@@ -66,7 +66,7 @@ class ObservedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _parameter_of(self, factor: object) -> tuple[str, bool] | None:
-        """Return whose values a factor has, and whether it is that as it is: no part or turn."""
+        """Return the name of the parameter that a factor views, and whether it is all of it."""
         if not isinstance(factor, torch.Tensor):
             return None
         found = self._parameters.get(factor.untyped_storage()._cdata)
@@ -77,24 +77,25 @@ class ObservedProducts(TorchFunctionMode):
 
 
 def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the sizes and strides of a tensor, without the dimensions of 1."""
+    """Return the sizes and strides of a tensor, without dimensions of size 1."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return [(size, stride) for size, stride in dims if size != 1]
 
 
 class LeftFactor:
-    """Stands in a module for weights `[..., out_features, in_features]`.
+    """Replaces weights `[..., out_features, in_features]` in a module.
 
-    It can be indexed by full slices and None, and multiply `[..., in_features, T]` from the left.
+    It supports indexing by full slices and None, and multiplication of `[..., in_features, T]` from
+    the left.
     """
 
     def __init__(self, layers: list[PackedLinear], leading: tuple[int, ...]) -> None:
-        """Take a layer for each matrix; `leading` are the dimensions before those of a matrix."""
+        """Take a layer for each matrix; `leading` are the dimensions before a matrix's two."""
         self._layers = layers
         self._leading = leading
 
     def __getitem__(self, index: Any) -> "LeftFactor":
-        """Return the same weights with more leading dimensions of 1."""
+        """Return the same weights with additional leading dimensions of 1."""
         parts = index if isinstance(index, tuple) else (index,)
         left, leading = list(self._leading), []
         for part in parts:
@@ -107,7 +108,7 @@ class LeftFactor:
         return LeftFactor(self._layers, (*leading, *left))
 
     def __matmul__(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return `[..., out_features, T]`, in which columns are in one piece."""
+        """Return `[..., out_features, T]`, whose columns are contiguous."""
         rows = columns.transpose(-1, -2)
         if not self._leading:
             out: torch.Tensor = self._layers[0](rows)
@@ -119,9 +120,9 @@ class LeftFactor:
 
 
 class RightFactor:
-    """Stands in a module for weights `[num_heads, in_features, out_features]`.
+    """Replaces weights `[num_heads, in_features, out_features]` in a module.
 
-    It can be the last argument of `torch.baddbmm`. Every other operation raises TypeError.
+    It can only be the last argument of `torch.baddbmm`; every other operation raises TypeError.
     """
 
     def __init__(self, layers: list[PackedLinear]) -> None:
@@ -140,7 +141,7 @@ class RightFactor:
 
 
 class LeftLayer(nn.Module):
-    """Stands in a module for a linear layer of which it uses the weight and the bias alone."""
+    """Replaces a linear layer of which a module uses only the weight and the bias."""
 
     def __init__(self, weight: LeftFactor, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class LeftLayer(nn.Module):
 def pack_left_factors(
     module: nn.Module, names: Iterable[str], library: NativeLibrary | None
 ) -> None:
-    """Let a module multiply by packed weights, given the names of those on the left."""
+    """Replace the weights with these names, which are left operands, by packed ones."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         holder = module.get_submodule(path)
@@ -165,7 +166,7 @@ def pack_left_factors(
 
 
 def _packed(weight: torch.Tensor, library: NativeLibrary | None) -> LeftFactor:
-    """Pack weights of two dimensions or of three."""
+    """Pack a weight of two or three dimensions."""
     matrices = [weight] if weight.dim() == 2 else list(weight)
     return LeftFactor(
         [make_linear(matrix, None, library) for matrix in matrices], tuple(weight.shape[:-2])
@@ -178,9 +179,10 @@ def pack_right_factors(
     added: Iterable[str],
     library: NativeLibrary | None,
 ) -> None:
-    """Let a module multiply rows by packed weights of heads, given their names.
+    """Replace the per-head weights with these names by packed ones.
 
-    `added` are the names of what is added to the results, which then counts as no matrix.
+    `added` are the names of the biases added to the products; they become plain attributes, so that
+    they do not count as matrices.
     """
     for name in names:
         holder, leaf = _place(module, name)

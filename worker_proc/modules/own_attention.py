@@ -1,10 +1,10 @@
-"""Serves models that attend by code of their own (attention/stand_ins.py), if proven.
+"""Serves models whose own code computes attention (attention/stand_ins.py), if proven.
 
-What their code does to scores is observed with values, when the weights are there: biases by head
-and position (ALiBi), windows in masks of their own, and heads of keys that are stored repeatedly.
-Then each module must give the results of its own forward in transformers, on random rows of several
-scales, at the first positions and at the last ones, after as many stored keys. Both are computed
-in float32, so that only the order of sums differs.
+The terms that their code adds to scores are observed once the weights have values: biases by head
+and position (ALiBi), windows in the module's own masks, and key heads that are stored repeatedly.
+Then each module must reproduce the results of its own forward in transformers, on random rows of
+several scales, with an empty cache and with a nearly full one. Both are computed in float32, so
+that only the order of sums differs.
 """
 
 import math
@@ -41,30 +41,30 @@ from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 
 NUM_TOKENS = 7
 MAX_PROOF_LEN = 2048
-"""Positions of a proof's keys, at most."""
+"""The most key positions in a proof."""
 MAX_BIASED_LEN = 2**20
-"""Most tokens of a context: the tables of biases, and tensors of modules, have as many columns."""
+"""The longest context: bias tables, and tensors of modules, have a column for each position."""
 MAX_ERROR = 1e-4
-"""Greatest error of a row, relative to its length: larger rows make scores of some hundreds."""
+"""Greatest error of a row, relative to its norm; larger rows lead to scores of hundreds."""
 BIASES = "paged_biases"
-"""The buffer that an attention module gets for biases."""
+"""The buffer for biases that is added to an attention module."""
 _ROOM = 128
-"""Columns after the last one, which kernels may read and never use."""
+"""Padding columns, which kernels may read but never use."""
 _SAME = 1e-6
-"""The greatest relative difference of biases that are products of a slope and a position."""
+"""The greatest relative difference from the product of a slope and a position."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLayer:
-    """What is observed of an attention module, and proven."""
+    """Observed and proven properties of an attention module."""
 
     spec: LayerSpec
     biases_of: int | None = None
-    """The first layer with the same biases; None: there are none."""
+    """The first layer with the same biases; None: no biases."""
 
 
 class _Biases(NamedTuple):
-    """What is added to scores; see `PagedLayer`."""
+    """Biases that are added to scores; see `PagedLayer`."""
 
     values: torch.Tensor  # float32 [num_heads, columns]
     origin: int | None = None
@@ -73,9 +73,9 @@ class _Biases(NamedTuple):
         return self.origin == other.origin and torch.equal(self.values, other.values)
 
     def of_rows(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return `[num_heads, rows, keys]`, or 1 for rows, by positions `[rows, 1]` and `[keys]`.
+        """Return `[num_heads, rows, keys]`, given positions `[rows, 1]` and `[keys]`.
 
-        Values of keys after the row are not used.
+        Biases by key position have 1 instead of rows. Biases of keys after the row are not used.
         """
         columns = keys[None] if self.origin is None else keys - rows + self.origin
         return self.values[:, columns.clamp(0, self.values.shape[1] - 1)]
@@ -107,7 +107,7 @@ class _Inputs(NamedTuple):
 
 
 class _Recorded(Exception):
-    """Ends a forward whose arguments have been recorded."""
+    """Ends a forward after its arguments have been recorded."""
 
 
 def install_own_attention(
@@ -116,12 +116,12 @@ def install_own_attention(
     *,
     max_model_len: int | None = None,
 ) -> tuple[LoadedModel, list[OwnLayer]]:
-    """Let a model's own attention be computed over the paged cache, if it has any.
+    """Compute a model's own attention over the paged cache, if it has any.
 
-    Returns the model with the layers as they attend then, and what is proven of them. `known` is
-    this result of an earlier start, with which nothing is tried. Biases are those of texts up to
-    `max_model_len`, and the model has no longer context then. UnsupportedModel: a module differs
-    from its own forward.
+    Returns the model with its observed layers, and what was proven of each. `known` is such a
+    result of an earlier start; with it, nothing is tried. Biases cover texts of up to
+    `max_model_len` tokens, which then limits the model's context. Raises UnsupportedModel if a
+    module differs from its own forward.
     """
     if not loaded.has_own_attention:
         return loaded, []
@@ -147,7 +147,7 @@ def install_own_attention(
 
 
 def check_length(length: int, source: str) -> None:
-    """Raise UnsupportedModel for a context of too many tokens, which `source` states."""
+    """Raise UnsupportedModel for a context that is too long; `source` names its setting."""
     if length > MAX_BIASED_LEN:
         raise UnsupportedModel(
             f"{source} is {length}, and a model that attends by code of its own has a context of"
@@ -156,13 +156,13 @@ def check_length(length: int, source: str) -> None:
 
 
 def table_bytes(layers: Sequence[ProbedLayer], length: int) -> int:
-    """Return the bytes that biases of a context of `length` tokens may take."""
+    """Return the most bytes that the biases for a context of `length` tokens take."""
     num_heads = max((layer.spec.num_heads for layer in layers), default=0)
     return num_heads * (length + _ROOM) * torch.float32.itemsize
 
 
 def _give_cache(loaded: LoadedModel, modules: list[nn.Module]) -> None:
-    """Let the model store keys and values in stand-ins for a cache."""
+    """Pass the model a cache that returns stand-ins for keys and values."""
 
     def attend(call: OwnCall) -> torch.Tensor:
         layer: PagedLayer = modules[call.layer].__dict__["paged_layer"]
@@ -185,9 +185,9 @@ def _give_cache(loaded: LoadedModel, modules: list[nn.Module]) -> None:
 def _observe(
     loaded: LoadedModel, modules: list[nn.Module], known: Sequence[OwnLayer] | None
 ) -> tuple[list[OwnLayer], dict[int, _Biases]]:
-    """Return what modules do, and biases, by the first layer with them.
+    """Return the observed layers, and each distinct bias table by its first layer.
 
-    Of known modules only those that have the biases are called.
+    If layers are known, only the modules that own a bias table are called.
     """
     length = loaded.model_len
     num_rows = min(NUM_TOKENS, length)
@@ -208,7 +208,8 @@ def _observe(
         with in_float32(module) as own:
             inputs.call(own, _random_rows(own, inputs), cache)
             call = calls.pop()
-            # Of other weights: heads whose weights are equal may get others by an adapter.
+            # Repeat with other weights: heads with equal weights may differ once an adapter is
+            # added.
             for parameter in own.parameters():
                 parameter.copy_(_like(parameter))
             inputs.call(own, _random_rows(own, inputs), cache)
@@ -232,7 +233,7 @@ def _observe(
 
 
 def _biases(call: OwnCall, length: int) -> _Biases | None:
-    """Return what is added to the scores of the last row."""
+    """Return the biases that are added to the scores of the last row, or None."""
     num_heads = call.query.shape[1]
     table = torch.zeros(num_heads, length, device=call.query.device)
     for tensor, factor in call.terms.biases:
@@ -245,10 +246,10 @@ def _biases(call: OwnCall, length: int) -> _Biases | None:
 
 
 def _by_distance(table: torch.Tensor) -> _Biases | None:
-    """Return biases by distance if `table` has products of slopes and positions (ALiBi), else None.
+    """Return biases by distance if `table` holds slopes times positions (ALiBi), else None.
 
-    Those of MPT are zero at the last key, and those of Bloom at the first one: their differences
-    would be less precise, the longer the text.
+    MPT's biases are zero at the last key and Bloom's at the first. Differences between large
+    products would lose precision in long texts.
     """
     last = table.shape[1] - 1
     if last > 0 and not table[:, 0].any():
@@ -265,7 +266,7 @@ def _by_distance(table: torch.Tensor) -> _Biases | None:
 
 
 def _num_kv_heads(call: OwnCall) -> int:
-    """Return how many heads of keys and values differ: others are their copies."""
+    """Return the number of distinct key and value heads; the others are copies."""
     heads = call.key.shape[1]
     for number in range(1, heads):
         if heads % number:
@@ -277,7 +278,7 @@ def _num_kv_heads(call: OwnCall) -> int:
 
 
 def _window(name: str, call: OwnCall, length: int) -> int | None:
-    """Return the window of masks that are a module's own; None: they show all positions."""
+    """Return the window of a module's own masks; None: they show all positions."""
     own = [mask for mask in call.terms.masks if not isinstance(mask, OwnMask)]
     if not own:
         return None
@@ -299,7 +300,7 @@ def _prove(
     layers: list[OwnLayer],
     tables: dict[int, _Biases],
 ) -> None:
-    """Raise UnsupportedModel unless all modules give the results of their own forward."""
+    """Raise UnsupportedModel unless all modules reproduce the results of their own forward."""
     length = min(loaded.model_len, MAX_PROOF_LEN)
     num_rows = min(NUM_TOKENS, length)
     for num_past in sorted({0, length - num_rows}):
@@ -322,16 +323,16 @@ def _prove(
 
 
 class _Trial(NamedTuple):
-    """One layer after some past tokens."""
+    """A trial of one layer with a number of past tokens."""
 
     number: int
-    stored: LayerSpec  # with heads as the module stores them
+    stored: LayerSpec  # with the heads that the module stores
     spec: LayerSpec
     biases: _Biases | None
     num_past: int
 
     def error(self, model: nn.Module, module: nn.Module, ours: _Inputs, theirs: _Inputs) -> float:
-        """Return the greatest error of a row at any scale, relative to its length."""
+        """Return the greatest error of a row at any scale, relative to its norm."""
         generator = make_generator(1)
         device = next(module.parameters()).device
         heads = self.spec.num_kv_heads
@@ -359,7 +360,7 @@ class _Trial(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """Attention in PyTorch, as the paged cache is asked for it."""
+    """Attention in PyTorch, equivalent to attention over the paged cache."""
 
     trial: _Trial
     past: list[torch.Tensor]  # keys and values, [num_past, num_kv_heads, dim]
@@ -412,7 +413,7 @@ def _random_rows(module: nn.Module, inputs: _Inputs) -> torch.Tensor:
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return random values of a parameter's shape, with which rows keep about their scale."""
+    """Return random values for a parameter, scaled so that rows keep about their magnitude."""
     values = torch.randn(parameter.shape, generator=make_generator(2))
     return values.to(parameter.device) / math.sqrt(max(parameter.shape[-1], 1))
 
@@ -420,7 +421,7 @@ def _like(parameter: torch.Tensor) -> torch.Tensor:
 def _record(
     loaded: LoadedModel, module: nn.Module, cache: object, num_past: int, num_rows: int
 ) -> _Inputs:
-    """Return the arguments of the first attention module in float32, after some past tokens."""
+    """Return the first attention module's arguments, in float32, with `num_past` cached tokens."""
     recorded: list[_Inputs] = []
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -453,9 +454,9 @@ def _record(
 
 @contextmanager
 def _norms_pass_rows(model: nn.Module) -> Iterator[None]:
-    """Let norms return their rows, so that rows in float32 reach attention in a model of any type.
+    """Make norms return their input, so that float32 rows reach attention in a model of any dtype.
 
-    The values of the rows are not used: others take their place.
+    The values of these rows are not used: random rows replace them.
     """
     norms = [
         module

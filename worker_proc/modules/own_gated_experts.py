@@ -1,8 +1,8 @@
-"""Experts whose gates only their own code computes, such as those with soft caps (Inkling-2).
+"""Experts whose gates only their own code computes, for example with soft caps (Inkling-2).
 
-The rows of a step are sorted by expert. Products are those of packed matrices, and what is between
-them is the module's own method, by rows. A row's experts are added in float32, in the order of
-their numbers, so that its bits do not depend on the other rows.
+The rows of a step are sorted by expert. Products use packed matrices, and the module's own method,
+computed row by row, connects them. A row's experts are added in float32 in ascending order, so that
+its bits do not depend on the other rows.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.rowwise import RowwiseFunctions
 
 _GATE = "_apply_gate"
-"""The method of transformers' experts that takes gates and factors side by side."""
+"""The method of transformers' experts that takes concatenated gates and factors."""
 
 
 class OwnGatedExperts(nn.Module):
-    """The sum over each row's experts of down(gate(up(x))), times the weights that are given."""
+    """The sum of down(gate(up(x))) over each row's experts, multiplied by the given weights."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class OwnGatedExperts(nn.Module):
         gate: Callable[[torch.Tensor], torch.Tensor],
         experts: ExpertModule,
     ) -> None:
-        """Pack the weights of all experts; `gate` makes inputs of second products of the first."""
+        """Pack all experts' weights; `gate` converts first products to inputs of the second."""
         super().__init__()
         self.num_experts = len(experts.down)
         self._gate = gate
@@ -55,7 +55,7 @@ class OwnGatedExperts(nn.Module):
     ) -> torch.Tensor:
         """Return `[num_rows, hidden_size]`, given `[num_rows, top_k]` experts and weights.
 
-        An expert that does not exist counts as 0.
+        An expert number out of range contributes 0.
         """
         out = torch.zeros(hidden.shape, dtype=torch.float32)
         with RowwiseFunctions():
@@ -73,7 +73,7 @@ class OwnGatedExperts(nn.Module):
 def own_gated_experts(
     module: nn.Module, library: NativeLibrary, *, is_proven: bool
 ) -> OwnGatedExperts | None:
-    """Return the replacement of a module with experts, if it is proven to compute the same."""
+    """Return a module's replacement, if its experts are proven equivalent."""
     experts = read_experts(module)
     gate = getattr(module, _GATE, None)
     if experts is None or not experts.is_gated or not callable(gate):

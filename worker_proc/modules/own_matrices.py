@@ -1,8 +1,8 @@
-"""Packs matrices of modules that multiply by `functional.linear` in their own code.
+"""Packs matrices that modules pass to `functional.linear` in their own code.
 
-Such as those that mix the streams of hyper-connections (GLM-5.3-Flash, Hy-V4). The run on the meta
-device shows which modules have such matrices, and what rows they take. Each of them must give the
-results that it gave before, on rows of three scales.
+Examples are the matrices that mix streams of hyper-connections (GLM-5.3-Flash, Hy-V4). The run on
+the meta device shows which modules have such matrices, and which rows they take. Each module must
+reproduce its earlier results, on rows of three scales.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from worker_proc.recurrent.rowwise import compute_rowwise
 _Arguments = Mapping[str, torch.Tensor]
 NUM_TRIAL_ROWS = 5
 _MIXING = {"paged_layer", "recurrent_layer"}
-"""Attributes of modules that mix the tokens of a text; others treat their matrices."""
+"""Attributes of modules that mix the tokens of a text; other code handles their matrices."""
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Relative to the greatest value of each result."""
 
@@ -32,10 +32,10 @@ def pack_own_matrices(
     dtype: torch.dtype,
     proven: Collection[str] | None = None,
 ) -> list[str]:
-    """Pack the matrices of modules, given the shapes of their rows by name, and return which ones.
+    """Pack the matrices of modules, given their row shapes by name; return the modules' names.
 
-    Their elementwise functions give a value the same bits at each place, too. `proven` is this
-    result of an earlier start, with which nothing is tried.
+    The modules' elementwise functions then give a value the same bits at every position. `proven`
+    is such a result of an earlier start; with it, nothing is tried.
     """
     packed = []
     modules = dict(model.named_modules())
@@ -60,10 +60,10 @@ def pack_own_stacks(
     dtype: torch.dtype,
     proven: Collection[str] | None = None,
 ) -> list[str]:
-    """Do the same for matrices of several products at once, `[num_matrices, outputs, inputs]`.
+    """Pack stacks of matrices, `[num_matrices, outputs, inputs]`, like `pack_own_matrices`.
 
-    Such as those of shared experts (Inkling). `argument_shapes` are those of a module's arguments
-    by name, "" for the first one, with 0 in the place of the number of rows.
+    Shared experts of Inkling have such stacks. `argument_shapes` has the shapes of each module's
+    arguments by name, "" for the first one, with 0 instead of the number of rows.
     """
     packed = []
     modules = dict(model.named_modules())
@@ -80,7 +80,7 @@ def pack_own_stacks(
 
 
 def _trials(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> list[_Arguments]:
-    """Return random arguments of each scale, by name; "" is the name of the first one."""
+    """Return random arguments for each scale, by name; "" is the name of the first one."""
     generator = make_generator(1)
     given = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
     return [
@@ -99,13 +99,13 @@ def _pack(
     library: NativeLibrary,
     max_error: float,
 ) -> bool:
-    """Pack the matrices of a module, unless it gives other results with them in trials."""
+    """Pack the matrices of a module; undo it and return False if a trial's results differ."""
     if not matrices or any(m.is_meta or m.dtype not in NATIVE_DTYPES for m in matrices.values()):
         return False
     try:
         expected = [_called(module, given) for given in trials]
     except TRIAL_FAILURES:
-        return False  # it takes something else
+        return False  # it takes other arguments
     before = dict(module.__dict__)
     packed = {
         name: (PackedMatrix if matrix.dim() == 2 else PackedMatrices)(library, matrix)
@@ -121,7 +121,7 @@ def _pack(
         if is_same and (not trials or all(matrix.is_used for matrix in packed.values())):
             return True
     except TRIAL_FAILURES:
-        pass  # it computes something else with a matrix
+        pass  # it uses a matrix in another operation
     module.__dict__.clear()
     module.__dict__.update(before)
     module._parameters.update(matrices)

@@ -1,8 +1,8 @@
 """Linear layers over packed weights: the fast path of the CPU.
 
-A row has the same bits alongside any other rows. The C++ kernels (products.h) compute them where
-they are compiled. Elsewhere oneDNN does, with two exceptions that are worked around: a single row
-runs as two, and very wide outputs in bfloat16 run in slices of rows.
+A row's bits do not depend on the other rows. The C++ kernels (products.h) compute these layers if
+they are compiled. Otherwise oneDNN does, with two workarounds: a single row is computed as two, and
+very wide outputs in bfloat16 are computed in slices of rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,17 +25,17 @@ from worker_proc.quantization.coded_tensor import CodedTensor
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
 SLICE_ROWS = 32
-PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
+PACKING_ROWS = 64  # oneDNN chooses the layout for this number; it serves all others
 MERGED = ("q_proj", "k_proj", "v_proj")
-"""Children of one module that take the same rows: their weights are side by side."""
+"""Children of a module that take the same rows: their weights are packed as one."""
 
 
 class Formats(NamedTuple):
-    """How the weights of a model are packed."""
+    """The formats in which a model's weights are packed."""
 
     layers: Format = Format.UNITS
     head: Format = Format.UNITS
-    """Of the output layer, which makes the logits."""
+    """For the output layer, which computes logits."""
 
 
 PLAIN = Formats()
@@ -102,7 +102,7 @@ class OneDnnLinear(PackedLinear):
         out = rows.new_empty(len(rows), self.out_features)
         first = 0
         while first < len(rows):
-            # A last slice of one row would be computed in another way.
+            # A final slice of one row would be computed differently.
             first = min(first, len(rows) - 2)
             part = slice(first, first + self._slice_rows)
             out[part] = self._linear(rows[part])
@@ -116,7 +116,7 @@ def make_linear(
     library: NativeLibrary | None,
     format: Format = Format.UNITS,
 ) -> PackedLinear:
-    """Pack `weight`, `[out_features, in_features]`; without `library` there are no codes."""
+    """Pack `weight`, `[out_features, in_features]`; codes need a `library`."""
     if library is None:
         return OneDnnLinear(weight, bias)
     packed = pack_weight(library, weight, bias, format)
@@ -126,7 +126,7 @@ def make_linear(
 def can_pack(dtype: torch.dtype, device: torch.device, library: NativeLibrary | None) -> bool:
     """Return whether weights of `dtype` on `device` can be packed.
 
-    Without `library` it is oneDNN that must compute with them on this processor.
+    Without `library`, this depends on oneDNN's support for the processor.
     """
     if device.type != "cpu" or dtype not in PACKED_DTYPES:
         return False
@@ -144,18 +144,18 @@ def pack_linears(
     on_packed: Callable[[int, int], None],
     formats: Formats = PLAIN,
 ) -> int:
-    """Replace every linear layer, freeing its weights; calls `on_packed(done, total)` for each.
+    """Replace every linear layer, freeing its weights; call `on_packed(done, total)` for each.
 
-    Tables of embeddings that are codes are replaced, too.
+    Coded embedding tables are replaced, too.
     """
     head = output_layer(model)
     found = [
         (parent, name, cast(nn.Linear, child))
         for parent in list(model.modules())
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D) and not child.weight.is_meta  # it is not used
+        if type(child) in (nn.Linear, Conv1D) and not child.weight.is_meta  # unused
     ]
-    # Layers that are tied have parameters in common, and are packed once.
+    # Tied layers share parameters, and are packed once.
     keys: dict[nn.Module, tuple[int, int]] = {
         child: (id(child.weight), id(child.bias)) for _, _, child in found
     }
@@ -171,7 +171,7 @@ def pack_linears(
             packed[key] = make_linear(weight, child.bias, library, format)
         child._parameters.pop("weight", None)  # freed now, unless another module shares it
         setattr(parent, name, packed[key])
-        return_freed_memory()  # of what was joined or dequantized: no packed weight takes its place
+        return_freed_memory()  # of joined or dequantized weights; packed ones do not reuse it
         on_packed(done, len(found))
     if library is not None:
         _pack_tables(model, library, packed)
@@ -181,7 +181,7 @@ def pack_linears(
 def _pack_tables(
     model: nn.Module, library: NativeLibrary, packed: Mapping[tuple[int, int], PackedLinear]
 ) -> None:
-    """Replace the weights of embeddings that are codes; one that is tied was packed already."""
+    """Replace coded embedding weights; a tied one is already packed."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if not isinstance(module, nn.Embedding) or not isinstance(weight, CodedTensor):
@@ -194,16 +194,16 @@ def _pack_tables(
 
 
 def round_linears(modules: Iterable[nn.Module], library: NativeLibrary, format: Format) -> None:
-    """Round the weights of those that are linear layers to what codes can stand for."""
+    """Round the weights of linear layers among the modules to values that codes represent."""
     for module in modules:
         if type(module) is nn.Linear and not module.weight.is_meta:
             module.weight = rounded_copy(module.weight, library, format)
 
 
 def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -> nn.Parameter:
-    """Return a weight that is rounded to what codes can stand for.
+    """Return a copy of a weight, rounded to values that codes represent.
 
-    In new memory: a page of a mapped checkpoint, once written, would stay as long as any tensor of
+    It is a copy because a mapped checkpoint page, once written, would stay as long as any tensor of
     its file.
     """
     rounded = weight.detach().clone(memory_format=torch.contiguous_format)
@@ -213,7 +213,7 @@ def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -
 
 @contextmanager
 def computing_codes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let linear layers among the modules compute with codes of rows and weights, for a while.
+    """Make linear layers compute with codes of rows and weights within the context.
 
     They compute in float32, so that nothing but these codes is rounded.
     """
@@ -238,7 +238,7 @@ def _coded_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def coded_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return what the codes of rows stand for in float32, as in coded_rows.h."""
+    """Return the float32 values that the codes of rows represent, as in coded_rows.h."""
     greatest = rows.float().abs().amax(-1, keepdim=True)
     inverse = greatest.new_tensor(127.0) / greatest
     codes = (rows.double() * inverse).round().where(greatest > 0.0, 0.0)
@@ -246,15 +246,15 @@ def coded_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def coded_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return what 8-bit codes of a rounded weight stand for in float32, as in weights.h."""
+    """Return the float32 values that 8-bit codes of a rounded weight represent, as in weights.h."""
     greatest = weight.float().abs().amax(1, keepdim=True)
-    last = 1 << 10  # of the bits of a scale
+    last = 1 << 10  # lowest bit that a scale keeps
     scale = ((greatest / 127.0).view(torch.int32) & -last | last).view(torch.float32)
     return (weight.float() / scale).round() * scale
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:
-    """Return the module that makes the logits of a model of transformers."""
+    """Return the module of a transformers model that computes logits, or None."""
     find = getattr(model, "get_output_embeddings", None)
     return None if find is None else cast(nn.Module | None, find())
 
@@ -262,7 +262,7 @@ def output_layer(model: nn.Module) -> nn.Module | None:
 def _merged(
     parent: nn.Module, library: NativeLibrary, format: Format
 ) -> dict[nn.Module, PackedLinear]:
-    """Pack children that take the same rows into one weight, of which each is a part."""
+    """Pack children that take the same rows as one weight; empty: they cannot be merged."""
     children = [getattr(parent, name, None) for name in MERGED]
     if not all(type(child) is nn.Linear for child in children):
         return {}

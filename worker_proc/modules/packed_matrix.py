@@ -1,4 +1,4 @@
-"""A weight of a module that multiplies by `functional.linear` itself, packed for the kernels."""
+"""Packed weights for modules that call `functional.linear` or `torch.bmm` themselves."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from worker_proc.native.kernels import NativeLibrary
 
 
 class PackedMatrix:
-    """Stands in a module for a weight `[out_features, in_features]`.
+    """Replaces a weight `[out_features, in_features]` in a module.
 
-    It can be cast, and be the weight of `functional.linear`, in float32 or bfloat16: then a row has
-    the same bits alongside any other rows. Every other operation raises TypeError.
+    It can be cast, and be the weight of `functional.linear` in float32 or bfloat16; a row's bits
+    then do not depend on the other rows. Every other operation raises TypeError.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PackedMatrix:
         self._instruction = projection(self._packed)
 
     def to(self, target: torch.dtype) -> "PackedMatrix":
-        """Return the weight in another type; it is packed once for each."""
+        """Return the weight in another dtype; each dtype is packed once."""
         if target == self.dtype:
             return self
         if target not in self._casts:
@@ -43,7 +43,7 @@ class PackedMatrix:
 
     @property
     def is_used(self) -> bool:
-        """Whether rows have been multiplied by it, in one type at least."""
+        """True if rows have been multiplied by the weight, in at least one dtype."""
         return self._was_used or any(cast.is_used for cast in self._casts.values())
 
     def float(self) -> "PackedMatrix":
@@ -73,10 +73,10 @@ class PackedMatrix:
 
 
 class PackedMatrices:
-    """Stands in a module for weights `[num_matrices, out_features, in_features]`.
+    """Replaces weights `[num_matrices, out_features, in_features]` in a module.
 
-    Transposed, they can be the second argument of `torch.bmm`, with rows for each of them. Every
-    other operation raises TypeError.
+    Transposed, they can be the second argument of `torch.bmm`, with separate rows for each matrix.
+    Every other operation raises TypeError.
     """
 
     def __init__(self, library: NativeLibrary, weight: torch.Tensor) -> None:
@@ -85,11 +85,11 @@ class PackedMatrices:
 
     @property
     def is_used(self) -> bool:
-        """Whether rows have been multiplied by all of them."""
+        """True if rows have been multiplied by every matrix."""
         return all(matrix.is_used for matrix in self._matrices)
 
     def transpose(self, one: int, other: int) -> "PackedMatrices":
-        """Return the same with outputs and inputs exchanged."""
+        """Return the same weights with outputs and inputs exchanged."""
         if {one % 3, other % 3} != {1, 2}:
             raise TypeError("packed weights are transposed within each of them")
         found = copy.copy(self)

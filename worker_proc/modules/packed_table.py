@@ -1,7 +1,7 @@
-"""The table of an embedding in codes: a row is dequantized when its token is looked up.
+"""An embedding table in codes: a row is dequantized when its token is looked up.
 
-It takes the place of a module's weight, so that the module, and what it does to rows, stays
-transformers' own. Rows have the values that the whole table would have if it were dequantized.
+The table replaces a module's weight, so that the module and its further computation stay
+transformers' own. Rows have the values that they would have if the whole table were dequantized.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ _aten = torch.ops.aten
 
 
 def can_look_up(packed: PackedWeight) -> bool:
-    """Return whether rows of a weight's outputs can be read."""
+    """Return whether rows can be looked up in a packed weight."""
     return packed.format in GROUPED and packed.order is None
 
 
 class PackedTable(torch.Tensor):
-    """A matrix `[tokens, values]` of which rows can be looked up, and nothing else be done."""
+    """A matrix `[tokens, values]` that only supports looking up rows."""
 
     packed: PackedWeight
-    """Whose outputs the rows are. An output layer may compute with the same one."""
+    """The weight whose outputs are the rows. An output layer may compute with the same weight."""
     _library: NativeLibrary
 
     @staticmethod
@@ -45,7 +45,7 @@ class PackedTable(torch.Tensor):
     ) -> Any:
         table = args[0]
         if func in (_aten.detach.default, _aten.alias.default):
-            with torch.inference_mode(False):  # in which it could not stand for a parameter
+            with torch.inference_mode(False):  # inference tensors cannot become parameters
                 return PackedTable(table._library, table.packed, table.shape, table.dtype)
         if func is not _aten.embedding.default:
             raise NotImplementedError(f"{func} of a table in codes")

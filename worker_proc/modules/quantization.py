@@ -1,8 +1,8 @@
-"""What `--quantization` asks of a model: formats of its weights, and the reasons to refuse it.
+"""The weight formats that `--quantization` requires, and the reasons to refuse a model.
 
-Codes are made when weights are packed. Of a checkpoint whose layers are codes already, the output
-layer alone is rounded. An embedding is never rounded, even where the output layer
-shares its weight: then the output layer has codes of its own.
+Codes are computed when weights are packed. In a checkpoint whose layers are already coded, only the
+output layer is rounded. An embedding is never rounded: if the output layer shares its weight, the
+output layer has separate codes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,21 +28,21 @@ FORMATS = {
     Quantization.W4A16: Formats(Format.INT4, head=Format.INT8),
     Quantization.W8A8: Formats(Format.INT8_FOR_CODES, head=Format.INT8),
 }
-"""With 4 bits, the output layer would make nearly half of the error (docs/quantization.md)."""
+"""With 4 bits, the output layer would cause nearly half of the error (docs/quantization.md)."""
 
 
 def formats_of(quantization: Quantization | None, *, is_quantized: bool) -> Formats:
-    """Return how a model's plain weights are packed.
+    """Return the formats in which a model's plain weights are packed.
 
-    Of a checkpoint that `is_quantized` the output layer alone is rounded: its other plain layers
-    are those that its quantization has left as they are.
+    If the checkpoint `is_quantized`, only the output layer is rounded: the other plain layers were
+    left out of its quantization on purpose.
     """
     formats = FORMATS[quantization]
     return PLAIN._replace(head=formats.head) if is_quantized else formats
 
 
 def check_coding_device(setting: str, device: torch.device) -> None:
-    """Raise UnsupportedModel for a device without kernels for codes; it names the setting."""
+    """Raise UnsupportedModel for a device without kernels for codes; the error names `setting`."""
     if device.type != "cpu":
         raise UnsupportedModel(
             f"{setting} needs device cpu: there are no kernels for it on {device.type}"
@@ -50,9 +50,10 @@ def check_coding_device(setting: str, device: torch.device) -> None:
 
 
 def load_coding_library(setting: str) -> NativeLibrary:
-    """Return the kernels, compiled now if they are not yet, or raise why there are none.
+    """Return the kernels, compiling them if necessary.
 
-    The error names `setting`, which needs the codes.
+    Raises UnsupportedModel with the reason if there are none; the error names `setting`, which
+    needs them.
     """
     try:
         build()
@@ -66,7 +67,7 @@ def load_coding_library(setting: str) -> NativeLibrary:
 
 
 def check_rounded_dtype(dtype: torch.dtype, quantization: Quantization) -> None:
-    """Raise UnsupportedModel for a model whose weights are rounded from another type."""
+    """Raise UnsupportedModel unless the weights to be rounded are bfloat16."""
     if dtype != torch.bfloat16:
         raise UnsupportedModel(
             f"quantization {quantization} needs dtype bfloat16, and the checkpoint is loaded in"
@@ -82,8 +83,8 @@ def check_rounding(
 ) -> None:
     """Raise UnsupportedModel for modules whose weights cannot be rounded.
 
-    `model` is on the meta device; `used` are the names of the parameters that text reaches. A
-    subclass of a linear layer passes here: whether it computes one shows after the load.
+    `model` is on the meta device; `used` are the names of the parameters that text reaches.
+    Subclasses of linear layers pass here: only the load shows whether they compute a linear layer.
     """
     _check_matrices(model, used, quantization, recurrent, nn.Linear)
     for name, weight in _rounded_weights(model, used).items():
@@ -115,7 +116,10 @@ def check_plain_head(
 def check_values(
     loaded: LoadedModel, quantization: Quantization, on_checked: Callable[[int, int], None]
 ) -> None:
-    """Raise CheckpointError for weights, and UnsupportedModel for modules, as they are loaded."""
+    """Check the loaded weights and modules of a model before they are rounded.
+
+    Raises CheckpointError for values that are not finite, and UnsupportedModel for modules.
+    """
     names = dict(loaded.model.named_parameters(remove_duplicate=False))
     used = [name for name, parameter in names.items() if not parameter.is_meta]
     found = _rounded_weights(loaded.model, used)
@@ -133,7 +137,7 @@ def check_values(
 
 
 def check_experts(loaded: LoadedModel, quantization: Quantization) -> None:
-    """Raise UnsupportedModel if experts are left that no kernel computes."""
+    """Raise UnsupportedModel if any experts remain that no kernel computes."""
     for name, module in loaded.model.named_modules():
         if read_experts(module) is not None:
             raise unsupported_experts(quantization, name, module)
@@ -150,7 +154,7 @@ def unsupported_experts(
 
 
 def _rounded_weights(model: nn.Module, used: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the weights that become codes, `[..., num_outputs, num_inputs]`, by their names."""
+    """Return the weights that become codes, `[..., num_outputs, num_inputs]`, by name."""
     reached = frozenset(used)
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -166,7 +170,7 @@ def _rounded_weights(model: nn.Module, used: Collection[str]) -> dict[str, torch
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
-    # The sum is many times faster; it may overflow where no value has.
+    # The sum is many times faster; it may overflow although all values are finite.
     return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 
 
@@ -177,10 +181,11 @@ def _check_matrices(
     recurrent: Sequence[RecurrentSpec],
     passing: type[nn.Module] | None = None,
 ) -> None:
-    """Raise UnsupportedModel for matrices of other modules than those that are expected.
+    """Raise UnsupportedModel for matrices of unexpected modules.
 
-    Subclasses of `passing` are expected, too. Recurrent modules keep all weights that are not those
-    of linear layers in the model's type: convolutions, decays, and what they multiply themselves.
+    Subclasses of `passing` are expected, too. In recurrent modules, weights outside linear layers
+    keep the model's dtype: convolutions, decays, and weights that the modules multiply by
+    themselves.
     """
     experts = {m for m in model.modules() if read_experts(m, has_values=False) is not None}
     known = {

@@ -1,4 +1,4 @@
-"""Lets the recurrent modules of a model compute packed rows, where that is proven."""
+"""Makes the recurrent modules of a model compute packed rows, if they are proven."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from worker_proc.recurrent.layers import install, make_layer
 
 @dataclass(frozen=True, slots=True)
 class ProvenModule:
-    """What is known of a recurrent module that agrees with its own forward."""
+    """Observations of a recurrent module that agrees with its own forward."""
 
     observed: Observed
     gated_norms: dict[str, int] = field(default_factory=dict)
-    """The gatings of norms that are replaced, by the names of the module's children."""
+    """The gatings of replaced norms, by the names of the module's children."""
 
 
 def install_recurrent(
@@ -29,9 +29,9 @@ def install_recurrent(
 ) -> dict[str, ProvenModule]:
     """Install all recurrent modules of a model, before any of its weights are packed.
 
-    Returns what is known of them, by their names. `known` is this result of an earlier start, with
-    which nothing is compared. UnsupportedModel: a module over packed rows differs from its own
-    forward.
+    Returns the observations of each module, by name. `known` is such a result of an earlier start;
+    with it, nothing is compared. Raises UnsupportedModel if a module over packed rows differs from
+    its own forward.
     """
     if loaded.dtype not in NATIVE_DTYPES:
         library = None

@@ -1,8 +1,8 @@
 """Compares recurrent modules over packed rows with their own forward over single texts.
 
-Both are computed in float32, for texts of several scales. The own forward computes a text at once,
-by chunks; packed rows are computed in steps that begin and end at other places, and whose states
-are moved between blocks.
+Both are computed in float32, for texts of several scales. The module's own forward computes a text
+at once, in chunks. Packed rows are computed in steps with other boundaries, whose states move
+between blocks.
 """
 
 import copy
@@ -31,28 +31,29 @@ from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
 MAX_ERROR = 1e-3
-"""Of a row, relative to its length: chunks and tokens are summed in other orders."""
+"""The greatest error of a row, relative to its norm: chunks and tokens are summed in other
+orders."""
 _BLOCK_SIZE = 8
 
 
 class Observed(NamedTuple):
-    """What the own forward of a recurrent module computes with."""
+    """Functions and weights that the own forward of a recurrent module uses."""
 
     uses_functions: bool
-    """Whether it calls elementwise functions of torch with its rows."""
+    """True if it calls elementwise torch functions on its rows."""
     left_factors: list[str]
-    """The weights that it multiplies columns by."""
+    """Names of the weights that it multiplies columns by, from the left."""
     right_factors: list[str]
-    """The weights of heads that it multiplies rows by."""
+    """Names of the per-head weights that it multiplies rows by."""
     added: list[str]
-    """What it adds to the results of these."""
+    """Names of the biases that it adds to those products."""
     plain_products: list[str]
-    """The weights of its own in other products."""
+    """Names of its own weights in other products."""
 
 
 @torch.inference_mode()
 def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None) -> float:
-    """Return the greatest error of a row over packed rows, relative to its length."""
+    """Return the greatest error of a row over packed rows, relative to its norm."""
     with dequantized(module):
         module = copy.deepcopy(module).float()
     if is_lightning(module):
@@ -73,9 +74,9 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
 
 @torch.inference_mode()
 def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Observed:
-    """Run a module's own forward over single texts of rows in the model's dtype.
+    """Run a module's own forward over single texts, with rows in the model's dtype.
 
-    Returns what it computes with.
+    Returns the functions and weights that it uses.
     """
     seen: list[list[int]] = []
     for num_tokens in (2, 3):
@@ -94,7 +95,7 @@ def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Obser
 
 @contextmanager
 def _own_functions() -> Iterator[None]:
-    """Let transformers use its PyTorch functions without a warning: ours take their place."""
+    """Suppress transformers' warning that it uses its PyTorch functions; ours replace them."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -112,7 +113,7 @@ def _computed_in_steps(
     layer = make_layer(module, spec, library)
     layer.attach(pool)
     install(module, layer)
-    # Of the blocks of a text every third one is a new one.
+    # Every third block of a text is new.
     tables = [
         array("i", (first + index // 3 for index in range(per_text)))
         for first in range(1, 1 + num_texts * per_text, per_text)
@@ -131,10 +132,11 @@ def _computed(
     rows: torch.Tensor,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the rows that a module makes of others; several results are joined.
+    """Return a module's output rows; several results are concatenated.
 
-    It gets positions if it takes them, by default those of whole texts, ids of tokens and further
-    rows that follow from the rows, no cache, and None for all else that it requires.
+    The module receives the positions that it takes, by default those of whole texts; token ids and
+    further rows that are derived from the rows; no cache; and None for all other required
+    arguments.
     """
     _, _, *others = signature(type(module).forward).parameters.values()
     given: dict[str, Any] = {}

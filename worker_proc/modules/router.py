@@ -1,9 +1,9 @@
-"""Lets a router of experts give a row the same bits alongside any other rows.
+"""Makes a router of experts compute each row independently of the other rows.
 
 The module that chooses the experts stays transformers' own. Its weights are packed, and it is
 called with rows in multiples of 16, few enough for one thread. Otherwise torch would compute some
-values of a sigmoid in vectors and others one by one, depending on their places among all values;
-the two round differently.
+values of a sigmoid in vectors and others one by one, depending on their positions; the two round
+differently.
 """
 
 import inspect
@@ -22,30 +22,30 @@ from worker_proc.modules.trial_errors import TRIAL_FAILURES, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 ROUTER_NAMES = ("gate", "router")
-"""The names of a router besides its experts."""
+"""The names that a router has next to its experts."""
 _TOKENS = "input_ids"
 ROW_STEP = 16
 ONE_THREAD_VALUES = 32_768
-"""With fewer values, one thread of torch computes an elementwise function."""
+"""With fewer values, torch computes an elementwise function in one thread."""
 NUM_TRIAL_ROWS = 19
 TRIAL_SCALES = (0.1, 1.0, 10.0)
 MAX_ERROR = 0.02
-"""Of the logits, relative to the greatest: they may be in bfloat16."""
+"""For the logits, relative to the greatest: they may be in bfloat16."""
 Outputs = tuple[torch.Tensor, ...]
 
 
 class RowBlocks:
-    """Calls a function of rows with blocks of them, filled up with zeros."""
+    """Calls a function on blocks of rows, padded with zeros."""
 
     def __init__(self, function: Callable[..., Outputs], width: int) -> None:
-        """`width` is the greatest number of values that it makes of a row."""
+        """`width` is the greatest number of values that it returns for a row."""
         self._function = function
         self._most = max((ONE_THREAD_VALUES - 1) // (width * ROW_STEP), 1) * ROW_STEP
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Outputs:
-        """Return tensors with a row for each of `[..., hidden_size]`.
+        """Return tensors with a row for each row of `[..., hidden_size]`.
 
-        Arguments of integers are the tokens of these rows.
+        Integer arguments are the tokens of these rows.
         """
         if hidden.dim() > 2:
             hidden = hidden.reshape(1, -1, hidden.shape[-1])
@@ -73,11 +73,11 @@ def _are_tokens(arg: object) -> bool:
 def install_router(
     parent: nn.Module, library: NativeLibrary, dtype: torch.dtype, width: int | None
 ) -> int | None:
-    """Pack and block the router beside the experts of `parent`, which take rows of `dtype`.
+    """Pack the router next to the experts of `parent`, and call it in blocks of rows of `dtype`.
 
-    Returns the greatest number of values that it makes of a row. `width` is this result of an
-    earlier start, with which nothing is tried. None: there is no router of the expected interface,
-    and nothing changes.
+    Returns the greatest number of values that it returns for a row. `width` is this result of an
+    earlier start; with it, nothing is tried. Returns None, and changes nothing, if there is no
+    router with the expected interface.
     """
     router = next((m for n, m in parent.named_children() if n in ROUTER_NAMES), None)
     if router is None:
@@ -92,14 +92,14 @@ def install_router(
         module.__dict__[name] = PackedMatrix(library, weight)
     for module in list(router.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear:  # it is not rounded as other layers are
+            if type(child) is nn.Linear:  # not rounded, unlike other layers
                 setattr(module, name, make_linear(child.weight, child.bias, library))
     router.__dict__["forward"] = RowBlocks(forward, width)
     return width
 
 
 def _matrices(router: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the weights of a router that are not those of linear layers."""
+    """Yield the weights of a router outside its linear layers."""
     for module in router.modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_matrix = parameter.dim() == 2 and len(parameter) > 1
@@ -132,7 +132,7 @@ def _width(
     library: NativeLibrary,
     hidden: torch.Tensor,
 ) -> int | None:
-    """Return that width for some rows."""
+    """Return the greatest output width if blocks and packing agree on `hidden`, else None."""
     try:
         args = _further_arguments(parent, router)
         expected = router(hidden, *args)
@@ -147,10 +147,10 @@ def _width(
 
 
 def _further_arguments(parent: nn.Module, router: nn.Module) -> list[Any]:
-    """Return what a router takes besides the rows: its parent has it under the same name.
+    """Return a router's arguments after the rows: attributes of its parent with the same names.
 
-    A parent without it leaves it out, if the router has a default for it. Tokens choose experts by
-    a table (DeepSeek-V4).
+    If the parent has no such attribute, the router's default is used. Tokens are passed to routers
+    that choose experts by a table (DeepSeek-V4).
     """
     tokens = {_TOKENS: torch.arange(NUM_TRIAL_ROWS).unsqueeze(0)}
     _, *others = inspect.signature(router.forward).parameters.values()
@@ -169,7 +169,7 @@ def _further_arguments(parent: nn.Module, router: nn.Module) -> list[Any]:
 def _packed(
     matrices: list[tuple[nn.Module, str, nn.Parameter]], library: NativeLibrary
 ) -> Iterator[None]:
-    """Pack weights for a while."""
+    """Replace weights by packed ones within the context."""
     for module, name, weight in matrices:
         module.__dict__[name] = PackedMatrix(library, weight)
     try:

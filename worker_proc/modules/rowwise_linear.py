@@ -1,4 +1,4 @@
-"""Linear layers of which each row has the same bits in every batch."""
+"""Linear layers in which a row's bits do not depend on the batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 
 
 class RowwiseForward(NamedTuple):
-    """Takes the place of a linear layer's forward; its weights stay the module's."""
+    """Replaces a linear layer's forward; the module keeps its weights."""
 
     linear: nn.Linear
     multiply: Multiply
@@ -21,7 +21,7 @@ class RowwiseForward(NamedTuple):
 
 
 def multiply_rowwise(model: nn.Module, multiply: Multiply) -> None:
-    """Let all linear layers of a model multiply by a function that takes the rows one by one."""
+    """Make all linear layers of a model multiply by a function that treats rows separately."""
     for module in model.modules():
         if type(module) is nn.Linear and not module.weight.is_meta:
             module.__dict__["forward"] = RowwiseForward(module, multiply)

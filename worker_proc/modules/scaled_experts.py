@@ -1,8 +1,8 @@
-"""Experts whose rows are multiplied by the router's scores first, and then computed (Llama-4).
+"""Experts whose rows are multiplied by the router's scores before they are computed (Llama-4).
 
-transformers computes all rows by all experts there; those of experts that a row has not chosen are
-zero. Here a row is computed by its own experts only. The module stays transformers' own, with its
-router and its shared expert: its forward is another one, if that gives the same.
+transformers computes every row by every expert there; rows are zero for experts that they have not
+chosen. Here a row is computed by its own experts only. The module, its router and its shared expert
+stay transformers' own; only its forward is replaced, if the results agree.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class ScaledExperts:
         self._num_chosen = num_chosen
 
     def __call__(self, hidden: torch.Tensor) -> Result:
-        """Return the rows and the router's logits for `[..., hidden_size]`."""
+        """Return the output rows and the router's logits for `[..., hidden_size]`."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         scores, logits = self._module.get_submodule("router")(rows)
         weights, index = scores.topk(self._num_chosen, dim=-1)
@@ -50,13 +50,13 @@ class ScaledExperts:
         computed = self._experts(scaled, index.reshape(-1, 1), ones)
         parts = computed.view(len(rows), self._num_chosen, -1).unbind(1)
         total = parts[0]
-        for part in parts[1:]:  # in the order of the experts' numbers
+        for part in parts[1:]:  # in ascending order of expert numbers
             total = total + part
         return self._module.get_submodule("shared_expert")(rows) + total, logits
 
 
 def has_scaled_experts(module: nn.Module) -> bool:
-    """Return whether a module has the parts of such a mixture; it may be on the meta device."""
+    """Return whether a module, which may be on the meta device, has the parts of such a mixture."""
     names = {name for name, _ in module.named_children()}
     return names == _PARTS and isinstance(getattr(module, "top_k", None), int)
 
@@ -70,16 +70,16 @@ def scaled_experts(
     *,
     is_proven: bool,
 ) -> GroupedExperts | None:
-    """Replace the experts of a module and its forward, if they are proven to compute the same.
+    """Replace the experts of a module and its forward, if they are proven equivalent.
 
-    Returns the experts. None: it is something else, or is not proven; the weights of experts that
-    were tried have been rounded to `format` then.
+    Returns the new experts, or None if the module is something else or not proven; the weights of
+    experts that were tried have been rounded to `format` even then.
     """
     if not has_scaled_experts(module):
         return None
     num_chosen = module.top_k
     assert isinstance(num_chosen, int)
-    if format is Format.INT8_FOR_CODES:  # no definition computes with codes of these rows
+    if format is Format.INT8_FOR_CODES:  # no reference computes with codes of these rows
         return None
     own = module.get_submodule("experts")
     experts = read_experts(own)
@@ -87,7 +87,7 @@ def scaled_experts(
     if experts is None or gating is None or num_chosen > len(experts.down):
         return None
     if not is_proven and format is not Format.UNITS:
-        del experts  # of which rounded copies take the place, one by one
+        del experts  # rounded copies replace them one by one
         round_experts(own, library, format)
         experts = read_experts(own)
         assert experts is not None
@@ -101,7 +101,7 @@ def scaled_experts(
 
 
 def _agrees(module: nn.Module, forward: ScaledExperts) -> bool:
-    """Return whether a forward gives what the module gives, on rows of several scales."""
+    """Return whether `forward` reproduces the module's results, on rows of several scales."""
     experts = read_experts(module.get_submodule("experts"))
     assert experts is not None
     dtype = experts.down.weights.dtype
@@ -114,7 +114,7 @@ def _agrees(module: nn.Module, forward: ScaledExperts) -> bool:
                 expected, logits = module(trial)
                 found, own_logits = forward(trial)
         except (TypeError, ValueError, AttributeError, RuntimeError):
-            return False  # a module of another interface
+            return False  # a module with another interface
         if expected.shape != found.shape or not torch.equal(logits, own_logits):
             return False
         if not greatest_error(found.float(), expected.float()) <= MAX_ERROR[dtype]:

@@ -1,10 +1,10 @@
-"""Proves modules whose scores have terms of rows (attention/score_terms.py), and packs their part.
+"""Proves modules whose scores have terms from rows (attention/score_terms.py), and packs them.
 
 A module computes packed rows of three texts of different scales, in steps of several lengths, and
 attends over a small pool by the kernel that will be used. It must agree with its own forward over
-each text, in float32, at the first positions and at the last ones. Windows and distances are cut
-short, so that the texts are longer. Modules with a state inside are left out on both sides: they
-have a proof of their own.
+each text, in float32, at the first and the last positions. Windows and distances are shortened, so
+that the texts exceed them. Recurrent modules inside it are left out on both sides: they are proven
+separately.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,9 +39,9 @@ from worker_proc.modules.trial_texts import STEPS, compute_in_steps, descending_
 from worker_proc.native.kernels import NativeLibrary
 
 MAX_ERROR = 1e-4
-"""Greatest error of a row, relative to its length: sums have another order."""
+"""The greatest error of a row, relative to its norm: sums have another order."""
 MAX_REACH = 24
-"""Windows and distances of a trial, at most."""
+"""The greatest window or distance in a trial."""
 _BLOCK_SIZE = 8
 _CPU = torch.device("cpu")
 
@@ -50,10 +50,10 @@ _CPU = torch.device("cpu")
 def prove_score_terms(
     loaded: LoadedModel, library: NativeLibrary | None, known: list[str] | None = None
 ) -> list[str]:
-    """Return the names of the modules that are proven, before any of their parts are replaced.
+    """Return the names of the proven modules; call it before any of their parts are replaced.
 
-    `known` is this result of an earlier start, with which nothing is tried. UnsupportedModel: a
-    module differs from its own forward.
+    `known` is such a result of an earlier start; with it, nothing is tried. Raises UnsupportedModel
+    if a module differs from its own forward.
     """
     layers = [layer for layer in loaded.layers if layer.row_terms != NO_ROW_TERMS]
     names = [layer.module_name for layer in layers]
@@ -73,7 +73,7 @@ def prove_score_terms(
 
 
 def pack_distance_products(loaded: LoadedModel, library: NativeLibrary | None) -> None:
-    """Pack what makes biases by distance of the states of queries."""
+    """Pack the weights that convert queries' states to biases by distance."""
     if not can_pack(loaded.dtype, loaded.device, library):
         return
     for layer in loaded.layers:
@@ -83,7 +83,7 @@ def pack_distance_products(loaded: LoadedModel, library: NativeLibrary | None) -
         profiles = terms.profiles.detach()
         child = terms.child
         [name] = child._parameters
-        # Its own forward, with which the model is compared, computes with it.
+        # Its own forward, with which the model is compared, still reads the weight.
         del child._parameters[name]
         child.__dict__[name] = profiles
         child.__dict__[PRODUCT] = make_linear(profiles.t().contiguous(), None, library)
@@ -96,7 +96,7 @@ def _greatest_error(
     call: Call,
     library: NativeLibrary | None,
 ) -> float:
-    """Return the greatest error of a row, at the first positions and at the last ones."""
+    """Return the greatest error of a row, at the first and the last positions."""
     inner = [
         spec.module_name.removeprefix(f"{layer.module_name}.")
         for spec in loaded.recurrent
@@ -122,7 +122,7 @@ def _greatest_error(
 
 @contextmanager
 def _leaving_out(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let some parts of a module return their rows as they are."""
+    """Make parts of a module return their input within the context."""
     parts = [module.get_submodule(name) for name in names]
     for part in parts:
         part.__dict__["forward"] = lambda rows, *_, **__: rows
@@ -134,17 +134,17 @@ def _leaving_out(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 class _Trial(NamedTuple):
-    """A copy of a module in float32, and how it is called."""
+    """A copy of a module in float32, with its attention layer and call arguments."""
 
     module: nn.Module
     spec: LayerSpec
     call: Call
     names: Sequence[str]
-    """Of the arguments that are rows."""
+    """Names of the arguments that are rows."""
     library: NativeLibrary | None
 
     def error(self, rows: torch.Tensor, shift: int) -> float:
-        """Return the greatest error of texts `[num_texts, T, size]` that begin at a position."""
+        """Return the greatest error of texts `[num_texts, T, size]` that begin at `shift`."""
         before = cast(Any, self.module).config._attn_implementation
         set_implementation(self.module, "eager")
         try:
@@ -199,7 +199,7 @@ class _Trial(NamedTuple):
     ) -> torch.Tensor:
         num_tokens = self.call[self.names[0]].shape[1]
         given = at_positions(self.call, positions, num_tokens)
-        # Where there are rows of several kinds, they differ.
+        # Arguments with rows of several kinds receive different rows.
         given |= {name: rows.roll(place, -1) for place, name in enumerate(self.names)}
         given |= {"attention_mask": mask, "position_ids": (positions + shift).unsqueeze(0)}
         given["past_key_values"] = cache if counts_from_cache(self.module) else None

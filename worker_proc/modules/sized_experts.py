@@ -1,7 +1,7 @@
-"""Experts that take rows sorted by expert, and how many of them each has (JetMoE).
+"""Experts that take rows sorted by expert, and the number of rows for each (JetMoE).
 
-A module multiplies by one matrix of each expert; what chooses, sorts and adds stays transformers'
-own. The matrices are packed, so that a row has the same bits alongside any other rows.
+A module multiplies by one matrix for each expert; the code that chooses, sorts and adds stays
+transformers' own. The matrices are packed, so that a row's bits do not depend on the other rows.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class SizedExperts(nn.Module):
 
 @torch.inference_mode()
 def pack_sized_experts(model: nn.Module, library: NativeLibrary | None) -> None:
-    """Replace such modules of a model, where the replacement agrees with them."""
+    """Replace such modules of a model, if the replacement agrees with them."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_sized(child):
@@ -57,7 +57,7 @@ def _is_sized(module: nn.Module) -> bool:
 
 
 def _agree(module: nn.Module, packed: SizedExperts) -> bool:
-    """Return whether both compute the same of rows of several scales."""
+    """Return whether both give the same results for rows of several scales."""
     sizes = [1 + number % 3 for number in range(packed.num_experts)]
     dtype = module.get_parameter("weight").dtype
     rows = torch.randn(sum(sizes), packed.input_size, generator=make_generator(1))

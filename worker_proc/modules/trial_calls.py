@@ -1,4 +1,4 @@
-"""What a text's own forward gives to modules, and copies of modules, for trials in float32."""
+"""Call arguments and float32 copies of modules, for trials."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,17 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
 
 Call = dict[str, Any]
-"""The arguments of a module by name."""
+"""The arguments of a module, by name."""
 
 
 class _Recorded(Exception):
-    """The arguments of all kinds of modules are recorded."""
+    """Ends a forward once the arguments of all kinds of modules have been recorded."""
 
 
 def record_calls(
     loaded: LoadedModel, modules: Sequence[nn.Module], num_tokens: int
 ) -> dict[type[nn.Module], Call]:
-    """Return the arguments of each kind of module in a text's own forward, in float32."""
+    """Return each kind of module's arguments in a text's own forward, in float32."""
     calls: dict[type[nn.Module], Call] = {}
     kinds = {type(module) for module in modules}
 
@@ -46,7 +46,7 @@ def record_calls(
 
 
 def as_float(value: Any) -> Any:
-    """Return an argument, or a collection of them, with real numbers in float32."""
+    """Return an argument, or a collection of arguments, with floating-point tensors in float32."""
     if isinstance(value, tuple):
         return tuple(map(as_float, value))
     if isinstance(value, dict):
@@ -56,7 +56,7 @@ def as_float(value: Any) -> Any:
 
 
 def at_positions(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
-    """Return what is given of some positions, of which `[1, T, ...]` are given."""
+    """Return an argument restricted to some positions of its `[1, T, ...]` tensors."""
     if isinstance(value, tuple):
         return tuple(at_positions(one, positions, num_tokens) for one in value)
     if isinstance(value, dict):
@@ -68,7 +68,7 @@ def at_positions(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
 
 @contextmanager
 def in_float32(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a copy with the same configuration, which names the form of attention."""
+    """Yield a float32 copy with the same configuration object, which names the attention."""
     shared = {
         id(value): value
         for part in module.modules()

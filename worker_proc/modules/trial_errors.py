@@ -1,4 +1,4 @@
-"""Trials of what would replace a module: rows, failures, and how far results are from its own."""
+"""Scales, failures and errors of the trials that compare a replacement with its module."""
 
 import math
 from collections.abc import Iterable
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 import torch
 
 TRIAL_SCALES = (0.1, 1.0, 30.0)
-"""Of random rows, where a kind of module needs no others."""
+"""Scales of random rows, unless a kind of module needs others."""
 TRIAL_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
-"""What a module raises if it takes or computes something other than it is tried for."""
+"""Exceptions of a module that takes or computes something other than expected."""
 
 
 def greatest(errors: Iterable[float]) -> float:
-    """Return the greatest error, or infinity if one is not a number.
+    """Return the greatest error, or infinity if any error is NaN.
 
-    `max` alone would skip such an error, unless it is the first.
+    `max` alone would skip a NaN unless it is the first error.
     """
     found = list(errors)
     return math.inf if any(map(math.isnan, found)) else max(found)

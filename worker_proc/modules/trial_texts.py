@@ -1,4 +1,4 @@
-"""Random texts that a module computes together in steps of several lengths, as requests do."""
+"""Random texts that a module computes together in steps of several lengths, as requests are."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 STEPS = (1, 21, 44, 1, 3)
-"""Tokens of each text that a step computes: more in all than transformers' chunks of 64."""
+"""Tokens of each text in a step; their sum exceeds transformers' chunks of 64."""
 _CPU = torch.device("cpu")
 
 
 def steps_of(num_tokens: int) -> list[int]:
-    """Return the first of `STEPS` as far as the tokens suffice, and one step for the rest."""
+    """Return the leading `STEPS` that fit in `num_tokens`, and a step for the remaining tokens."""
     steps, left = [], num_tokens
     for count in (*STEPS, num_tokens):
         if left:
@@ -25,7 +25,7 @@ def steps_of(num_tokens: int) -> list[int]:
 
 
 def descending_tables(num_texts: int, num_tokens: int, block_size: int) -> list["array[int]"]:
-    """Return the block tables of texts, from block 1 on, each with its last block first."""
+    """Return the block tables of texts, from block 1 on, each in descending order."""
     per_text = -(-num_tokens // block_size)
     return [
         array("i", range(last, last - per_text, -1))
@@ -39,13 +39,13 @@ def compute_in_steps(
     tables: Sequence["array[int]"],
     compute: Callable[[torch.Tensor, StepInputs], torch.Tensor],
 ) -> torch.Tensor:
-    """Return what is computed for the rows of some texts, `[num_texts, T, ...]`.
+    """Return the results for the rows of texts, `[num_texts, T, ...]`.
 
     Args:
         rows: `[num_texts, T, size]`.
-        steps: tokens of each text by step, T in all.
+        steps: the number of tokens of each text in each step; their sum is T.
         tables: the block table of each text.
-        compute: takes the packed rows of a step, `[1, rows, size]`.
+        compute: computes the packed rows of a step, `[1, rows, size]`.
     """
     num_texts, num_tokens, size = rows.shape
     requests = [

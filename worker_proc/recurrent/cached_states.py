@@ -1,9 +1,10 @@
-"""Modules that keep their states in transformers' cache, over packed rows.
+"""Runs modules that keep their states in transformers' cache over packed rows.
 
-Such as ZAYA's projections with convolutions and delayed values, or the n-grams of Qwen4-Exp. Their
-own forward runs with a stand-in for the cache, which returns the states of some texts and takes
-those behind them. Texts with as many rows are one batch, so that a step in which each text decodes
-a token calls a module once. A text whose states are saved on its way is computed in pieces.
+Examples are ZAYA's projections with convolutions and delayed values, and the n-grams of Qwen4-Exp.
+Their own forward runs with a stand-in for the cache, which provides the states before some rows and
+keeps the states after them. Texts with equal numbers of rows are batched, so that a step in which
+each text decodes a token calls a module once. A text whose states are saved midway is computed in
+pieces.
 """
 
 import inspect
@@ -23,17 +24,17 @@ from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE
 
 CACHE = "past_key_values"
-"""The argument of a module that takes the cache."""
+"""The argument through which a module receives the cache."""
 _METHODS = {
     "conv_state": ("get_conv_state", "update_conv_state"),
     "recurrent_state": ("get_recurrent_state", "update_recurrent_state"),
 }
-"""Of the cache, by the kind of state: what reads it and what writes it."""
+"""The cache's methods that read and write each kind of state."""
 _WRITING = {names[1] for names in _METHODS.values()}
 
 
 def keeps_states(module: nn.Module) -> bool:
-    """Return whether the code of a module itself writes states to a cache that it is given."""
+    """Return whether a module's own code writes states to the cache that it receives."""
     kind = type(module)
     if CACHE not in inspect.signature(kind.forward).parameters:
         return False
@@ -46,10 +47,10 @@ def keeps_states(module: nn.Module) -> bool:
 
 
 class StandInCache:
-    """Takes the place of transformers' cache in one call: the states of some texts."""
+    """Replaces transformers' cache in one call, with the states of some texts."""
 
     def __init__(self, states: dict[str, torch.Tensor] | None) -> None:
-        """Take the states before the first rows, by name; None: the texts begin here."""
+        """`states` are those before the first rows, by name; None: the texts begin here."""
         self._before = states or {}
         self.after: dict[str, torch.Tensor] = {}
         """The states after the last rows, in the order in which they were written."""
@@ -67,7 +68,7 @@ class StandInCache:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> torch.Tensor:
-        """Return the columns after those that are kept, and keep the last ones."""
+        """Return the kept columns followed by the new ones, and keep the last columns."""
         before = self.get_conv_state(layer_idx, state_idx)
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if before is not None:
@@ -88,7 +89,7 @@ class StandInCache:
 
 
 def describe_states(cache: StandInCache, model_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """Return what a call on the meta device has written."""
+    """Return the specs of the states that a call on the meta device has written."""
     found = []
     for name, state in cache.after.items():
         if not state.numel():
@@ -102,12 +103,12 @@ def describe_states(cache: StandInCache, model_dtype: torch.dtype) -> tuple[Stat
 
 
 class _Piece(NamedTuple):
-    """Some rows of a text, and where its states are."""
+    """Consecutive rows of a text, and the blocks of its states."""
 
     first_row: int
     source: int
     blocks: list[int]
-    """Which receive the states after the rows."""
+    """Blocks that receive the states after the rows."""
 
 
 class CachedStatesLayer:
@@ -125,11 +126,11 @@ class CachedStatesLayer:
         self._pool: StatePool | None = None
 
     def attach(self, pool: StatePool) -> None:
-        """Compute with the states of a pool from now on."""
+        """Use the states of `pool` from now on."""
         self._pool = pool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward returns, for packed rows."""
+        """Return the output of the module's own forward, for packed rows."""
         given = self._signature.bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         num_rows = next(one.shape[1] for one in given.values() if isinstance(one, torch.Tensor))
@@ -142,7 +143,7 @@ class CachedStatesLayer:
         return tuple(_in_order(parts, indices, num_rows) for parts in zip(*results, strict=True))
 
     def _batches(self, num_rows: int) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
-        """Yield pieces that are computed at once, and their rows, `[pieces, rows of each]`."""
+        """Yield pieces that are computed together, and their rows, `[pieces, rows of each]`."""
         assert self._pool is not None
         batches: dict[tuple[int, int, bool], list[_Piece]] = {}
         for text in self._pool.texts_with(num_rows):
@@ -162,7 +163,7 @@ class CachedStatesLayer:
     def _compute(
         self, given: dict[str, Any], num_rows: int, pieces: list[_Piece], index: torch.Tensor
     ) -> Any:
-        """Return the results for some rows, and keep the states after them."""
+        """Return the results for rows, and keep the states after them."""
         assert self._pool is not None
         tensors = self._pool.tensors[self.spec.module_name]
         kept = list(zip(self.spec.states, tensors, strict=True))
@@ -194,7 +195,7 @@ class CachedStatesLayer:
 def _in_order(
     parts: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], num_rows: int
 ) -> torch.Tensor:
-    """Return `[1, rows, ...]` of results for `[pieces, rows of each, ...]`."""
+    """Return `[1, rows, ...]`, given results `[pieces, rows of each, ...]`."""
     first = parts[0]
     out = first.new_empty(num_rows, *first.shape[2:])
     for part, index in zip(parts, indices, strict=True):

@@ -1,4 +1,4 @@
-"""Causal convolutions of each channel, over packed rows and the windows before them."""
+"""Causal convolutions of each channel, over packed rows and the windows that precede them."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _ACTIVATIONS = {None: None, "silu": Activation.SILU, "swish": Activation.SILU}
 
 
 class CausalConvolution:
-    """Takes the place of transformers' `causal_conv1d_fn` in one module.
+    """Replaces transformers' `causal_conv1d_fn` in one module.
 
     The state is the window of the last rows, `[size - 1, num_channels]`.
     """
@@ -62,7 +62,7 @@ class CausalConvolution:
         activation: str | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Return `[1, num_channels, T]` for as much, as transformers' function does."""
+        """Return `[1, num_channels, T]`, given the same shape, like transformers' function."""
         if self._weight is None:
             self._weight = weight.detach().float().t().contiguous()
             self._bias = None if bias is None else bias.detach().float().contiguous()

@@ -1,4 +1,4 @@
-"""The gated delta rule: of Gated DeltaNet and, with a decay for each key, of Kimi's attention."""
+"""The gated delta rule of Gated DeltaNet and, with a decay for each key, of Kimi's attention."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import StateSpec
 
 EPSILON = 1e-6
-"""Of transformers, where queries and keys are brought to unit length."""
+"""transformers' constant for normalizing queries and keys to unit length."""
 
 
 class DeltaRule:
-    """Takes the place of transformers' chunked delta rules in one module.
+    """Replaces transformers' chunked delta rules in one module.
 
     All tensors have a first dimension of 1. `query` and `key` are `[T, num_key_heads, num_keys]`,
-    `value` is `[T, num_heads, num_values]`, `beta` is `[T, num_heads]`, and so is `g`, the
-    logarithm of the decay, which may have a last dimension for the keys.
+    `value` is `[T, num_heads, num_values]`, and `beta` and `g` are `[T, num_heads]`. `g` is the
+    logarithm of the decay, and may have a last dimension for keys.
     """
 
     functions = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")

@@ -1,7 +1,7 @@
-"""Runs the forward of transformers' recurrent modules with other functions in place of some.
+"""Runs the forward of transformers' recurrent modules with some functions replaced.
 
-A recurrent module computes with functions of its file: a causal convolution, and a scan over the
-tokens of one text. These know nothing of packed rows. Here the code of a module's own forward runs
+A recurrent module calls functions of its source file: a causal convolution, and a scan over the
+tokens of one text. They do not support packed rows. Here the code of a module's own forward runs
 with our functions under their names; its projections, norms and everything else stay as they are.
 """
 
@@ -24,7 +24,7 @@ from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 
 class Operation(Protocol):
-    """Takes the place of one of transformers' functions, in one module."""
+    """Replaces one of transformers' functions, in one module."""
 
     def __init__(
         self, pool: StatePool, states: torch.Tensor, library: NativeLibrary | None
@@ -35,7 +35,7 @@ class Operation(Protocol):
         """Return the state of a call on the meta device, and its result."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the function over the packed rows of the present step."""
+        """Compute the function over the packed rows of the current step."""
 
 
 OPERATIONS: Mapping[str, type[Operation]] = {
@@ -44,7 +44,7 @@ OPERATIONS: Mapping[str, type[Operation]] = {
     Mamba2Scan.function: Mamba2Scan,
     SelectiveScan.function: SelectiveScan,
 }
-"""By the name of transformers' function."""
+"""The operations, by the name of the function that they replace."""
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -60,7 +60,7 @@ def _names_in(module: nn.Module) -> tuple[str, ...]:
 
 
 def forward_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> MethodType:
-    """Return the forward of a module's class with other functions under some global names."""
+    """Return a forward that runs the class's code with some global names bound to `functions`."""
     own = inspect.unwrap(type(module).forward)
     assert isinstance(own, FunctionType)
     names = {**own.__globals__, **functions}
@@ -77,7 +77,7 @@ class RecurrentLayer:
     ) -> None:
         self.spec = spec
         self.is_rowwise = False
-        """Whether elementwise functions of the forward are computed by `rowwise`."""
+        """True if the forward's elementwise functions are computed by `rowwise`."""
         self.plain_products: Sequence[str] = ()
         """The module's own weights that torch multiplies rows by."""
         self._library = library
@@ -87,7 +87,7 @@ class RecurrentLayer:
         self._forward = forward_with(module, {name: self._function(name) for name in names})
 
     def attach(self, pool: StatePool) -> None:
-        """Compute with the states of a pool from now on."""
+        """Use the states of `pool` from now on."""
         tensors = pool.tensors[self.spec.module_name]
         self._operations = [
             OPERATIONS[state.function](pool, tensor, self._library)
@@ -95,7 +95,7 @@ class RecurrentLayer:
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward returns, for packed rows."""
+        """Return the output of the module's own forward, for packed rows."""
         self._num_called = 0
         if not self.is_rowwise:
             return self._forward(*args, **kwargs)
@@ -103,7 +103,7 @@ class RecurrentLayer:
             return self._forward(*args, **kwargs)
 
     def _function(self, name: str) -> Callable[..., Any]:
-        """Return what is called under a name: the next operation, which must be of this name."""
+        """Return a function that calls the next operation, which must have this name."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             number = self._num_called

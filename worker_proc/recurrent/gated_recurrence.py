@@ -1,4 +1,4 @@
-"""A state of one number for each channel: decay · state + input, as in Griffin."""
+"""The recurrence of Griffin, with one number for each channel: decay · state + input."""
 
 import torch
 
@@ -9,7 +9,7 @@ from worker_proc.recurrent.step_texts import NO_STATE
 
 
 class GatedRecurrence:
-    """Scans the packed rows of the present step, with states `[num_channels]`."""
+    """Scans the packed rows of the current step, with states `[num_channels]`."""
 
     def __init__(
         self, pool: StatePool, states: torch.Tensor, library: NativeLibrary | None
@@ -19,7 +19,7 @@ class GatedRecurrence:
         self._library = library
 
     def __call__(self, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-        """Return the state after each row, for float32 `[T, num_channels]` of both."""
+        """Return the state after each row; inputs and decays are float32 `[T, num_channels]`."""
         if self._library is None:
             return self._by_torch(inputs, decays)
         inputs, decays = inputs.contiguous(), decays.contiguous()
@@ -30,7 +30,7 @@ class GatedRecurrence:
         return out
 
     def _by_torch(self, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-        """Products and sums of single values have the same bits in all tensors."""
+        """Scan row by row; elementwise products and sums have the same bits in every tensor."""
         out = torch.empty_like(inputs)
         for text in self._pool.texts_with(len(inputs)):
             state = torch.zeros_like(inputs[0])

@@ -1,7 +1,7 @@
-"""The recurrent block of Griffin (RecurrentGemma): a convolution and a gated state of each channel.
+"""The recurrent block of Griffin (RecurrentGemma): a convolution, and a gated state per channel.
 
-transformers' block keeps its states in itself and has no function whose place could be taken. Its
-forward is written here again, over its parts; the gates are computed by the module's own code.
+transformers' block keeps its states in itself and calls no function that could be replaced. Its
+forward is therefore rewritten here in terms of its parts; the module's own code computes the gates.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def is_griffin(module: nn.Module) -> bool:
 
 
 def griffin_spec(module: nn.Module, name: str) -> RecurrentSpec:
-    """Return the states of a block: a window of its convolution, and a number of each channel."""
+    """Return a block's states: the convolution's window, and a number for each channel."""
     block: Any = module
     width, _, num_taps = block.conv_1d.weight.shape
     window = StateSpec(CausalConvolution.function, (num_taps - 1, width), is_window=True)
@@ -50,7 +50,7 @@ class GriffinLayer:
         self._recurrence: GatedRecurrence | None = None
 
     def attach(self, pool: StatePool) -> None:
-        """Compute with the states of a pool from now on."""
+        """Use the states of `pool` from now on."""
         windows, states = pool.tensors[self.spec.module_name]
         self._convolution = CausalConvolution(pool, windows, self._library)
         self._recurrence = GatedRecurrence(pool, states, self._library)
@@ -58,7 +58,7 @@ class GriffinLayer:
     def forward(
         self, hidden: torch.Tensor, *, position_ids: torch.Tensor, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return `[1, T, hidden_size]` for as much, and nothing else."""
+        """Return `[1, T, hidden_size]`, given the same shape, and None."""
         assert self._convolution is not None
         block = self._block
         with RowwiseFunctions():
@@ -76,7 +76,7 @@ class GriffinLayer:
     def _scan(
         self, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Take the place of the module's scan, of `[1, T, num_channels]`."""
+        """Replace the module's scan of `[1, T, num_channels]`."""
         assert self._recurrence is not None
         out = self._recurrence(hidden_states[0].float(), recurrent_gate[0].float())
         return out.to(hidden_states.dtype).unsqueeze(0), None

@@ -1,4 +1,4 @@
-"""The forwards of recurrent modules over packed rows, and where they are installed."""
+"""Chooses and installs the forwards of recurrent modules over packed rows."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,21 +21,21 @@ class PackedLayer(Protocol):
 
     spec: RecurrentSpec
     is_rowwise: bool
-    """Whether elementwise functions of the forward are computed by `rowwise`."""
+    """True if the forward's elementwise functions are computed by `rowwise`."""
     plain_products: Sequence[str]
     """The module's own weights that torch multiplies rows by."""
 
     def attach(self, pool: StatePool) -> None:
-        """Compute with the states of a pool from now on."""
+        """Use the states of `pool` from now on."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward returns, for packed rows."""
+        """Return the output of the module's own forward, for packed rows."""
 
 
 def make_layer(
     module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None
 ) -> PackedLayer:
-    """Return the forward of a module, by what it calls or by its parts."""
+    """Return the packed forward of a module, chosen by the functions it calls or by its parts."""
     if is_lightning(module):
         return LightningLayer(module, spec, library)
     if is_griffin(module):
@@ -48,20 +48,20 @@ def make_layer(
 
 
 def install(module: nn.Module, layer: PackedLayer) -> None:
-    """Let a module compute packed rows; it keeps its parts and parameters."""
+    """Make a module compute packed rows; it keeps its parts and parameters."""
     module.__dict__["recurrent_layer"] = layer
     module.__dict__["forward"] = layer.forward
 
 
 def recurrent_layers(model: nn.Module) -> list[PackedLayer]:
-    """Return the layers that have been installed."""
+    """Return the installed layers of a model."""
     found = (module.__dict__.get("recurrent_layer") for module in model.modules())
     return [layer for layer in found if layer is not None]
 
 
 @contextmanager
 def own_forwards(model: nn.Module) -> Iterator[None]:
-    """Let recurrent modules compute rows of one text, as transformers does, for a while."""
+    """Make recurrent modules compute rows of one text, as in transformers, within the context."""
     taken = {
         module: module.__dict__.pop("forward")
         for module in model.modules()

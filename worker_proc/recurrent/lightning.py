@@ -1,7 +1,7 @@
-"""Lightning attention: linear attention whose state decays by one constant for each head.
+"""Lightning attention: linear attention whose state decays by a constant for each head.
 
-transformers' module has no function whose place could be taken, so its forward is written here
-again, over the parts of the module. Like all recurrent modules it is compared with its own forward.
+transformers' module calls no function that could be replaced, so its forward is rewritten here in
+terms of the module's parts. Like all recurrent modules, it is compared with its own forward.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def is_lightning(module: nn.Module) -> bool:
 
 
 def lightning_spec(module: nn.Module, name: str) -> RecurrentSpec:
-    """Return the state of a module: the sums of keys ⊗ values of each head."""
+    """Return a module's state: each head's sum of keys ⊗ values."""
     num_heads = _num_heads(module)
     linear: Any = module.qkv_proj
     dim = linear.out_features // (3 * num_heads)
@@ -42,7 +42,7 @@ def lightning_spec(module: nn.Module, name: str) -> RecurrentSpec:
 def slopes_of(module: nn.Module) -> torch.Tensor:
     """Return the logarithms of a module's decays, `[num_heads, 1, 1]`, in float32.
 
-    They are made by the module's code again, since its buffers are rounded to the model's type.
+    The module's code computes them again, since its buffers are rounded to the model's dtype.
     """
     any_module: Any = module
     stored: torch.Tensor = any_module.slope_rate
@@ -52,7 +52,7 @@ def slopes_of(module: nn.Module) -> torch.Tensor:
 
 
 def widen_decays(module: nn.Module) -> None:
-    """Let a module's own forward in float32 compute with decays that are not rounded."""
+    """Make a module's own forward in float32 use decays that are not rounded."""
     any_module: Any = module
     slopes = slopes_of(module)
     any_module.slope_rate = slopes
@@ -76,14 +76,14 @@ class LightningLayer:
         self._scan: Scan | None = None
 
     def attach(self, pool: StatePool) -> None:
-        """Compute with the states of a pool from now on."""
+        """Use the states of `pool` from now on."""
         states = pool.tensors[self.spec.module_name][0]
         self._scan = Scan(pool, states, self._library, corrects=False)
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return `[1, T, hidden_size]` for as much, and no state."""
+        """Return `[1, T, hidden_size]`, given the same shape, and no state."""
         assert self._scan is not None
         module = self._module
         with RowwiseFunctions():

@@ -1,4 +1,4 @@
-"""The state space of Mamba-2: one decay for each token and head."""
+"""The state space model of Mamba-2, with one decay for each token and head."""
 
 import math
 from typing import Any
@@ -17,10 +17,10 @@ _UNBOUNDED = (0.0, math.inf)
 
 
 class Mamba2Scan:
-    """Takes the place of transformers' `mamba2_chunk_scan` in one module.
+    """Replaces transformers' `mamba2_chunk_scan` in one module.
 
-    All tensors but parameters have a first dimension of 1. `hidden_states` are `[T, num_heads,
-    num_values]`, `dt` is `[T, num_heads]`, `B` and `C` are `[T, num_groups, num_keys]`.
+    All tensors except parameters have a first dimension of 1. `hidden_states` are `[T, num_heads,
+    num_values]`, `dt` is `[T, num_heads]`, and `B` and `C` are `[T, num_groups, num_keys]`.
     """
 
     function = "mamba2_chunk_scan"

@@ -27,12 +27,12 @@ from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 
 class _Recorder:
-    """The forward of one module, which records its calls of the functions."""
+    """The forward of one module, which records its calls of the replaced functions."""
 
     def __init__(
         self, module: nn.Module, name: str, found: list[RecurrentSpec], *, is_float32: bool
     ) -> None:
-        """`is_float32`: the module's weights, and its rows with them, have this type always."""
+        """`is_float32`: the module's weights and the rows they multiply are always float32."""
         self._name = name
         self._found = found
         self._is_float32 = is_float32
@@ -42,7 +42,7 @@ class _Recorder:
         self._known = _spec_by_parts(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, and add what it used."""
+        """Run the module's own forward, and add its states to the list."""
         self._states = []
         rows = args[0] if args else kwargs["hidden_states"]
         result = self._forward(*args, **kwargs)
@@ -60,7 +60,7 @@ class _Recorder:
 
 
 class _CacheRecorder:
-    """The forward of one module that keeps its states in a cache, which records them."""
+    """The forward of one module that keeps its states in a cache; records them."""
 
     def __init__(
         self, module: nn.Module, name: str, dtype: torch.dtype, found: list[RecurrentSpec]
@@ -72,7 +72,7 @@ class _CacheRecorder:
         self._signature = inspect.signature(self._forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, and add what it wrote."""
+        """Run the module's own forward, and add the states that it wrote."""
         bound = self._signature.bind(*args, **kwargs)
         cache = bound.arguments[CACHE] = StandInCache(None)
         result = self._forward(*bound.args, **bound.kwargs)
@@ -98,9 +98,9 @@ class _CacheRecorder:
 def recorded_states(
     model: PreTrainedModel, on_used: Callable[[Any], None]
 ) -> Iterator[list[RecurrentSpec]]:
-    """Yield a list that gets the recurrent modules in the order in which a forward calls them.
+    """Yield a list of recurrent modules, which a forward fills in call order.
 
-    Calls `on_used` with the parameters of each, some of which only the functions use.
+    Calls `on_used` with the parameters of each, since only the functions use some of them.
     """
     found: list[RecurrentSpec] = []
     modules = {
@@ -132,7 +132,7 @@ def _stays_float32(model: PreTrainedModel, module: nn.Module, name: str) -> bool
 
 
 def _modules_with_cached_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules whose states no function of transformers makes."""
+    """Return the outermost modules that keep states without calling one of the functions."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inner = any(name.startswith(f"{outer}.") for outer in found)
@@ -142,7 +142,7 @@ def _modules_with_cached_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _spec_by_parts(module: nn.Module, name: str) -> RecurrentSpec | None:
-    """Return the states of a module that is known by its parts."""
+    """Return the states of a module that is recognized by its parts, or None."""
     if is_lightning(module):
         return lightning_spec(module, name)
     if is_rwkv(module):

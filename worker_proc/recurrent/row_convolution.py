@@ -1,7 +1,7 @@
-"""Convolutions of torch that give a row the same bits alongside any others.
+"""Convolutions in torch in which a row's bits do not depend on the other rows.
 
-Each output of a convolution of channels is one chain of sums over its taps. One of groups of
-channels is a product of the rows in its reach by a packed matrix for each group.
+In a depthwise convolution, each output is a single chain of sums over its taps. A grouped
+convolution multiplies the rows within reach by a packed matrix for each group.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.rowwise import RowwiseFunctions
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""Of rows by a matrix."""
+"""Multiplies rows by a matrix."""
 
 
 class Convolutions:
@@ -25,7 +25,7 @@ class Convolutions:
     def __init__(self, library: NativeLibrary | None) -> None:
         self._library = library
         self._products: dict[int, list[Product]] = {}
-        """By the matrices of the groups of a parameter, by its address."""
+        """The products with a parameter's groups, by the parameter's address."""
 
     def convolve(  # noqa: PLR0917 (the signature is torch's)
         self,
@@ -60,9 +60,9 @@ class Convolutions:
         return out if bias is None else out + bias[:, None]
 
     def _products_of(self, weight: torch.Tensor, groups: int) -> list[Product]:
-        """Return the products by matrices of groups, `[outputs, channels of the group * taps]`.
+        """Return the products with each group's matrix, `[outputs, channels of the group * taps]`.
 
-        Those of a parameter, which stays where it is, are kept.
+        The products of a parameter are kept, since its address does not change.
         """
         kept = self._products.get(weight.data_ptr()) if isinstance(weight, nn.Parameter) else None
         if kept is not None:
@@ -88,7 +88,7 @@ class Convolutions:
 
 
 class RowConvolutions(RowwiseFunctions):
-    """While it is entered, torch's elementwise functions and convolutions are computed by rows."""
+    """Computes torch's elementwise functions and convolutions row by row within the context."""
 
     def __init__(self, convolutions: Convolutions) -> None:
         super().__init__()
@@ -103,6 +103,6 @@ class RowConvolutions(RowwiseFunctions):
 
 
 def _single(value: Any) -> int:
-    """Return a number that torch takes alone, or as the only one of a tuple."""
+    """Return the integer that torch accepts either alone or in a tuple of one."""
     [number] = value if isinstance(value, tuple | list) else [value]
     return int(number)

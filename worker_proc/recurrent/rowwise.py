@@ -1,7 +1,7 @@
-"""Elementwise functions of torch that give a value the same bits wherever it stands.
+"""Elementwise torch functions that give a value the same bits at every position.
 
-torch computes such functions in vectors, and the end of a tensor, or of a thread's share of it, in
-another way. Here every value is a part of a whole vector, in pieces that one thread computes.
+torch computes such functions in vectors, and the end of a tensor, or of a thread's share of it,
+differently. Here every value is part of a whole vector, in pieces that one thread computes.
 """
 
 import inspect
@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 PIECE = 16_384
-"""Values that are computed at once: fewer than torch would share among threads."""
-_VECTOR = 64  # a multiple of what torch computes in one pass, for any type and processor
+"""Number of values computed at once: fewer than torch would divide among threads."""
+_VECTOR = 64  # a multiple of torch's vector sizes, for every dtype and processor
 
 _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (
@@ -32,7 +32,7 @@ Function = Callable[..., torch.Tensor]
 
 
 def rowwise(function: Function, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return `function(values, ...)`, each value of which depends on its own argument alone."""
+    """Return `function(values, ...)`; each result depends on its own argument alone."""
     flat = values.reshape(-1)
     count = flat.numel()
     if count % _VECTOR or not flat.is_contiguous():
@@ -45,12 +45,12 @@ def rowwise(function: Function, values: torch.Tensor, *args: Any, **kwargs: Any)
 
 
 class RowwiseFunctions(TorchFunctionMode):
-    """While it is entered, torch's elementwise functions are computed by `rowwise`."""
+    """Computes torch's elementwise functions by `rowwise` within the context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        """Of the arguments that the functions were called with."""
+        """The sizes of the arguments of the functions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,9 +62,9 @@ class RowwiseFunctions(TorchFunctionMode):
 
 
 def compute_rowwise(module: nn.Module) -> None:
-    """Let elementwise functions in a module's own forward be computed by `rowwise`, if it has any.
+    """Make a module's own forward compute elementwise functions by `rowwise`, if it has any.
 
-    Such as the gates of attention in Qwen3-Next.
+    The attention gates of Qwen3-Next are an example.
     """
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
@@ -81,6 +81,6 @@ def compute_rowwise(module: nn.Module) -> None:
 
 
 def computes_rowwise(module: nn.Module) -> bool:
-    """Return whether elementwise functions in a module and its parts are computed by `rowwise`."""
+    """Return whether a module and its parts compute elementwise functions by `rowwise`."""
     layer: Any = module.__dict__.get("recurrent_layer")
     return "computes_rowwise" in module.__dict__ or (layer is not None and layer.is_rowwise)

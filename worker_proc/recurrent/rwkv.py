@@ -1,7 +1,8 @@
-"""The modules of RWKV's blocks, which mix each token with the one before it.
+"""The modules of RWKV's blocks, which mix each token with the previous one.
 
-transformers' modules shift rows by a child, `time_shift`, which takes a row for one text. Their own
-forward runs with another shift, and with another average in place of transformers' function.
+transformers' modules shift rows by a child, `time_shift`, which assumes that all rows belong to one
+text. Their own forward runs with another shift, and with another average instead of transformers'
+function.
 """
 
 from collections.abc import Sequence
@@ -22,14 +23,14 @@ _SHIFT_BY_ONE = (0, 0, 1, -1)
 
 
 def is_rwkv(module: nn.Module) -> bool:
-    """Return whether a module mixes rows with those before them, as RWKV's modules do."""
+    """Return whether a module mixes rows with the previous ones, like RWKV's modules."""
     shift = getattr(module, "time_shift", None)
     is_shift = isinstance(shift, nn.ZeroPad2d) and tuple(shift.padding) == _SHIFT_BY_ONE
     return is_shift and hasattr(module, "time_mix_receptance")
 
 
 def rwkv_spec(module: nn.Module, name: str) -> RecurrentSpec:
-    """Return the states of a module: the last row, and the sums of averages if it has any."""
+    """Return a module's states: the last row and, if it has averages, their sums."""
     parts: Any = module
     width = parts.time_mix_receptance.shape[-1]
     states = [StateSpec("time_shift", (1, width), is_window=True)]
@@ -55,17 +56,17 @@ class RwkvLayer:
         weight = torch.zeros(spec.input_size, 2)
         weight[:, 0] = 1.0
         self._weight = weight
-        """Of a convolution whose results are the rows before."""
+        """Weight of a convolution whose result is the previous row."""
         self._forward = forward_with(module, {WeightedAverage.function: self._averages})
 
     def attach(self, pool: StatePool) -> None:
-        """Compute with the states of a pool from now on."""
+        """Use the states of `pool` from now on."""
         windows, *sums = pool.tensors[self.spec.module_name]
         self._shift = CausalConvolution(pool, windows, self._library)
         self._average = WeightedAverage(pool, sums[0], self._library) if sums else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward returns, for packed rows."""
+        """Return the output of the module's own forward, for packed rows."""
         self._module.__dict__["time_shift"] = self._shifted  # the child is not called
         try:
             with RowwiseFunctions():

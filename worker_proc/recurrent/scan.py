@@ -1,4 +1,4 @@
-"""The scan that all recurrent states have in common, token by token.
+"""The token-by-token scan that all recurrent states share.
 
 Each head has a state, a matrix of `num_keys` rows and `num_values` columns. For each token,
 
@@ -6,8 +6,8 @@ Each head has a state, a matrix of `num_keys` rows and `num_values` columns. For
     state = state + key ⊗ (rate · (value - correction))
     out   = query · state + skip · value
 
-where the correction is key · state in a delta rule, and else 0. The order of all sums is that of
-the kernel in recurrence.h, or that of torch: a row's bits do not depend on where a text is cut.
+where the correction is key · state in a delta rule, and 0 otherwise. Sums are ordered as in the
+kernel of recurrence.h, or as in torch: a row's bits do not depend on how its text is chunked.
 """
 
 from typing import NamedTuple
@@ -20,22 +20,22 @@ from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.step_texts import NO_STATE, Text
 
 COLUMNS = 16
-"""Of a tile, the part of a state that a kernel computes at once."""
+"""The columns of a tile, the part of a state that a kernel computes at once."""
 
 
 class Norm(NamedTuple):
-    """What is done with the rows of queries or keys before a scan."""
+    """Normalization and scaling of queries or keys before a scan."""
 
     factor: float = 1.0
     epsilon: float | None = None
-    """Added to the square of a row's length, to which the row is brought to 1; None: it is not."""
+    """Added to the squared norm when rows are normalized to unit length; None: not normalized."""
 
 
 PLAIN = Norm()
 
 
 class ScanRows(NamedTuple):
-    """What T tokens bring to a scan."""
+    """The inputs of a scan over T tokens."""
 
     queries: torch.Tensor  # [T, num_key_heads, num_keys]
     keys: torch.Tensor  # the same
@@ -46,7 +46,7 @@ class ScanRows(NamedTuple):
 
 
 class Scan:
-    """Scans packed rows with the states of one module, `[block, head, tile, key, column]`."""
+    """Scans packed rows, with one module's states, `[block, head, tile, key, column]`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scan:
     def __call__(
         self, rows: ScanRows, query_norm: Norm = PLAIN, key_norm: Norm = PLAIN
     ) -> torch.Tensor:
-        """Return `[T, num_heads, num_values]` in the type of the values."""
+        """Return `[T, num_heads, num_values]`, in the dtype of the values."""
         if self._library is None:
             queries, keys = _normed(rows.queries, query_norm), _normed(rows.keys, key_norm)
             return self._by_torch(rows._replace(queries=queries, keys=keys))
@@ -130,12 +130,12 @@ class Scan:
 
 
 def tiled_shape(num_heads: int, num_keys: int, num_values: int) -> tuple[int, ...]:
-    """Return the shape of the states of one block."""
+    """Return the shape of a block's states."""
     return num_heads, -(-num_values // COLUMNS), num_keys, COLUMNS
 
 
 def from_tiles(tiles: torch.Tensor, num_values: int) -> torch.Tensor:
-    """Return `[num_heads, num_keys, num_values]` of a block's states."""
+    """Return a block's states as `[num_heads, num_keys, num_values]`."""
     num_heads, _, num_keys, _ = tiles.shape
     return tiles.transpose(1, 2).reshape(num_heads, num_keys, -1)[..., :num_values]
 

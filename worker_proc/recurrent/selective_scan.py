@@ -1,4 +1,4 @@
-"""The selective scan of Mamba-1: each channel has a state and a step of its own."""
+"""The selective scan of Mamba-1: each channel has its own state and time step."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from worker_proc.recurrent.step_texts import NO_STATE, Text
 
 
 class _Rows(NamedTuple):
-    """What T tokens bring to a scan, in the type of the inputs."""
+    """The inputs of a scan over T tokens, in the dtype of `inputs`."""
 
     inputs: torch.Tensor  # [T, num_channels]
     steps: torch.Tensor  # the same
@@ -27,18 +27,19 @@ class _Rows(NamedTuple):
 
 
 class _Channels(NamedTuple):
-    """What does not depend on tokens, in float32."""
+    """Parameters of the channels, in float32."""
 
     decays: torch.Tensor  # [tile, num_keys, 16], not above 0
     skips: torch.Tensor | None  # [num_channels]
-    biases: torch.Tensor | None  # [num_channels], of the steps
+    biases: torch.Tensor | None  # [num_channels], added to the steps
 
 
 class SelectiveScan:
-    """Takes the place of transformers' `mamba_selective_scan` in one module.
+    """Replaces transformers' `mamba_selective_scan` in one module.
 
     `hidden_states`, `dt` and `z` are `[1, num_channels, T]`, `B` and `C` are `[1, num_keys, T]`,
-    `A` is `[num_channels, num_keys]`. The state is `[tile, num_keys, 16]`, of 16 channels each.
+    and `A` is `[num_channels, num_keys]`. The state is `[tile, num_keys, 16]`, with 16 channels in
+    each tile.
     """
 
     function = "mamba_selective_scan"
@@ -89,7 +90,7 @@ class SelectiveScan:
         delta_bias: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Return `[1, num_channels, T]` in the type of `hidden_states`."""
+        """Return `[1, num_channels, T]`, in the dtype of `hidden_states`."""
         if self._channels is None:
             skips, biases = (None if v is None else v.float().contiguous() for v in (D, delta_bias))
             self._channels = _Channels(_tiled(A.float()), skips, biases)
@@ -153,7 +154,7 @@ class SelectiveScan:
 
 
 def _rows_of(values: torch.Tensor, type_: torch.dtype) -> torch.Tensor:
-    """Return `[T, size]` of `[1, size, T]`, whose rows are in one piece."""
+    """Return `[1, size, T]` as `[T, size]`, with contiguous rows."""
     rows = values[0].t().to(type_)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -163,7 +164,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _tiled(values: torch.Tensor) -> torch.Tensor:
-    """Return `[tile, num_keys, 16]` of `[num_channels, num_keys]`, filled up with zeros."""
+    """Return `[num_channels, num_keys]` as `[tile, num_keys, 16]`, padded with zeros."""
     num_channels, num_keys = values.shape
     num_tiles = -(-num_channels // COLUMNS)
     padded = values.new_zeros(num_tiles * COLUMNS, num_keys)
@@ -172,5 +173,5 @@ def _tiled(values: torch.Tensor) -> torch.Tensor:
 
 
 def _untiled(tiles: torch.Tensor, num_channels: int) -> torch.Tensor:
-    """Return `[num_channels, num_keys]` of what `_tiled` makes of it."""
+    """Return `[num_channels, num_keys]`, the inverse of `_tiled`."""
     return tiles.transpose(1, 2).reshape(-1, tiles.shape[1])[:num_channels]

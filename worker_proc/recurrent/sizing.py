@@ -1,4 +1,4 @@
-"""How many state blocks there are."""
+"""Chooses the number of state blocks."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,16 @@ from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_tensors import format_sizes
 
 MIN_BLOCKS = 3
-"""The null block, a request's own, and one to keep a state in."""
+"""The null block, a request's own, and one in which to keep a state."""
 
 
 class StateBlockCounts(NamedTuple):
     """Numbers of state blocks."""
 
     num_blocks: int
-    """Those that are announced, the null block included."""
+    """The announced blocks, including the null block."""
     num_for_drafts: int = 0
-    """After these: for the states before drafts."""
+    """Further blocks, for the states before drafts."""
 
 
 def choose_num_state_blocks(
@@ -27,12 +27,13 @@ def choose_num_state_blocks(
     num_speculative_tokens: int = 0,
     override: int | None = None,
 ) -> StateBlockCounts:
-    """Decide the numbers of state blocks.
+    """Choose the numbers of state blocks.
 
-    That is one for each of `max_num_seqs` requests, as many to keep for the prefix cache, and one
-    for each draft, but at most half of the memory if attention shares it. With less memory there
-    are fewer of both, in the same ratio. An override is the number of those that are announced.
-    Blocks of a stage without recurrent layers take no bytes.
+    There is one for each of `max_num_seqs` requests, as many again for the prefix cache, and one
+    for each draft, but they take at most half of the memory if attention shares it. With less
+    memory both numbers shrink in proportion. `override` is the number of announced blocks. Blocks
+    of a stage without recurrent layers take no bytes. Raises InsufficientMemory if the blocks do
+    not fit.
     """
     share = available_bytes // 2 if has_attention else available_bytes
     there = available_bytes if override else share

@@ -13,7 +13,7 @@ from worker_proc.recurrent.step_texts import StepTexts, texts_of
 
 
 class StatePool:
-    """Tensors of states, `[block, *shape]`, and the texts of the present step."""
+    """Tensors of states, `[block, *shape]`, and the texts of the current step."""
 
     def __init__(
         self,
@@ -23,14 +23,14 @@ class StatePool:
         dtype: torch.dtype,
         num_swap_blocks: int = 0,
     ) -> None:
-        """Map the memory; a block of a table stands for `block_size` tokens.
+        """Map the memory; a block in a table covers `block_size` tokens.
 
-        `num_swap_blocks`: blocks for the states of swapped requests.
+        `num_swap_blocks` is the number of blocks for the states of swapped requests.
         """
         self._block_size = block_size
         self.memory: list[HostMemory] = []
         self.tensors: dict[str, list[torch.Tensor]] = {}
-        """Of each module, by its name, in the order of its states."""
+        """The tensors of each module, by name, in the order of its states."""
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # with those of swapped requests
         for spec in specs:
             made = self._map(spec, num_blocks, dtype)
@@ -41,7 +41,7 @@ class StatePool:
 
     @property
     def all_tensors(self) -> list[torch.Tensor]:
-        """The tensors that a block has a row in."""
+        """All tensors; each has a row for every block."""
         return [tensor for module in self.tensors.values() for tensor in module]
 
     def _map(self, spec: RecurrentSpec, num_blocks: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class StatePool:
         return [memory.tensor for memory in made]
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
-        """Copy states of requests that leave, then those of requests that come back."""
+        """Copy the states of requests that are swapped out, then of those swapped in."""
         if out.host_block_ids:
             copy_by_index(self._pairs, out.device_block_ids, out.host_block_ids)
         if into.host_block_ids:
@@ -58,13 +58,13 @@ class StatePool:
             copy_by_index(pairs, into.host_block_ids, into.device_block_ids)
 
     def texts_with(self, num_rows: int) -> StepTexts:
-        """Return the texts of the present step, which has as many rows."""
+        """Return the texts of the current step, which must have `num_rows` rows."""
         if num_rows != self.texts.num_rows:
             raise RuntimeError(f"{num_rows} rows in a step of {self.texts.num_rows}")
         return self.texts
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Take the texts of a step; called once before its forward."""
+        """Set the texts of a step; called once before its forward."""
         begun = inputs.begun_blocks
         if begun is None or not self.texts.move_on(begun):
             self.texts = texts_of(inputs, self._block_size)

@@ -1,4 +1,4 @@
-"""The states of a model's recurrent layers, as its forward shows them."""
+"""The states of a model's recurrent layers, as recorded from its forward."""
 
 import math
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One state of a recurrent module, which one function of its forward reads and writes."""
+    """A state of a recurrent module, which one function of its forward reads and writes."""
 
     function: str
-    """The function of transformers that computes with it."""
+    """The function of transformers that uses the state."""
     shape: tuple[int, ...]
-    """Of one block."""
+    """The shape of the state in one block."""
     is_window: bool
-    """Whether it holds rows of the model's type; else it holds float32."""
+    """True if it holds rows in the model's dtype; False: float32."""
     holds_ids: bool = False
-    """Whether it holds whole numbers, such as ids of tokens."""
+    """True if it holds integers, such as token ids."""
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the type of its numbers, for a model of some type."""
+        """Return the dtype of the state in a model of dtype `model_dtype`."""
         if self.holds_ids:
             return torch.int32
         return model_dtype if self.is_window else torch.float32
@@ -29,18 +29,18 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """A recurrent module: its states, in the order in which its forward uses them."""
+    """A recurrent module, with its states in the order in which its forward uses them."""
 
     module_name: str
     input_size: int
-    """Of the rows that it takes."""
+    """The size of its input rows."""
     states: tuple[StateSpec, ...]
     other_sizes: dict[str, int] = field(default_factory=dict)
-    """Of further rows of the same tokens, by the names of arguments."""
+    """The sizes of further inputs with a row for each token, by argument name."""
 
 
 def state_bytes(specs: Iterable[RecurrentSpec], model_dtype: torch.dtype) -> int:
-    """Return the size of one state block: the states of one text in all modules."""
+    """Return the bytes of one state block: the states of one text in all modules."""
     return sum(
         math.prod(state.shape) * state.dtype(model_dtype).itemsize
         for spec in specs

@@ -1,4 +1,4 @@
-"""Where the texts of a packed step begin, where their states are, and where they are saved."""
+"""The texts of a packed step, and the blocks from which and to which their states are copied."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.recurrence import RecurrentTexts
 
 NO_STATE = -1
-"""Source of a text that begins with zeros."""
+"""Source of a text that begins with a zero state."""
 
 
 class Text(NamedTuple):
@@ -24,11 +24,11 @@ class Text(NamedTuple):
     source: int
     """The block with the state before the first row, or NO_STATE."""
     cuts: dict[int, int]
-    """For each block that receives a state: after how many rows. In ascending order of rows."""
+    """For each block that receives a state, the number of preceding rows, in ascending order."""
 
 
 class StepTexts:
-    """The texts of one step, for kernels and for PyTorch."""
+    """The texts of a step, for kernels and for PyTorch."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self._columns = [
@@ -55,7 +55,7 @@ class StepTexts:
             yield Text(first, count, source, dict(zip(blocks[own], rows[own], strict=True)))
 
     def move_on(self, begun: Sequence[BegunBlock]) -> bool:
-        """Let texts of one token each move on by one; False: the step must be written anew."""
+        """Advance every text, which has one token, by one; False: the step must be built anew."""
         if not self._is_decode:
             return False
         self._sources[:] = self._cut_blocks
@@ -68,7 +68,7 @@ class StepTexts:
 
 
 def texts_of(inputs: StepInputs, block_size: int) -> StepTexts:
-    """Return the texts of a step, whose requests have the table of state blocks last."""
+    """Return the texts of a step; each request's last table holds its state blocks."""
     return StepTexts(
         [
             _text(part, first_row, block_size)

@@ -1,4 +1,4 @@
-"""Averages of RWKV: of each channel's values so far, by exponential weights that decay."""
+"""RWKV's averages of a channel's preceding values, with exponentially decaying weights."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.step_texts import NO_STATE, Text
 
 NO_EXPONENT = -1e38
-"""Of sums to which nothing was added."""
+"""Exponent of sums to which nothing has been added."""
 
 
 class WeightedAverage:
-    """Takes the place of transformers' `rwkv_linear_attention` in one module.
+    """Replaces transformers' `rwkv_linear_attention` in one module.
 
-    A state is `[3, num_channels]`: the sum of weighted values, that of weights, and the logarithm
-    of a factor that both lack.
+    A state is `[3, num_channels]`: the sum of weighted values, the sum of weights, and the
+    logarithm of a factor that is left out of both.
     """
 
     function = "rwkv_linear_attention"
@@ -38,7 +38,7 @@ class WeightedAverage:
         value: torch.Tensor,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return `[1, T, num_channels]` for as many keys and values, and no state."""
+        """Return `[1, T, num_channels]`, given keys and values of this shape, and no state."""
         decays = -rowwise(torch.exp, time_decay.float())
         bonuses = time_first.float().contiguous()
         keys, values = key[0], value[0].to(key.dtype)
@@ -93,7 +93,7 @@ class WeightedAverage:
 def _added(
     state: torch.Tensor, exponent: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return sums, which have one exponent, with a value of the weight exp(key) added."""
+    """Return the sums after adding a value with weight exp(key); both sums share an exponent."""
     greater = torch.maximum(exponent, key)
     before, added = rowwise(torch.exp, exponent - greater), rowwise(torch.exp, key - greater)
     return torch.stack([before * state[0] + added * value, before * state[1] + added, greater])
