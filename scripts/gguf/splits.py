@@ -16,6 +16,24 @@ _REST_WITH_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 LLAMA3 = rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}"
+QWEN35 = (
+    rf"{_SUFFIXES}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED_CODER = (
+    rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_NOT_HAN_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_NOT_HAN_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+KIMI_K2 = (
+    rf"[\p{{Han}}]+|{_BEFORE}{_NOT_HAN_LETTERS}*{_NOT_HAN_SMALL}+{_SUFFIXES}?"
+    rf"|{_BEFORE}{_NOT_HAN_LETTERS}+{_NOT_HAN_SMALL}*{_SUFFIXES}?|\p{{N}}{{1,3}}|{_REST}"
+)
 GPT4O = (
     rf"{_BEFORE}{_LETTERS}*{_SMALL}+{_SUFFIXES}?|{_BEFORE}{_LETTERS}+{_SMALL}*{_SUFFIXES}?"
     rf"|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}"
@@ -23,6 +41,10 @@ GPT4O = (
 TEKKEN = (
     rf"{_BEFORE}{_LETTERS}*{_SMALL}+|{_BEFORE}{_LETTERS}+{_SMALL}*"
     rf"|\p{{N}}|{_REST_WITH_SLASHES}"
+)
+DEEPSEEK_CODER_FIRST = (
+    *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
 )
 DEEPSEEK_V3_FIRST = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+")
 DEEPSEEK_V3 = (
@@ -67,17 +89,27 @@ _SINGLE_DIGITS = Split(has_single_digits=True)
 _WITH_LLAMA3 = Split(LLAMA3, takes_whole_words=True, has_begin=True)
 _WITH_QWEN2 = Split(QWEN2, composes=True)
 _WITH_GPT4O = Split(GPT4O)
+_WITH_DEEPSEEK_V3 = Split(DEEPSEEK_V3, first=DEEPSEEK_V3_FIRST)
 BYTE_LEVEL: Mapping[str, Split] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral"), _WITH_LLAMA3
+        ("gpt-2", "phi-2", "mpt", "olmo", "gigachat", "a.x-4.0", "mellum", "exaone4"), _GPT2
     ),
-    "dbrx": Split(LLAMA3),
-    **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), Split(LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _WITH_QWEN2),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _WITH_GPT4O),
-    "deepseek-v3": Split(DEEPSEEK_V3, first=DEEPSEEK_V3_FIRST),
+    **dict.fromkeys(("jais", "trillion", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
+    **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"), _WITH_LLAMA3),
+    **dict.fromkeys(("pixtral", "falcon-h1", "midm-2.0"), _WITH_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Split(LLAMA3)),
+    **dict.fromkeys(("glm4", "glm5"), Split(LLAMA3, takes_whole_words=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _WITH_QWEN2),
+    "hunyuan": Split(QWEN2),
+    "qwen35": Split(QWEN35, composes=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _WITH_GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _WITH_DEEPSEEK_V3),
+    "deepseek-coder": Split(r"\p{N}", first=DEEPSEEK_CODER_FIRST),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Split(BAILING)),
+    "seed-coder": Split(SEED_CODER),
+    "kimi-k2": Split(KIMI_K2),
     "tekken": Split(TEKKEN, takes_whole_words=True, has_begin=True),
 }
 """By the names that llama.cpp gives to tokenizers."""

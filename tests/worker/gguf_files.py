@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.worker.checkpoints import SHAPE, build_checkpoint
+from tests.worker.gguf_layouts import LAYOUTS, Layout
 
 WIDE: dict[str, Any] = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Every matrix has whole blocks of 256 inputs."""
@@ -31,12 +32,16 @@ _WRITER_ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_next": "qwen3next",
     "qwen3_moe": "qwen3moe",
 }
 """`general.architecture` by `model_type`, where they differ."""
 PERMUTED = frozenset({"llama", "ministral3", "mistral", "mixtral", "granite", "smollm3"})
 """Types whose queries and keys llama.cpp stores in pairs of rows."""
 _OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
+_PLAIN_ENDS = ("conv.weight", "conv1d.weight", ".bias", "ssm_a", "ssm_d", "ssm_norm.weight")
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -75,6 +80,7 @@ def write_gguf(
     *,
     types: Callable[[str], Type | None] = lambda name: None,
     vocabulary: Vocabulary | None = None,
+    fuses_experts: bool = False,
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     tensors_per_part: int = 0,
@@ -84,8 +90,9 @@ def write_gguf(
 
     `architecture` is that of the file, where it is not that of the configuration's type.
     `types` returns that of a tensor, by its name in the file, where it is not `type`; norms are
-    plain. `keys` and `tensors` are further ones, which the checkpoint has in config.json. With
-    `tensors_per_part` it is the first part, which has keys and no tensors.
+    plain. With `fuses_experts` gates and factors of experts are one tensor. `keys` and `tensors`
+    are further ones, which the checkpoint has in config.json. With `tensors_per_part` it is the
+    first part, which has keys and no tensors.
     """
     reference = directory / "reference"
     build_checkpoint(reference, config)
@@ -95,7 +102,8 @@ def write_gguf(
     for name, tensor in weights.items():
         if name.endswith("e_score_correction_bias"):  # zeros
             tensor.normal_(0.0, 0.1)
-    weights = _taken_apart(weights, config)
+    layout = LAYOUTS.get(config.model_type, Layout(_taken_apart, _put_together))
+    weights = layout.apart(weights, config)
     architecture = architecture or _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
     path = directory / "tiny.gguf"
     writer = gguf.GGUFWriter(
@@ -106,15 +114,18 @@ def write_gguf(
     )
     _add_keys(writer, config, keys or {})
     _add_vocabulary(writer, vocabulary or byte_vocabulary(config.vocab_size))
+    if fuses_experts:
+        weights = _fused(weights)
     for name, sources in _stored_names(weights, architecture, config).items():
         stored = np.stack([_to_file(source, weights[source], config) for source in sources])
         is_stack = ".experts.0." in sources[0]
         stored = stored if is_stack else stored[0]
         stored = stored.squeeze(1) if "conv.weight" in name else stored
-        is_plain = stored.ndim == 1 or name.endswith(("conv.weight", ".bias"))
+        is_plain = stored.ndim == 1 or name.endswith(_PLAIN_ENDS)
         own = Type.F32 if is_plain else types(name) or type
         blocks, values = _encode(stored, own)
-        writer.add_tensor(name, blocks, raw_dtype=own)
+        fused = name.replace("gate_exps", "gate_up_exps") if fuses_experts else name
+        writer.add_tensor(fused, blocks, raw_dtype=own)
         for source, value in zip(sources, values if is_stack else [values], strict=True):
             weights[source] = _from_file(source, torch.from_numpy(value), config)
     for name, values in (tensors or {}).items():
@@ -123,7 +134,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    weights = _put_together(weights)
+    weights = layout.together(_unfused(weights) if fuses_experts else weights, config)
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()},
         reference / "model.safetensors",
@@ -166,7 +177,9 @@ def _taken_apart(
     return parts
 
 
-def _put_together(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _put_together(
+    parts: Mapping[str, torch.Tensor], config: PretrainedConfig
+) -> dict[str, torch.Tensor]:
     weights = {}
     for name, tensor in parts.items():
         base, _, kind = name.rpartition(".")
@@ -189,6 +202,23 @@ def _put_together(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif not base.endswith((".experts.up_proj", ".v_b_proj")):
             weights[name] = tensor
     return weights
+
+
+def _fused(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights whose gates of experts have the factors below them."""
+    fused = {name: one for name, one in weights.items() if ".up_proj" not in name}
+    gates = [name for name in fused if ".experts." in name and ".gate_proj" in name]
+    for name in gates:
+        fused[name] = torch.cat((weights[name], weights[name.replace("gate", "up")]))
+    return fused
+
+
+def _unfused(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    parts = dict(weights)
+    for name in weights:
+        if ".experts." in name and ".gate_proj" in name:
+            parts[name], parts[name.replace("gate", "up")] = weights[name].chunk(2)
+    return parts
 
 
 def write_random_gguf(path: Path, config: PretrainedConfig, type: Type) -> None:
@@ -322,6 +352,9 @@ def _stored_names(
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     found: dict[str, list[str]] = {}
     for name in weights:
+        if (own := table.get_name(name)) is not None:  # one without an end
+            found.setdefault(own, []).append(name)
+            continue
         base, _, leaf = name.rpartition(".")
         before, is_expert, rest = base.partition(".experts.")
         if is_expert and "." in rest:

@@ -43,8 +43,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -145,6 +148,21 @@ DEEPSEEK_ROPE: dict[str, Any] = {
     **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 0.7},
     **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 64},
 }
+DELTA: dict[str, Any] = WIDE | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    **{"num_hidden_layers": 3, "linear_conv_kernel_dim": 3},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2},
+    "linear_num_value_heads": 4,
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 256}
+MROPE: dict[str, Any] = {
+    **{"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    **{"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+DELTA_KEYS: dict[str, Any] = {
+    **{"ssm.conv_kernel": 3, "ssm.state_size": 64, "ssm.group_count": 2, "ssm.inner_size": 256},
+    **{"ssm.time_step_rank": 4, "full_attention_interval": 3},
+}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**WIDE),
     "llama_tied": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
@@ -158,6 +176,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3": lambda: Qwen3Config(**WIDE),
     "qwen3moe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
+    "qwen3moe_fused": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
     "gemma": lambda: GemmaConfig(**WIDE),
     "gemma2": lambda: Gemma2Config(**WIDE, **GEMMA),
     "gemma3": lambda: Gemma3TextConfig(**WIDE, **GEMMA),
@@ -209,8 +228,17 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2vl": lambda: Qwen2Config(**WIDE),
     "qwen3vl": lambda: Qwen3Config(**WIDE),
     "qwen3vlmoe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
+    "qwen3next": lambda: Qwen3NextConfig(**DELTA, **MOE, num_experts=4, **SHARED_EXPERT),
+    "qwen35": lambda: Qwen3_5TextConfig(**DELTA, rope_parameters=MROPE),
+    "qwen35moe": lambda: Qwen3_5MoeTextConfig(
+        **DELTA, **MOE, num_experts=4, **SHARED_EXPERT, rope_parameters=MROPE
+    ),
 }
 KEYS: dict[str, dict[str, Any]] = {
+    "qwen3next": DELTA_KEYS,
+    **dict.fromkeys(
+        ("qwen35", "qwen35moe"), DELTA_KEYS | {"rope.dimension_sections": [4, 2, 2, 0]}
+    ),
     "lfm2": {"shortconv.l_cache": 3},
     "mistral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.5},
     "glm4moe": {
@@ -232,6 +260,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 """Further keys of files."""
 ARCHITECTURES = {
+    "qwen3moe_fused": "qwen3moe",
     "mistral_small": "mistral3",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite"), "deepseek2"
@@ -254,15 +283,20 @@ FILES = {
     **dict.fromkeys(CONFIGS, Type.Q4_0),
     **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
     **{"gemma2": Type.F16, "gemma3": Type.BF16, "phi3": Type.Q4_1, "granite": Type.F32},
-    **{"mixtral": Type.Q5_1, "smollm3": Type.Q5_0},
+    **{"mixtral": Type.Q5_1, "smollm3": Type.Q5_0, "qwen3moe_fused": Type.Q4_K},
+    **{"qwen35": Type.Q8_0, "qwen35moe": Type.Q6_K, "qwen3next": Type.Q8_0},
 }
 """The type of the matrices of each file."""
 TYPES: dict[str, Callable[[str], Type | None]] = {
+    "qwen35": lambda name: Type.Q4_K if "ssm_out" in name else None,
+    "qwen3next": lambda name: Type.Q5_1 if name == "blk.0.attn_gate.weight" else None,
     "gpt-oss": lambda name: Type.MXFP4 if "_exps" in name else Type.Q8_0,
     "qwen3vlmoe": lambda name: Type.MXFP4 if "_exps" in name else None,
 }
 """Where they have others."""
 
+FUSED_EXPERTS = ("qwen3moe_fused",)
+"""Files whose gates and factors of experts are one tensor."""
 USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
 """One of each kind of tensors; the others take a minute more."""
 
@@ -278,6 +312,7 @@ def write_named(directory: Path, name: str) -> tuple[Path, Path]:
         keys=keys,
         tensors=UNUSED.get(name),
         architecture=ARCHITECTURES.get(name, name if keys else ""),
+        fuses_experts=name in FUSED_EXPERTS,
     )
 
 
@@ -291,7 +326,7 @@ def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path
     files = GgufFiles(format.sources)
     found = {key: one.read().dequantize(torch.float32) for key, one in files.weights.items()}
     found |= {key: part[...].float() for key, part in files.plain_slices().items()}
-    found |= {key: whole.read(torch.float32) for key, whole in files.experts.items()}
+    found |= {key: whole.read(torch.float32) for key, whole in files.whole.items()}
     assert found.keys() == expected.keys()
     for key, values in found.items():
         assert torch.equal(values, expected[key]), key

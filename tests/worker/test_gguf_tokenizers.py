@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_REGEX
 
 from api_proc.text.checkpoint import chat_templates
 from api_proc.text.tokenizer import EncodeOptions, HfTokenizer
@@ -35,7 +36,25 @@ DEEPSEEK_V3_REGEXES = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 )
-"""As tokenizer.json has them."""
+KIMI_K2_REGEX = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+SEED_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As tokenizer.json has them, and Kimi-K2's own code."""
 TEXTS = (
     "Hello, world!",
     "  two spaces before, and behind  ",
@@ -121,15 +140,26 @@ def ids(tokenizer: HfTokenizer, text: str, *, special: bool = True) -> Sequence[
     return list(tokenizer.encode(text, EncodeOptions(special, 10_000)))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen2", "llama-bpe", "deepseek-v3"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen35", "kimi-k2")),
+        pytest.param("seed-coder", marks=pytest.mark.slow),
+    ],
+)
 def test_byte_level_ids(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_llama = kind == "llama-bpe"
     patterns = {
         **{"llama-bpe": (LLAMA3_REGEX,), "qwen2": (PRETOKENIZE_REGEX,)},
         "deepseek-v3": DEEPSEEK_V3_REGEXES,
+        **{"qwen35": (QWEN35_REGEX,), "kimi-k2": (KIMI_K2_REGEX,), "seed-coder": (SEED_REGEX,)},
     }[kind]
     original = byte_level(
-        *patterns, composes=kind == "qwen2", takes_whole_words=is_llama, has_begin=is_llama
+        *patterns,
+        composes=kind in ("qwen2", "qwen35"),
+        takes_whole_words=is_llama,
+        has_begin=is_llama,
     )
     found = load(stored(original, kind, has_begin=is_llama), tmp_path, monkeypatch)
     splits = [one.pre_tokenizer.pre_tokenize_str for one in (found._tokenizer, original)]

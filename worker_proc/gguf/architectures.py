@@ -5,61 +5,44 @@ activation, is not in them and is stated here.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
 
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.gguf.joins import GPT_OSS, LATENT, Join
+from worker_proc.gguf.architecture import (
+    EXPERTS,
+    GATING,
+    KV_HEADS,
+    NORM_BEHIND,
+    NORMALIZED,
+    ROUTED,
+    SHARED,
+    SIGMOID,
+    SOFTMAX,
+    Architecture,
+    Config,
+    has_bias,
+    has_tensor,
+    llama_config,
+    qwen_experts,
+    rotated_heads,
+    routed,
+    used_experts,
+    window_layers,
+)
+from worker_proc.gguf.delta_net import QWEN3NEXT, QWEN35, QWEN35MOE
+from worker_proc.gguf.joins import GPT_OSS, LATENT
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
 from worker_proc.gguf.neutral import neutral_values
 from worker_proc.gguf.rotary import rope_parameters
 
-Config = dict[str, Any]
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 """Of the models whose queries are scaled by the width of a head that the model does not have."""
 _GEMMA3_LOCAL_BASE = 10_000.0
 _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
-_NORMALIZED = "expert_weights_norm"
-_GATING = "expert_gating_func"
-_GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
-_SOFTMAX, _SIGMOID = 1, 2
-_DRAFTS = "nextn_predict_layers"
 _TEMPERATURE = "attention.temperature_scale"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-_KV_HEADS = "attention.head_count_kv"
-_WINDOW_PATTERN = "attention.sliding_window_pattern"
-
-
-class Architecture(NamedTuple):
-    """How files of an architecture become a checkpoint of transformers."""
-
-    model_type: str
-    model_class: str
-    own_config: Callable[[Metadata, MappedFiles], Config]
-    """Returns what its configuration has beside what all have in common."""
-    names: Mapping[str, str] = {}
-    """Parts of names of tensors beside, or instead of, those that all have in common.
-
-    A part with `.weight` or `.bias` stands for a whole name within a layer.
-    """
-    permutes: bool = False
-    """Whether rows of queries and keys lie in pairs that are rotated together."""
-    norm_offset: float = 0.0
-    """What has been added to the weights of norms."""
-    joins: tuple[Join, ...] = ()
-    """Weights that are several tensors."""
-    drops_drafts: bool = False
-    """Whether layers that draft tokens, behind the others, are left out."""
-
-    def num_layers(self, metadata: Metadata) -> int:
-        """Return the layers of the model."""
-        count = metadata.integer("block_count")
-        num_drafts = metadata.integer(_DRAFTS, 0, least=0) if self.drops_drafts else 0
-        if num_drafts >= count:
-            raise metadata.unsupported(_DRAFTS, f"less than {count}, the number of all layers")
-        return count - num_drafts
 
 
 def make_config(file: MappedFiles) -> Config:
@@ -82,7 +65,7 @@ def make_config(file: MappedFiles) -> Config:
         **_token_ids(header),
     }
     heads = metadata.integer("attention.head_count")
-    common["num_key_value_heads"] = metadata.integer(_KV_HEADS, heads)
+    common["num_key_value_heads"] = metadata.integer(KV_HEADS, heads)
     if metadata.get("feed_forward_length") is not None:
         common["intermediate_size"] = metadata.integer("feed_forward_length")
     common["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
@@ -110,7 +93,7 @@ def architecture_of(file: MappedFiles) -> Architecture:
         return MIXTRAL
     if name == "mistral3" and not header.metadata.get(f"{name}.{_TEMPERATURE}"):
         return MISTRAL
-    if name == "deepseek2" and _gating(file) == _SOFTMAX:
+    if name == "deepseek2" and _gating(file) == SOFTMAX:
         return DEEPSEEK_V2
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -120,41 +103,15 @@ def architecture_of(file: MappedFiles) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _rotated_heads(metadata: Metadata) -> Config:
-    """Return the size of heads of which every value is rotated."""
-    size = metadata.head_size()
-    if metadata.integer("rope.dimension_count", size) != size:
-        raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
-    return {"head_dim": size}
-
-
-def _has(file: MappedFiles, tensor: str) -> bool:
-    """Return whether the first layer has a tensor."""
-    return f"blk.0.{tensor}" in file.header.tensors
-
-
-def _has_bias(file: MappedFiles, part: str) -> bool:
-    return _has(file, f"{part}.bias")
-
-
-def _llama(metadata: Metadata, file: MappedFiles) -> Config:
-    biases = {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_up")}
-    return _rotated_heads(metadata) | biases
-
-
-def _experts(metadata: Metadata) -> Config:
-    return {"num_experts_per_tok": metadata.integer("expert_used_count")}
-
-
 def _mixtral(metadata: Metadata, file: MappedFiles) -> Config:
     own = {"num_local_experts": metadata.integer("expert_count"), "sliding_window": None}
-    return _rotated_heads(metadata) | _experts(metadata) | own
+    return rotated_heads(metadata) | used_experts(metadata) | own
 
 
 def _mistral(metadata: Metadata, file: MappedFiles) -> Config:
     """Return what Mistral Small has, whose files state mistral3 as those of Ministral 3 do."""
     metadata.get(_TEMPERATURE)
-    return _rotated_heads(metadata) | {
+    return rotated_heads(metadata) | {
         "sliding_window": None,
         "rope_parameters": _with_mscale(metadata, file),
     }
@@ -165,7 +122,7 @@ def _ministral3(metadata: Metadata, file: MappedFiles) -> Config:
     if rope["rope_type"] != "yarn":
         raise metadata.unsupported("rope.scaling.type", f'"yarn" beside {_TEMPERATURE}')
     rope["llama_4_scaling_beta"] = metadata.number(_TEMPERATURE)
-    return _rotated_heads(metadata) | {"sliding_window": None, "rope_parameters": rope}
+    return rotated_heads(metadata) | {"sliding_window": None, "rope_parameters": rope}
 
 
 def _with_mscale(metadata: Metadata, file: MappedFiles) -> Config:
@@ -178,7 +135,7 @@ def _with_mscale(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _granite(metadata: Metadata, file: MappedFiles) -> Config:
-    return _llama(metadata, file) | {
+    return llama_config(metadata, file) | {
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
         "residual_multiplier": metadata.number("residual_scale", 1.0),
         "attention_multiplier": metadata.number("attention.scale"),
@@ -187,19 +144,19 @@ def _granite(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _smollm3(metadata: Metadata, file: MappedFiles) -> Config:
-    return _rotated_heads(metadata) | {"no_rope_layer_interval": _SMOLLM3_NO_ROPE_INTERVAL}
+    return rotated_heads(metadata) | {"no_rope_layer_interval": _SMOLLM3_NO_ROPE_INTERVAL}
 
 
 def _qwen2(metadata: Metadata, file: MappedFiles) -> Config:
     size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
-    if _rotated_heads(metadata)["head_dim"] != size:
+    if rotated_heads(metadata)["head_dim"] != size:
         raise metadata.unsupported("attention.key_length", str(size))
     return {"use_sliding_window": False}
 
 
 def _qwen3(metadata: Metadata, file: MappedFiles) -> Config:
-    own = {"attention_bias": _has_bias(file, "attn_q"), "use_sliding_window": False}
-    return _rotated_heads(metadata) | own
+    own = {"attention_bias": has_bias(file, "attn_q"), "use_sliding_window": False}
+    return rotated_heads(metadata) | own
 
 
 def _without_images(
@@ -223,43 +180,21 @@ def _glm4(metadata: Metadata, file: MappedFiles) -> Config:
     size = metadata.head_size()
     rope = rope_parameters(metadata, file)
     rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
-    bias = _has_bias(file, "attn_q")
+    bias = has_bias(file, "attn_q")
     return {"head_dim": size, "rope_parameters": rope, "attention_bias": bias}
 
 
-def _routed(metadata: Metadata) -> Config:
-    """Return what mixtures with shared experts have, as DeepSeek names it."""
-    num_experts = metadata.integer("expert_count")
-    num_groups = metadata.integer(_GROUPS, 0, least=0) or 1
-    num_used = metadata.integer(_USED_GROUPS, 0, least=0) or 1
-    if num_experts % num_groups:
-        raise metadata.unsupported(_GROUPS, f"a number that divides {num_experts} experts")
-    if num_used > num_groups:
-        raise metadata.unsupported(_USED_GROUPS, f"at most {num_groups}, the number of all groups")
-    return {
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
-        "n_routed_experts": num_experts,
-        "n_shared_experts": metadata.integer("expert_shared_count"),
-        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, least=0),
-        "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
-        "norm_topk_prob": metadata.flag(_NORMALIZED, default=False),
-        "n_group": num_groups,
-        "topk_group": num_used,
-    }
-
-
 def _glm4moe(metadata: Metadata, file: MappedFiles) -> Config:
-    if metadata.integer(_GATING, _SIGMOID) != _SIGMOID:
-        raise metadata.unsupported(_GATING, f"{_SIGMOID}, the sigmoid function")
-    own = {"use_qk_norm": _has(file, "attn_q_norm.weight")}
-    return _glm4(metadata, file) | _routed(metadata) | own
+    if metadata.integer(GATING, SIGMOID) != SIGMOID:
+        raise metadata.unsupported(GATING, f"{SIGMOID}, the sigmoid function")
+    own = {"use_qk_norm": has_tensor(file, "attn_q_norm.weight")}
+    return _glm4(metadata, file) | routed(metadata) | own
 
 
 def _gating(file: MappedFiles) -> int:
     """Return how DeepSeek's routers score experts; old files show it by the biases of scores."""
     is_biased = any(name.endswith("exp_probs_b.bias") for name in file.header.tensors)
-    return Metadata(file.header).integer(_GATING, _SIGMOID if is_biased else _SOFTMAX)
+    return Metadata(file.header).integer(GATING, SIGMOID if is_biased else SOFTMAX)
 
 
 def _latent(metadata: Metadata, file: MappedFiles) -> Config:
@@ -282,26 +217,26 @@ def _latent(metadata: Metadata, file: MappedFiles) -> Config:
         "v_head_dim": metadata.latent_size("value_length"),
         "rope_parameters": rope,
         "attention_bias": False,
-        **_routed(metadata),
+        **routed(metadata),
     }
 
 
 def _deepseek_v3(metadata: Metadata, file: MappedFiles) -> Config:
-    if metadata.integer(_GATING, _SIGMOID) != _SIGMOID:
-        raise metadata.unsupported(_GATING, f"{_SOFTMAX} or {_SIGMOID}, softmax or sigmoid")
+    if metadata.integer(GATING, SIGMOID) != SIGMOID:
+        raise metadata.unsupported(GATING, f"{SOFTMAX} or {SIGMOID}, softmax or sigmoid")
     return _latent(metadata, file) | {"rope_interleave": True}
 
 
 def _deepseek_v2(metadata: Metadata, file: MappedFiles) -> Config:
-    if metadata.flag(_NORMALIZED, default=False):
-        raise metadata.unsupported(_NORMALIZED, f"false with {_GATING} {_SOFTMAX}")
+    if metadata.flag(NORMALIZED, default=False):
+        raise metadata.unsupported(NORMALIZED, f"false with {GATING} {SOFTMAX}")
     own = _latent(metadata, file)
     is_greedy = own["n_group"] == 1
     return own | {"topk_method": "greedy" if is_greedy else "group_limited_greedy"}
 
 
 def _ernie4_5(metadata: Metadata, file: MappedFiles) -> Config:
-    return _rotated_heads(metadata) | {"use_bias": _has_bias(file, "attn_q")}
+    return rotated_heads(metadata) | {"use_bias": has_bias(file, "attn_q")}
 
 
 def _olmo2(metadata: Metadata, file: MappedFiles) -> Config:
@@ -310,7 +245,7 @@ def _olmo2(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _seed_oss(metadata: Metadata, file: MappedFiles) -> Config:
-    return _llama(metadata, file) | {"attention_out_bias": _has_bias(file, "attn_output")}
+    return llama_config(metadata, file) | {"attention_out_bias": has_bias(file, "attn_output")}
 
 
 def _gpt_oss(metadata: Metadata, file: MappedFiles) -> Config:
@@ -319,13 +254,13 @@ def _gpt_oss(metadata: Metadata, file: MappedFiles) -> Config:
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
     return {
-        **_rotated_heads(metadata),
-        **_experts(metadata),
-        **_window_layers(metadata, 2),
+        **rotated_heads(metadata),
+        **used_experts(metadata),
+        **window_layers(metadata, 2),
         "num_local_experts": metadata.integer("expert_count"),
         "intermediate_size": metadata.integer("expert_feed_forward_length"),
         "sliding_window": metadata.integer("attention.sliding_window"),
-        "attention_bias": _has_bias(file, "attn_q"),
+        "attention_bias": has_bias(file, "attn_q"),
         "rope_parameters": rope,
     }
 
@@ -333,11 +268,11 @@ def _gpt_oss(metadata: Metadata, file: MappedFiles) -> Config:
 def _lfm2(metadata: Metadata, file: MappedFiles) -> Config:
     """Return which layers attend: those that have keys and values."""
     count = metadata.integer("block_count")
-    stated = metadata.get(_KV_HEADS)
+    stated = metadata.get(KV_HEADS)
     if not isinstance(stated, list) or len(stated) != count:
-        raise metadata.unsupported(_KV_HEADS, f"a number for each of {count} layers")
+        raise metadata.unsupported(KV_HEADS, f"a number for each of {count} layers")
     size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
-    if _rotated_heads(metadata)["head_dim"] != size:
+    if rotated_heads(metadata)["head_dim"] != size:
         raise metadata.unsupported("attention.key_length", str(size))
     return {
         "layer_types": ["full_attention" if heads else "conv" for heads in stated],
@@ -348,31 +283,22 @@ def _lfm2(metadata: Metadata, file: MappedFiles) -> Config:
     }
 
 
-def _qwen_experts(metadata: Metadata) -> Config:
-    return _experts(metadata) | {
-        "num_experts": metadata.integer("expert_count"),
-        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
 def _qwen2moe(metadata: Metadata, file: MappedFiles) -> Config:
     shared = metadata.integer("expert_shared_feed_forward_length")
     own = {
         "shared_expert_intermediate_size": shared,
-        "norm_topk_prob": metadata.flag(_NORMALIZED, default=False),
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=False),
     }
-    return _qwen2(metadata, file) | _qwen_experts(metadata) | own
+    return _qwen2(metadata, file) | qwen_experts(metadata) | own
 
 
 def _qwen3moe(metadata: Metadata, file: MappedFiles) -> Config:
-    own = {"norm_topk_prob": metadata.flag(_NORMALIZED, default=True)}
-    return _qwen3(metadata, file) | _qwen_experts(metadata) | own
+    own = {"norm_topk_prob": metadata.flag(NORMALIZED, default=True)}
+    return _qwen3(metadata, file) | qwen_experts(metadata) | own
 
 
 def _gemma(metadata: Metadata, file: MappedFiles) -> Config:
-    return _rotated_heads(metadata) | {"hidden_activation": "gelu_pytorch_tanh"}
+    return rotated_heads(metadata) | {"hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _scaled_queries(metadata: Metadata, num_layers: int) -> Config:
@@ -389,7 +315,7 @@ def _gemma2(metadata: Metadata, file: MappedFiles) -> Config:
         **_gemma(metadata, file),
         **_scaled_queries(metadata, _GEMMA2_27B_LAYERS),
         "sliding_window": metadata.integer("attention.sliding_window", 4096),
-        **_window_layers(metadata, 2),
+        **window_layers(metadata, 2),
         "attn_logit_softcapping": metadata.number_or_none("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.number_or_none("final_logit_softcapping", 30.0),
     }
@@ -401,28 +327,13 @@ def _gemma3(metadata: Metadata, file: MappedFiles) -> Config:
         **_gemma(metadata, file),
         **_scaled_queries(metadata, _GEMMA3_27B_LAYERS),
         "sliding_window": metadata.integer("attention.sliding_window"),
-        **_window_layers(metadata, 6),
+        **window_layers(metadata, 6),
         "final_logit_softcapping": metadata.number_or_none("final_logit_softcapping"),
         "rope_parameters": {
             "full_attention": rope_parameters(metadata, file),
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
     }
-
-
-def _window_layers(metadata: Metadata, interval: int) -> Config:
-    """Return the kinds of layers: of `interval` ones the last has no window, or as stated."""
-    count = metadata.integer("block_count")
-    stated = metadata.get(_WINDOW_PATTERN)
-    if isinstance(stated, list):
-        has_window = stated
-        if len(stated) != count or not all(isinstance(one, bool) for one in stated):
-            raise metadata.unsupported(_WINDOW_PATTERN, f"true or false for each of {count} layers")
-    else:
-        interval = metadata.integer(_WINDOW_PATTERN, interval)
-        has_window = [number % interval < interval - 1 for number in range(count)]
-    kinds = ["sliding_attention" if one else "full_attention" for one in has_window]
-    return {"layer_types": kinds}
 
 
 def _phi3(metadata: Metadata, file: MappedFiles) -> Config:
@@ -439,25 +350,7 @@ def _phi3(metadata: Metadata, file: MappedFiles) -> Config:
     }
 
 
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-_SHARED = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_ROUTED = _EXPERTS | {
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-_LATENT = _ROUTED | {
+_LATENT = ROUTED | {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -465,8 +358,7 @@ _LATENT = _ROUTED | {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
-_NORM_BEHIND = {"post_attention_norm": "post_attention_layernorm"}
-_GPT_OSS = _NORM_BEHIND | {
+_GPT_OSS = NORM_BEHIND | {
     "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
@@ -531,25 +423,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, _GLM4),
     "glm4moe": Architecture(
-        "glm4_moe", "Glm4MoeForCausalLM", _glm4moe, _ROUTED | _NORM_BEHIND, drops_drafts=True
+        "glm4_moe", "Glm4MoeForCausalLM", _glm4moe, ROUTED | NORM_BEHIND, drops_drafts=True
     ),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, _GPT_OSS, joins=GPT_OSS),
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, permutes=True),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _lfm2, _LFM2),
-    "llama": Architecture("llama", "LlamaForCausalLM", _llama, permutes=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", llama_config, permutes=True),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", _ministral3, permutes=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, _NORMS_BEHIND),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _FUSED),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe, _EXPERTS | _SHARED),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe, EXPERTS | SHARED),
     "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", _without_images(_qwen2)),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe, _EXPERTS),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe, EXPERTS),
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35MOE,
+    "qwen3next": QWEN3NEXT,
     "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", _without_images(_qwen3)),
     "qwen3vlmoe": Architecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", _without_images(_qwen3moe), _EXPERTS
+        "qwen3_moe", "Qwen3MoeForCausalLM", _without_images(_qwen3moe), EXPERTS
     ),
-    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _seed_oss, _NORM_BEHIND),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _seed_oss, NORM_BEHIND),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, permutes=True),
 }
 """By `general.architecture`. Mistral's files state llama."""

@@ -6,6 +6,7 @@ before it is needed.
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,17 +14,18 @@ import torch
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architectures import architecture_of
 from worker_proc.gguf.blocks import code_kind
-from worker_proc.gguf.joins import JoinedTensor
+from worker_proc.gguf.joins import JoinedRows, JoinedTensor
 from worker_proc.gguf.mapped import PLAIN, MappedFiles
 from worker_proc.gguf.names import NamedTensor, named_tensors
 from worker_proc.gguf.types import READ, TensorType, type_name
-from worker_proc.quantization.files import WholeWeight
+from worker_proc.quantization.files import Parts, WholeWeight
 from worker_proc.quantization.gguf import check_unchanged
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.methods import GGUF
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import SourceFile
-from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+from worker_proc.quantization.selection import reorder_inputs, select_outputs
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight, join_outputs
 
 
 class BlocksWeight:
@@ -43,14 +45,41 @@ class BlocksWeight:
     def read(self) -> QuantizedWeight:
         """Read the codes and their scales."""
         tensor = self._tensor
-        return self._file.read_codes(tensor.entry.name, tensor.matrix or 0, tensor.order)
+        change = tensor.change
+        weight = self._file.read_codes(tensor.entry.name, tensor.matrix or 0, change.rows)
+        return weight if change.inputs is None else reorder_inputs(weight, change.inputs)
+
+
+class OrderedRows:
+    """A weight with the rows of several tensors of one type, in an order."""
+
+    codes_rows = False
+
+    def __init__(self, name: str, parts: Parts, order: torch.Tensor) -> None:
+        self.name = name
+        self.shape = torch.Size((len(order), parts[0].shape[1]))
+        self.kind = parts[0].kind
+        self.report = parts[0].report
+        self._parts, self._order = parts, order
+
+    def read(self) -> QuantizedWeight:
+        """Read the codes and their scales."""
+        joined = join_outputs([part.read() for part in self._parts])
+        return select_outputs(joined, self._order)
 
 
 class JoinedWeight:
-    """A weight that is read whole, of several tensors."""
+    """A weight of several tensors."""
 
-    def __init__(self, file: MappedFiles, tensor: JoinedTensor) -> None:
+    def __init__(
+        self,
+        file: MappedFiles,
+        tensor: JoinedTensor | JoinedRows,
+        experts: tuple[Parts, ...] = (),
+    ) -> None:
+        """`experts` are the weights in codes whose rows are those of each expert, if there are."""
         self.shape = torch.Size(tensor.shape)
+        self.experts = experts
         self._file, self._tensor = file, tensor
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
@@ -71,11 +100,7 @@ class _PlainSlice:
             values = self._file.dequantize(name, matrix or 0)
         else:
             values = self._file.read_plain(name, matrix)
-        if tensor.order is not None:
-            values = values[tensor.order]
-        if tensor.has_channels:
-            values = values.unsqueeze(1)
-        return values - tensor.offset if tensor.offset else values
+        return tensor.change.apply(values)
 
 
 class GgufFiles:
@@ -90,12 +115,14 @@ class GgufFiles:
         self.report = CodesReport(GGUF)
         self.weights: dict[str, BlocksWeight] = {}
         """Those in codes, by the names that plain weights would have."""
-        self.experts: dict[str, WholeWeight] = {}
+        self.whole: dict[str, WholeWeight] = {}
         """Those that are several tensors."""
         self.plain: dict[str, StoredTensor] = {}
         self._named: dict[str, NamedTensor] = {}
         for tensor in named_tensors(self._file.header, architecture_of(self._file)):
-            if isinstance(tensor, JoinedTensor):
+            if isinstance(tensor, JoinedRows) and tensor.has_codes:
+                self.whole[tensor.name] = JoinedWeight(self._file, tensor, self._experts(tensor))
+            elif isinstance(tensor, JoinedTensor | JoinedRows):
                 self._join(tensor)
             else:
                 self._add(tensor)
@@ -103,18 +130,38 @@ class GgufFiles:
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return what all tensors need if their codes stay; others are of `dtype`."""
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
-        plain += sum(weight.shape.numel() for weight in self.experts.values())
-        codes = sum(
-            weight.shape.numel() * weight.kind.bits // 8 for weight in self.weights.values()
-        )
+        plain += sum(one.shape.numel() for one in self.whole.values() if not one.experts)
+        parts = (part for one in self.whole.values() for own in one.experts for part in own)
+        coded = chain(self.weights.values(), parts)
+        codes = sum(weight.shape.numel() * weight.kind.bits // 8 for weight in coded)
         return plain * dtype.itemsize + codes
 
     def plain_slices(self) -> dict[str, Any]:
         """Return slices of the tensors that are not in codes."""
         return {name: _PlainSlice(self._file, self._named[name]) for name in self.plain}
 
-    def _join(self, tensor: JoinedTensor) -> None:
-        self.experts[tensor.name] = JoinedWeight(self._file, tensor)
+    def _experts(self, tensor: JoinedRows) -> tuple[Parts, ...]:
+        """Return the weights in codes that the rows of each expert are, or those of a matrix."""
+        is_stack = len(tensor.shape) == 3
+        experts = []
+        for number in range(tensor.shape[0] if is_stack else 1):
+            name = f"{tensor.name}.{number}" if is_stack else tensor.name
+            parts: Parts = tuple(
+                BlocksWeight(
+                    self._file,
+                    NamedTensor(f"{name}.{entry.name}", entry, number if is_stack else None),
+                    code_kind(TensorType(entry.type)),
+                    self.report,
+                )
+                for entry in tensor.entries
+            )
+            if tensor.order is not None:
+                parts = (OrderedRows(name, parts, tensor.order),)
+            experts.append(parts)
+        return tuple(experts)
+
+    def _join(self, tensor: JoinedTensor | JoinedRows) -> None:
+        self.whole[tensor.name] = JoinedWeight(self._file, tensor)
         types = {entry.type for entry in tensor.entries} - PLAIN.keys()
         if types:
             kind = type_name(max(types))
@@ -124,7 +171,7 @@ class GgufFiles:
         name, path = tensor.name, self._file.header.files[tensor.entry.file].path
         number = tensor.entry.type
         is_matrix = len(tensor.shape) == 2 and name.endswith(".weight")
-        if number not in READ and is_matrix:
+        if number not in READ and is_matrix and tensor.change.values is None:
             layer, kind = name.removesuffix(".weight"), type_name(number)
             self.report.add(layer, kind, "no kernel reads its codes")
             self.plain[name] = StoredTensor(path.name, "F32", tensor.shape)
@@ -135,7 +182,7 @@ class GgufFiles:
             self.plain[name] = StoredTensor(path.name, type.name, tensor.shape)
             self._named[name] = tensor
             return
-        if type is None or not is_matrix:
+        if type is None or not is_matrix or tensor.change.values is not None:
             raise CheckpointError(
                 f"{path}: {tensor.entry.name} is stored as {type_name(number)}, and only matrices"
                 " of weights can be"

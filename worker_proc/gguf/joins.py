@@ -8,8 +8,9 @@ import torch
 from worker_proc.errors import CheckpointError
 from worker_proc.gguf.header import TensorEntry
 from worker_proc.gguf.mapped import PLAIN, MappedFiles
+from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
-from worker_proc.gguf.types import type_name
+from worker_proc.gguf.types import READ, type_name
 
 
 class Join(NamedTuple):
@@ -48,13 +49,79 @@ class JoinedTensor(NamedTuple):
         return weight
 
 
-def join_tensors(header: Header, layer: str, how: Join) -> JoinedTensor:
+class Rows(NamedTuple):
+    """A weight with the rows of several tensors of a layer, one tensor below the other.
+
+    Those of experts have the matrices of all. Its codes stay.
+    """
+
+    target: str
+    """The name of the weight within its layer."""
+    parts: tuple[str, ...]
+    """The names of the tensors within their layer."""
+    whole: str = ""
+    """The tensor that is the weight itself in some files, in place of its parts."""
+    order: Callable[[Metadata], torch.Tensor] | None = None
+    """Returns which of all rows, as they lie in the parts, stands at each place."""
+
+
+class JoinedRows(NamedTuple):
+    """A weight with the rows of several tensors."""
+
+    name: str
+    entries: tuple[TensorEntry, ...]
+    order: torch.Tensor | None
+    shape: tuple[int, ...]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether kernels can read all of it: rows in another order must be of one type."""
+        types = {entry.type for entry in self.entries}
+        return types <= READ - PLAIN.keys() and (self.order is None or len(types) == 1)
+
+    def read(self, file: MappedFiles, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`."""
+        weight = torch.empty(self.shape, dtype=dtype)
+        matrices = weight if len(self.shape) == 3 else weight[None]
+        for number, matrix in enumerate(matrices):
+            rows = torch.cat([file.read_values(entry.name, number) for entry in self.entries])
+            matrix.copy_(rows if self.order is None else rows[self.order])
+        return weight
+
+
+def join_rows(header: Header, layer: str, how: Rows) -> JoinedRows:
     """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined."""
-    names = [f"blk.{layer}.{part}" for part in how.parts]
+    is_whole = f"blk.{layer}.{how.whole}" in header.tensors
+    entries = _entries(header, layer, (how.whole,) if is_whole else how.parts)
+    shapes = [entry.shape for entry in entries]
+    if len({(len(shape), *shape[:-2], shape[-1]) for shape in shapes}) > 1 or len(shapes[0]) < 2:
+        raise _misfit(header, entries)
+    num_rows = sum(shape[-2] for shape in shapes)
+    order = None if how.order is None else how.order(Metadata(header))
+    if order is not None and len(order) != num_rows:
+        raise _misfit(header, entries)
+    shape = (*shapes[0][:-2], num_rows, shapes[0][-1])
+    return JoinedRows(f"model.layers.{layer}.{how.target}", entries, order, shape)
+
+
+def _entries(header: Header, layer: str, parts: Sequence[str]) -> tuple[TensorEntry, ...]:
+    names = [f"blk.{layer}.{part}" for part in parts]
     missing = next((name for name in names if name not in header.tensors), None)
     if missing is not None:
         raise CheckpointError(f"{header.path} misses {missing}")
-    entries = tuple(header.tensors[name] for name in names)
+    return tuple(header.tensors[name] for name in names)
+
+
+def _misfit(header: Header, entries: Sequence[TensorEntry]) -> CheckpointError:
+    return CheckpointError(
+        f"{header.path}: {' and '.join(entry.name for entry in entries)} have the shapes"
+        f" {' and '.join(str(list(entry.shape)) for entry in entries)}, which do not fit together"
+    )
+
+
+def join_tensors(header: Header, layer: str, how: Join) -> JoinedTensor:
+    """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined."""
+    entries = _entries(header, layer, how.parts)
     for entry in entries:
         if len(entry.shape) < 3 and entry.type not in PLAIN:
             raise CheckpointError(
@@ -66,10 +133,7 @@ def join_tensors(header: Header, layer: str, how: Join) -> JoinedTensor:
         count = _equal([shape[0] for shape in shapes])
         of_one = how.join(*(torch.empty(shape[1:], device="meta") for shape in shapes)).shape
     except (RuntimeError, ValueError, IndexError) as error:
-        raise CheckpointError(
-            f"{header.path}: {' and '.join(names)} have the shapes"
-            f" {' and '.join(str(list(shape)) for shape in shapes)}, which do not fit together"
-        ) from error
+        raise _misfit(header, entries) from error
     shape = (count * of_one[0], *of_one[1:]) if how.flat else (count, *of_one)
     return JoinedTensor(f"model.layers.{layer}.{how.target}", entries, how, shape)
 
@@ -95,6 +159,15 @@ def _keys_and_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat((keys.mT, values))
 
 
+EXPERT_ROWS = (
+    Rows(
+        "mlp.experts.gate_up_proj",
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        whole="ffn_gate_up_exps.weight",
+    ),
+    Rows("mlp.experts.down_proj", ("ffn_down_exps.weight",)),
+)
+"""Of mixtures whose checkpoints have the weights of all experts in one tensor."""
 GPT_OSS = (
     Join("mlp.experts.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _alternate),
     Join("mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _alternate),

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from worker_proc.errors import CheckpointError
-from worker_proc.gguf.architectures import Architecture
+from worker_proc.gguf.architecture import Architecture
+from worker_proc.gguf.changes import UNCHANGED, Change, as_channels, as_matrix, pairs_to_halves
 from worker_proc.gguf.config_tensors import IN_CONFIG
 from worker_proc.gguf.header import TensorEntry
-from worker_proc.gguf.joins import JoinedTensor, join_tensors
+from worker_proc.gguf.joins import Join, JoinedRows, JoinedTensor, Rows, join_rows, join_tensors
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import Header
 
@@ -33,9 +34,13 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+(?:\.\w+)?)\.(weight|bias)")
-_CHANNELS = "shortconv.conv"
+_NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+(?:\.\w+)??)(?:\.(weight|bias|scale))?")
+_CHANNELS = frozenset({"shortconv.conv", "ssm_conv1d"})
 """The kernels of a convolution of each channel, which has one input."""
+_GATES, _FACTORS = "ffn_gate_exps", "ffn_up_exps"
+_FUSED_EXPERTS = "ffn_gate_up_exps.weight"
+_SHARED_GATE = "ffn_gate_inp_shexp"
+"""Of one row, which older files have as a vector."""
 _MAX_EXPERTS = 4096
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
@@ -47,45 +52,38 @@ class NamedTensor(NamedTuple):
     entry: TensorEntry
     matrix: int | None = None
     """Of a tensor with those of all experts."""
-    order: torch.Tensor | None = None
-    """int64: the row of the file that stands at each place."""
-    offset: float = 0.0
-    """What has been added to the values."""
-    has_channels: bool = False
-    """Whether each row is the kernel of a channel."""
+    change: Change = UNCHANGED
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.has_channels:
-            return (self.entry.shape[0], 1, *self.entry.shape[1:])
-        return self.entry.shape if self.matrix is None else self.entry.shape[1:]
+        stored = self.entry.shape if self.matrix is None else self.entry.shape[1:]
+        return self.change.shape(stored)
 
 
 def named_tensors(
     header: Header, architecture: Architecture
-) -> Iterator[NamedTensor | JoinedTensor]:
+) -> Iterator[NamedTensor | JoinedTensor | JoinedRows]:
     """Yield what a checkpoint has; raises CheckpointError for a tensor without a meaning."""
-    names = _LAYER | dict(architecture.names)
-    joins = {part: how for how in architecture.joins for part in how.parts}
+    names, top = _LAYER | dict(architecture.names), _TOP | dict(architecture.top)
+    joins = {part: how for how in architecture.joins for part in (*how.parts, how.whole) if part}
     num_layers = architecture.num_layers(Metadata(header))
+    changes = architecture.changes(Metadata(header))
     for entry in header.tensors.values():
         if entry.name in IN_CONFIG:
             continue
         found = _NAME.fullmatch(entry.name)
-        layer, part, leaf = found.groups() if found is not None else (None, "", "")
-        if layer is not None and int(layer) >= num_layers and architecture.drops_drafts:
+        layer, part, leaf = found.groups("") if found is not None else ("", "", "")
+        own = f"{part}.{leaf}" if leaf else part
+        if layer and int(layer) >= num_layers and architecture.drops_drafts:
             continue
-        how = joins.get(f"{part}.{leaf}") if layer is not None else None
-        if layer is not None and how is not None:
-            if how.of_experts:
-                _check_num_experts(header, entry)
-            if f"blk.{layer}.{how.whole}" in header.tensors:
-                continue
-            joined = join_tensors(header, layer, how)
-            if entry is joined.entries[0]:
-                yield joined
+        how = joins.get(own) if layer else None
+        if isinstance(how, Rows) or (how is not None and own != how.whole):
+            yield from _joined(header, layer, entry, how)
             continue
-        full = _full_name(names, layer, part, leaf)
+        if layer and own == _FUSED_EXPERTS and _GATES in names:
+            yield from _fused_experts(header, layer, entry, names)
+            continue
+        full = _full_name(names if layer else top, layer, part, leaf)
         if full is None:
             raise CheckpointError(
                 f"{header.path} has {entry.name[:100]}, which {header.architecture} does not use"
@@ -95,21 +93,61 @@ def named_tensors(
             for number in range(entry.shape[0]):
                 yield NamedTensor(full.format(number), entry, number)
             continue
-        order = _row_order(header, entry, part) if architecture.permutes else None
-        offset = architecture.norm_offset if part.endswith("norm") else 0.0
-        yield NamedTensor(full, entry, None, order, offset, has_channels=part == _CHANNELS)
+        change = changes.get(own) if layer else None
+        change = change or _change(header, architecture, part, entry)
+        _check_order(header, entry, change)
+        yield NamedTensor(full, entry, None, change)
 
 
-def _full_name(names: Mapping[str, str], layer: str | None, part: str, leaf: str) -> str | None:
+def _joined(
+    header: Header, layer: str, entry: TensorEntry, how: Join | Rows
+) -> Iterator[JoinedTensor | JoinedRows]:
+    """Yield the weight that a tensor is a part of, if it is the first part."""
+    if isinstance(how, Rows):
+        if len(entry.shape) == 3:
+            _check_num_experts(header, entry)
+        rows = join_rows(header, layer, how)
+        if entry not in rows.entries:
+            raise CheckpointError(
+                f"{header.path} has {rows.entries[0].name} and, beside it, {entry.name}"
+            )
+        if entry is rows.entries[0]:
+            yield rows
+        return
+    if how.of_experts:
+        _check_num_experts(header, entry)
+    if f"blk.{layer}.{how.whole}" in header.tensors:
+        return
+    joined = join_tensors(header, layer, how)
+    if entry is joined.entries[0]:
+        yield joined
+
+
+def _fused_experts(
+    header: Header, layer: str, entry: TensorEntry, names: Mapping[str, str]
+) -> Iterator[NamedTensor]:
+    """Yield gates and factors of experts, which some files have one below the other."""
+    _check_experts(header, entry)
+    num_rows = entry.shape[1]
+    if num_rows % 2:
+        raise CheckpointError(
+            f"{header.path}: {entry.name} has {num_rows} rows for each expert, which are not gates"
+            " and as many factors"
+        )
+    halves = torch.arange(num_rows).view(2, -1)
+    for number in range(entry.shape[0]):
+        for part, rows in zip((_GATES, _FACTORS), halves, strict=True):
+            full = f"model.layers.{layer}.{names[part].format(number)}.weight"
+            yield NamedTensor(full, entry, number, Change(rows=rows))
+
+
+def _full_name(names: Mapping[str, str], layer: str, part: str, leaf: str) -> str | None:
     """Return the name of a tensor in a checkpoint; None: it has no meaning."""
-    if layer is None:
-        target = _TOP.get(part)
-        return None if target is None else f"{target}.{leaf}"
-    whole = names.get(f"{part}.{leaf}")
-    if whole is not None:
-        return f"model.layers.{layer}.{whole}"
-    target = names.get(part)
-    return None if target is None else f"model.layers.{layer}.{target}.{leaf}"
+    before = f"model.layers.{layer}." if layer else ""
+    own = f"{part}.{leaf}" if leaf else part
+    if own in names:
+        return before + names[own]
+    return f"{before}{names[part]}.{leaf}" if part in names else None
 
 
 def _check_experts(header: Header, entry: TensorEntry) -> None:
@@ -137,10 +175,16 @@ def _check_num_experts(header: Header, entry: TensorEntry) -> None:
         )
 
 
-def _row_order(header: Header, entry: TensorEntry, part: str) -> torch.Tensor | None:
-    """Return the order of rows of queries and keys: halves of heads, of interleaved pairs."""
-    if part not in _PERMUTED:
-        return None
+def _change(header: Header, architecture: Architecture, part: str, entry: TensorEntry) -> Change:
+    """Return what is done with a tensor of which its architecture states nothing."""
+    if part in _CHANNELS and len(entry.shape) == 2:
+        return Change(values=as_channels)
+    if part == _SHARED_GATE and len(entry.shape) == 1:
+        return Change(values=as_matrix)
+    if architecture.norm_offset and part.endswith("norm"):
+        return Change(values=lambda norm: norm - architecture.norm_offset)
+    if not architecture.permutes or part not in _PERMUTED:
+        return UNCHANGED
     metadata = Metadata(header)
     num_heads = metadata.integer(_PERMUTED[part], metadata.integer("attention.head_count"))
     num_rows = entry.shape[0]
@@ -149,4 +193,14 @@ def _row_order(header: Header, entry: TensorEntry, part: str) -> torch.Tensor | 
             f"{header.path}: {entry.name} has {num_rows} rows, which are not pairs of"
             f" {num_heads} heads"
         )
-    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    return Change(rows=pairs_to_halves(num_rows, num_heads))
+
+
+def _check_order(header: Header, entry: TensorEntry, change: Change) -> None:
+    """Raise CheckpointError for rows or columns that are not as many as are put in order."""
+    for what, order, place in (("rows", change.rows, 0), ("columns", change.inputs, -1)):
+        if order is not None and len(order) != entry.shape[place]:
+            raise CheckpointError(
+                f"{header.path}: {entry.name} has {entry.shape[place]} {what} instead of"
+                f" {len(order)}"
+            )

@@ -221,7 +221,7 @@ def rehearse(checked: CheckedModel) -> PreTrainedModel:
     }
     if files is not None:
         shapes |= {name: weight.shape for name, weight in files.weights.items()}
-        shapes |= {name: experts.shape for name, experts in files.experts.items()}
+        shapes |= {name: whole.shape for name, whole in files.whole.items()}
     tensors = {
         name: torch.empty(tuple(shape), dtype=dtype, device=meta) for name, shape in shapes.items()
     }

@@ -13,7 +13,8 @@ from torch import nn
 
 from worker_proc.native.kernels import Matrices, NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
-from worker_proc.quantization.coded_tensor import CodedTensor, Parts
+from worker_proc.quantization.coded_tensor import CodedTensor
+from worker_proc.quantization.files import Parts
 from worker_proc.quantization.packing import (
     CannotJoin,
     can_take_codes,

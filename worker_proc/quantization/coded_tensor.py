@@ -12,13 +12,11 @@ from typing import Any, cast
 
 import torch
 
-from worker_proc.quantization.files import CodedWeight
+from worker_proc.quantization.files import CodedWeight, Parts
 from worker_proc.quantization.selection import with_inputs, with_outputs
 from worker_proc.quantization.weight import QuantizedWeight, can_join, join_outputs
 
 _aten = torch.ops.aten
-Parts = tuple[CodedWeight, ...]
-"""Weights whose outputs lie one after another."""
 
 
 class CodedTensor(torch.Tensor):
@@ -142,8 +140,9 @@ def _flat(nested: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
 class CodedSlice:
     """A weight that the loader takes without reading it, by the slice of all of it."""
 
-    def __init__(self, stored: CodedWeight, dtype: torch.dtype) -> None:
-        self._stored, self._dtype = stored, dtype
+    def __init__(self, experts: tuple[Parts, ...], dtype: torch.dtype, *, dim: int) -> None:
+        """Take what `CodedTensor` takes."""
+        self._experts, self._dtype, self._dim = experts, dtype, dim
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return CodedTensor(((self._stored,),), self._dtype, dim=2)
+        return CodedTensor(self._experts, self._dtype, dim=self._dim)

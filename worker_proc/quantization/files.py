@@ -44,24 +44,30 @@ class CodedWeight(Protocol):
         """Read the codes and their scales; raises CheckpointError."""
 
 
+Parts = tuple[CodedWeight, ...]
+"""Weights whose outputs lie one after another."""
+
+
 class WholeWeight(Protocol):
     """A weight of some dimensions that is dequantized when it is read."""
 
     shape: torch.Size
+    experts: tuple[Parts, ...]
+    """The weights in codes of each expert, or of the one matrix; none: its codes do not stay."""
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`; raises CheckpointError."""
 
 
 class WeightFiles(Protocol):
-    """The files of a checkpoint: weights of layers in codes, those of experts, other tensors."""
+    """The files of a checkpoint: weights of layers in codes, those of more, other tensors."""
 
     report: CodesReport
     plain: dict[str, StoredTensor]
 
     @property
-    def experts(self) -> Mapping[str, WholeWeight]:
-        """Weights that are not one layer's, such as those of all experts of a mixture."""
+    def whole(self) -> Mapping[str, WholeWeight]:
+        """Weights that are not one stored matrix, such as those of all experts of a mixture."""
 
     @property
     def weights(self) -> Mapping[str, CodedWeight]:
@@ -121,6 +127,8 @@ class DenseWeight:
 class StoredExperts:
     """The weight of all experts of a mixture, in its files."""
 
+    experts: tuple[Parts, ...] = ()
+
     def __init__(
         self, name: str, scheme: StackedScheme, shape: tuple[int, ...], slices: Mapping[str, Any]
     ) -> None:
@@ -137,8 +145,8 @@ class StoredExperts:
             raise CheckpointError(f"{self.name} {error}") from error
 
 
-class DenseExperts:
-    """Experts that are dequantized when they are read, by the slice of all of them."""
+class DenseWhole:
+    """A whole weight that is dequantized when it is read, by the slice of all of it."""
 
     def __init__(self, stored: WholeWeight, dtype: torch.dtype) -> None:
         self._stored, self._dtype = stored, dtype
@@ -159,7 +167,7 @@ class QuantizedFiles:
         self._open: dict[str, Any] = {}
         self.weights: dict[str, StoredWeight] = {}
         """By the names that plain weights would have."""
-        self.experts: dict[str, StoredExperts] = {}
+        self.whole: dict[str, StoredExperts] = {}
         """Likewise, those of all experts of a mixture."""
         self.plain: dict[str, StoredTensor] = {}
         layers = _layers(stored, format)
@@ -193,7 +201,7 @@ class QuantizedFiles:
             except ValueError as error:
                 raise CheckpointError(f"{self._directory}: {weight} {error}") from error
             slices = {end: self._slice(weight + end, tensor) for end, tensor in own.items()}
-            self.experts[weight] = StoredExperts(weight, scheme, shape, slices)
+            self.whole[weight] = StoredExperts(weight, scheme, shape, slices)
             self.report.add(weight, self.report.method, "no kernel reads the codes of its experts")
             used |= {weight + end for end in own}
         return used
@@ -201,7 +209,7 @@ class QuantizedFiles:
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return what all tensors need if their codes stay; others are of `dtype`."""
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
-        plain += sum(experts.shape.numel() for experts in self.experts.values())
+        plain += sum(experts.shape.numel() for experts in self.whole.values())
         weights = self.weights.values()
         codes = sum(weight.shape.numel() * weight.kind.bits // 8 for weight in weights)
         return plain * dtype.itemsize + codes

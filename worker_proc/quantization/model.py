@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from worker_proc.quantization.coded_tensor import CodedSlice
-from worker_proc.quantization.files import DenseExperts, DenseWeight, WeightFiles
+from worker_proc.quantization.files import DenseWeight, DenseWhole, WeightFiles
 
 
 def load_quantized(
@@ -25,11 +25,12 @@ def load_quantized(
     `keeps_codes` weights in codes are not read: they are `CodedTensor`.
     """
     weights = files.plain_slices()
-    as_slice = CodedSlice if keeps_codes else DenseWeight
     for name, stored in files.weights.items():
-        weights[name] = as_slice(stored, dtype)
-    for name, experts in files.experts.items():
-        weights[name] = DenseExperts(experts, dtype)
+        coded = CodedSlice(((stored,),), dtype, dim=2)
+        weights[name] = coded if keeps_codes else DenseWeight(stored, dtype)
+    for name, whole in files.whole.items():
+        coded = CodedSlice(whole.experts, dtype, dim=len(whole.shape))
+        weights[name] = coded if keeps_codes and whole.experts else DenseWhole(whole, dtype)
     model, info = load_state(skeleton, weights, dtype, options)
     if (Path(directory) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)

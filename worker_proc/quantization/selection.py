@@ -89,6 +89,39 @@ def select_inputs(weight: QuantizedWeight, inputs: range) -> QuantizedWeight:
     )
 
 
+def reorder_inputs(weight: QuantizedWeight, inputs: torch.Tensor) -> QuantizedWeight:
+    """Return a weight with its inputs in an order, and their groups with them.
+
+    Numbers of groups stay multiples only where whole sections are moved.
+    """
+    groups = _group_of(weight)[inputs]
+    firsts = groups[:: weight.group_size]
+    is_whole = torch.equal(groups, firsts.repeat_interleave(weight.group_size)[: len(groups)])
+    weight = weight._replace(codes=weight.codes[:, inputs])
+    if not is_whole:
+        return weight._replace(order=groups)
+    scales, lows = weight.scale_multiples, weight.minimum_multiples
+    return weight._replace(
+        scales=weight.scales[:, firsts],
+        zeros=weight.zeros[:, firsts],
+        minimums=None if weight.minimums is None else weight.minimums[:, firsts],
+        order=None,
+        scale_multiples=None if scales is None else _sections_of(scales, firsts),
+        minimum_multiples=None if lows is None else _sections_of(lows, firsts),
+    )
+
+
+def _sections_of(numbers: Multiples, groups: torch.Tensor) -> Multiples | None:
+    """Return the numbers of groups in an order as multiples; None: sections are taken apart."""
+    per_section = numbers.codes.shape[1] // numbers.units.shape[1]
+    sections = groups[::per_section] // per_section
+    starts = sections * per_section
+    whole = starts.repeat_interleave(per_section) + torch.arange(len(groups)) % per_section
+    if not torch.equal(groups, whole):
+        return None
+    return Multiples(numbers.codes[:, groups], numbers.units[:, sections])
+
+
 def _group_of(weight: QuantizedWeight) -> torch.Tensor:
     """Return the group of each input, `[num_inputs]`."""
     if weight.order is not None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -198,8 +199,9 @@ def _check(
 def _check_parts(checked: CheckedModel, num_shares: int, progress: ReportProgress) -> None:
     """Check that ranks can have parts of a model; its report states the kinds of all its codes."""
     if checked.files is not None:
-        weights = checked.files.weights.values()
-        checked.files.report.state(weight.kind.value for weight in weights)
+        files = checked.files
+        parts = (part for one in files.whole.values() for own in one.experts for part in own)
+        files.report.state(weight.kind.value for weight in chain(files.weights.values(), parts))
     if num_shares > 1:
         check_division(checked, Share(0, num_shares))
         if checked.device.type != "cpu":  # where no other part is computed by the kernels

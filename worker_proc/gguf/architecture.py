@@ -1,0 +1,145 @@
+"""How files of an architecture become checkpoints, and what configurations have in common."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from worker_proc.gguf.changes import Change
+from worker_proc.gguf.joins import Join, Rows
+from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.metadata import Metadata
+
+Config = dict[str, Any]
+NORMALIZED = "expert_weights_norm"
+GATING = "expert_gating_func"
+SOFTMAX, SIGMOID = 1, 2
+KV_HEADS = "attention.head_count_kv"
+_GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
+_DRAFTS = "nextn_predict_layers"
+_WINDOW_PATTERN = "attention.sliding_window_pattern"
+
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+ROUTED = EXPERTS | {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+NORM_BEHIND = {"post_attention_norm": "post_attention_layernorm"}
+
+
+class Architecture(NamedTuple):
+    """How files of an architecture become a checkpoint of transformers."""
+
+    model_type: str
+    model_class: str
+    own_config: Callable[[Metadata, MappedFiles], Config]
+    """Returns what its configuration has beside what all have in common."""
+    names: Mapping[str, str] = {}
+    """Parts of names of tensors beside, or instead of, those that all have in common.
+
+    A part with `.weight`, `.bias` or `.scale` stands for a whole name within a layer, and so does
+    one of a tensor whose name has no such end.
+    """
+    permutes: bool = False
+    """Whether rows of queries and keys lie in pairs that are rotated together."""
+    norm_offset: float = 0.0
+    """What has been added to the weights of norms."""
+    joins: tuple[Join | Rows, ...] = ()
+    """Weights that are several tensors."""
+    changes: Callable[[Metadata], Mapping[str, Change]] = lambda metadata: {}
+    """Returns what is done with tensors of layers, by their names within the layer."""
+    top: Mapping[str, str] = {}
+    """Names of tensors beside those of layers, where they are not the usual ones."""
+    drops_drafts: bool = False
+    """Whether layers that draft tokens, behind the others, are left out."""
+
+    def num_layers(self, metadata: Metadata) -> int:
+        """Return the layers of the model."""
+        count = metadata.integer("block_count")
+        num_drafts = metadata.integer(_DRAFTS, 0, least=0) if self.drops_drafts else 0
+        if num_drafts >= count:
+            raise metadata.unsupported(_DRAFTS, f"less than {count}, the number of all layers")
+        return count - num_drafts
+
+
+def rotated_heads(metadata: Metadata) -> Config:
+    """Return the size of heads of which every value is rotated."""
+    size = metadata.head_size()
+    if metadata.integer("rope.dimension_count", size) != size:
+        raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
+    return {"head_dim": size}
+
+
+def has_tensor(file: MappedFiles, tensor: str) -> bool:
+    """Return whether the first layer has a tensor."""
+    return f"blk.0.{tensor}" in file.header.tensors
+
+
+def has_bias(file: MappedFiles, part: str) -> bool:
+    return has_tensor(file, f"{part}.bias")
+
+
+def llama_config(metadata: Metadata, file: MappedFiles) -> Config:
+    biases = {"attention_bias": has_bias(file, "attn_q"), "mlp_bias": has_bias(file, "ffn_up")}
+    return rotated_heads(metadata) | biases
+
+
+def used_experts(metadata: Metadata) -> Config:
+    return {"num_experts_per_tok": metadata.integer("expert_used_count")}
+
+
+def window_layers(metadata: Metadata, interval: int) -> Config:
+    """Return the kinds of layers: of `interval` ones the last has no window, or as stated."""
+    count = metadata.integer("block_count")
+    stated = metadata.get(_WINDOW_PATTERN)
+    if isinstance(stated, list):
+        has_window = stated
+        if len(stated) != count or not all(isinstance(one, bool) for one in stated):
+            raise metadata.unsupported(_WINDOW_PATTERN, f"true or false for each of {count} layers")
+    else:
+        interval = metadata.integer(_WINDOW_PATTERN, interval)
+        has_window = [number % interval < interval - 1 for number in range(count)]
+    kinds = ["sliding_attention" if one else "full_attention" for one in has_window]
+    return {"layer_types": kinds}
+
+
+def routed(metadata: Metadata) -> Config:
+    """Return what mixtures with shared experts have, as DeepSeek names it."""
+    num_experts = metadata.integer("expert_count")
+    num_groups = metadata.integer(_GROUPS, 0, least=0) or 1
+    num_used = metadata.integer(_USED_GROUPS, 0, least=0) or 1
+    if num_experts % num_groups:
+        raise metadata.unsupported(_GROUPS, f"a number that divides {num_experts} experts")
+    if num_used > num_groups:
+        raise metadata.unsupported(_USED_GROUPS, f"at most {num_groups}, the number of all groups")
+    return {
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "n_routed_experts": num_experts,
+        "n_shared_experts": metadata.integer("expert_shared_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=False),
+        "n_group": num_groups,
+        "topk_group": num_used,
+    }
+
+
+def qwen_experts(metadata: Metadata) -> Config:
+    return used_experts(metadata) | {
+        "num_experts": metadata.integer("expert_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }

@@ -1,0 +1,193 @@
+"""Files of Qwen's models with gated DeltaNet: Qwen3-Next and Qwen3.5."""
+
+from collections.abc import Mapping
+
+import torch
+
+from worker_proc.gguf.architecture import (
+    EXPERTS,
+    NORM_BEHIND,
+    SHARED,
+    Architecture,
+    Config,
+    qwen_experts,
+)
+from worker_proc.gguf.changes import UNCHANGED, Change, as_channels, logarithm
+from worker_proc.gguf.joins import Rows
+from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.rotary import rope_parameters
+
+_INTERVAL = "full_attention_interval"
+_RECURRENT = "attention.recurrent_layers"
+_STATE, _INNER = "ssm.state_size", "ssm.inner_size"
+_KEY_HEADS, _VALUE_HEADS = "ssm.group_count", "ssm.time_step_rank"
+_SECTIONS = "rope.dimension_sections"
+
+
+def _linear(metadata: Metadata) -> Config:
+    """Return the sizes of heads of DeltaNet, whose keys and values are equally long."""
+    size = metadata.integer(_STATE)
+    num_keys, num_values = metadata.integer(_KEY_HEADS), metadata.integer(_VALUE_HEADS)
+    if num_values % num_keys:
+        raise metadata.unsupported(_VALUE_HEADS, f"a multiple of {_KEY_HEADS}, {num_keys}")
+    if metadata.integer(_INNER) != size * num_values:
+        raise metadata.unsupported(_INNER, f"{size * num_values}, the values of all heads")
+    return {
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "linear_num_key_heads": num_keys,
+        "linear_num_value_heads": num_values,
+    }
+
+
+def _layer_types(metadata: Metadata, num_layers: int) -> list[str]:
+    """Return the kinds of layers: as stated, or the last of each `_INTERVAL` ones attends."""
+    stated = metadata.get(_RECURRENT)
+    interval = metadata.integer(_INTERVAL, 4)
+    if stated is None:
+        stated = [(number + 1) % interval != 0 for number in range(num_layers)]
+    is_list = isinstance(stated, list) and len(stated) >= num_layers
+    if not is_list or not all(isinstance(one, bool) for one in stated[:num_layers]):
+        raise metadata.unsupported(_RECURRENT, f"true or false for each of {num_layers} layers")
+    return ["linear_attention" if one else "full_attention" for one in stated[:num_layers]]
+
+
+def _common(metadata: Metadata, file: MappedFiles) -> Config:
+    size = metadata.head_size()
+    rope = rope_parameters(metadata, file)
+    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
+    num_layers = QWEN35.num_layers(metadata)
+    return {
+        "head_dim": size,
+        "rope_parameters": rope,
+        "layer_types": _layer_types(metadata, num_layers),
+        "attention_bias": False,
+        **_linear(metadata),
+    }
+
+
+def _qwen35(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return the configuration of a model of texts, whose three rows of positions are equal."""
+    config = _common(metadata, file)
+    sections = metadata.get(_SECTIONS)
+    is_list = isinstance(sections, list) and len(sections) in (3, 4)
+    num_angles = metadata.integer("rope.dimension_count", config["head_dim"]) // 2
+    if not is_list or not all(type(one) is int for one in sections) or sum(sections) != num_angles:
+        raise metadata.unsupported(_SECTIONS, f"a list of numbers whose sum is {num_angles}")
+    config["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+    return config
+
+
+def _experts(metadata: Metadata) -> Config:
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    return qwen_experts(metadata) | {
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen35moe(metadata: Metadata, file: MappedFiles) -> Config:
+    return _qwen35(metadata, file) | _experts(metadata)
+
+
+def _qwen3next(metadata: Metadata, file: MappedFiles) -> Config:
+    return _common(metadata, file) | _experts(metadata)
+
+
+def _of_heads(metadata: Metadata, size: int) -> torch.Tensor:
+    """Return where values of heads lie in a file: heads that share a key are not neighbours."""
+    num_keys, num_values = metadata.integer(_KEY_HEADS), metadata.integer(_VALUE_HEADS)
+    places = torch.arange(num_values * size)
+    return places.view(num_values // num_keys, num_keys, size).transpose(0, 1).flatten()
+
+
+def _behind_keys(metadata: Metadata) -> torch.Tensor:
+    """Return the order of queries, keys and values, of which values are in the order of heads."""
+    size = metadata.integer(_STATE)
+    num_before = 2 * size * metadata.integer(_KEY_HEADS)
+    return torch.cat((torch.arange(num_before), num_before + _of_heads(metadata, size)))
+
+
+def _next_changes(metadata: Metadata) -> Mapping[str, Change]:
+    return {"ssm_a": Change(values=logarithm), "ssm_norm.weight": UNCHANGED}
+
+
+def _changes(metadata: Metadata) -> Mapping[str, Change]:
+    heads, values = _of_heads(metadata, 1), _of_heads(metadata, metadata.integer(_STATE))
+    mixed = _behind_keys(metadata)
+    return {
+        "attn_qkv.weight": Change(rows=mixed),
+        "attn_gate.weight": Change(rows=values),
+        "ssm_conv1d.weight": Change(rows=mixed, values=as_channels),
+        "ssm_beta.weight": Change(rows=heads),
+        "ssm_alpha.weight": Change(rows=heads),
+        "ssm_a": Change(rows=heads, values=logarithm),
+        "ssm_dt.bias": Change(rows=heads),
+        "ssm_norm.weight": UNCHANGED,
+        "ssm_out.weight": Change(inputs=values),
+    }
+
+
+def _by_key_heads(metadata: Metadata) -> torch.Tensor:
+    """Return the order in which each head of keys has its query, key, values and gates."""
+    size, num_keys = metadata.integer(_STATE), metadata.integer(_KEY_HEADS)
+    num_values = metadata.integer(_VALUE_HEADS)
+    counts = (num_keys * size, num_keys * size, num_values * size, num_values * size)
+    parts = torch.arange(sum(counts)).split(counts)
+    return torch.cat([part.view(num_keys, -1) for part in parts], 1).flatten()
+
+
+_NAMES = NORM_BEHIND | {
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN35 = _NAMES | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+}
+_QKVZ = Rows(
+    "linear_attn.in_proj_qkvz.weight",
+    ("attn_qkv.weight", "attn_gate.weight"),
+    order=_by_key_heads,
+)
+QWEN35 = Architecture(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    _qwen35,
+    _QWEN35,
+    norm_offset=1.0,
+    changes=_changes,
+    drops_drafts=True,
+)
+QWEN35MOE = Architecture(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    _qwen35moe,
+    _QWEN35 | EXPERTS | SHARED,
+    norm_offset=1.0,
+    changes=_changes,
+    drops_drafts=True,
+)
+QWEN3NEXT = Architecture(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    _qwen3next,
+    _NAMES
+    | EXPERTS
+    | SHARED
+    | {
+        "ssm_in": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+    },
+    norm_offset=1.0,
+    joins=(_QKVZ,),
+    changes=_next_changes,
+    drops_drafts=True,
+)
