@@ -22,16 +22,12 @@ from tests.worker.test_speculation import Oracle
 from tests.worker.test_stages import SAMPLED, Stages
 from worker_proc.drafting import repetitions
 from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.passages import Passage
 from worker_proc.parallel import mlp_division
 from worker_proc.parallel.pipe import StagePipe
 from worker_proc.runner import Runner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
-_REFUSED = {
-    "zamba": "is not in a list of layers with the others",
-    "zamba2": "is not in a list of layers with the others",
-}
-"""Architectures that cannot be divided into stages, and why."""
 _BY_DEFAULT = ("qwen3_next", "bamba", "lfm2", "rwkv")
 SLOW = pytest.mark.slow
 DRAFTING = {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
@@ -40,14 +36,15 @@ DRAFTING = {"num_speculative_tokens": NUM_DRAFTS, "adaptive_speculation": False}
 def deep(name: str, **changes: Any) -> Callable[[], PretrainedConfig]:
     """Return what makes a configuration with twice the layers, so that each stage has all kinds.
 
-    Those that have no stages keep their layers.
+    Those with shared attention keep their layers: in more of them tokens that transformers makes
+    with a cache are other ones than without.
     """
 
     def config() -> PretrainedConfig:
         one = BY_NAME[name].config()
         values = one.to_dict() | changes
         for key in ("num_hidden_layers", "layer_types", "mlp_layer_types"):
-            if key in values and name not in _REFUSED:
+            if key in values and name not in ("zamba", "zamba2"):
                 values[key] *= 2
         return type(one).from_dict(values)
 
@@ -69,16 +66,10 @@ def count_values(runners: Sequence[Runner], *, windows: bool = False) -> int:
     [pytest.param(one, marks=[] if one.name in _BY_DEFAULT else SLOW) for one in RECURRENT],
     ids=lambda one: one.name,
 )
-def test_stages_have_the_logprobs_of_one_worker_or_are_refused(
-    architecture: Architecture, tmp_path: Path
-) -> None:
+def test_stages_have_the_logprobs_of_one_worker(architecture: Architecture, tmp_path: Path) -> None:
     """Also a stage that has no recurrent layer, or no attention, though the model has both."""
     directory = tmp_path / "model"
     build_checkpoint(directory, architecture.config())
-    if (reason := _REFUSED.get(architecture.name)) is not None:
-        with pytest.raises(UnsupportedModel, match=f"pipeline_parallel_size 2: .*{reason}"):
-            Stages(directory, 2)
-        return
     one = Stages(directory, 1)
     prompts = make_prompts()
     alone = one.drive(prompts, SAMPLED)
@@ -98,10 +89,16 @@ def test_stages_have_the_logprobs_of_one_worker_or_are_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ["lfm2", *(pytest.param(one, marks=SLOW) for one in ("qwen3_5_text", "granitemoehybrid"))],
+    [
+        "lfm2",
+        *(
+            pytest.param(one, marks=SLOW)
+            for one in ("qwen3_5_text", "granitemoehybrid", "zamba", "zamba2")
+        ),
+    ],
 )
 def test_stages_compute_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
-    """A delta rule, Mamba-2 and short convolutions, in stages with and without attention."""
+    """In stages with and without attention, and with attention that several of them share."""
     model = build_checkpoint(tmp_path / "model", deep(name)())
     prompts = make_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
@@ -128,6 +125,7 @@ def test_a_stage_holds_the_states_of_its_own_layers(tmp_path: Path) -> None:
     [
         *("qwen3_5_text", "mamba2", "lfm2"),
         *(pytest.param(one.name, marks=SLOW) for one in KEY_DECAYS),
+        *(pytest.param(one, marks=SLOW) for one in ("zamba", "zamba2")),
     ],
 )
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_path: Path) -> None:
@@ -175,7 +173,11 @@ def test_states_are_kept_copied_and_computed_again(tmp_path: Path) -> None:
         ("qwen3_5_text", 2),
         *(
             pytest.param(*one, marks=SLOW)
-            for one in (("lfm2", 3), ("nemotron_h", 2), ("kimi_linear", 2), ("bailing_hybrid", 2))
+            for one in (
+                ("lfm2", 3),
+                *((name, 2) for name in ("nemotron_h", "kimi_linear", "bailing_hybrid", "zamba")),
+                ("zamba2", 3),
+            )
         ),
     ],
 )
@@ -316,6 +318,8 @@ _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
                 ("zamba", 4, 1, {"n_mamba_heads": 4}),
                 ("zamba2", 2, 1, {}),
                 ("zamba2", 4, 1, {}),
+                ("zamba", 2, 2, {}),
+                ("zamba2", 2, 2, {}),
             )
         ),
     ],
@@ -443,6 +447,22 @@ def test_other_layers_with_a_state_are_not_divided_among_ranks(
     build_checkpoint(tmp_path / "model", deep(name, **changes)())
     with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size {num_ranks} .*: .*{reason}"):
         Ranks(tmp_path / "model", num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_stages_read_the_weights_that_their_layers_share(name: str, tmp_path: Path) -> None:
+    """Also where the first of the layers that share them is of another stage, and of these once."""
+    config: Any = BY_NAME[name].config()
+    build_checkpoint(tmp_path / "model", config)
+    shared = "shared_transf" if name == "zamba" else "shared_transformer"
+    for runner in Stages(tmp_path / "model", 2 if name == "zamba" else 3).runners:
+        model = runner._model  # type: ignore[attr-defined]
+        own = [index for index, one in enumerate(model.model.layers) if type(one) is not Passage]
+        hybrid = [index for index in own if config.layers_block_type[index] == "hybrid"]
+        paths = [f"model.layers.{index}.{shared}.self_attn.o_proj" for index in hybrid]
+        num_blocks = min(len(hybrid), getattr(config, "num_mem_blocks", 1))
+        assert len({model.get_submodule(path) for path in paths}) == num_blocks > 0
 
 
 @pytest.mark.slow

@@ -4,12 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from protocol.config import CacheConfig
+from protocol.config import CacheConfig, EngineConfig
+from protocol.core_worker import ModelFacts
 from tests.worker.bitwise import engine_config
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.recurrent_models import RECURRENT
+from worker_proc.kv.kv_groups import Place
 from worker_proc.model_runner import ModelRunner
+from worker_proc.offload.layout import with_layout
 from worker_proc.startup.load_runner import load_model_runner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
@@ -51,3 +55,20 @@ def test_the_number_of_state_blocks_and_their_spacing_change_no_layout(tmp_path:
         for number, spacing in ((5, 32), (9, 64))
     }
     assert len(layouts) == 1
+
+
+def test_other_places_in_a_block_are_another_layout() -> None:
+    """Of layers that share one tensor, whose shape does not show where each keeps its rows."""
+    config = EngineConfig(cache=CacheConfig(kv_offload_bytes=2**20))
+    facts, tensors = ModelFacts("m", 1000, 4096, 16, 512, []), [torch.empty(4, 96)]
+    layouts = [
+        with_layout(facts, config, tensors, "native", places=places).kv_layout
+        for places in (
+            (),
+            (Place(1, 0, 0), Place(1, 32, 16)),
+            (Place(1, 0, 0), Place(1, 48, 16)),
+            (Place(1, 0, 0), Place(2, 32, 16)),
+            (Place(1, 0, 0), Place(1, 32, 48)),
+        )
+    ]
+    assert len(set(layouts)) == len(layouts)

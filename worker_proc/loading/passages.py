@@ -6,6 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from worker_proc.loading.deferred_module import make_generator
+
+_NUM_ROWS = 251
+"""Of the table that takes the place of an embedding."""
+
 
 class LayerForm(NamedTuple):
     """The properties of a layer that the surrounding code uses."""
@@ -31,14 +36,42 @@ class Passage(nn.Module):
         self.seen: torch.Tensor | None = None
         """Its last input, if `keeps` is set."""
         self.keeps = False
+        self.keeps_embedding = False
+        """Whether it keeps its second input beside the first one, in the same row."""
 
     def forward(
-        self, hidden_states: torch.Tensor, *_: object, **__: object
+        self, hidden_states: torch.Tensor, *others: object, **_: object
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        if self.keeps:
+        if self.keeps and self.keeps_embedding:
+            embedded = others[0]
+            assert isinstance(embedded, torch.Tensor)
+            self.seen = torch.cat([hidden_states, embedded.to(hidden_states.dtype)], -1)
+        elif self.keeps:
             self.seen = hidden_states
         rows = hidden_states if self.given is None else self.given
         return (rows, *[None] * (self._num_outputs - 1)) if self._num_outputs else rows
+
+
+class AnyRows(nn.Module):
+    """Takes the place of an embedding: random rows, of which tokens have different ones."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        rows = torch.randn(_NUM_ROWS, width, generator=make_generator(2)).to(dtype)
+        self._table: nn.Embedding = nn.Embedding.from_pretrained(rows)
+        self.given: torch.Tensor | None = None
+        """What it returns instead."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What models read their device and dtype from."""
+        return self._table.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.given is not None:
+            return self.given
+        rows: torch.Tensor = self._table(input_ids % _NUM_ROWS)
+        return rows
 
 
 class StageModel(NamedTuple):
@@ -51,14 +84,28 @@ class StageModel(NamedTuple):
     first_layer: str
     """The first of its own layers, named like `last_layer`."""
     last_layer: str
+    row_width: int
+    """Numbers of a row that passes between stages."""
+    embedding: AnyRows | None = None
+    """What returns the embedding's part of a row, where layers take that, too."""
 
     def take(self, rows: torch.Tensor) -> None:
-        """Pass the previous stage's rows, `[1, T, width]`, to the next forward."""
+        """Pass the previous stage's rows, `[1, T, row_width]`, to the next forward."""
         assert self.inlet is not None
+        if self.embedding is not None:
+            rows, embedded = rows.chunk(2, -1)
+            self.embedding.given = embedded.to(self.embedding.weight.dtype)
         self.inlet.given = rows if self.inlet.factor == 1.0 else rows * self.inlet.factor
 
+    def forget(self) -> None:
+        """Let the next forward compute from tokens again."""
+        if self.inlet is not None:
+            self.inlet.given = None
+        if self.embedding is not None:
+            self.embedding.given = None
+
     def rows(self) -> torch.Tensor:
-        """Return the rows, `[1, T, width]`, that the last forward computed for the next stage."""
+        """Return the rows, `[1, T, row_width]`, that the last forward computed for a stage."""
         assert self.outlet is not None
         assert self.outlet.seen is not None
         return self.outlet.seen

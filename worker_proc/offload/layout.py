@@ -9,6 +9,7 @@ import torch
 
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from worker_proc.kv.kv_groups import Place
 from worker_proc.offload.service import MAX_READERS
 
 _MOST_STAGED_BYTES = 2**28
@@ -27,12 +28,14 @@ def with_layout(
     *,
     division: str = "",
     states: Sequence[torch.Tensor] = (),
+    places: Sequence[Place] = (),
 ) -> ModelFacts:
     """Add the layout of the blocks, if they can be kept in stores and are to be kept.
 
     `division`: which layers each of several stages has. It stands for the tensors, which are others
     in each stage. All ranks of a stage have the same layout. `states`: tensors of recurrent
-    states, of which a block has a row in each, too.
+    states, of which a block has a row in each, too. `places`: of layers that share a tensor, within
+    a block of it.
     """
     if not config.cache.keeps_blocks:
         return facts
@@ -47,6 +50,7 @@ def with_layout(
         msgspec.json.encode(facts.kv_groups).decode(),
         kernels,
         *([division] if division else shapes),
+        *(f"place {place.group} {place.rows_at} {place.entries_at}" for place in places),
     ]
     name = hashlib.blake2b("\n".join(parts).encode(), digest_size=_NAME_BYTES).hexdigest()
     return msgspec.structs.replace(facts, kv_layout=name)

@@ -6,21 +6,16 @@ from torch import nn
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import StepInputs
-from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.passages import StageModel
 from worker_proc.parallel.pipe import StagePipe
-from worker_proc.parallel.stages import hidden_size
 
 
 class StagePart:
     """Passes rows from the stage before into the model, and from there on."""
 
-    def __init__(
-        self, loaded: LoadedModel, model: StageModel, pipe: StagePipe, row_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: StageModel, pipe: StagePipe, row_dtype: torch.dtype) -> None:
         self.model = model
         self.pipe = pipe
-        self._width = hidden_size(loaded.model)
         self._dtype = row_dtype
 
     def compute_logits(
@@ -31,7 +26,8 @@ class StagePart:
         What a stage other than the last one returns means nothing.
         """
         if not self.pipe.stage.is_first:
-            rows = torch.empty(inputs.input_ids.shape[1], self._width, dtype=self._dtype)
+            shape = (inputs.input_ids.shape[1], self.model.row_width)
+            rows = torch.empty(shape, dtype=self._dtype)
             self.pipe.receive(rows)
             self.model.take(rows.unsqueeze(0))
         return compute_logits(model, backend, inputs, vocab_size)

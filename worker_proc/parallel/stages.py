@@ -4,13 +4,17 @@ A stage is a model whose other layers were not built. The module in the place of
 its own passes on the rows of the stage before, and the one behind its own keeps the rows that the
 next stage gets: they are all that passes from a layer to the next one. The first stage has the
 embedding, and the last one the output layer. A stage holds the states of its own recurrent layers;
-it may have none of them, or no attention, though the model has both.
+it may have none of them, or no attention, though the model has both. Where layers also take the
+rows of the embedding, these pass behind the others, in rows of twice the width. Weights that layers
+of several stages share are read in each of these.
 
 While a stage is checked at its load, a table of random rows takes the place of the embedding that
 it does not have. So everything that is proven about a model is proven about a stage. A model whose
 layers take more than the rows, as inputs that are made from tokens for each layer, is refused.
 """
 
+import inspect
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,16 +32,16 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
-from worker_proc.loading.passages import LayerForm, Passage, StageModel
+from worker_proc.loading.passages import AnyRows, LayerForm, Passage, StageModel
 from worker_proc.loading.rescaled_layers import divisor_behind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.share import Share
 from worker_proc.recurrent.layers import own_forwards
 
-_NUM_ROWS = 251
-"""Of the table that takes the place of an embedding."""
 _NUM_CHECKED_ROWS = 5
+_EMBEDDING = "original_hidden_states"
+"""The argument by which layers take the rows of the embedding beside those of the layer before."""
 
 
 class Stage(NamedTuple):
@@ -76,24 +80,6 @@ def places(rank: int, parallel: ParallelConfig) -> tuple[Stage, Share]:
     )
 
 
-class _AnyRows(nn.Module):
-    """Takes the place of an embedding: random rows, of which tokens have different ones."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        rows = torch.randn(_NUM_ROWS, width, generator=make_generator(2)).to(dtype)
-        self._table: nn.Embedding = nn.Embedding.from_pretrained(rows)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """What models read their device and dtype from."""
-        return self._table.weight
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self._table(input_ids % _NUM_ROWS)
-        return rows
-
-
 class _NoOutput(nn.Module):
     """Takes the place of the output layer: hidden states stand for logits."""
 
@@ -104,6 +90,15 @@ class _NoOutput(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
+
+
+class SharedParts(NamedTuple):
+    """A layer with weights that later layers share."""
+
+    layers: frozenset[int]
+    """These layers."""
+    rest: list[str]
+    """The modules of the layer that have none of these weights."""
 
 
 class StageParts(NamedTuple):
@@ -121,6 +116,10 @@ class StageParts(NamedTuple):
     """For each layer, the inputs and outputs of all linear layers in it."""
     forms: list[LayerForm]
     """For each layer, what the code around it finds there."""
+    shared: dict[int, SharedParts]
+    """Layers with weights that others share."""
+    takes_embedding: bool
+    """Whether layers take the rows of the embedding, too."""
 
     def own(self, stage: Stage) -> range:
         """Return the layers that a stage has."""
@@ -139,9 +138,21 @@ class StageParts(NamedTuple):
         return OtherStages(names, sum(self.widths[index] for index in others))
 
     def absent(self, stage: Stage) -> list[str]:
-        """Return the modules that a stage does not have."""
-        own = self.own(stage)
-        names = [name for index, name in enumerate(self.layers) if index not in own]
+        """Return the modules that a stage does not compute."""
+        return [*self.others(stage).layers, *self._absent_ends(stage)]
+
+    def unread(self, stage: Stage) -> list[str]:
+        """Return the modules of which a stage reads no weights: it shares none of them."""
+        own, names = self.own(stage), self._absent_ends(stage)
+        for index, name in enumerate(self.layers):
+            shared = self.shared.get(index)
+            if index not in own:
+                is_shared = shared is not None and not shared.layers.isdisjoint(own)
+                names += shared.rest if shared is not None and is_shared else [name]
+        return names
+
+    def _absent_ends(self, stage: Stage) -> list[str]:
+        names = []
         if not stage.is_last:
             names.append(self.head)
         if not stage.is_first and not (stage.is_last and self.is_tied):
@@ -177,14 +188,14 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
 
 def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> CheckedModel:
     """Return what is built and read of a model for a stage."""
-    absent = parts.absent(stage)
+    absent, unread = parts.absent(stage), parts.unread(stage)
     probed = checked.inspected.probed
     own = replace(
         probed,
         layers=[one for one in probed.layers if not is_within(one.module_name, absent)],
         recurrent=[one for one in probed.recurrent if not is_within(one.module_name, absent)],
-        parameters=frozenset(name for name in probed.parameters if not is_within(name, absent)),
-        unused_modules=(*probed.unused_modules, *absent),
+        parameters=frozenset(name for name in probed.parameters if not is_within(name, unread)),
+        unused_modules=(*probed.unused_modules, *unread),
         read_linears=tuple(name for name in probed.read_linears if not is_within(name, absent)),
     )
     return checked._replace(inspected=checked.inspected._replace(probed=own))
@@ -197,20 +208,25 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
     passages = {index: Passage(parts.forms[index]) for index in others}
     for index, passage in passages.items():
         model.set_submodule(parts.layers[index], passage)
+    width, embedding = hidden_size(model), None
     if not stage.is_first:
-        model.set_submodule(parts.embedding, _AnyRows(hidden_size(model), loaded.dtype))
+        embedding = AnyRows(width, loaded.dtype)
+        model.set_submodule(parts.embedding, embedding)
     inlet, outlet = passages.get(own.start - 1), passages.get(own.stop)
     if inlet is not None:
         inlet.factor = divisor_behind(model, own.start - 1)
     if outlet is not None:
         model.set_submodule(parts.head, _NoOutput(loaded.dtype))
         outlet.keeps = True
+        outlet.keeps_embedding = parts.takes_embedding
     return StageModel(
         inlet,
         outlet,
         parts.division(stage.num_stages),
         first_layer=parts.layers[own.start],
         last_layer=parts.layers[own.stop - 1],
+        row_width=2 * width if parts.takes_embedding else width,
+        embedding=embedding if parts.takes_embedding else None,
     )
 
 
@@ -218,12 +234,11 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
 def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
     """Return the type of the rows that a layer passes on; it may be wider than the model's.
 
-    Refuses a model whose layers take more than the rows of the stage before: only the rows pass
-    between stages. So other tokens must not change what is computed from them, and the first layer
-    must get them as they are.
+    Refuses a model whose layers take more than the rows of the stage before, and those of the
+    embedding if these pass, too. So other tokens must not change what is computed from them, and
+    the first layer must get them as they are.
     """
-    model, width = loaded.model, hidden_size(loaded.model)
-    shape = (1, _NUM_CHECKED_ROWS, width)
+    model, shape = loaded.model, (1, _NUM_CHECKED_ROWS, stage.row_width)
     rows = torch.randn(shape, generator=make_generator(3)).to(loaded.dtype)
     outputs: list[torch.Tensor] = []
     begun, ended = _Seen(), _Seen()
@@ -248,9 +263,9 @@ def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
     finally:
         for handle in handles:
             handle.remove()
-        if stage.inlet is not None:
-            stage.inlet.given = None
-    if stage.inlet is not None and not _are_equal(begun.rows, rows):
+        stage.forget()
+    given = rows[..., : hidden_size(model)]
+    if stage.inlet is not None and not _are_equal(begun.rows, given):
         raise _refuse(num_stages, "its model changes the rows between two layers")
     if stage.outlet is not None and stage.rows().shape != shape:
         raise _refuse(num_stages, "its layers pass on more than a row for each token")
@@ -297,10 +312,11 @@ def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list
     What mixes tokens is a part of one of them; other layers compute each row alone.
     """
     kinds = [
-        [_parent(one.module_name) for one in kind] for kind in (probed.layers, probed.recurrent)
+        [_layer_with(model, one.module_name) for one in kind]
+        for kind in (probed.layers, probed.recurrent)
     ]
     mixing = [*kinds[0], *kinds[1]]
-    prefix = _parent(mixing[0])
+    prefix = mixing[0].rpartition(".")[0]
     parent: Any = model.get_submodule(prefix)
     length = len(parent) if isinstance(parent, nn.ModuleList) else 0
     names = [f"{prefix}.{index}" for index in range(length)]
@@ -317,8 +333,49 @@ def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list
     return names
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _layer_with(model: nn.Module, name: str) -> str:
+    """Return the innermost module of a list that a module is a part of, or its parent."""
+    layer = parent = name.rpartition(".")[0]
+    while layer:
+        above = layer.rpartition(".")[0]
+        if isinstance(model.get_submodule(above), nn.ModuleList):
+            return layer
+        layer = above
+    return parent
+
+
+def _shared_parts(model: Any, layers: list[str]) -> dict[int, SharedParts]:
+    """Return the layers with weights that others share, from the names of these weights."""
+    found: dict[int, tuple[set[str], set[int]]] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        owner, user = (
+            next((index for index, layer in enumerate(layers) if is_within(one, [layer])), None)
+            for one in (source, name)
+        )
+        if owner is not None and user is not None:
+            sources, users = found.setdefault(owner, (set(), set()))
+            sources.add(source)
+            users.add(user)
+    return {
+        index: SharedParts(frozenset(users), _without(model, layers[index], sources))
+        for index, (sources, users) in found.items()
+    }
+
+
+def _without(model: nn.Module, name: str, parameters: Collection[str]) -> list[str]:
+    """Return the largest modules within one that have none of some parameters."""
+    names = []
+    for child, _ in model.get_submodule(name).named_children():
+        path = f"{name}.{child}"
+        within = [one for one in parameters if is_within(one, [path])]
+        names += _without(model, path, within) if within else [path]
+    return names
+
+
+def _take_embedding(model: nn.Module, layers: list[str]) -> bool:
+    """Return whether layers name the rows of the embedding among what they take."""
+    forwards = [type(model.get_submodule(layer)).forward for layer in layers]
+    return all(_EMBEDDING in inspect.signature(forward).parameters for forward in forwards)
 
 
 def _form_of(model: nn.Module, name: str, probed: ProbedModel) -> LayerForm:
@@ -337,7 +394,17 @@ def _parts_of(model: Any, layers: list[str], forms: list[LayerForm], num_stages:
     per_layer = sum(map(_num_weights, map(model.get_submodule, layers))) / len(layers)
     head_layers = int(_num_weights(head) / (2 * per_layer))
     widths = [_widths(model.get_submodule(layer)) for layer in layers]
-    return StageParts(layers, names[embedding], names[head], is_tied, head_layers, widths, forms)
+    return StageParts(
+        layers,
+        names[embedding],
+        names[head],
+        is_tied,
+        head_layers,
+        widths,
+        forms,
+        _shared_parts(model, layers),
+        _take_embedding(model, layers),
+    )
 
 
 def _widths(layer: nn.Module) -> int:

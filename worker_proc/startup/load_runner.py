@@ -36,7 +36,7 @@ from worker_proc.parallel.pipe import PipeSize, StagePipe
 from worker_proc.parallel.shared_drafts import SharedDrafts
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.stage_runner import StageRunner
-from worker_proc.parallel.stages import hidden_size, places
+from worker_proc.parallel.stages import places
 from worker_proc.parallel.step_results import max_words
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress, Runner
@@ -169,7 +169,13 @@ def _with_cache(
     states = state_pool_of(loaded.model)
     state_tensors = [] if states is None else states.all_tensors
     facts = with_layout(
-        facts, config, pool.all_tensors, kernels, division=division, states=state_tensors
+        facts,
+        config,
+        pool.all_tensors,
+        kernels,
+        division=division,
+        states=state_tensors,
+        places=layout.places,
     )
     block_memory = state_memory = None
     if facts.kv_layout:
@@ -238,15 +244,15 @@ def _join_ranks(
         exchange = RankExchange(library, adoption, share, group=group)
     if prepared.stage is None:
         return exchange, None
-    scheduler, loaded = config.scheduler, prepared.loaded
+    scheduler, passages = config.scheduler, prepared.stage
     size = PipeSize(
         num_rows=scheduler.max_num_batched_tokens,
-        row_bytes=hidden_size(loaded.model) * row_dtype.itemsize,
+        row_bytes=passages.row_width * row_dtype.itemsize,
         num_words=max_words(scheduler.max_num_seqs + 1, scheduler.num_speculative_tokens),
         num_steps=max(scheduler.max_steps_in_flight, stage.num_stages),
     )
     pipe = StagePipe(library, adoption, stage, share, size, num_draft_states=num_draft_states)
-    return exchange, StagePart(loaded, prepared.stage, pipe, row_dtype)
+    return exchange, StagePart(passages, pipe, row_dtype)
 
 
 def _facts_of(
