@@ -29,14 +29,14 @@ class SharedCounters:
     """The mapped file, as process `index` of `count` uses it."""
 
     def __init__(self, run_dir: str, index: int, count: int) -> None:
-        """Map the file and lock a page of this index; OSError: that is not possible.
+        """Map the file and lock a page of this index; OSError: there is no room, or another reason.
 
         The descriptor stays open: closing it would release the lock.
         """
         size = 2 * count * _PAGE_BYTES
         fd = os.open(f"{run_dir}/{FILE_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if os.fstat(fd).st_size < size:
-            os.ftruncate(fd, size)
+        # Else a write to a full file system would end the process.
+        os.posix_fallocate(fd, 0, size)
         self._own = next((page for page in (index, count + index) if _lock(fd, page)), None)
         self._num_pages = 2 * count
         self._memory = memoryview(mmap.mmap(fd, size)).cast("d")

@@ -307,6 +307,13 @@ def test_counts_survive_a_process_that_is_killed(tmp_path: Path) -> None:
     assert not (tmp_path / FILE_NAME).exists()
 
 
+def test_pages_of_counters_have_room_before_they_are_written(tmp_path: Path) -> None:
+    """A page of a mapped file for which a full file system has no room ends its process."""
+    SharedCounters(str(tmp_path), 0, COUNT)
+    found = (tmp_path / FILE_NAME).stat()
+    assert found.st_blocks * 512 >= found.st_size == 2 * COUNT * 4096
+
+
 def test_measured_counters_continue_those_of_a_predecessor(tmp_path: Path) -> None:
     for expected in (5.0, 10.0):
         metrics = Metrics(SharedCounters(str(tmp_path), 0, COUNT).own())
