@@ -42,6 +42,11 @@ class PhaseClock:
         if not self.phases or self.phases[-1][0] != phase:
             self.phases.append((phase, now))
 
+    def numbered_phases(self) -> list[tuple[str, int]]:
+        """Each phase in order, with the number of equal ones before it."""
+        names = [name for name, _ in self.phases]
+        return [(name, names[:place].count(name)) for place, name in enumerate(names)]
+
     def seconds(self, now: float) -> list[tuple[str, float]]:
         """Each phase with its seconds, in order; the last one ends now."""
         begun = [(_BEFORE_FIRST_PHASE, self.started_at), *self.phases]
@@ -96,11 +101,20 @@ class Console:
         self._loading.pop(slot, None)
 
     def _slowest(self) -> Slot:
-        """Return the process that is behind the others: of ranks, all have the same phases."""
+        """Return the process that is behind the others.
+
+        A rank may omit phases, such as a compilation that another one has done. So what counts is
+        the place of its phase among those of the rank that has had most.
+        """
+        passed = {slot: self._clocks[slot].numbered_phases() for slot in self._loading}
+        most = max(passed.values(), key=len)
 
         def progress(slot: Slot) -> tuple[int, float]:
-            message = self._loading[slot]
-            return len(self._clocks[slot].phases), message.done / max(message.total, 1)
+            phases, message = passed[slot], self._loading[slot]
+            place = len(phases)
+            if phases and phases[-1] in most:
+                place = most.index(phases[-1]) + 1
+            return place, message.done / max(message.total, 1)
 
         return min(self._loading, key=progress)
 

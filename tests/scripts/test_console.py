@@ -150,6 +150,22 @@ def test_the_slowest_rank_is_shown() -> None:
     assert console.next_tick() is None
 
 
+def test_a_rank_that_omits_a_phase_is_not_behind_for_it() -> None:
+    ranks = [Slot(Role.ZYGOTE, rank) for rank in range(2)]
+    stream = io.StringIO()
+    console = Console(stream, is_terminal=False)
+    for rank in ranks:
+        console.starting(rank, 0.0)
+    for phase in ("compile_kernels", "load_weights"):
+        console.progress(ranks[0], Progress(phase, 1, 4), 1.0)
+    console.progress(ranks[1], Progress("load_weights", 3, 4), 1.0)
+    console.tick(10.5)
+    console.progress(ranks[0], Progress("load_weights", 4, 4), 11.0)
+    console.tick(21.0)
+    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert lines == ["zygote 10.5 s load weights 25%", "zygote 1 21.0 s load weights 75%"]
+
+
 def test_a_long_fact_goes_on_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal; a log file has it in one line."""
     monkeypatch.setenv("COLUMNS", "41")
