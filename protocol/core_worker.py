@@ -152,7 +152,15 @@ class ModelFacts(Record):
         does not cover sizes of memory and the longest context, which depends on them; nor, where
         computing again is not exact, the kernels.
         """
-        decisive = msgspec.structs.replace(
+        encoded = msgspec.msgpack.encode(self._decisive())
+        return hashlib.blake2b(encoded, digest_size=_FINGERPRINT_BYTES).hexdigest()
+
+    def decisive_changes(self, before: "ModelFacts") -> str:
+        """Describe what differs of that which the fingerprint covers."""
+        return self._decisive().changes(before._decisive())
+
+    def _decisive(self) -> "ModelFacts":
+        return msgspec.structs.replace(
             self,
             model="" if self.checkpoint else self.model,
             exact_resume_reason="",
@@ -166,8 +174,6 @@ class ModelFacts(Record):
             state_swap_blocks=0.0,
             kv_layout="",
         )
-        encoded = msgspec.msgpack.encode(decisive)
-        return hashlib.blake2b(encoded, digest_size=_FINGERPRINT_BYTES).hexdigest()
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.

@@ -153,6 +153,11 @@ class AsyncEngineClient:
         return self._link.epoch
 
     @property
+    def link_problem(self) -> str:
+        """Why the core is not connected, if that is known."""
+        return self._link.problem
+
+    @property
     def serves(self) -> bool:
         """Whether the core is connected and has its workers."""
         status = self.status

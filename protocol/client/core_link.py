@@ -115,6 +115,11 @@ class CoreLink:
         """Whether the core's epoch is known: otherwise messages are dropped."""
         return self.epoch != NO_EPOCH
 
+    @property
+    def problem(self) -> str:
+        """Why there is no connection, if that is known."""
+        return self._channel.problem if self.is_open else ""
+
     def open(self) -> None:
         """Begin to connect; returns at once."""
         self._loop = asyncio.get_running_loop()
@@ -178,6 +183,7 @@ class CoreLink:
             channel = self._make_channel()
         except (OSError, zmq.ZMQError):
             return
+        channel.problem = self._channel.problem
         self._close_channel()
         self._use(channel)
 

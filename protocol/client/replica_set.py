@@ -6,11 +6,17 @@ has none it is closed, and the next replica to join gets its number. While there
 requests wait at one without a core.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from protocol.client.async_client import AsyncEngineClient
 from protocol.client.replica import Replica
+from protocol.config.addresses import is_remote
 
+_SILENCE_S = 10.0
+"""Without a connection, after which a line reports it."""
+_MOST_CHARACTERS = 500
+"""Of a description of what differs."""
 NO_CORE = "inproc://no-core"
 """An address at which nothing listens, in no other process either."""
 
@@ -27,6 +33,10 @@ class ReplicaSet:
         self.replicas: list[Replica] = []
         self._num_inexact_before = 0
         """Of replicas that have left."""
+        self._fingerprints: dict[Replica, str] = {}
+        """Of the replicas that have served."""
+        self._silent: set[Replica] = set()
+        """Replicas of which it was reported that they are not connected."""
         self.join(self._named)
 
     @property
@@ -73,5 +83,42 @@ class ReplicaSet:
             is_done = replica.is_retired and not replica.client.num_open_requests
             if is_done and not replica.is_closed and replica is not self.substitute():
                 replica.close()
+                self._fingerprints.pop(replica, None)
                 self._num_inexact_before += replica.client.num_inexact
                 yield replica
+
+    def silences(self) -> Iterator[tuple[int, str]]:
+        """Yield a severity and a line for each replica of another machine that is lost or back."""
+        for replica in self.replicas:
+            is_silent = replica.lost_s > _SILENCE_S and not replica.is_closed
+            if is_silent is (replica in self._silent) or not is_remote(replica.address):
+                continue
+            name = f"replica {replica.number}, {replica.address},"
+            if is_silent:
+                self._silent.add(replica)
+                problem = replica.client.link_problem or "nothing answers there"
+                yield logging.WARNING, f"{name} is not connected: {problem}"
+            else:
+                self._silent.discard(replica)
+                if not replica.is_closed:
+                    yield logging.INFO, f"{name} is connected"
+
+    def differences(self) -> Iterator[str]:
+        """Yield a line for each replica that has begun to serve with another fingerprint."""
+        for replica in self.replicas:
+            fingerprint = replica.client.fingerprint
+            if not replica.serves or self._fingerprints.get(replica) == fingerprint:
+                continue
+            self._fingerprints[replica] = fingerprint
+            known = (one for one, found in self._fingerprints.items() if found != fingerprint)
+            if (other := next((one for one in known if one.serves), None)) is not None:
+                yield _difference(replica, other)
+
+
+def _difference(replica: Replica, other: Replica) -> str:
+    facts, others = replica.client.facts, other.client.facts
+    changes = "" if facts is None or others is None else facts.decisive_changes(others)
+    return (
+        f"replica {replica.number} computes otherwise than replica {other.number}, and a request"
+        f" that one of them has begun does not go on at the other: {changes[:_MOST_CHARACTERS]}"
+    )

@@ -362,6 +362,10 @@ class ReplicatedClient:
             has_lost = replica.has_lost_cache(self._failover_s)
             if has_lost and not self._followers.follows(replica):
                 self._placement.index.forget(replica.number)
+        for line in self._set.differences():
+            log.warning("%s", line)
+        for severity, line in self._set.silences():
+            log.log(severity, "%s", line)
         self._mover.tick()
 
     # Controls -----------------------------------------------------------------------------------

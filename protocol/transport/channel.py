@@ -57,6 +57,12 @@ _REMOTE_RECONNECT_MS = 200
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 2000
 """Silence after which a connection between machines ends."""
+_HANDSHAKE_PROBLEM = "what answers there has another server.key, or is not an engine"
+_PROBLEMS = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "the key of this client is unknown there",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _HANDSHAKE_PROBLEM,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: _HANDSHAKE_PROBLEM,
+}
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)
 _EMPTY = int(Flag.BEAT | Flag.LOST)
@@ -348,25 +354,39 @@ class DealerChannel(_Channel):
             socket.setsockopt(zmq.IMMEDIATE, 1)
             remote = is_remote(address)
             socket.setsockopt(zmq.RECONNECT_IVL, _REMOTE_RECONNECT_MS if remote else _RECONNECT_MS)
-            self.monitor = socket.get_monitor_socket(
-                zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-            )
+            watched = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+            self.monitor = socket.get_monitor_socket(sum(_PROBLEMS, watched))
             with _closed_on_error(self.monitor):
                 socket.connect(address)
         super().__init__(socket, hwm)
         self._frames = FrameSequence(ignores_gaps=self._ignores_gaps)
         self._has_lost = False
         self._is_new = True
+        self._address = address
+        self.problem = ""
+        """Why there is no connection, if the other end has refused one."""
 
     def link_events(self) -> list[LinkEvent]:
         """Connections made and lost since the last call, in order."""
         events = []
         while int(self.monitor.getsockopt(zmq.EVENTS)) & _READABLE:
             what, _address = self.monitor.recv_multipart(zmq.NOBLOCK)
-            connected = _MONITOR_EVENT.unpack(what)[0] == zmq.Event.HANDSHAKE_SUCCEEDED
+            event = _MONITOR_EVENT.unpack(what)[0]
+            if event in _PROBLEMS:
+                self.problem = _PROBLEMS[event]
+                continue
+            connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
+            if connected:
+                self.problem = ""
             self._leave_connection()
             events.append(LinkEvent.CONNECTED if connected else LinkEvent.DISCONNECTED)
         return events
+
+    def reconnect(self) -> None:
+        """Connect anew: libzmq does not try again where the other end has refused the key."""
+        with contextlib.suppress(zmq.ZMQError):  # there is no connection to end
+            self.socket.disconnect(self._address)
+        self.socket.connect(self._address)
 
     def _leave_connection(self) -> None:
         """Discard unread frames of the last connection: over a new one the peer only answers."""

@@ -32,6 +32,9 @@ _MOST_ANSWERS = 64
 """Most questions answered in one turn of the core's loop."""
 _REREAD_S = 1.0
 """Seconds for which the list of clients is used before it is read again."""
+_LONGEST_ADDRESS = 64
+_REPORT_S = 60.0
+"""Shortest time between two lines about clients that are refused."""
 
 log = logging.getLogger("troika.transport")
 
@@ -146,6 +149,7 @@ class ClientAuthenticator:
         self._unreadable: set[Path] = set()
         """Files that were reported."""
         self.num_refused = 0
+        self._report_at = 0.0
 
     def answer(self) -> None:
         """Answer the questions that have arrived, a bounded number of them."""
@@ -163,8 +167,19 @@ class ClientAuthenticator:
             name = self._clients().get(z85.encode(parts[6]))
         if name is None:
             self.num_refused += 1
+            self._report(parts)
             return [_ZAP_VERSION, number, b"400", b"unknown client", b"", b""]
         return [_ZAP_VERSION, number, b"200", b"OK", name.encode(), b""]
+
+    def _report(self, parts: list[bytes]) -> None:
+        now = time.monotonic()
+        if now < self._report_at or len(parts) < 4:
+            return
+        self._report_at = now + _REPORT_S
+        address = parts[3][:_LONGEST_ADDRESS].decode("ascii", "replace")
+        log.warning(
+            "a client at %s was refused: no file in %s has its key", address, self._directory
+        )
 
     def _clients(self) -> dict[bytes, str]:
         """Return the names of clients by key; a file that is added or removed counts soon."""

@@ -20,12 +20,13 @@ from protocol.process.host_agents import (
     Settings,
     decode_to_agent,
 )
-from protocol.transport.channel import DealerChannel, HighWaterMark
+from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.curve import ClientKeys
 from scripts.supervisor.host_agents import digest_of
 
 SILENCE_S = 5.0
-"""Time without an answer after which a line reports it."""
+"""Time without an answer after which a line reports it, and without a connection after which a new
+one is tried: libzmq does not retry one that was refused for its key."""
 _READ_LIMIT = 64
 _LINGER_MS = 1000
 
@@ -51,6 +52,8 @@ class HeadLink:
         self._turned_at = time.monotonic()
         self._silent_s = 0.0
         self._is_silent = False
+        self._is_linked = False
+        self._unlinked_s = 0.0
         self._ends = False
 
     def fetch_settings(self, signal_fd: int, parent_fd: int | None = None) -> EngineConfig | None:
@@ -80,9 +83,10 @@ class HeadLink:
         """Repeat `Join`, if it is time, and return what has arrived."""
         now = time.monotonic()
         # A longer turn is this process's own, as while a model is fetched: it has not looked.
-        self._silent_s += min(now - self._turned_at, REPEAT_S)
+        passed_s = min(now - self._turned_at, REPEAT_S)
+        self._silent_s += passed_s
         self._turned_at = now
-        self._channel.link_events()
+        self._follow_link(passed_s)
         if now >= self._repeat_at:
             self._repeat_at = now + REPEAT_S
             core = self._core if self._serves else ""
@@ -100,10 +104,21 @@ class HeadLink:
         self._report_silence()
         return found
 
+    def _follow_link(self, passed_s: float) -> None:
+        """Note connections made and lost; without one for long, try another one."""
+        self._unlinked_s = 0.0 if self._is_linked else self._unlinked_s + passed_s
+        for event in self._channel.link_events():
+            self._is_linked = event is LinkEvent.CONNECTED
+        if self._unlinked_s > SILENCE_S and not self._is_linked:
+            self._unlinked_s = 0.0
+            self._channel.reconnect()
+
     def _report_silence(self) -> None:
         is_silent = self._silent_s > SILENCE_S
         if is_silent and not self._is_silent:
-            log.warning("%s does not answer; this is tried again and again", self._address)
+            problem = f" ({self._channel.problem})" if self._channel.problem else ""
+            text = "%s does not answer%s; this is tried again and again"
+            log.warning(text, self._address, problem)
         elif self._is_silent and not is_silent:
             log.info("%s answers", self._address)
         self._is_silent = is_silent

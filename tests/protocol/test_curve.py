@@ -119,6 +119,48 @@ def test_clients_come_by_tcp_with_a_key_and_by_the_path_without(
     assert server.authenticator.num_refused == 0
 
 
+def test_a_refused_client_knows_why_and_connects_once_its_key_is_there(
+    server: Server, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """libzmq does not try again by itself."""
+    made = tmp_path_factory.mktemp("late")
+    make_keys(made, ["late"])
+    late = read_client_keys(made)._replace(server=read_client_keys(directory).server)
+    with connected(server.address, late) as client:
+        until(server, client, lambda: client.channel.problem)
+        assert client.channel.problem == "the key of this client is unknown there"
+        name = Path(CLIENTS, "late.key")
+        (directory / name).write_bytes((made / name).read_bytes())
+        server.authenticator._known_until = 0.0
+        client.channel.reconnect()
+        ask(server, client, b"hello")
+        assert not client.channel.problem
+        client.channel.reconnect()  # one that is connected
+        client.received.clear()
+        client.events.clear()
+        ask(server, client, b"again")
+
+
+def test_a_client_with_the_key_of_another_server_knows_it(server: Server, directory: Path) -> None:
+    public, _ = zmq.curve_keypair()
+    with connected(server.address, read_client_keys(directory)._replace(server=public)) as client:
+        until(server, client, lambda: client.channel.problem)
+        assert "has another server.key" in client.channel.problem
+
+
+def test_refused_clients_are_logged_once_a_minute(
+    server: Server, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = ClientKeys(*zmq.curve_keypair(), server=read_client_keys(directory).server)
+    with connected(server.address, stranger) as client:
+        for count in (1, 2):
+            until(server, client, lambda count=count: server.authenticator.num_refused == count)
+            client.channel.reconnect()
+    [line] = [one for one in caplog.messages if "was refused" in one]
+    assert line.startswith("a client at 127.0.0.1 was refused")
+    assert str(directory / CLIENTS) in line
+
+
 def test_a_client_without_a_known_key_gets_nothing(server: Server, directory: Path) -> None:
     known = read_client_keys(directory)
     stranger = ClientKeys(*zmq.curve_keypair(), server=known.server)

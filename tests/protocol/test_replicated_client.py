@@ -197,6 +197,32 @@ def test_resumed_request_goes_to_the_replica_with_its_fingerprint(cores: Cores) 
     play(cores, act)
 
 
+def test_replicas_that_compute_otherwise_are_reported_once(
+    cores: Cores, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those whose successor does; what differs is named."""
+
+    def lines() -> list[str]:
+        return [one for one in caplog.messages if "computes otherwise" in one]
+
+    with_facts(cores[1], max_model_len=77)
+
+    async def act(client: ReplicatedClient) -> None:
+        await ticks(client)
+        assert not lines()
+        for checkpoint, num_lines in (("new", 1), ("newer", 2)):
+            with_facts(cores[1], checkpoint=checkpoint)
+            cores[1].epoch += 1
+            cores[1].send(cores[1].status)
+            await until(lambda count=num_lines: len(lines()) == count)
+            await ticks(client)
+            assert len(lines()) == num_lines
+            assert lines()[-1].startswith("replica 1 computes otherwise than replica 0")
+            assert f"checkpoint '{checkpoint}' instead of ''" in lines()[-1]
+
+    play(cores, act)
+
+
 def test_resumed_request_waits_for_a_replica_with_its_fingerprint(cores: Cores) -> None:
     with_facts(cores[0], checkpoint="old")
 

@@ -27,6 +27,7 @@ from protocol.process.host_agents import (
 from protocol.process.machines import members_file, read_addresses
 from protocol.transport.channel import DealerChannel, HighWaterMark
 from protocol.transport.curve import ClientKeys, make_keys, read_client_keys
+from scripts.supervisor import head_link
 from scripts.supervisor.head_link import HeadLink, decoded
 from scripts.supervisor.host_agents import HostAgents, digest_of, settings_of
 from tests.system.test_machines import free_port
@@ -239,6 +240,30 @@ def test_an_agent_sends_why_its_engine_could_not_start(bench: Bench) -> None:
         time.sleep(0.002)
     [failed] = bench.notes
     assert failed.startswith("agent two has failed: worker 1 failed: xxx")
+
+
+def test_an_agent_whose_key_is_added_later_joins_then(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(head_link, "SILENCE_S", 0.1)
+    make_keys(tmp_path / "late", ["late"])
+    keys = read_client_keys(tmp_path / "late")._replace(server=bench.keys.server)
+    link = HeadLink(bench.address, keys, "late")
+    fd, other_fd = os.pipe()
+    name = Path("clients", "late.key")
+    with ThreadPoolExecutor() as threads:
+        fetched = threads.submit(link.fetch_settings, fd)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not fetched.done() and time.monotonic() < deadline:
+            bench.turn()
+            time.sleep(0.002)
+            if "the key of this client is unknown there" in caplog.text:
+                key = (tmp_path / "late" / name).read_bytes()
+                (tmp_path / "keys" / name).write_bytes(key)
+        os.close(other_fd)  # ends what still waits
+    os.close(fd)
+    link.close(None)
+    assert fetched.result() is not None
 
 
 def test_the_older_of_two_agents_with_a_name_leaves_and_takes_nothing_along(bench: Bench) -> None:

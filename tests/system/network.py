@@ -20,7 +20,8 @@ from pathlib import Path
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _MOST_BYTES = 2**16
-_SUBNET = "10.77.0"
+_SUBNET = f"10.77.{os.getpid() % 255}"
+"""Of this process, as another one may have a network here at the same time."""
 
 
 def is_possible() -> bool:
