@@ -247,7 +247,7 @@ Q = f"{LAYER}.self_attn.q_proj"
             lambda path: (path / WEIGHTS_FILE).rename(path / BIN_FILE),
             f"{BIN_FILE} is not read, as it could run code",
         ),
-        (cut, "lies past the end of the file"),
+        (cut, "extends past the end of the file"),
         (lambda path: (path / WEIGHTS_FILE).write_bytes(b""), "its header is cut off"),
         (
             stored(lambda t: t.update({f"{LAYER}.mlp.gate.lora_A.weight": torch.ones(4, 72)})),

@@ -1,4 +1,4 @@
-"""The adapters that a worker has in memory, by their ids."""
+"""The adapters that a worker has in memory, by id."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class KeptAdapters(Generic[T]):
-    """At most `num_kept` adapters. `read` makes one of its files, alongside the steps."""
+    """Holds at most `num_kept` adapters, which `read` loads from files alongside the steps."""
 
     def __init__(self, read: Callable[[Adapter], T], num_kept: int) -> None:
-        """`read` is called in another thread; it raises AdapterError for an adapter in error."""
+        """`read` is called in another thread; it raises AdapterError for an invalid adapter."""
         self.read = read
         self.num_kept = num_kept
         self._kept: dict[int, T] = {}
@@ -28,7 +28,7 @@ class KeptAdapters(Generic[T]):
         return self._kept[adapter_id]
 
     def holds(self, adapter: Adapter) -> bool:
-        """Return whether an adapter is there, and not another one with the same id."""
+        """Return whether this adapter is loaded, and not another one with the same id."""
         found = self._digests.get(adapter.adapter_id) == adapter.digest
         return found and adapter.adapter_id in self._kept
 
@@ -37,12 +37,12 @@ class KeptAdapters(Generic[T]):
         self._digests[adapter.adapter_id] = adapter.digest
 
     def drop(self, adapter_id: int) -> None:
-        """Drop an adapter, if it is there."""
+        """Drop an adapter, if it is loaded."""
         self._kept.pop(adapter_id, None)
         self._digests.pop(adapter_id, None)
 
     def drop_all_but(self, claimed: set[int]) -> None:
-        """Drop one adapter after the other, until there is room, but for some."""
+        """Drop adapters that are not in `claimed` until there is room for another one."""
         for adapter_id in [one for one in self._kept if one not in claimed]:
             if len(self._kept) < self.num_kept:
                 break

@@ -13,9 +13,9 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import LowRankArgs, StoredType
 
 INNER_BLOCK = 4
-"""Lines of a block of `down`, of low_rank.h."""
+"""Number of lines in a block of `down`, as in low_rank.h."""
 _CHUNK = 32
-"""Values of a line that lie together."""
+"""Number of consecutive values of a line."""
 _ITEM_BYTES = {StoredType.F32: 4, StoredType.F16: 2, StoredType.BF16: 2}
 
 
@@ -28,21 +28,21 @@ class Matrix(NamedTuple):
     num_rows: int
     num_columns: int
     stride: int
-    """Values from row to row."""
+    """Number of values from row to row."""
 
     def rows(self, first: int, count: int) -> "Matrix":
-        """Return some consecutive rows."""
+        """Return `count` rows from `first` on."""
         offset = first * self.stride * _ITEM_BYTES[self.type]
         return self._replace(address=self.address + offset, num_rows=count)
 
     def columns(self, first: int, count: int) -> "Matrix":
-        """Return some consecutive columns."""
+        """Return `count` columns from `first` on."""
         offset = first * _ITEM_BYTES[self.type]
         return self._replace(address=self.address + offset, num_columns=count)
 
 
 class Product(NamedTuple):
-    """What is added to a linear layer: scale * up * (down * row)."""
+    """The product that is added to a linear layer: scale * up * (down * row)."""
 
     down: Matrix
     """`[rank, num_inputs]`."""
@@ -61,13 +61,13 @@ class LoadedAdapter:
         sites: Sites,
         products: Mapping[str, Product],
     ) -> None:
-        """Take products by the names of their linear layers, whose shapes fit the sites.
+        """`products` are named by their linear layers; their shapes must fit the sites.
 
-        AdapterError: a value is not finite in `dtype`.
+        Raises AdapterError if a value is not finite in `dtype`.
         """
         self._library = library
         sizes = [_aligned(size * dtype.itemsize) for size in _sizes(sites, products)]
-        # The kernel fills pages with zeros when they are first written, by the thread that copies.
+        # The kernel zeroes pages when they are first written, in the copying thread.
         pages = mmap.mmap(-1, max(sum(sizes), 1))
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)[: sum(sizes)]
         self._parts = iter(self._memory.split(sizes))
@@ -88,9 +88,9 @@ class LoadedAdapter:
         return self._memory.numel()
 
     def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Return the lines of `down` and `up` at a site, and the scale; None: it adds nothing.
+        """Return copies of `down` and `up` at a site, and the scale; None: it adds nothing.
 
-        They are copies, of `[rank, num_inputs]` and `[rank, num_outputs]`.
+        They are `[rank, num_inputs]` and `[rank, num_outputs]`.
         """
         args, site = self._args[number], self._sites.all[number]
         if args.rank == 0:
@@ -102,7 +102,7 @@ class LoadedAdapter:
     def _lines_at(
         self, address: int, block_lines: int, num_lines: int, num_values: int
     ) -> torch.Tensor:
-        """Return lines that lie in blocks, without what fills them up."""
+        """Return lines that are stored in blocks, without their padding."""
         num_chunks, num_blocks = -(-num_values // _CHUNK), -(-num_lines // block_lines)
         count = num_blocks * num_chunks * block_lines * _CHUNK
         start = address - self._memory.data_ptr()
@@ -119,7 +119,7 @@ class LoadedAdapter:
             self._args[number] = LowRankArgs(down, up, rank, product.scale)
 
     def _copy(self, matrix: Matrix, *, transposes: bool) -> int:
-        """Copy a matrix to the next part of the memory; returns the address of its lines."""
+        """Copy a matrix to the next part of the memory; return the address of its lines."""
         part: torch.Tensor = next(self._parts).view(self._dtype)
         shape = matrix.num_rows, matrix.num_columns
         if not self._library.copy_low_rank(
@@ -136,7 +136,7 @@ class LoadedAdapter:
 
 
 def _sizes(sites: Sites, products: Mapping[str, Product]) -> list[int]:
-    """Return the numbers in each matrix, in the order in which they are packed."""
+    """Return the number of values in each matrix, in packing order."""
     sizes = []
     for name, product in products.items():
         rank, num_inputs = product.down.num_rows, product.down.num_columns
@@ -155,7 +155,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def matrix_of(tensor: torch.Tensor, name: str = "") -> Matrix:
-    """Return a matrix in float32 that lies in a tensor."""
+    """Return the matrix in a contiguous float32 tensor."""
     assert tensor.dtype == torch.float32
     assert tensor.is_contiguous()
     rows, columns = tensor.shape

@@ -1,4 +1,4 @@
-"""Reads a PEFT adapter for a model: all of it, or an error that names the file and the key."""
+"""Reads a whole PEFT adapter for a model, or raises an error that names the file and the key."""
 
 import ctypes
 import mmap
@@ -35,7 +35,7 @@ _MAX_NAMES = 5
 
 
 class _StoredTensor(msgspec.Struct):
-    """An entry of the header of a safetensors file."""
+    """An entry in the header of a safetensors file."""
 
     dtype: str
     shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=8)]
@@ -62,16 +62,16 @@ class AdapterReader:
 
     @property
     def most_bytes(self) -> int:
-        """The memory of an adapter of the greatest rank at all sites."""
+        """The memory of an adapter of the greatest rank at all sites, in bytes."""
         return self._sites.num_values(self._max_rank) * self._dtype.itemsize
 
     @property
     def most_bytes_of_load(self) -> int:
-        """The memory that the load of such an adapter takes besides: its file, in float32."""
+        """The additional memory while such an adapter is loaded: its file, in float32."""
         return self._sites.num_values_of_file(self._max_rank) * 4 + _HEADER_BYTES
 
     def read(self, adapter: Adapter) -> LoadedAdapter:
-        """Read and check an adapter; AdapterError also if its files are not those of its digest."""
+        """Read and check an adapter; AdapterError also if its files do not match its digest."""
         content = read_config_bytes(adapter.path)
         config = read_config(content, self._max_rank)
         weights = self._read_weights(adapter.path)
@@ -84,9 +84,9 @@ class AdapterReader:
         return LoadedAdapter(self._library, self._dtype, self._sites, products)
 
     def _read_weights(self, path: str) -> memoryview:
-        """Return the contents of the file, if it is not larger than it can be.
+        """Return the contents of the file, unless it is larger than any valid one.
 
-        They are in pages of their own: filling a `bytearray` with zeros would stop other threads.
+        They are in separate pages: filling a `bytearray` with zeros would stop other threads.
         """
         most = self.most_bytes_of_load
         try:
@@ -175,7 +175,7 @@ class AdapterReader:
 
 
 def _tensors(content: memoryview, address: int) -> Iterator[tuple[str, Matrix]]:
-    """Yield the tensors of a safetensors file that is at an address."""
+    """Yield the tensors of a safetensors file at an address."""
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     begin = _LENGTH_BYTES + length
     if length > _HEADER_BYTES or begin > len(content):
@@ -205,7 +205,7 @@ def _tensors(content: memoryview, address: int) -> Iterator[tuple[str, Matrix]]:
         elif end - start != shape[0] * shape[1] * _ITEM_BYTES[tensor.dtype]:
             raise AdapterError(f"{WEIGHTS_FILE}: {name} has {end - start} bytes, not its shape's")
         if begin + end > len(content) or start > end:
-            raise AdapterError(f"{WEIGHTS_FILE}: {name} lies past the end of the file")
+            raise AdapterError(f"{WEIGHTS_FILE}: {name} extends past the end of the file")
         place = address + begin + start
         yield name, Matrix(name, place, StoredType[tensor.dtype], shape[0], shape[1], shape[1])
 

@@ -1,4 +1,4 @@
-"""Which rows of the present step have which adapter, for whatever computes projections."""
+"""The adapters of the current step's rows, for the code that computes projections."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import AdaptationArgs, AdaptedRowsArgs, AdaptedSiteArgs
 
 MAX_SITES = 3
-"""Most sites of one instruction: those of queries, keys and values."""
+"""The most sites of one instruction: queries, keys and values."""
 _LANES = 16
 Part = tuple[LoadedAdapter, Sequence[int]]
 """An adapter, and its rows."""
 
 
 class StepRows:
-    """The adapted rows of one step; none until `begin`."""
+    """The adapted rows of a step; there are none before `begin`."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
         self._inner = torch.empty(0)
         self._kept: list[Any] = []
-        """What the arguments point to."""
+        """Memory that the arguments point to."""
         self.num_rows = 0
         self.parts: Sequence[Part] = ()
         self.args: AdaptationArgs | None = None
-        """For native calls; None: no row of the step has an adapter."""
+        """Arguments for native calls; None: no row of the step has an adapter."""
 
     @property
     def address(self) -> int | None:
@@ -40,8 +40,8 @@ class StepRows:
         self.args, self.parts, self._kept = None, (), []
 
     def begin(self, parts: Sequence[Part], num_rows: int) -> None:
-        """Begin a step of some rows; each adapter has its own ones."""
-        max_rank = max(1, *(adapter.max_rank for adapter, _ in parts))  # 0: of other stages only
+        """Begin a step of `num_rows` rows; `parts` are adapters with their rows."""
+        max_rank = max(1, *(adapter.max_rank for adapter, _ in parts))  # 0: in other stages only
         stride = -(-max_rank // _LANES) * _LANES
         if self._inner.numel() < MAX_SITES * num_rows * stride:
             self._inner = torch.empty(MAX_SITES * num_rows * stride)
@@ -65,7 +65,7 @@ class StepRows:
     def add_products(
         self, number: int, site: Site, rows: torch.Tensor, outputs: torch.Tensor
     ) -> None:
-        """Add to the outputs of a site, `[num_rows, num_outputs]`, in place."""
+        """Add products to the outputs of a site, `[num_rows, num_outputs]`, in place."""
         assert self.args is not None
         if len(rows) != self.num_rows:
             raise ValueError(f"{site.module} got {len(rows)} rows of a step of {self.num_rows}")

@@ -1,8 +1,8 @@
-"""Loads adapters alongside the worker's steps, one after the other, in threads of low priority.
+"""Loads adapters alongside the worker's steps, one at a time, in threads of low priority.
 
-A thread reads files, computes their digest and copies matrices, all without the interpreter's lock;
-steps continue meanwhile. What it has loaded is taken over between two steps. A thread whose file
-system does not answer is left behind, and its adapter is in error.
+A thread reads files, computes their digest and copies matrices, all without the interpreter's lock,
+while steps continue. A loaded adapter becomes available between two steps. If a file system does
+not answer, its thread is abandoned, and the adapter's load fails.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from worker_proc.adapters.kept import KeptAdapters
 
 _NICENESS = 10
 LOAD_TIMEOUT_S = 100.0
-"""How long the files of an adapter may take, with which a file system may not answer at all."""
+"""The most time for reading an adapter's files, since a file system may not answer at all."""
 MAX_HANGING = 4
-"""Loads that are left behind and have not ended; with more, no further one is begun."""
+"""The most abandoned loads that have not ended; with as many, no further load begins."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ log = logging.getLogger("troika.worker")
 
 
 class _Job(NamedTuple):
-    """An adapter, and the adoption that has brought it."""
+    """An adapter, and the adoption that has requested it."""
 
     adoption: int
     message: LoadAdapter
@@ -46,21 +46,22 @@ class AdapterService(Generic[T]):
         self._kept = kept
         self._adoption = 0
         self._claimed: set[int] = set()
-        """What the present core knows to be loaded. Others make room when it is needed."""
+        """Adapters that the current core knows to be loaded; others are dropped when room is
+        needed."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._results: deque[tuple[_Job, T | None, str]] = deque()
         self._thread: threading.Thread | None = None
         self._hanging: list[_Loading[T]] = []
-        """Loads that have taken too long; what they return is dropped."""
+        """Loads that have taken too long; their results are dropped."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def begin_adoption(self) -> None:
-        """Forget what another core has sent; adapters stay loaded until their room is needed."""
+        """Forget the requests of another core; its adapters stay loaded until room is needed."""
         self._adoption += 1
         self._claimed.clear()
 
     def load(self, message: LoadAdapter) -> AdapterLoaded | None:
-        """Take an adapter; returns the answer if it is loaded already."""
+        """Load an adapter; return the answer if it is loaded already."""
         adapter_id = message.adapter.adapter_id
         if self._kept.holds(message.adapter):
             if message.keeps:
@@ -73,12 +74,12 @@ class AdapterService(Generic[T]):
         return None
 
     def unload(self, message: UnloadAdapter) -> None:
-        """Drop an adapter, if it is there."""
+        """Drop an adapter, if it is loaded."""
         self._claimed.discard(message.adapter_id)
         self._kept.drop(message.adapter_id)
 
     def take_results(self) -> list[AdapterLoaded]:
-        """Return the answers that have become ready; what was loaded can be used from now on."""
+        """Return the answers that are ready; their adapters can be used from now on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
         answers = []
@@ -106,7 +107,7 @@ class AdapterService(Generic[T]):
             os.eventfd_write(self.wake_fd, 1)
 
     def _load_in_time(self, adapter: Adapter) -> tuple[T | None, str]:
-        """Return an adapter, or what is wrong with it."""
+        """Return an adapter, or None and the reason."""
         self._hanging = [loading for loading in self._hanging if loading.is_alive()]
         if len(self._hanging) >= MAX_HANGING:
             return None, f"the files of {MAX_HANGING} other adapters are still being read"
@@ -126,15 +127,15 @@ class _Loading(threading.Thread, Generic[T]):
         super().__init__(name=f"troika-adapter-{adapter.adapter_id}", daemon=True)
         self._load = functools.partial(_read, read, adapter)
         self.result: tuple[T | None, str] = (None, "")
-        """The adapter, or what is wrong with it, when the thread has ended."""
+        """The adapter, or None and the reason, once the thread has ended."""
 
     def run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # this thread only
         self.result = self._load()
 
 
 def _read(read: Callable[[Adapter], T], adapter: Adapter) -> tuple[T | None, str]:
-    """Return an adapter, or what is wrong with it."""
+    """Return an adapter, or None and the reason."""
     try:
         failpoint("worker.load_adapter")
         return read(adapter), ""
@@ -148,7 +149,7 @@ def _read(read: Callable[[Adapter], T], adapter: Adapter) -> tuple[T | None, str
 def carry_out(
     message: LoadAdapter | UnloadAdapter, kept: KeptAdapters[Any] | None
 ) -> AdapterLoaded | None:
-    """Carry out a message at once, where nothing else waits; returns the answer to it, if any."""
+    """Execute a message immediately, if nothing else waits; return the answer to it, if any."""
     if kept is None:
         assert isinstance(message, LoadAdapter)
         return AdapterLoaded(message.adapter.adapter_id, "this worker takes no adapters")

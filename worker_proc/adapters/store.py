@@ -1,4 +1,4 @@
-"""The adapters of a loaded model: where it takes them, which are in memory, and a step's rows."""
+"""The adapters of a loaded model: its sites, the adapters in memory, and a step's rows."""
 
 import torch
 
@@ -23,7 +23,7 @@ class AdapterStore:
         max_rank: int,
         num_kept: int,
     ) -> None:
-        """`num_kept`: most adapters that are in memory."""
+        """`num_kept`: the most adapters in memory."""
         self.library = library
         self.dtype = dtype
         self.sites = sites
@@ -33,12 +33,12 @@ class AdapterStore:
 
     @property
     def most_bytes(self) -> int:
-        """The memory that all adapters together may take, and one more while it is loaded."""
+        """The most memory for all adapters, including one that is being loaded."""
         num_adapters = self.kept.num_kept + 1
         return num_adapters * self._reader.most_bytes + self._reader.most_bytes_of_load
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Note which rows of a step have which adapter."""
+        """Record which rows of a step have which adapter."""
         rows: dict[int, list[int]] = {}
         for part, first in zip(inputs.parts, inputs.first_rows, strict=True):
             if adapter_id := part.request.adapter_id:

@@ -2,8 +2,8 @@
 
 A request that lost its worker is computed again from its tokens, in other chunks and alongside
 other requests. Its next token is certain to be the same only if a row's result depends on its own
-text alone. Known properties of the backend decide first. Then the model's own modules are tried,
-with the threads and shapes that they will run with.
+text alone. Known properties of the backend are checked first. Then the model's own modules are
+tried, with the threads and shapes with which they will run.
 """
 
 import inspect
@@ -37,9 +37,9 @@ from worker_proc.recurrent.rowwise import RowwiseFunctions, computes_rowwise
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
 NUM_TRIAL_ROWS = 5
-MAX_FACTORS = 2**17  # of a norm of heads: 512 heads of 256 dimensions
+MAX_FACTORS = 2**17  # for a norm of heads: 512 heads of 256 dimensions
 _ATTENTION = "scaled_dot_product_attention"
-MAX_PRODUCTS = 2**28  # most multiplications in one trial of a module: some milliseconds
+MAX_PRODUCTS = 2**28  # most multiplications in a trial of a module, which take some milliseconds
 
 
 class _Part(NamedTuple):
@@ -48,11 +48,11 @@ class _Part(NamedTuple):
     name: str
     module: nn.Module
     is_entered: bool
-    """Whether a module around it has its elementwise functions computed by `rowwise`."""
+    """True if an enclosing module computes its elementwise functions by `rowwise`."""
 
 
 class Exactness(NamedTuple):
-    """Whether a request that is computed again gets the same tokens, else the reason."""
+    """Whether a request that is computed again gets the same tokens; if not, the reason."""
 
     holds: bool
     reason: str
@@ -67,7 +67,7 @@ def check_exactness(
 
 
 def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
-    """Return the first part that is known to depend on the batch, if any."""
+    """Return the reason why a part is known to depend on the batch; empty: there is none."""
     on_cpu = loaded.device.type == "cpu"
     if not on_cpu and backend.depends_on_batch:
         device = loaded.device.type
@@ -88,10 +88,10 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
 
 
 def _plain_products(model: nn.Module) -> Iterator[str]:
-    """Yield modules with used matrices of their own that are neither packed nor embeddings.
+    """Yield modules that use their own matrices, neither packed nor embeddings.
 
-    The convolutions of recurrent layers are computed by rows. Of the other matrices of such a
-    layer those count that are in products: a decay for each channel and key, for example, is not.
+    Convolutions of recurrent layers are computed row by row. Other matrices of such a layer only
+    count if they take part in products; a decay for each channel and key, for example, does not.
     """
     convolutions = {
         child
@@ -115,10 +115,10 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
 
 
 def _attends_in_tokens(module: nn.Module) -> bool:
-    """Return whether a module's own code attends within a token, as from one stream to another.
+    """Return whether a module's own code attends within a token, for example between streams.
 
-    The queries are then a matrix of the module, the same for all tokens (Inkling-2). Its rows are
-    tried among others.
+    Its queries are then a matrix of the module, the same for all tokens (Inkling-2). The module is
+    tried with various numbers of rows.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _ATTENTION in code.co_names
@@ -126,10 +126,10 @@ def _attends_in_tokens(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _multiplies_by_elements(module: nn.Module) -> bool:
-    """Return whether a module without parts multiplies rows of its weights' shape by elements.
+    """Return whether a module without children multiplies its rows elementwise by its weights.
 
-    A norm of heads does, where each head has factors of its own. The module's rows must have the
-    same bits among other rows, too.
+    A norm of heads with separate factors for each head is an example. The module's rows must also
+    have the same bits in every number of rows.
     """
     weights = [weight for weight in module.parameters() if not weight.is_meta]
     if len({weight.shape for weight in weights}) != 1 or next(module.children(), None) is not None:
@@ -146,7 +146,7 @@ def _multiplies_by_elements(module: nn.Module) -> bool:
             return False
         return all(_is_rowwise(module, (rows,), count) for count in ROW_COUNTS)
     except TRIAL_FAILURES:
-        return False  # it takes something else
+        return False  # it takes other arguments
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
@@ -156,7 +156,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def _difference(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
 ) -> str:
-    """Compute the self check's texts at once, and each module among other numbers of rows."""
+    """Compute the self check's texts at once, and each module with other numbers of rows."""
     products = TokenProducts(sum(TEXT_LENGTHS))
     with _recorded_calls(loaded.model) as calls, products:
         whole = compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
@@ -177,7 +177,7 @@ def _difference(
 
 @contextmanager
 def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
-    """Record the arguments of each part of a model without attention."""
+    """Record the arguments of each part of a model that does not mix tokens."""
     calls: Calls = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,14 +218,14 @@ def _parts_without_attention(
         return
     is_entered |= computes_rowwise(module)
     for child_name, child in module.named_children():
-        # Embeddings compute nothing; convolutions take columns, in recurrent layers.
+        # Embeddings compute nothing; convolutions are parts of recurrent layers, and take columns.
         if not isinstance(child, nn.Embedding | nn.Conv1d):
             path = f"{name}.{child_name}".lstrip(".")
             yield from _parts_without_attention(path, child, is_entered)
 
 
 def _has_packed_matrices(module: nn.Module) -> bool:
-    """Return whether a module multiplies by packed matrices itself; its rows may have streams."""
+    """Return whether a module itself multiplies by packed matrices; its rows may have streams."""
     return any(isinstance(value, PackedMatrix) for value in module.__dict__.values())
 
 
@@ -235,7 +235,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
-    """Return whether repeated rows have the same bits as the single ones."""
+    """Return whether repeated rows have the same bits as single ones."""
     once = args[0].shape[1]
     index = torch.arange(num_rows, device=args[0].device) % once
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))
@@ -244,10 +244,11 @@ def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int
 
 
 def _repeats(one: torch.Tensor, other: torch.Tensor, index: torch.Tensor, once: int) -> bool:
-    """Return whether a result for repeated rows repeats that for the single ones.
+    """Return whether a result for repeated rows repeats the result for single ones.
 
-    The dimension of rows is the one whose size follows their number. Mostly it is the second of
-    three; the results of a router have no batch before it, and some have heads after it.
+    The row dimension is the one whose size follows the number of rows. It is usually the second of
+    three; the results of a router have no batch dimension before it, and some results have heads
+    after it.
     """
     sizes = zip(one.shape, other.shape, strict=False)
     dim = next((dim for dim, pair in enumerate(sizes) if pair == (once, len(index))), None)

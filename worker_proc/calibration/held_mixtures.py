@@ -1,9 +1,9 @@
-"""Lets mixtures of experts return for a token what they have returned for it before.
+"""Holds the outputs of mixtures of experts when two computations of a token are compared.
 
-Two ways to compute a row round differently, and the row may then go to other experts, which
-compute something else. So where two ways are compared that differ in attention, the outputs of
-mixtures may be held. What each mixture returns for the same rows in the two ways is then compared
-by itself.
+Two computations of a row round differently, and the row may then go to other experts, with a very
+different result. When two computations are compared that differ in attention, the outputs of
+mixtures can therefore be held. The outputs of each mixture for the same rows are then compared
+separately.
 """
 
 import statistics
@@ -38,7 +38,7 @@ def mixtures_of(model: nn.Module) -> list[nn.Module]:
 
 
 class HeldMixtures:
-    """What the mixtures of a model have returned for the tokens of some texts."""
+    """The outputs of a model's mixtures for the tokens of some texts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = mixtures_of(model)
@@ -48,12 +48,12 @@ class HeldMixtures:
 
     @property
     def error(self) -> float:
-        """The median relative error of the rows of the mixture in which it is largest."""
+        """The greatest median over a mixture's rows of their relative error."""
         return max(map(statistics.median, self._errors.values()), default=0.0)
 
     @contextmanager
     def recorded(self, text: int) -> Iterator[None]:
-        """Keep what is given and returned for a text that is computed by itself, at once."""
+        """Keep inputs and outputs while a text is computed alone, at once."""
 
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = filter(_has_rows, (*args, *kwargs.values()))
@@ -65,7 +65,7 @@ class HeldMixtures:
 
     @contextmanager
     def returned(self, rows: Sequence[Rows]) -> Iterator[None]:
-        """Give and return again what was kept, for a step over these rows; adds to `error`."""
+        """Substitute the kept inputs and outputs in a step over these rows; adds to `error`."""
 
         def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
             kept = zip(*(self._inputs[module, text] for text, _, _ in rows), strict=True)
@@ -86,7 +86,7 @@ class HeldMixtures:
             found = _first(output)
             difference = (_rows(found).float() - held.float()).norm(dim=-1)
             errors = difference / held.float().norm(dim=-1).clamp_min(1e-6)
-            errors = errors.nan_to_num(torch.inf)  # which is greater than any bound
+            errors = errors.nan_to_num(torch.inf)  # greater than any bound
             self._errors.setdefault(module, []).extend(errors.tolist())
             held = held.view(found.shape)
             return (held, *output[1:]) if isinstance(output, tuple) else held
@@ -120,7 +120,7 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(kept: Sequence[torch.Tensor], rows: Sequence[Rows]) -> torch.Tensor:
-    """Return these rows of what was kept of each one's text."""
+    """Return these rows of the kept tensors, one for each text."""
     cut = [one[start:end] for one, (_, start, end) in zip(kept, rows, strict=True)]
     return torch.cat(cut)
 

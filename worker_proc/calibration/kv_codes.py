@@ -1,6 +1,7 @@
-"""Compares a coded KV cache with one of the model's type, once, when a model has been loaded.
+"""Compares a coded KV cache with a plain one, once, after a model has been loaded.
 
-Both must give the same logits, but for rounding, if the latter holds what the codes stand for.
+Except for rounding, both must give the same logits if the plain cache holds the values that the
+codes represent.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from worker_proc.loading.loader import LoadedModel
 
 
 class RoundedRows:
-    """Attention by another backend, over keys and values rounded as codes round them."""
+    """Attention by another backend, over keys and values rounded like codes."""
 
     def __init__(self, backend: AttentionBackend, format: KVFormat) -> None:
         self.name = backend.name
@@ -48,8 +49,8 @@ def check_codes(
 ) -> list[torch.Tensor]:
     """Attach a coded cache and return logits computed with it: the rows of `check_forward`.
 
-    The modules compute the layers. `plain` is the backend of a cache in the model's type, `layout`
-    that of the codes.
+    The modules compute the layers. `plain` is the backend of a plain cache; `layout` is that of the
+    coded one.
     """
     num_blocks = num_blocks_needed(layout)
     rounded, plain_layout = RoundedRows(plain, layout.format), as_plain(layout)
@@ -68,5 +69,5 @@ def check_codes(
 
 
 def as_plain(layout: KVLayout) -> KVLayout:
-    """Return the same layout with keys and values in the model's type."""
+    """Return the same layout with keys and values in the model's dtype."""
     return replace(layout, format=KVFormat.PLAIN)

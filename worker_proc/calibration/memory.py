@@ -1,4 +1,4 @@
-"""Decides how much memory the KV cache may take."""
+"""Determines the memory for the KV cache."""
 
 import copy
 from array import array
@@ -18,7 +18,7 @@ from worker_proc.sampling.sampler import Sampler
 
 DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
 CUDA_MARGIN_BYTES = 1024**3
-"""Left free for what is allocated later: CUDA graphs, and what the allocator cannot use."""
+"""Left free for later allocations: CUDA graphs, and memory that the allocator cannot use."""
 CUDA_STEP_BYTES = 128 * 1024**2
 NUM_TOP_LOGPROBS = 20
 _WORST_SAMPLING = SamplingParams(
@@ -35,8 +35,9 @@ def available_cache_bytes(
 ) -> int:
     """Return the bytes for the KV cache, as configured or as measured.
 
-    On the CPU: 4 GiB, at most half of the memory that is available to this process. On CUDA: the
-    configured share of the device less what the largest steps need; these are computed here.
+    On the CPU this is 4 GiB, but at most half of the memory available to this process. On CUDA it
+    is the configured share of the device, minus the memory of the largest steps, which are computed
+    here.
     """
     if config.cache.kv_cache_memory_bytes is not None or loaded.device.type == "cpu":
         return most_cache_bytes(loaded.device, config)
@@ -52,16 +53,16 @@ def available_cache_bytes(
 
 
 def whole_steps(num_bytes: int) -> int:
-    """Round down what a cache may have, so that a small difference does not show.
+    """Round down the bytes of a cache, so that small differences have no effect.
 
-    A worker that takes the place of another must have as many blocks, though the memory that others
-    use is never quite the same.
+    A worker that replaces another must have the same number of blocks, although the memory that
+    other processes use is never quite the same.
     """
     return max(num_bytes, 0) // CUDA_STEP_BYTES * CUDA_STEP_BYTES
 
 
 def most_cache_bytes(device: torch.device, config: EngineConfig) -> int:
-    """Return the bytes that the KV cache can have at most, before the weights are there."""
+    """Return the most bytes that the KV cache can have, before the weights are loaded."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     if device.type == "cpu":
@@ -77,10 +78,10 @@ def profile_run(
     sampler: Sampler,
     config: EngineConfig,
 ) -> None:
-    """Compute the steps that need most memory, in a block that all parts share.
+    """Compute the steps that need the most memory, in a block that all parts share.
 
-    One decodes as many requests as possible at the end of the longest context, samples each in the
-    costliest way, and fills its budget with a chunk that ends there, too. The other computes a
+    One step decodes the maximum number of requests at the end of the longest context, samples each
+    in the costliest way, and fills its budget with chunks that also end there. The other computes a
     prompt with the logprobs of all of its tokens.
     """
     longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
@@ -97,7 +98,7 @@ def profile_run(
     tables = [array("i", [1]) * -(-longest // layout.block_size)] * len(layout.groups)
 
     def part(start: int, end: int, sampled: MirroredRequest) -> ScheduledRequest:
-        request = copy.copy(sampled)  # what it shares with the others takes seconds to make
+        request = copy.copy(sampled)  # the data it shares with the others takes seconds to create
         request.block_tables = list(tables)
         return ScheduledRequest(request, start, end - start, True)
 

@@ -1,8 +1,8 @@
-"""Compares the paged forward with transformers' own, once, when a model has been loaded.
+"""Compares the paged forward with transformers' own, once, after a model has been loaded.
 
 Code between the attention layers may rely on rows with a single text (a convolution, positions
-counted from a mask), and would give wrong results for packed rows without an error. Two short
-texts, computed together in steps, must give the logits that each gives alone.
+counted from a mask), and would give wrong results for packed rows without an error. Two short texts
+that are computed together in steps must give the same logits as each text alone.
 """
 
 import statistics
@@ -25,14 +25,14 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.recurrent.layers import own_forwards
 
 TEXT_LENGTHS = (5, 3)
-NUM_DECODED = 2  # tokens at the end of each text that are computed in a step each
+NUM_DECODED = 2  # tokens at the end of each text that are computed in separate steps
 MAX_ERROR = {torch.float32: 0.01}
 MAX_ERROR_OF_HALF = 0.15
-"""Relative error. The median over rows counts: rounding may send one row to another expert."""
+"""Relative error of the median row, since rounding may send a row to another expert."""
 
 
 def num_blocks_needed(layout: KVLayout) -> int:
-    """Return how many blocks the pool must have while the check runs."""
+    """Return the number of blocks that the pool must have for the check."""
     per_group = sum(-(-length // layout.block_size) for length in TEXT_LENGTHS)
     return 1 + per_group * layout.num_tables
 
@@ -40,10 +40,10 @@ def num_blocks_needed(layout: KVLayout) -> int:
 def check_forward(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
 ) -> list[torch.Tensor]:
-    """Check in the first blocks; returns logits, `[1 + NUM_DECODED, vocab_size]` for each text.
+    """Check in the first blocks; return logits, `[1 + NUM_DECODED, vocab_size]` for each text.
 
     If rounding sends most rows to other experts, as it may in small models, the rows are compared
-    once more, with what the mixtures of experts return held.
+    again with the outputs of mixtures held. Raises UnsupportedModel if the logits differ.
     """
     texts = check_texts(loaded.vocab_size)
     try:
@@ -76,12 +76,12 @@ def _error_with_held_mixtures(
 
 
 def max_error(dtype: torch.dtype) -> float:
-    """Return how much logits may differ that are computed in two ways."""
+    """Return the greatest relative error between two computations of logits."""
     return MAX_ERROR.get(dtype, MAX_ERROR_OF_HALF)
 
 
 def median_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the relative error of the rows of logits."""
+    """Return the median relative error of the rows of logits."""
     return statistics.median(
         float((got - want).norm() / want.norm().clamp_min(1e-6))
         for got_rows, want_rows in zip(found, expected, strict=True)
@@ -101,9 +101,9 @@ def compute_whole(
     texts: list[list[int]],
     first_position: int = 0,
 ) -> list[torch.Tensor]:
-    """Compute the texts in one step, in reverse order; returns the rows of `check_forward`.
+    """Compute the texts in one step, in reverse order; return the rows of `check_forward`.
 
-    From a later `first_position` on the model computes other angles; attention stays the same.
+    With a later `first_position`, the model computes other angles; attention stays the same.
     """
     requests = trial_requests(layout, texts)
     parts = [ScheduledRequest(r, 0, len(r.token_ids), True) for r in reversed(requests)]
@@ -135,7 +135,7 @@ def compute_stepwise(
 ) -> list[torch.Tensor]:
     """Return the last rows of each text, computed in steps: the rows of `check_forward`.
 
-    Where attention is not causal, a step computes a whole text, and nothing is held.
+    If attention is not causal, a step computes a whole text, and nothing is held.
     """
     if not loaded.is_causal:
         texts = check_texts(loaded.vocab_size)
@@ -156,7 +156,7 @@ def compute_stepwise(
 
 
 def trial_requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredRequest]:
-    """Return requests over `texts` with block tables of their own, from block 1 on."""
+    """Return requests over `texts` with separate block tables, from block 1 on."""
     requests = []
     free_blocks = count(1)
     for req_id, text in enumerate(texts):

@@ -19,14 +19,14 @@ from worker_proc.mirror import ScheduledRequest
 NUM_COPIED_BLOCKS = 8
 NUM_REPEATS = 7
 PROMPT_LENGTHS = (32, 256, 256, 256)
-"""The first also warms up; the others follow while the budget lasts."""
+"""The first also warms up; the others follow until the budget is used up."""
 BUDGET_S = 0.1
 
 
 def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
-    """Return the prompt tokens computed while a block is copied out and in; replaces the pool.
+    """Return the number of prompt tokens computed while a block is swapped out and in.
 
-    Of a model without KV blocks it is that of a state.
+    Replaces the pool. In a model without KV blocks, the cost is that of a state.
     """
     per_group = -(-max(PROMPT_LENGTHS) // layout.block_size)
     num_blocks = 1 + max(per_group * layout.num_tables, NUM_COPIED_BLOCKS)

@@ -1,7 +1,7 @@
-"""Products of two matrices that each token has, such as those that mix its streams.
+"""Records products of two matrices that each token has, such as those that mix its streams.
 
-Libraries may compute many small products in another way than a few. So the products of a forward
-are recorded, and repeated among other numbers of tokens.
+Libraries may compute many small products differently from a few. So the products of a forward are
+recorded, and repeated with other numbers of tokens.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ _Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenProducts(TorchFunctionMode):
-    """While it is entered, records such products over one row of `num_tokens`."""
+    """Records such products over one row of `num_tokens` within the context."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
         self._num_tokens = num_tokens
         self._found: dict[tuple[Any, ...], _Factors] = {}
-        """One product for each type and layout."""
+        """One product for each function, dtype and layout."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,7 +41,7 @@ class TokenProducts(TorchFunctionMode):
 
     @torch.inference_mode()
     def difference(self, counts: Iterable[int]) -> str:
-        """Return which product depends on the number of tokens, if any does."""
+        """Return the reason if a product depends on the number of tokens; empty: none does."""
         numbers = list(counts)
         for one, other in self._found.values():
             expected = one @ other

@@ -1,7 +1,7 @@
-"""Computes a few short texts while a standby waits, so that its first step for clients is fast.
+"""Computes a few short texts while a standby waits, so that its first real step is fast.
 
-The first step of a process touches memory for the first time, starts threads, and makes kernels for
-the shapes of the model.
+The first step of a process touches memory for the first time, starts threads, and compiles kernels
+for the shapes of the model.
 """
 
 from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
@@ -15,7 +15,7 @@ _NUM_STEPS = 2  # a prefill of all texts, and a decode
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute the texts and forget them; overwrites the first blocks, if there are enough."""
+    """Compute the texts and discard them; overwrites the first blocks, if there are enough."""
     facts = runner.facts
     length = min(TEXT_LENGTH, facts.max_model_len - _NUM_STEPS)
     num_blocks = -(-(length + _NUM_STEPS) // facts.block_size)

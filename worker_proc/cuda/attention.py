@@ -12,16 +12,16 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.mirror import ScheduledRequest
 
-INTERPRETED_UNITS = 8  # multiprocessors of a processor, where the kernels are interpreted
-MIN_TILE = 16  # of a matrix product
+INTERPRETED_UNITS = 8  # assumed multiprocessors when the kernels are interpreted
+MIN_TILE = 16  # smallest tile of a matrix product
 PREFILL_ROWS = 64  # query rows of a tile, over tokens and heads
 MOST_TILE_KEYS = 64
 WIDE_DIM = 128
-TILE_SPLITS = 16  # that are added up at a time
-STAGES = 3  # of the pipeline of loads
+TILE_SPLITS = 16  # splits that are summed at a time
+STAGES = 3  # stages of the load pipeline
 STAGES_OF_WHOLE_TILES = 2  # with less shared memory, more programs share a multiprocessor
-MIN_SPLIT_TOKENS = 256  # of a context that one program attends to
-MOST_PARTIAL_RESULTS = 4096  # of each head: parts of a step, times splits
+MIN_SPLIT_TOKENS = 256  # least context for each program
+MOST_PARTIAL_RESULTS = 4096  # for each head: parts of a step, times splits
 
 
 class DeviceStep(NamedTuple):
@@ -32,8 +32,8 @@ class DeviceStep(NamedTuple):
     table_rows: torch.Tensor  # int32 [P]
     kept_from: torch.Tensor  # int32 [P]
     num_rows: int
-    num_decodes: int  # parts of one token
-    num_splits: int  # of a decode's context
+    num_decodes: int  # number of parts with one token
+    num_splits: int  # number of splits of a decode's context
 
     @property
     def num_parts(self) -> int:
@@ -51,17 +51,17 @@ class PagedStep(NamedTuple):
 def choose_num_splits(
     num_parts: int, num_decodes: int, spec: LayerSpec, longest: int, num_units: int
 ) -> int:
-    """Return over how many programs a context of `longest` tokens is divided.
+    """Return the number of programs that share a context of `longest` tokens.
 
-    As many as keep the device's `num_units` multiprocessors busy, of a length that pays. There is
-    room for the partial results of every part, of which `num_decodes` have some.
+    It keeps the device's `num_units` multiprocessors busy, unless splits become too short. There is
+    room for partial results of all parts, although only `num_decodes` of them have any.
     """
     wanted = 2 * num_units // max(num_decodes * spec.num_kv_heads, 1)
     return max(1, min(wanted, longest // MIN_SPLIT_TOKENS, MOST_PARTIAL_RESULTS // num_parts))
 
 
 class Tiles(NamedTuple):
-    """How many query rows and keys a program computes at a time."""
+    """The numbers of query rows and keys that a program computes at a time."""
 
     decode_rows: int
     prefill_rows: int
@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(spec: LayerSpec, dtype: torch.dtype) -> Tiles:
-    """Return tiles that fit into the shared memory of a program: narrow ones for wide rows."""
+    """Return tiles that fit in a program's shared memory: narrow tiles for wide rows."""
     narrowing = (max(spec.head_dim, spec.value_head_dim) > WIDE_DIM) + (dtype == torch.float32)
     least = max(MIN_TILE, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
     prefill_rows = PREFILL_ROWS // 2 if narrowing == 2 else PREFILL_ROWS
@@ -77,7 +77,7 @@ def choose_tiles(spec: LayerSpec, dtype: torch.dtype) -> Tiles:
 
 
 def store(place: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store keys and values, `[T, kv_heads, dim]`, into their blocks."""
+    """Store keys and values, `[T, kv_heads, dim]`, in their blocks."""
     step, table, kv = place
     num_rows, num_kv_heads, head_dim = key.shape
     value_dim = value.shape[2]
@@ -110,11 +110,11 @@ def attend(
     *,
     is_batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attend for `[T, num_heads, head_dim]` over stored KV; returns `[T, num_heads, value_dim]`.
+    """Attend for `[T, num_heads, head_dim]` over stored KV; return `[T, num_heads, value_dim]`.
 
-    `sinks` are logits, one for each head, that take a share of the softmax. If the result is not to
-    depend on the batch, prefill tiles take decodes, too, and one loop takes all keys: a tile's
-    shape and a loop without masks may change the last bits.
+    `sinks` are logits, one for each head, that take a share of the softmax. If the result must not
+    depend on the batch, prefill tiles also compute decodes, and one loop covers all keys, because a
+    tile's shape and a loop without masks may change the last bits.
     """
     step, table, kv = place
     heads, value_dim = spec.num_heads, spec.value_head_dim
@@ -175,7 +175,7 @@ def attend(
 
 
 class TritonAttention:
-    """Attends by the engine's own kernels, which make no plan."""
+    """Attends by the engine's own kernels, which need no plan."""
 
     name = "Triton"
 
@@ -193,7 +193,7 @@ class TritonAttention:
             self._num_units = torch.cuda.get_device_properties(device).multi_processor_count
 
     def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
-        """Return over how many programs the contexts of decodes are divided."""
+        """Return the number of programs that share each decode's context."""
         return choose_num_splits(num_parts, num_decodes, self._spec, longest, self._num_units)
 
     def begin_step(self, parts: Sequence[ScheduledRequest], first_rows: list[int]) -> None:

@@ -1,14 +1,14 @@
-"""Paged attention in Triton: keys and values are stored into blocks and attended to in place.
+"""Paged attention in Triton: stores keys and values in blocks, and attends to them in place.
 
 One kernel attends, with two kinds of tiles. A prefill tile holds some tokens of one part of the
-step, with all query heads that share a KV head. A decode tile holds the only token of its part, and
-its context may be divided over several programs, whose results `combine_kernel` adds up. Which
-tokens a tile holds follows from the step's arrays on the device, so no plan is made on the host and
-a launch depends on the number of parts and tokens alone. `attention.py` launches the kernels.
+step, with all query heads that share a KV head. A decode tile holds the only token of its part; its
+context may be divided among several programs, whose results `combine_kernel` sums. The step's
+arrays on the device determine which tokens a tile holds, so no plan is made on the host, and a
+launch depends only on the numbers of parts and tokens. `attention.py` launches the kernels.
 
-Keys are stored as [blocks, block size, KV heads, head dimension], values likewise. A program takes
-its tiles of keys in the order of positions, with an online softmax: the sums so far are scaled when
-a greater score comes.
+Keys are stored as [blocks, block size, KV heads, head dimension], and so are values. A program
+takes its tiles of keys in the order of positions, with an online softmax: the partial sums are
+rescaled when a greater score occurs.
 
 The arrays, int32: `first_rows` [P + 1], the row of each part's first token; `starts` [P], its
 position; `table_rows` [P], its row in the block table; `kept_from` [P], the first position whose KV
@@ -18,7 +18,7 @@ is kept.
 import triton
 import triton.language as tl
 
-# They are parts of one array, so their alignment varies; a kernel for each would be compiled.
+# Slices of one array, whose alignment varies: each alignment would compile another kernel.
 BY_PART = ["num_parts", "first_rows", "starts", "table_rows", "kept_from"]
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -38,7 +38,7 @@ def part_at(first_rows, num_parts, index, TOKENS: tl.constexpr, STEP: tl.constex
 
 @triton.jit
 def slot_of(table, table_row, table_stride, position, kept_from, BLOCK_SIZE: tl.constexpr):
-    """Return where a token's KV is stored: the null block's first slot if it is not kept."""
+    """Return a token's slot, or the null block's first slot if its KV is not kept."""
     block = tl.load(table + table_row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     return tl.where(position < kept_from, 0, slot)
@@ -76,7 +76,7 @@ def store_kernel(
     head = tl.arange(0, PADDED_HEADS)[:, None]
     dim = tl.arange(0, PADDED_DIM)[None, :]
     exists = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
-    wide_head = head.to(tl.int64)  # a head's stride may be that of a whole step
+    wide_head = head.to(tl.int64)  # the stride may span a whole step
     source = key + row.to(tl.int64) * key_strides[0] + wide_head * key_strides[1] + dim
     target = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + dim
     tl.store(target, tl.load(source, mask=exists), mask=exists)
@@ -89,7 +89,7 @@ def store_kernel(
 
 @triton.jit
 def load_tile(places, is_read, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
-    """Return a tile of keys or values, with zeros for what no query sees and after the rows."""
+    """Return a tile of keys or values; those that no query sees, and padding, are zero."""
     if not IS_WHOLE:
         tile = tl.load(places, mask=is_read & is_dim, other=0.0)
     elif IS_PADDED:
@@ -126,11 +126,11 @@ def attend_to_tile(
     IS_WHOLE: tl.constexpr,  # all queries of the tile see all of these keys
     TILE_KEYS: tl.constexpr,
 ):
-    """Return the greatest scores and the sums of weights and values, with a tile of keys added."""
+    """Add a tile of keys; return the greatest scores, the sums of weights and those of values."""
     dim = tl.arange(0, PADDED_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
     seen = first_key + tl.arange(0, TILE_KEYS)
-    # What no query of the tile sees may be of another request, and not finite.
+    # Keys that no query of the tile sees may belong to another request, and not be finite.
     is_read = (seen >= first_visible) & (seen < end)
     if IS_WHOLE:
         block = tl.load(blocks + seen // BLOCK_SIZE).to(tl.int64)
@@ -165,7 +165,7 @@ def attend_to_tile(
 
 @triton.jit
 def place_of_tile(first_rows, num_parts, tile, IS_DECODE: tl.constexpr, TILE_TOKENS: tl.constexpr):
-    """Return the part of a tile, and the tile's first token in it, which may be after the last."""
+    """Return a tile's part and its first token there, which may be after the last."""
     if IS_DECODE:
         part = tile
         first_token = tile * 0
@@ -185,7 +185,7 @@ def keys_that_all_see(
     TILE_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Return the range of whole tiles of keys that each query of a tile sees.
+    """Return the range of whole tiles of keys that every query of a tile sees.
 
     `first` is the position of the first query; the tile's keys are those from `begin` to `end`.
     """
@@ -201,7 +201,7 @@ def keys_that_all_see(
 
 @triton.jit
 def with_sinks(most, total, sums, sinks, head, is_row):
-    """Return the sum of weights and the sums of values with the sink of each row's head."""
+    """Return the sum of weights and the sums of values, including each head's sink."""
     sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
     base = tl.maximum(most, sink)
     sums = sums * tl.exp2(most - base)[:, None]
@@ -213,16 +213,16 @@ def with_sinks(most, total, sums, sinks, head, is_row):
 def load_queries(
     query, query_strides, row, head, is_row, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):
-    """Return the query of each row's head, with zeros for rows that fill up a tile."""
+    """Return the query of each row's head, with zeros for padding rows."""
     dim = tl.arange(0, PADDED_DIM)
-    wide_head = head[:, None].to(tl.int64)  # a head's stride may be that of a whole step
+    wide_head = head[:, None].to(tl.int64)  # the stride may span a whole step
     places = query + row[:, None] * query_strides[0] + wide_head * query_strides[1] + dim
     return tl.load(places, mask=is_row[:, None] & (dim < HEAD_DIM), other=0.0)
 
 
 @triton.jit
 def keys_of_split(begin, end, TILE_KEYS: tl.constexpr):
-    """Return the part of a range of keys that this program's split of the context has."""
+    """Return the keys of this program's split, given the range of all keys."""
     length = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
     begin += tl.program_id(2) * length
     return begin, tl.minimum(end, begin + length)
@@ -253,13 +253,13 @@ def attend_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: no window
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_DECODE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    LEAST_TOKENS: tl.constexpr,  # of a part that prefill tiles take
-    HAS_WHOLE_TILES: tl.constexpr,  # keys that all queries see are computed apart; may change bits
+    LEAST_TOKENS: tl.constexpr,  # fewest tokens of a part that prefill tiles compute
+    HAS_WHOLE_TILES: tl.constexpr,  # a separate loop for keys that all queries see; may change bits
     TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -295,8 +295,8 @@ def attend_kernel(
         most = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         sums = tl.zeros([TILE_ROWS, PADDED_VALUE_DIM], tl.float32)
-        # Only tiles of keys that some queries do not see, at either end, need masks. One loop for
-        # all is as fast for a decode, which waits for memory.
+        # Only tiles of keys that some queries do not see, at either end, need masks. A single loop
+        # is as fast for decodes, which are limited by memory.
         whole_begin, whole_end = keys_that_all_see(
             start + first_token, begin, end, WINDOW, TILE_TOKENS, TILE_KEYS
         )
@@ -346,7 +346,7 @@ def attend_kernel(
         else:
             if HAS_SINKS:
                 total, sums = with_sinks(most, total, sums, sinks, head, is_row)
-            result = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # rows that fill up
+            result = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # padding rows
             place = (row * NUM_HEADS + head)[:, None] * VALUE_DIM + value_dim
             tl.store(out + place, result.to(out.dtype.element_ty), mask=exists)
 
@@ -365,7 +365,7 @@ def combine_kernel(
     HAS_SINKS: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
 ):
-    """Add up the splits of one decode and head. Grid: parts, heads."""
+    """Sum the splits of one decode and head. Grid: parts, heads."""
     part = tl.program_id(0)
     head = tl.program_id(1)
     first_row = tl.load(first_rows + part)

@@ -1,4 +1,4 @@
-"""The attention backend of CUDA devices: keys and values in blocks, by tables on the device."""
+"""The attention backend of CUDA devices: keys and values in blocks, with tables on the device."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,24 +15,24 @@ from worker_proc.mirror import ScheduledRequest
 
 
 class StepAttention(Protocol):
-    """What attends over keys and values that are stored already."""
+    """An implementation of attention over stored keys and values."""
 
     @property
     def name(self) -> str:
-        """The backend's name, as the start line shows it."""
+        """The backend's name, as shown in the start line."""
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether a row's result may depend on others."""
+        """True if a row's result may depend on other rows."""
 
     def num_splits(self, num_parts: int, num_decodes: int, longest: int) -> int:
-        """Return over how many programs the contexts of decodes are divided."""
+        """Return the number of programs that share each decode's context."""
 
     def begin_step(self, parts: Sequence[ScheduledRequest], first_rows: list[int]) -> None:
         """Prepare a step; `first_rows` ends with the number of its rows."""
 
     def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> None:
-        """Prepare a step of single tokens over static buffers, filled up to `size` rows."""
+        """Prepare a step of single tokens over static buffers, padded to `size` rows."""
 
     def attend(
         self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
@@ -53,9 +53,9 @@ class CudaBackend:
         self.depends_on_batch = attention.depends_on_batch
         self.tables = BlockTables(num_groups, device)
         self.step: DeviceStep | None = None
-        """The present step."""
+        """The current step."""
         self.rows: Sequence[int] = ()
-        """The table row of each part of the present step."""
+        """The table row of each part of the current step."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, slot, kv_head, dim]`, for keys and for values."""
@@ -75,7 +75,7 @@ class CudaBackend:
         self.step = DeviceStep(*by_part, num_rows, len(decodes), num_splits)
 
     def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> torch.Tensor:
-        """Prepare a step of single tokens over static buffers; returns its `[3, size]` columns."""
+        """Prepare a step of single tokens over static buffers; return its `[3, size]` columns."""
         columns, _ = self._upload(parts, [], size)
         self.attention.begin_static_step(parts, size)
         return columns
@@ -83,10 +83,10 @@ class CudaBackend:
     def _upload(
         self, parts: Sequence[ScheduledRequest], first_rows: list[int], size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring the tables up to date, and return what a `DeviceStep` holds of each part.
+        """Update the tables, and return the columns and first rows of a `DeviceStep`.
 
-        That is `[3, size]`: starts, table rows and positions that KV is kept from. Columns after
-        those of the parts write to the null block and attend to it.
+        The columns are `[3, size]`: starts, table rows, and the first positions whose KV is kept.
+        Padding columns write to the null block and attend to it.
         """
         rows, update = self.tables.assign(parts)
         self.rows = rows
@@ -120,11 +120,11 @@ class CudaBackend:
     def attend_stored(
         self, layer: PagedLayer, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Attend where the step's keys and values are stored already."""
+        """Attend to keys and values of the step that are already stored."""
         return self.attention.attend(self.place(layer), query, layer, scoring)
 
     def place(self, layer: PagedLayer) -> PagedStep:
-        """Return the present step over a layer's KV."""
+        """Return the current step over a layer's KV."""
         assert self.step is not None
         return PagedStep(self.step, self.tables.tensor[layer.group], layer.kv)
 

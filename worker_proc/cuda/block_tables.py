@@ -1,8 +1,8 @@
-"""Block tables that stay on the device: a step sends only the entries that are new.
+"""Block tables that stay on the device: a step sends only the new entries.
 
 Each running request has a row. The rows are a cache of the mirror's tables: when all are taken, the
-one that was used least recently goes to the next request, and a request whose row is gone sends its
-table again. So nothing has to report that a request has ended.
+least recently used one is reassigned to the next request, and a request that has lost its row sends
+its table again. The end of a request need therefore not be reported.
 """
 
 from array import array
@@ -17,20 +17,20 @@ MIN_ROWS, MIN_BLOCKS = 16, 64
 
 
 class Update(NamedTuple):
-    """What a step must write before it reads the tables."""
+    """Entries that a step must write before it reads the tables."""
 
-    places: list[int]  # in the flat tables
+    places: list[int]  # indices in the flattened tables
     block_ids: list[int]
 
 
 class _Row:
-    """A request's row, and how much of its tables is there."""
+    """A request's row, and the number of entries sent to it."""
 
     def __init__(self, index: int, tables: "list[array[int]]") -> None:
         self.index = index
         self.tables = tables
-        """The request's own tables, which grow; they stay alive, so their identity stays unique."""
-        self.num_sent = 0  # entries of each table
+        """The request's own tables, which grow; keeping them alive keeps their identity unique."""
+        self.num_sent = 0  # entries sent of each table
 
 
 class BlockTables:
@@ -39,13 +39,13 @@ class BlockTables:
     def __init__(self, num_groups: int, device: torch.device) -> None:
         self._num_groups = num_groups
         self._device = device
-        self._rows: dict[int, _Row] = {}  # by the identity of its tables; oldest use first
+        self._rows: dict[int, _Row] = {}  # by the identity of its tables; least recently used first
         self.tensor = torch.zeros(0, 0, 0, dtype=torch.int32, device=device)
         self.reserve(MIN_ROWS, MIN_BLOCKS)
 
     @property
     def null_row(self) -> int:
-        """The row of tokens that fill a batch up."""
+        """The row of padding tokens."""
         return self.tensor.shape[1] - 1
 
     def reserve(self, num_rows: int, num_blocks: int) -> None:
@@ -54,14 +54,14 @@ class BlockTables:
         if num_rows < rows and num_blocks <= blocks:
             return
         if num_blocks > blocks:
-            # A multiple: kernels are compiled for the alignment of a table's rows.
+            # A multiple, since kernels are compiled for the alignment of a table's rows.
             num_blocks = -(-max(num_blocks, 2 * blocks) // MIN_BLOCKS) * MIN_BLOCKS
         shape = (self._num_groups, max(num_rows + 1, rows), max(num_blocks, blocks))
         self.tensor = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._rows.clear()
 
     def assign(self, parts: Sequence[ScheduledRequest]) -> tuple[list[int], Update]:
-        """Return the row of each part, and what to write into the tables first."""
+        """Return the row of each part, and the entries to write to the tables first."""
         most_blocks = max(len(part.request.block_tables[0]) for part in parts)
         _, rows, blocks = self.tensor.shape
         if len(parts) >= rows or most_blocks > blocks:
@@ -88,9 +88,9 @@ class BlockTables:
         return indices, update
 
     def _free_row(self) -> int:
-        """Return a row that is not in use, or the oldest, which no part of this step has."""
+        """Return an unused row, or the least recently used one, which no part of this step has."""
         if len(self._rows) < self.null_row:
-            # Rows are taken in order, and given back only to be taken at once.
+            # Rows are taken in order, and freed only to be taken again at once.
             return len(self._rows)
         oldest = next(iter(self._rows))
         return self._rows.pop(oldest).index

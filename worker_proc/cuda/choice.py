@@ -1,8 +1,8 @@
 """Chooses the tokens of a step with Triton, by parameters that are on the device.
 
-Every row of a worker on CUDA goes through one kernel: with the parameters that stay there
-(`device_sampler`), or with those of this step after its scores were edited. So which way a row
-takes cannot change its token.
+Every row of a worker on CUDA goes through the same kernel, either with the parameters that stay
+there (`device_sampler`), or with those of the current step after its scores were edited. The path
+of a row can therefore not change its token.
 """
 
 import struct
@@ -20,8 +20,8 @@ from worker_proc.sampling.edited_rows import edit_rows
 from worker_proc.sampling.logit_edits import SamplingRow
 
 MOST_NEAR = 2**14
-"""Tokens near the best one of which a list is made; a row with more is searched as a whole."""
-MOST_TILE_TOKENS = 2048  # with them, two programs share a multiprocessor of an H100
+"""The most tokens near the best one that are listed; a row with more is searched as a whole."""
+MOST_TILE_TOKENS = 2048  # lets two programs share a multiprocessor of an H100
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LINE = struct.Struct("=qddqq")  # seed, temperature, top_p, top_k, min_weight
 _GREEDY = _LINE.pack(0, 0.0, 1.0, 0, 0)
@@ -29,7 +29,7 @@ _UNIT = 2.0**40
 
 
 def pack_parameters(params: SamplingParams, vocab_size: int) -> bytes:
-    """Pack a request's line of the parameters; a temperature of 0 takes the most likely token."""
+    """Pack a request's line of parameters; a temperature of 0 takes the most likely token."""
     if params.greedy:
         return _GREEDY
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
@@ -49,8 +49,8 @@ def lines_to_device(lines: Sequence[bytes], device: torch.device) -> Tensor:
 def choose(logits: Tensor, parameters: Tensor, lines: Tensor, positions: Tensor) -> Tensor:
     """Return the token of each row of `logits`, `[n, vocab]`, or NOT_FINITE; int64 `[n]`.
 
-    `lines` are those of the rows in `parameters`, and `positions` those of the tokens that are
-    chosen, both int32 `[n]`. Nothing here depends on values, so the launch can be captured.
+    `lines` are the lines of the rows in `parameters`, and `positions` the positions of the chosen
+    tokens, both int32 `[n]`. Nothing here depends on values, so the launch can be captured.
     """
     num_rows, vocab_size = logits.shape
     chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -69,10 +69,10 @@ def choose(logits: Tensor, parameters: Tensor, lines: Tensor, positions: Tensor)
 
 
 class TritonChoice:
-    """Chooses tokens by parameters that come with each step."""
+    """Chooses tokens by parameters that are sent with each step."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], chunk_rows: int) -> None:
-        """Take the number of rows whose scores are edited at a time."""
+        """`chunk_rows` is the number of rows whose scores are edited at a time."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._chunk_rows = chunk_rows
@@ -94,7 +94,7 @@ class TritonChoice:
             edited = edit_rows(logits, rows, part, part_masks, self._eos_token_ids)
             index = edited.places
             found = choose(edited.scores, parameters, order[index], positions[index])
-            # Where no token is possible, the best one of the raw logits is taken.
+            # If no token is possible, the best token of the raw logits is taken.
             best = torch.where(edited.is_lost, logits[index].max(dim=-1).indices, found)
             is_finite = chosen[index] != NOT_FINITE.value
             chosen[index] = torch.where(is_finite, best, chosen[index])
@@ -107,7 +107,7 @@ class TritonChoice:
     def _parts_to_edit(
         self, rows: Sequence[SamplingRow], masks: RowMasks | None
     ) -> Iterator[tuple[list[int], RowMasks | None]]:
-        """Yield rows with masks, then those with edits alone, as many as are edited at a time."""
+        """Yield rows with masks, then those with edits only, in chunks of rows to edit together."""
         masked = [i for i in range(len(rows)) if masks is not None and i in masks]
         is_masked = set(masked)
         unmasked = [i for i, row in enumerate(rows) if row.edits_scores and i not in is_masked]

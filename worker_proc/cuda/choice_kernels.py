@@ -1,10 +1,10 @@
-"""Chooses tokens in Triton, one program for each row: what `sampling/inverse_cdf.py` defines.
+"""Chooses tokens in Triton, one program for each row, as defined in `sampling/inverse_cdf.py`.
 
-Nothing is sorted. A place in the order of a row (descending score, ties by id) is a key, which is
-the score as an ordered integer, and how many of the tokens that tie for it are before the place.
-Both cuts, top_k and top_p, bisect the keys: a step of it sums the weights of all tokens above a
-key. They read a list of the tokens near the best one where the cuts are among these, as in nearly
-all rows, and else the whole row. Weights are integers, so no order of summation can change a token.
+Nothing is sorted. A place in the order of a row (descending score, ties by id) consists of a key,
+which is the score as an ordered integer, and the number of preceding tokens with the same key. Both
+cuts, top_k and top_p, bisect the keys: each step sums the weights of all tokens above a key. The
+cuts read a list of the tokens near the best one if they are among these, as in nearly all rows, and
+otherwise the whole row. Weights are integers, so the order of summation cannot change a token.
 
 Columns of `parameters`, int64, a line for each request: see `choice.pack_parameters`.
 """
@@ -33,7 +33,7 @@ def score_of(logits, token, exists):
 
 @triton.jit
 def key_of(score):
-    """Return integers in the order of the scores."""
+    """Return integers in the same order as the scores."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -47,7 +47,7 @@ def weight_of(score, best, temperature, min_weight):
 
 @triton.jit
 def tokens_at(members, first, TILE: tl.constexpr):
-    """Return a tile of the tokens to search, ascending, and which of its places exist."""
+    """Return a tile of the tokens to search, ascending, and which of its places are valid."""
     nearby, num_listed, count = members
     place = first + tl.arange(0, TILE)
     listed = tl.load(nearby + place, mask=place < num_listed, other=0)
@@ -80,18 +80,18 @@ def divide(row, members, key, cut, WEIGHS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def find_key(row, members, target, cut, WEIGHS: tl.constexpr, TILE: tl.constexpr):
-    """Return the key at which the sum over the ordered tokens exceeds `target`, and the sum before.
+    """Return the key where the sum over ordered tokens exceeds `target`, and the sum before it.
 
     Tokens up to `cut` are left out; if the others do not reach the target, the key is `cut`.
     """
-    low = cut.to(tl.int64)  # the sum from here on exceeds the target
-    high = key_of(row[1]).to(tl.int64) + 1  # and from here on it does not
+    low = cut.to(tl.int64)  # from this key on, the sum exceeds the target
+    high = key_of(row[1]).to(tl.int64) + 1  # from this key on, it does not
     above = target * 0
     while high - low > 1:
         middle = ((low + high) >> 1).to(tl.int32)
         found, least, others = divide(row, members, middle, cut, WEIGHS, TILE)
         is_low = found > target
-        # No token has a key in between: where tokens are few, so are the steps.
+        # No token has a key in between, so that few tokens need few steps.
         low = tl.where(is_low, least.to(tl.int64), low)
         high = tl.where(is_low, high, others.to(tl.int64) + 1)
         above = tl.where(is_low, above, found)
@@ -100,7 +100,7 @@ def find_key(row, members, target, cut, WEIGHS: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def weight_at(row, key):
-    """Return the weight that all tokens with a key have."""
+    """Return the weight of all tokens with a key."""
     _, best, temperature, min_weight = row
     score = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
     return weight_of(score, best, temperature, min_weight)
@@ -117,15 +117,15 @@ def scaled(draw, total):
 
 @triton.jit
 def drawn(seed, position):
-    """Return the 62 random bits of a seed and a position, as `sampling/philox.py` does."""
-    counter = position.to(tl.uint32)  # the words above are 0, since positions have 31 bits
+    """Return the 62 random bits of a seed and a position, as in `sampling/philox.py`."""
+    counter = position.to(tl.uint32)  # the higher words are 0, since positions have 31 bits
     first, second, _, _ = tl.philox(seed, counter, counter * 0, counter * 0, counter * 0)
     return (first.to(tl.int64) << 30) | (second.to(tl.int64) >> 2)
 
 
 @triton.jit
 def top_p_target(total, top_p):
-    """Return the sum that the last token kept by top_p is the first to exceed."""
+    """Return the sum above which the last token kept by top_p is the first."""
     bound = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
     return tl.maximum(tl.minimum(bound, total), 1) - 1
 
@@ -152,12 +152,12 @@ def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TI
             tl.store(nearby + place, token, mask=is_near & (place < CAPACITY))
             num_near += tl.sum(is_near.to(tl.int32), axis=0)
             near_total += tl.sum(tl.where(is_near, weight, 0), axis=0)
-    tl.debug_barrier()  # other threads of the program have written what this one reads next
+    tl.debug_barrier()  # wait for writes of the program's other threads
     is_inside = tl.where(top_k > 0, num_near >= top_k, top_p_target(total, top_p) < near_total)
     is_listed = has_cut & is_inside & (num_near <= CAPACITY)
     count = tl.where(is_listed, num_near, VOCAB)
     members = (nearby, tl.where(is_listed, num_near, 0), count)
-    # Kept are the tokens above the key `cut`, and the first `num_tied` of those that have it.
+    # Tokens above the key `cut` are kept, and the first `num_tied` of those with that key.
     cut = num_near * 0 + LEAST_KEY
     num_tied = top_k * 0
     if (top_k > 0) & (top_k < count):
@@ -183,7 +183,7 @@ def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TI
         score = score_of(logits, token, exists)
         key = key_of(score)
         is_tied = exists & (key == cut)
-        ties = tl.cumsum(is_tied.to(tl.int64), axis=0) + num_before  # this one included
+        ties = tl.cumsum(is_tied.to(tl.int64), axis=0) + num_before  # including this one
         is_kept = (exists & (key > cut)) | (is_tied & (ties <= num_tied))
         weight = tl.where(is_kept, weight_of(score, best, temperature, min_weight), 0)
         sums = tl.cumsum(weight, axis=0) + running
@@ -208,7 +208,8 @@ def choose_kernel(
 ):
     """Write the token of each row, or NOT_FINITE, to `chosen`, int64. Grid: rows.
 
-    `lines` are those of the rows in `parameters`, `positions` those of the tokens to choose, int32.
+    `lines` are the lines of the rows in `parameters`, `positions` the positions of the tokens to
+    choose, int32.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * logits_stride
@@ -219,7 +220,7 @@ def choose_kernel(
     for first in range(0, vocab_size, TILE):
         token = first + tl.arange(0, TILE)
         score = score_of(logits, token, token < vocab_size)
-        is_bad = tl.where(score < float("inf"), is_bad, 1)  # neither is a NaN
+        is_bad = tl.where(score < float("inf"), is_bad, 1)  # false for a NaN, too
         ids = tl.where(score > tops, token, ids)
         tops = tl.where(score > tops, score, tops)
     best = tl.max(tops, axis=0)

@@ -1,4 +1,4 @@
-"""Which models the attention of CUDA devices covers; imports neither Triton nor FlashInfer."""
+"""Decides which models CUDA attention supports; imports neither Triton nor FlashInfer."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 def choose_attention(
     layers: Sequence[ProbedLayer], dtype: torch.dtype, device: torch.device, worker: WorkerConfig
 ) -> AttentionName | None:
-    """Return what attends on a device: TRITON, FLASHINFER, or None for another backend.
+    """Return the attention of a device: TRITON, FLASHINFER, or None for another backend.
 
-    UnsupportedModel: a setting asks for what is not there, or does not cover the layers.
+    Raises UnsupportedModel if a setting requires attention that is unavailable or unsupported.
     """
     wanted, setting = worker.attention_backend, f"attention_backend {worker.attention_backend}"
     if worker.batch_invariant:
@@ -41,7 +41,7 @@ def choose_attention(
 
 
 def _why_not_triton(layers: Sequence[ProbedLayer]) -> str:
-    """Return what the engine's kernels do not compute, if anything."""
+    """Return the reason why the engine's kernels cannot be used; empty: they can."""
     if reason := _unusual_scores(layers):
         return reason
     for layer in layers:
@@ -59,7 +59,7 @@ def _why_not_triton(layers: Sequence[ProbedLayer]) -> str:
 
 
 def _why_not_flashinfer(layers: Sequence[ProbedLayer], dtype: torch.dtype) -> str:
-    """Return what FlashInfer does not compute, or that it is missing."""
+    """Return the reason why FlashInfer cannot be used; empty: it can."""
     if reason := _unusual_scores(layers):
         return reason
     for layer in layers:
@@ -79,7 +79,7 @@ def _why_not_flashinfer(layers: Sequence[ProbedLayer], dtype: torch.dtype) -> st
 
 
 def _unusual_scores(layers: Sequence[ProbedLayer]) -> str:
-    """Return what neither of the two computes, if anything."""
+    """Return the reason why neither of the two can be used; empty: there is none."""
     for layer in layers:
         if layer.biases is not None:
             return f"{layer.module_name} adds biases to its scores"

@@ -1,4 +1,4 @@
-"""What a CUDA device needs before a model is loaded; imports no Triton."""
+"""Prepares a CUDA device before a model is loaded; imports no Triton."""
 
 import importlib.util
 import os
@@ -12,9 +12,9 @@ from worker_proc.errors import UnsupportedModel
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `name` ("auto", "cpu", "cuda") stands for.
+    """Return the device named by `name` ("auto", "cpu", "cuda").
 
-    UnsupportedModel: it is not there, or lacks what is needed to compute on it.
+    Raises UnsupportedModel if it is missing, or lacks a requirement for computing on it.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _missing_part() -> str:
-    """Return what Triton needs and is not there, with how to get it; empty: all is there."""
+    """Describe a missing requirement of Triton, and how to install it; empty: none is missing."""
     if importlib.util.find_spec("triton") is None:
         return (
             "its kernels need Triton, which PyTorch's builds for CUDA install, and it is missing;"
@@ -46,17 +46,17 @@ def _missing_part() -> str:
 
 
 def prepare_device(device: torch.device, rank: int = 0) -> None:
-    """Set what must be set before the first kernel runs, and let a rank compute on its GPU.
+    """Change settings that must precede the first kernel, and select a rank's GPU.
 
-    UnsupportedModel: there are fewer GPUs than ranks.
+    Raises UnsupportedModel if there are fewer GPUs than ranks.
     """
     if device.type == "cuda":
-        if rank > 0:  # the first has the device that CUDA chooses
+        if rank > 0:  # rank 0 uses CUDA's default device
             _choose_device(rank)
-        # It would make a plan for every new pair of batch size and length, which takes longer than
-        # the attention.
+        # cuDNN would make a plan for every new pair of batch size and length, which takes longer
+        # than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # Products and sums are fused, whatever the default of this version of Triton is.
+        # Fuse products and sums, whatever the default of this version of Triton is.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
@@ -70,5 +70,5 @@ def _choose_device(rank: int) -> None:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether Triton kernels compute; else nothing of Triton is imported."""
+    """Return whether Triton kernels are used; otherwise nothing of Triton is imported."""
     return device.type == "cuda"

@@ -1,8 +1,8 @@
-"""Samples on the device, so that a step can be launched before the last one's tokens are read.
+"""Samples on the device, so that a step can be launched before the last tokens are read.
 
 The parameters of each request stay in the line of its row in the block tables. The tokens of the
-latest step stay in `chosen`: where the host does not know the last token of a request yet, its ids
-hold ~place, and the device puts the token there before the next forward.
+latest step stay in `chosen`: if the host does not know the last token of a request yet, its ids
+hold ~place, and the device replaces it by the token before the next forward.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ class ParameterLines:
         self.tensor = torch.zeros(0, NUM_COLUMNS.value, dtype=torch.int64, device=device)
 
     def reserve(self, num_lines: int) -> None:
-        """Make this many lines, which take the most likely token; the tensor moves only then."""
+        """Create this many lines, which take the most likely token; the tensor moves only then."""
         if num_lines != len(self._held):
             self._held = [None] * num_lines
             self.tensor = self.tensor.new_zeros(num_lines, NUM_COLUMNS.value)
 
     def update(self, rows: Sequence[int], parts: Sequence[ScheduledRequest]) -> int:
-        """Send the parameters that are not in their lines, and return how many these are."""
+        """Send the parameters that are not in their lines, and return their number."""
         changed, lines = [], []
         for row, part in zip(rows, parts, strict=True):
             params = part.request.sampling_params
@@ -51,10 +51,10 @@ class ParameterLines:
 
 
 class TokenCopy:
-    """The tokens of a step, on their way to the host alongside the steps that follow."""
+    """The tokens of a step, in transit to the host alongside the steps that follow."""
 
     def __init__(self, chosen: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
-        """Begin to copy `chosen`, which the next step may overwrite; on the CPU it is copied."""
+        """Begin to copy `chosen`, which the next step may overwrite; copy it at once on the CPU."""
         self._event: torch.cuda.Event | None = None
         source = chosen.clone()
         self._tokens = source
@@ -68,11 +68,11 @@ class TokenCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether `read` would return without waiting."""
+        """True if `read` would return without waiting."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
-        """Wait for the tokens. RuntimeError: the device has failed."""
+        """Wait for the tokens; RuntimeError if the device has failed."""
         if self._event is not None:
             self._event.synchronize()
         tokens: list[int] = self._tokens.tolist()
@@ -92,12 +92,12 @@ class DeviceSampler:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def update(self, rows: Sequence[int], parts: Sequence[ScheduledRequest]) -> None:
-        """Bring the parameters of parts, which have these rows of the tables, up to date."""
+        """Update the parameters of parts, which have these rows of the tables."""
         self.parameters.reserve(self._backend.tables.tensor.shape[1])
         self.parameters.update(rows, parts)
 
     def feed(self, input_ids: torch.Tensor) -> None:
-        """Put the tokens of the latest step where `input_ids`, int64 `[1, T]`, refer to them."""
+        """Replace the places in `input_ids`, int64 `[1, T]`, by tokens of the latest step."""
         num_tokens = input_ids.shape[1]
         grid = (triton.cdiv(num_tokens, FEED_TILE),)
         feed_kernel[grid](input_ids, self.chosen, num_tokens, TILE=FEED_TILE)

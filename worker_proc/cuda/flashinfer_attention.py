@@ -1,9 +1,9 @@
 """Attention by FlashInfer over the engine's own blocks, which are its pages.
 
-FlashInfer computes on the host how a step's work is divided: a plan, which is made once for all
-layers that see the same pages in the same way. A step of single tokens has a wrapper for decodes,
-any other step one for prompts, which takes single tokens, too. A step over static buffers has
-wrappers whose arrays stay at their addresses, so that a graph can be replayed after a new plan.
+FlashInfer divides a step's work on the host: it makes a plan, once for all layers that see the same
+pages in the same way. A step of single tokens uses a decode wrapper, any other step a prefill
+wrapper, which takes single tokens, too. A step over static buffers uses wrappers whose arrays stay
+at their addresses, so that a graph can be replayed after a new plan.
 """
 
 import importlib
@@ -19,13 +19,13 @@ from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.mirror import ScheduledRequest
 
 WORKSPACE_BYTES = 384 * 2**20
-"""For partial results. The planner asks for up to about 2 · multiprocessors · query heads of a KV
+"""For partial results. The planner requires up to about 2 · multiprocessors · query heads of a KV
 head · 128 rows of float32: 264 MiB for 8 heads of 256 dimensions on an H100."""
 LAYOUT = "NHD"  # [page, slot, head, dim]
 
 
 class _View(NamedTuple):
-    """What layers have in common that share a plan."""
+    """The common properties of layers that share a plan."""
 
     group: int
     window: int | None
@@ -44,10 +44,10 @@ class FlashInferAttention:
     def __init__(
         self, block_size: int, max_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Import the library. Takes the most blocks of a request, and the type of its rows."""
+        """Import the library; `max_blocks` is a request's most blocks, `dtype` that of its rows."""
         try:
             self._library: Any = importlib.import_module("flashinfer")
-        except Exception as error:  # whatever a library of its own may raise
+        except Exception as error:  # the library may raise anything
             reason = f"its import fails ({describe(error)})"
             raise UnsupportedModel(f"attention_backend flashinfer: {reason}") from error
         self._block_size = block_size
@@ -56,15 +56,15 @@ class FlashInferAttention:
         self._device = device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._views: list[_View] = []
-        """All that layers have asked for; each step plans for them before its forward."""
+        """All views that layers have requested; each step plans for them before its forward."""
         self._wrappers: dict[tuple[_View, int, bool], Any] = {}
         self._static_indices: dict[_View, torch.Tensor] = {}
         self._planned: dict[_View, Any] = {}
-        """The wrappers of the present step."""
+        """The wrappers of the current step."""
         self._parts: Sequence[ScheduledRequest] = ()
         self._first_rows: list[int] = []
         self._static_size = 0
-        """Rows of the present step over static buffers; 0: it is another step."""
+        """Rows of the current step if it uses static buffers; otherwise 0."""
         # Planning writes to pinned memory that copies of the last plans may still read.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -77,13 +77,13 @@ class FlashInferAttention:
         self._begin(parts, first_rows, 0)
 
     def begin_static_step(self, parts: Sequence[ScheduledRequest], size: int) -> None:
-        """Plan a step of single tokens over static buffers, filled up to `size` rows."""
+        """Plan a step of single tokens over static buffers, padded to `size` rows."""
         self._begin(parts, [], size)
 
     def attend(
         self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
     ) -> torch.Tensor:
-        """Attend for `[T, num_heads, head_dim]` over stored KV; returns the same shape."""
+        """Attend for `[T, num_heads, head_dim]` over stored KV; return the same shape."""
         spec = layer.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
         view = _View(layer.group, spec.window, *heads, scoring)
@@ -91,7 +91,7 @@ class FlashInferAttention:
         if wrapper is None:
             self._views.append(view)
             wrapper = self._plan(view)
-        out = query.new_empty(query.shape)  # the library would fill it with zeros first
+        out = query.new_empty(query.shape)  # the library would zero it first
         attended: torch.Tensor = wrapper.run(query, (place.kv.keys, place.kv.values), out=out)
         return attended
 
@@ -106,7 +106,7 @@ class FlashInferAttention:
             self._plan(view)
 
     def _plan(self, view: _View) -> Any:
-        """Plan the present step for the layers of a view; returns the wrapper that attends."""
+        """Plan the current step for the layers of a view; return the wrapper that attends."""
         size = self._static_size
         pages = page_table(self._parts, view.group, view.window, self._block_size, size)
         is_decode = size > 0 or all(part.num_tokens == 1 for part in self._parts)
@@ -131,7 +131,7 @@ class FlashInferAttention:
         return wrapper
 
     def _wrapper(self, view: _View, size: int, *, is_decode: bool) -> Any:
-        """Return what plans and attends for a kind of steps; it has a workspace of its own."""
+        """Return the wrapper for a kind of step; each wrapper has a separate workspace."""
         kind = (view, size, is_decode)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
@@ -153,8 +153,8 @@ class FlashInferAttention:
                 "paged_kv_indices_buffer": self._static_indices_of(view, size),
                 "paged_kv_last_page_len_buffer": last_page_len,
             }
-        # With tensor cores the kernels are those for prompts, for any number of query heads. Those
-        # of FlashAttention 2 divide contexts, and always alike as far as a graph is concerned.
+        # With tensor cores, decodes use the prefill kernels, for any number of query heads. Those
+        # of FlashAttention 2 divide contexts in a way that is constant for a graph.
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, LAYOUT, use_tensor_cores=True, backend="fa2", **buffers
         )
@@ -172,7 +172,7 @@ class FlashInferAttention:
         return torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def _indices(self, pages: PageTable) -> torch.Tensor:
-        """Return the pages on the device: from the host, a static buffer would wait for them."""
+        """Return the pages on the device: a copy from the host to a static buffer would wait."""
         host = torch.frombuffer(pages.indices, dtype=torch.int32)
         if self._device.type == "cuda":
             host = host.pin_memory()

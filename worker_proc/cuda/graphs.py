@@ -1,9 +1,9 @@
 """Decode steps over static buffers, captured as CUDA graphs: forward and choice of the tokens.
 
-A step in which every request computes one token and samples runs with one of a few sizes, filled up
-with tokens of the null block. All that such a step reads is at addresses that stay: its buffers,
-the tokens of the last step, block tables, parameters, pool. So one launch replays it. Without a
-device the same buffers are computed with directly, which is how tests check them.
+A step in which every request computes one token and samples is padded to one of a few sizes, with
+tokens of the null block. Everything that such a step reads is at fixed addresses: its buffers, the
+tokens of the last step, block tables, parameters and the pool. A single launch replays it. Without
+a CUDA device, the same buffers are computed directly, which is how tests check them.
 """
 
 import logging
@@ -22,12 +22,12 @@ from worker_proc.inputs import StepInputs
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SIZE_STEP, MAX_SIZE = 32, 512
 _WAITS = "synchronizing"
-"""In PyTorch's error for a forward that waits for the device."""
+"""Part of PyTorch's error for a forward that waits for the device."""
 _log = logging.getLogger("troika.worker")
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
-    """Return the sizes that serve steps of up to `max_num_seqs` requests, or of MAX_SIZE."""
+    """Return the sizes for steps of up to `max_num_seqs` requests, at most MAX_SIZE."""
     most = min(max_num_seqs, MAX_SIZE)
     sizes = [*SMALL_SIZES, *range(SMALL_SIZES[-1] + SIZE_STEP, MAX_SIZE + 1, SIZE_STEP)]
     return sizes[: bisect_left(sizes, most) + 1]
@@ -69,14 +69,14 @@ class StaticDecode:
         return self._columns.shape[1]
 
     def compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Choose the tokens of a step, and return its logits, which are valid until the next."""
+        """Choose the tokens of a step; return its logits, which are valid until the next step."""
         num_rows = len(inputs.parts)
         columns = self._backend.begin_static_step(inputs.parts, self.size)
         self._sampler.update(self._backend.rows, inputs.parts)
         self._columns.copy_(columns)
         self._input_ids[:, :num_rows] = inputs.input_ids
         self._position_ids[:, :num_rows] = inputs.position_ids
-        if self._backend.tables.tensor is not self._tables:  # a graph reads where they were
+        if self._backend.tables.tensor is not self._tables:  # a graph reads the old addresses
             self._tables, self._replay = self._backend.tables.tensor, self._forward
         return self._replay()[:num_rows]
 
@@ -96,11 +96,11 @@ class StaticDecode:
 
     @torch.inference_mode()
     def capture(self, pool: Any, out: torch.Tensor | None, most_rows: int) -> torch.Tensor:
-        """Record the step in a graph whose memory is of `pool`.
+        """Record the step in a graph whose memory belongs to `pool`.
 
-        Its logits go to the first rows of `out`, which all sizes share; the first that is captured
-        makes it, with room for `most_rows`. RuntimeError: the forward waits for the device, so it
-        cannot be recorded.
+        Its logits go to the first rows of `out`, which all sizes share; the first capture creates
+        it, with room for `most_rows`. Raises RuntimeError if the forward waits for the device, so
+        that it cannot be recorded.
         """
         self._backend.attention.begin_static_step((), self.size)
         stream = torch.cuda.Stream()
@@ -116,7 +116,7 @@ class StaticDecode:
         torch.cuda.current_stream().wait_stream(stream)
         kept = logits.new_empty(most_rows, self._vocab_size) if out is None else out
         graph = torch.cuda.CUDAGraph()
-        # NCCL's own thread may look at its events meanwhile.
+        # NCCL's own thread may query its events meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             kept[: self.size].copy_(self._forward())
 
@@ -143,9 +143,9 @@ class DecodeGraphs:
         vocab_size: int,
         is_divided: bool = False,
     ) -> None:
-        """Take a model whose attention modules are attached to the pool that it will use.
+        """The model's attention modules must be attached to the pool that it will use.
 
-        `is_divided`: it is a part of one, and a forward exchanges sums with other ranks.
+        `is_divided`: the model is a rank's part, and a forward exchanges sums with other ranks.
         """
         self._model = model
         self._backend = backend
@@ -163,16 +163,16 @@ class DecodeGraphs:
         sampler.update((), ())
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first, since the others fit into its memory.
+        """Capture all sizes, the largest first, since the others fit in its memory.
 
-        A size that was not captured is when a step needs it.
+        Other sizes are captured when a step needs them.
         """
         if self._is_captured:
             for size in reversed(self._sizes[:]):
                 self._prepare(size)
 
     def forget(self) -> None:
-        """Drop what refers to the pool, which moves when it sleeps, and the logits."""
+        """Drop the logits, and everything that refers to the pool, which moves when it sleeps."""
         self._decodes.clear()
         self._pool = None
         self._logits = None
@@ -180,7 +180,7 @@ class DecodeGraphs:
     def compute(self, inputs: StepInputs) -> torch.Tensor | None:
         """Choose a step's tokens, and return its logits; None: no graph computes it.
 
-        Graphs compute decodes alone, of at most the largest size. A size that was forgotten is
+        Graphs compute only decodes, of at most the largest size. A size that was dropped is
         captured here, which takes one step longer.
         """
         num_parts = len(inputs.parts)
@@ -194,7 +194,7 @@ class DecodeGraphs:
         return None if decode is None else decode.compute(inputs)
 
     def _prepare(self, size: int) -> StaticDecode | None:
-        """Make the decode of a size; None: it cannot be captured, and no other will be."""
+        """Create the decode of a size; None: it cannot be captured, and no further size will be."""
         if size not in self._sizes:
             return None
         decode = StaticDecode(
@@ -212,8 +212,8 @@ class DecodeGraphs:
             try:
                 self._logits = decode.capture(self._pool, self._logits, self._sizes[-1])
             except RuntimeError as error:
-                # In ranks a forward that waits fails on all of them. Any other failure is of this
-                # rank, which may have begun more sums than the others.
+                # With several ranks, a forward that waits fails on all of them. Any other failure
+                # concerns this rank only, which may have begun more sums than the others.
                 if self._is_divided and _WAITS not in str(error):
                     raise
                 _log.warning("decode steps run without CUDA graphs: %s", error)

@@ -1,7 +1,7 @@
-"""Reads off a decoder layer's modules what the layer computes, and merges its matrices.
+"""Reads a decoder layer's computation off its modules, and merges its matrices.
 
-Merged matrices are the memory of the modules' own parameters, so the modules still compute. Names
-decide what is tried; decoder/install.py proves that the layer computes the same.
+Merged matrices share the memory of the modules' own parameters, so the modules still work. Names
+determine what is tried; decoder/install.py proves that the results agree.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class Matrix(NamedTuple):
 
 
 class CudaLayer(NamedTuple):
-    """One layer: attention and gated MLP, each added to the residual times a factor."""
+    """A layer: attention and gated MLP, each multiplied by a factor and added to the residual."""
 
     norms: Norms
     qkv: Matrix
     head_norms: tuple[FusedRMSNorm, FusedRMSNorm] | None
-    """Norms of queries and keys, of each head or of all together."""
+    """Norms of queries and keys, over each head or over all heads together."""
     attention: nn.Module
     out: Matrix
     gate_up: Matrix
@@ -43,13 +43,13 @@ class CudaLayer(NamedTuple):
 
     @property
     def paged(self) -> PagedLayer:
-        """The layer's part of the KV cache that is attached now."""
+        """The attention module's layer in the KV cache that is attached now."""
         layer: PagedLayer = self.attention.__dict__["paged_layer"]
         return layer
 
 
 def fuse_norms(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> int:
-    """Replace norms for which the kernel is proven; returns their number."""
+    """Replace norms for which the kernel is proven; return their number."""
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -62,7 +62,7 @@ def fuse_norms(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> int:
 
 
 def merge_matrices(model: nn.Module) -> None:
-    """Lay the weights of projections that take the same rows side by side."""
+    """Make the weights of projections that take the same rows adjacent in memory."""
     for module in model.modules():
         for names in (QKV, GATE_UP):
             linears = [getattr(module, name, None) for name in names]
@@ -87,7 +87,7 @@ def _merge(linears: list[nn.Linear]) -> None:
 
 
 def matrix_of(linears: list[nn.Linear]) -> Matrix | None:
-    """Return the matrix of projections that are side by side in memory, in their order."""
+    """Return the matrix of projections that are adjacent in memory, in their order."""
     weight = _whole([linear.weight for linear in linears])
     if weight is None:
         return None
@@ -114,9 +114,10 @@ def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def read_layer(layer: nn.Module, factor: float, kernels: Kernels) -> CudaLayer | None:
-    """Return what a layer computes; None: there are no kernels for a part of it.
+    """Return a layer's description; None: there are no kernels for a part of it.
 
-    Its attention is attached to a KV cache. `factor` is the one on the residual.
+    Its attention must be attached to a KV cache. `factor` multiplies each contribution to the
+    residual.
     """
     found = layer_parts(layer)
     if found is None:
@@ -167,7 +168,7 @@ def _read_attention(
 
 
 def _matrix(parts: dict[str, nn.Module], names: tuple[str, ...]) -> Matrix | None:
-    """Take the named projections out of `parts`, as one matrix, if all are there."""
+    """Remove the named projections from `parts`, and return them as one matrix, if all exist."""
     linears = [parts.get(name) for name in names]
     plain = [linear for linear in linears if isinstance(linear, nn.Linear) and _is_plain(linear)]
     matrix = matrix_of(plain) if len(plain) == len(names) else None

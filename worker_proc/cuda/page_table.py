@@ -1,4 +1,4 @@
-"""The pages of a step's contexts in one row, as FlashInfer reads them."""
+"""The pages of a step's contexts in one array, as FlashInfer reads them."""
 
 from array import array
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ def page_table(
 ) -> PageTable:
     """Return the pages that the tokens of `parts` see in the layers of a KV group.
 
-    Pages that a window has passed are left out, since the kernels multiply by zero what they mask,
-    and a null block may hold NaN. There are at least `size` rows: those after the parts see one
-    token of the null block.
+    Pages that a window has passed are left out, because the kernels multiply masked values by zero,
+    and a null block may hold NaN. There are at least `size` rows; padding rows see one token of the
+    null block.
     """
     indptr, indices, last_page_len = [0], array("i"), []
     for part in parts:

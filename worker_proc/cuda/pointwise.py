@@ -19,7 +19,7 @@ _NO_NORM, _EACH_HEAD, _ALL_HEADS = 0, 1, 2
 
 
 class TritonLibrary:
-    """The kernels behind single modules, with the names of the native library."""
+    """The kernels of single modules, with the interface of the native library."""
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool
@@ -45,7 +45,7 @@ def add_and_norm(
 ) -> torch.Tensor:
     """Add `factor` times `added`, or its norm, to `hidden` in place, and return its `norm`.
 
-    Without a norm `hidden` is returned.
+    Without a norm, `hidden` is returned.
     """
     out = hidden if norm is None else torch.empty_like(hidden)
     if added is not None or norm is not None:
@@ -54,13 +54,13 @@ def add_and_norm(
 
 
 def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(gates) · factors for rows of gates and, next to them, factors."""
+    """Return activation(gates) · factors, given rows of gates followed by factors."""
     gates, factors = gate_up.chunk(2, dim=1)
     return _launch_activation(gates, factors, activation)
 
 
 def add_up(gathered: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sums over the ranks, in their order and in float32, of `[ranks, T, width]`."""
+    """Write the sums over the ranks of `[ranks, T, width]`, in their order and in float32."""
     num_ranks, num_values = len(gathered), out.numel()
     grid = (triton.cdiv(num_values, ACTIVATION_TILE),)
     add_up_kernel[grid](gathered, out, num_values, NUM_RANKS=num_ranks, TILE=ACTIVATION_TILE)
@@ -77,7 +77,7 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Store keys and values of `qkv`, `[T, outputs]`, and return its queries `[T, heads, dim]`.
 
-    Queries and keys go through `norms`, if any, and are rotated by `angles`, `[T, num_rotated]`.
+    Queries and keys are normalized by `norms`, if any, and rotated by `angles`, `[T, num_rotated]`.
     """
     step, table, kv = place
     cosines, sines = angles

@@ -1,6 +1,6 @@
 """Norms, rotations and activations in Triton, one program for each row.
 
-Values are rounded to the model's type where transformers' modules round them.
+Values are rounded to the model's dtype at the same points as in transformers' modules.
 """
 
 import triton
@@ -16,7 +16,7 @@ EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # values of HEAD_NORM
 
 @triton.jit
 def normalized(x, factor, weight, ROUNDS_FIRST: tl.constexpr, TYPE: tl.constexpr):
-    """Return float32 values that have been rounded as a module's are."""
+    """Return normalized float32 values, rounded like a module's."""
     x = x * factor
     if ROUNDS_FIRST:
         x = x.to(TYPE).to(tl.float32)
@@ -136,7 +136,7 @@ def rotated(
     HEAD_NORM: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Return the heads of one token, with their norms and rotated by position."""
+    """Return the heads of one token, normalized and rotated by position."""
     TYPE: tl.constexpr = source.dtype.element_ty
     ANGLE_TYPE: tl.constexpr = cosines.dtype.element_ty
     head = tl.arange(0, PADDED_HEADS)[:, None]

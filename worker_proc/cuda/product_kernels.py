@@ -1,7 +1,7 @@
 """Matrix products in Triton whose rows do not depend on the number of rows.
 
 cuBLAS chooses tiles, and may divide the sums over inputs, by the shape of a product. Here every
-product has the same tiles, and each output is summed up by one program in the order of the inputs.
+product has the same tiles, and one program sums each output in the order of the inputs.
 """
 
 import triton

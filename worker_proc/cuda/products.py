@@ -6,13 +6,13 @@ import triton
 from worker_proc.cuda.product_kernels import product_kernel
 
 TILE_ROWS, TILE_OUTPUTS = 64, 64
-TILE_BYTES = 128  # of the inputs of a row
+TILE_BYTES = 128  # bytes of a row's inputs in a tile
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return rows · weightᵀ + bias for `[..., inputs]` and `[outputs, inputs]`.
 
-    The tiles depend on the type alone.
+    The tiles depend only on the dtype.
     """
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     (num_rows, num_inputs), num_outputs = flat.shape, len(weight)

@@ -1,8 +1,8 @@
-"""The rows that ranks add up on their devices, which NCCL carries from one GPU to another.
+"""Sums and gathers rows of ranks on their devices; NCCL transfers them between GPUs.
 
-Every rank gathers the rows of all ranks and adds them up in float32, in the order of the ranks, as
-ranks on the CPU do. A library's all-reduce chooses the order by the size of a message and by the
-place of a value in it: with more than two ranks, bits would depend on the batch.
+Every rank gathers the rows of all ranks and sums them in float32, in rank order, like ranks on the
+CPU. A library's all-reduce chooses the order by the size of a message and the place of a value in
+it: with more than two ranks, bits would depend on the batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from worker_proc.parallel.device_group import DIFFERS
 from worker_proc.parallel.share import Share
 
 SLOT_BYTES = 16 << 20
-"""Of each rank's rows that are gathered at once; more are divided."""
+"""Bytes of each rank's rows that are gathered at a time; longer ones are divided."""
 
-# PyTorch 2.13 has another name for it.
+# PyTorch 2.13 has renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -34,9 +34,9 @@ class RankGroup:
         timeout_s: float,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """Take the ranks of a model, and this one's device.
+        """`share` identifies this rank among the ranks of a model.
 
-        After `timeout_s` in which another rank does not take its part, the process ends.
+        The process ends if another rank does not take part within `timeout_s`.
         """
         self._share = share
         self._device = device
@@ -63,11 +63,11 @@ class RankGroup:
             rank=self._share.rank,
             world_size=num_ranks,
             timeout=self._timeout,
-            # It needs an index, which the device of a model has not.
+            # It needs an index, which a model's device does not have.
             device_id=torch.device("cuda", torch.cuda.current_device()) if is_cuda else None,
         )
         self._members = list(members)
-        dist.barrier()  # all have opened the file
+        dist.barrier()  # all ranks have opened the file
 
     def add(self, rows: torch.Tensor) -> None:
         for part in self._parts(rows):
@@ -88,12 +88,12 @@ class RankGroup:
             token_ids.masked_fill_((found != found[0]).any(0), DIFFERS)
 
     def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield consecutive rows that fit into a slot."""
+        """Yield consecutive rows that fit in a slot."""
         row_bytes = rows.shape[1] * rows.element_size()
         yield from rows.split(self._slot_bytes // row_bytes)
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' rows, `[num_ranks, T, width]`, until the next call."""
+        """Return all ranks' rows, `[num_ranks, T, width]`, valid until the next call."""
         shape = self._share.num_ranks, *rows.shape
         num_bytes = self._share.num_ranks * rows.numel() * rows.element_size()
         out = self._slots.view(-1)[:num_bytes].view(rows.dtype).view(shape)

@@ -35,24 +35,24 @@ class TritonExecutor:
     def __init__(self, *, is_batch_invariant: bool = False) -> None:
         self.kernels = TritonLibrary()
         self.rowwise: Multiply | None = multiply if is_batch_invariant else None
-        """What multiplies, if rows must not depend on the batch."""
+        """The function for products, if rows must not depend on the batch."""
 
     def covers(self, backend: AttentionBackend) -> bool:
         return isinstance(backend, CudaBackend)
 
     def read(self, module: nn.Module, factor: float) -> CudaLayer | None:
-        """Return what a layer computes; None: there are no kernels for a part of it."""
+        """Return a layer's description; None: there are no kernels for a part of it."""
         return read_layer(module, factor, self.kernels)
 
     def stack(
         self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings], dtype: torch.dtype
     ) -> "CudaStack":
-        """Return what computes the layers."""
+        """Return a stack that computes the layers."""
         return CudaStack(layers, settings, self.rowwise or linear)
 
 
 def install_kernels(loaded: LoadedModel, executor: TritonExecutor) -> None:
-    """Replace norms by kernels that are proven, and merge matrices, for modules and executor."""
+    """Replace norms by proven kernels, and merge matrices, for modules and executor."""
     fuse_norms(loaded.model, executor.kernels, loaded.dtype)
     merge_matrices(loaded.model)
     if executor.rowwise is not None:
@@ -65,14 +65,14 @@ class CudaStack:
     def __init__(
         self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings], multiply: Multiply
     ) -> None:
-        """Take layers of one hidden size, and what their modules do not show."""
+        """Take layers of one hidden size, and the settings that their modules do not reveal."""
         self._layers = layers
         self._settings = settings
         self._multiply = multiply
         self._ranks: Ranks | None = None
 
     def take_ranks(self, ranks: Ranks) -> None:
-        """Add up the rows of all ranks after each attention and MLP, in all later steps."""
+        """Sum the rows of all ranks after each attention and MLP, in all later steps."""
         self._ranks = ranks
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:

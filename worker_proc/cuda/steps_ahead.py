@@ -1,4 +1,4 @@
-"""Steps whose tokens the device samples: launched before the tokens of the last one are read."""
+"""Steps whose tokens the device samples, launched before the last tokens are read."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from worker_proc.sampling.step_sampler import NOT_FINITE
 
 
 class SampledStep:
-    """A step whose tokens are sampled on the device, and known to the host later."""
+    """A step whose tokens are sampled on the device, and reach the host later."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class SampledStep:
         tokens: TokenCopy,
         end: Callable[[], tuple[int, int]],
     ) -> None:
-        """Take the parts that sample, whose requests end in placeholders for their tokens."""
+        """`parts` are those that sample; their requests end in placeholders for the tokens."""
         self._step_id = step_id
         self._parts = parts
         self._tokens = tokens
@@ -38,7 +38,7 @@ class SampledStep:
         return self._output is not None or self._tokens.is_done
 
     def finish(self) -> ModelRunnerOutput:
-        """Wait for the tokens, and give them to their requests."""
+        """Wait for the tokens, and assign them to their requests."""
         if self._output is None:
             tokens = self._tokens.read()
             errors = {}
@@ -61,7 +61,7 @@ class SampledStep:
 
 
 class StepsAhead:
-    """Launches steps on the device, which computes them and chooses their tokens alone."""
+    """Launches steps that the device computes and samples without the host."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class StepsAhead:
 
     @staticmethod
     def can_compute(scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether the device alone can compute a step and choose its tokens."""
+        """Return whether the device alone can compute a step and choose its tokens."""
         return bool(scheduled) and not any(part.request.needs_host for part in scheduled)
 
     def launch(

@@ -1,7 +1,7 @@
-"""Copies blocks between the device and the host: one launch, whatever their number.
+"""Copies blocks between the device and the host in one launch, whatever their number.
 
-The kernel reads and writes the host's memory itself, which is pinned and mapped: it has one address
-for both.
+The kernel reads and writes the host's memory directly; it is pinned and mapped, and so has the same
+address for both.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ TILE_WORDS = 1024
 
 
 def copy_blocks(pairs: Pairs, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-    """Copy blocks of contiguous tensors, without waiting for them."""
+    """Copy blocks of contiguous tensors, without waiting for the copy."""
     device = next((tensor.device for tensor in pairs[0] if tensor.is_cuda), _CPU)
     sizes = [source[0].numel() * source.element_size() for source, _ in pairs]
     is_whole = all(size % WORD_BYTES == 0 for size in sizes)

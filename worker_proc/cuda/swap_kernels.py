@@ -9,7 +9,7 @@ def copy_blocks_kernel(tensors, block_ids, num_blocks, WORD: tl.constexpr, TILE:
     """Copy blocks of several tensors, words of type WORD at a time. Grid: blocks, tensors.
 
     `tensors`, int64 `[tensors, 3]`: addresses of source and target, words in a block. `block_ids`,
-    int64: those of the sources, then those of the targets.
+    int64: the ids of the sources, followed by those of the targets.
     """
     block = tl.program_id(0)
     entry = tensors + tl.program_id(1) * 3

@@ -1,16 +1,17 @@
 """Drafts the next tokens of requests with a second, smaller model.
 
-It chooses each draft as the sampler would if its logits were the model's own: with the request's
-parameters, and with the random number of that position. So the better it agrees with the model, the
-more drafts are right, whatever the temperature.
+It chooses each draft as the sampler would from its logits: with the request's parameters, and with
+the random number of that position. The better it agrees with the model, the more drafts are right,
+at any temperature.
 
-Its KV is kept under the block ids of the model's requests, in tensors of its own. It is computed
-when drafts are wanted, from the first position on for which it is missing: that of a new prompt, of
-a prefix whose blocks were filled while no drafts were made, or of a request that returns from a
-preemption, from the host or from a worker that died. Blocks are also written to stores and read
-from them, with those of the model (`worker_proc/offload/drafts.py`). Recurrent layers have states
-alongside the KV (`DraftModelStates`), and compute a request from the last position on for which
-there is one. A draft is never trusted, so KV that is missing or outdated costs time, and no token.
+Its KV is stored under the block ids of the model's requests, in separate tensors. When drafts are
+wanted, it is computed from the first position at which it is missing. This is the case for a new
+prompt, for a prefix whose blocks were filled while no drafts were made, and for a request that
+returns from a preemption, from the host or from a worker that died. Blocks are also written to
+stores and read from them, together with the model's (`worker_proc/offload/drafts.py`). Recurrent
+layers have states in addition to KV (`DraftModelStates`), and compute a request from the last
+position that has one. A draft is never trusted, so missing or outdated KV costs time but never
+changes a token.
 """
 
 from array import array
@@ -33,7 +34,7 @@ from worker_proc.sampling.sampler import Sampler
 
 
 def num_spare_blocks(block_size: int, num_speculative_tokens: int) -> int:
-    """Return the blocks beyond its own that one request needs while drafts are made for it."""
+    """Return the number of extra blocks that a request needs while drafts are made for it."""
     return 1 + -(-num_speculative_tokens // block_size)
 
 
@@ -53,11 +54,11 @@ class DraftModel:
         max_tokens: int,
         states: DraftModelStates | None = None,
     ) -> None:
-        """Take a model that is attached to `pool`: the model's blocks, then spare ones.
+        """Take a model that is attached to `pool`: the model's blocks, followed by spare ones.
 
-        `group` is the KV group whose tables it follows, `num_spare` the spare blocks of a request,
-        and `max_tokens` the most tokens that it computes in one step. `states`: of its recurrent
-        layers, if it has any.
+        `group` is the KV group whose tables it follows, `num_spare` the number of a request's spare
+        blocks, and `max_tokens` the most tokens that it computes in a step. `states` are those of
+        its recurrent layers, if it has any.
         """
         self._loaded = loaded
         self._backend = backend
@@ -70,7 +71,7 @@ class DraftModel:
         self._states = states
         self._max_len = min(facts.max_model_len, loaded.model_len)
         self._is_filled = bytearray(facts.num_gpu_blocks)
-        """By block: 1 if it holds this model's KV of the tokens that the model's KV is of."""
+        """For each block, 1 if it holds this model's KV for the same tokens as the model's KV."""
 
     def reset(self) -> None:
         """Forget every request."""
@@ -83,15 +84,15 @@ class DraftModel:
         self._is_filled = bytearray(len(self._is_filled))
 
     def holds(self, block_id: int) -> bool:
-        """Whether a block has this model's KV of the tokens that the model's KV is of."""
+        """Return whether a block has this model's KV for the same tokens as the model's KV."""
         return bool(self._is_filled[block_id])
 
     def note(self, block_id: int, *, is_filled: bool) -> None:
-        """Note whether a block that no request has yet was filled from a store."""
+        """Record whether a block that no request has yet was filled from a store."""
         self._is_filled[block_id] = is_filled
 
     def follow(self, step: SchedulerOutput) -> None:
-        """Note the requests that leave, and the blocks that get other contents in this step."""
+        """Record the requests that leave, and the blocks whose contents this step replaces."""
         size, group, is_filled = self._facts.block_size, self._group, self._is_filled
         if self._states is not None:
             for req_id in (*step.preempted_req_ids, *step.finished_req_ids):
@@ -106,10 +107,10 @@ class DraftModel:
             is_filled[block_id] = 0
 
     def propose(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Make drafts for the requests that sampled, once their tokens are appended.
+        """Make drafts for the requests that sampled, after their tokens have been appended.
 
-        The KV of the step's other tokens is computed, too, where drafts will follow. A request for
-        which more is missing than one step may compute gets no drafts yet.
+        If drafts will follow, the KV of the step's other tokens is computed, too. A request that is
+        missing more than one step may compute gets no drafts yet.
         """
         parts: list[_Part] = []
         num_drafting = 0
@@ -168,7 +169,7 @@ class DraftModel:
     def _state_path(
         self, request: MirroredRequest, start: int, stop: int, num_drafts: int
     ) -> StatePath | None:
-        """Return where the states of a part and of its drafts go; None: there is no room."""
+        """Return the state blocks of a part and of its drafts; None: there is no room."""
         if self._states is None:
             return StatePath(NULL_BLOCK, {}, num_drafts)
         num_slots = len(request.block_tables[self._group]) * self._facts.block_size
@@ -183,7 +184,7 @@ class DraftModel:
     def _keep_snapshots(
         self, states: DraftModelStates, request: MirroredRequest, start: int, stop: int
     ) -> dict[int, int]:
-        """Keep snapshots of what is computed from `start` to `stop`, in the request's own blocks.
+        """Keep snapshots of positions from `start` to `stop`, in the request's own blocks.
 
         Returns the state blocks that must receive states, by position.
         """
@@ -202,9 +203,10 @@ class DraftModel:
         return min(request.draft_limit, room)
 
     def _table(self, request: MirroredRequest, place: int | None) -> "array[int]":
-        """Return the request's table; with a place among those with drafts, spare blocks follow.
+        """Return the request's table; a request with drafts, given its `place`, has spare blocks.
 
-        The model's own table may end before the next tokens, as their blocks are not yet given.
+        The model's own table may end before the next tokens, since their blocks are not allocated
+        yet.
         """
         table = request.block_tables[self._group]
         if place is None:
@@ -213,7 +215,7 @@ class DraftModel:
         return table + array("i", range(first, first + self._num_spare))
 
     def _computed(self, request: MirroredRequest, progress: DraftProgress, end: int) -> None:
-        """Note that a request is computed to `end`, as far as its own blocks reach."""
+        """Record that a request is computed to `end`, up to the end of its own blocks."""
         before = progress.position
         num_slots = len(request.block_tables[self._group]) * self._facts.block_size
         progress.position = max(before, min(end, num_slots))
@@ -228,7 +230,7 @@ class DraftModel:
                     self._states.forget(table[index])
 
     def _draft(self, parts: Sequence["_Part"]) -> None:
-        """Compute all parts; then one more token for each request and further draft."""
+        """Compute all parts, then one more token for each request and further draft."""
         drafting = [part for part in parts if part.num_drafts]
         known = [part.request.num_tokens for part in drafting]
         if self._states is not None:
@@ -267,7 +269,7 @@ class DraftModel:
         """Compute the parts, and choose the next token of those with drafts."""
         loaded, vocab_size = self._loaded, self._facts.vocab_size
         inputs = pack_step([self._scheduled(part) for part in parts], loaded.device)
-        if loaded.vocab_size < vocab_size:  # the rows of the model's vocabulary that pad it
+        if loaded.vocab_size < vocab_size:  # the model's vocabulary is padded
             inputs.input_ids.clamp_(max=loaded.vocab_size - 1)
         logits = compute_logits(loaded.model, self._backend, inputs, vocab_size)
         choosing = [part.request for part in parts if part.num_drafts]
@@ -279,7 +281,7 @@ class DraftModel:
         return self._sampler.choose(logits, choosing)
 
     def _scheduled(self, part: "_Part") -> ScheduledRequest:
-        """Return a part as the draft model computes it: without prompt logprobs."""
+        """Return a part in the draft model's form: without prompt logprobs."""
         tables = [part.table]
         if self._states is not None:
             tables.append(part.state_table(self._facts.block_size))
@@ -301,7 +303,7 @@ _NO_PARAMS = SamplingParams()
 
 
 class _Part(NamedTuple):
-    """What the draft model computes of a request at once."""
+    """Consecutive tokens of a request that the draft model computes at once."""
 
     request: MirroredRequest
     table: "array[int]"
@@ -311,17 +313,17 @@ class _Part(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Drafts to make after it; 0: it does not reach the end of the known tokens."""
+        """Number of drafts to make after it; 0: it does not reach the end of the known tokens."""
         return self.path.num_drafts
 
     def after(self, number: int) -> "_Part":
-        """Return the part that computes a draft after this one, by its number from 1 on."""
+        """Return the part that computes draft `number` after this one, counted from 1."""
         end = self.stop + number
         path = self.path._replace(source=self.path.blocks.get(end - 1, NULL_BLOCK))
         return self._replace(start=end - 1, stop=end, path=path)
 
     def state_table(self, block_size: int) -> "array[int]":
-        """Return a table in which each block that receives a state is where its tokens end."""
+        """Return a table that has each block that receives a state at the end of its tokens."""
         table = array("i", [NULL_BLOCK]) * -(-self.stop // block_size)
         for position, block_id in self.path.blocks.items():
             if self.start < position <= self.stop:

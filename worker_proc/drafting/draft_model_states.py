@@ -1,17 +1,18 @@
-"""States of the recurrent layers of a draft model: where those of requests and of prefixes are.
+"""States of a draft model's recurrent layers, for requests and for prefixes.
 
-A state stands for all tokens before it, and the core knows nothing of those of a draft model. A
+A state summarizes all preceding tokens, and the core knows nothing of a draft model's states. A
 request holds the state at the position up to which the draft model has computed it. While it has
-drafts, it also holds those after each of them but the last, and continues from the one after its
-last right draft.
+drafts, it also holds the states after each of them except the last, and continues from the state
+after its last right draft.
 
-Snapshots stand at the ends of KV blocks, at the positions at which the core keeps those of a model:
-at multiples of a spacing, and at the last block boundary before the last token of a prompt. A
-request whose table begins with such blocks begins from the last of them, and without one from its
-first token. They take blocks that nothing else needs: the least recently used is given up first.
+Snapshots are kept at the ends of KV blocks, at the same positions as the core's snapshots of a
+model: at multiples of a spacing, and at the last block boundary before a prompt's last token. If a
+request's table begins with blocks that have snapshots, the request begins from the last of them,
+otherwise from its first token. Snapshots occupy blocks that nothing else needs; the least recently
+used one is dropped first.
 
-A block may be a request's and a snapshot at once. It is written by its only holder, and never
-again once it has several.
+A block may belong to a request and be a snapshot at once. Its only holder may write it; once it has
+several, it is never written again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,21 +25,21 @@ class StatePath(NamedTuple):
     """The state blocks of a request's next part, and of its drafts."""
 
     source: int
-    """Has the state that the part begins from; NULL_BLOCK: it begins with zeros."""
+    """The block with the state that the part begins from; NULL_BLOCK: a zero state."""
     blocks: dict[int, int]
-    """By position: the block that receives the state there."""
+    """For each position, the block that receives the state there."""
     num_drafts: int
-    """For how many drafts there are blocks."""
+    """The number of drafts that have blocks."""
 
 
 class DraftModelStates:
-    """Gives state blocks to requests and snapshots, and takes them back."""
+    """Allocates state blocks to requests and snapshots."""
 
     def __init__(self, num_blocks: int, block_size: int, spacing: int | None) -> None:
-        """Take the number of state blocks, the null block included.
+        """`num_blocks` includes the null block.
 
-        `block_size` is that of KV blocks, `spacing` the tokens between two snapshots; None: none
-        are kept.
+        `block_size` is that of KV blocks; `spacing` is the number of tokens between two snapshots;
+        None: no snapshots.
         """
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -50,11 +51,11 @@ class DraftModelStates:
         self._free = list(range(self._num_blocks - 1, NULL_BLOCK, -1))
         self._num_holders = [0] * self._num_blocks
         self._held: dict[int, dict[int, int]] = {}
-        """Of each request, by position."""
+        """The blocks of each request, by position."""
         self._snapshots: dict[int, int] = {}
-        """By the KV block at whose end they stand; the least recently used one is the first."""
+        """By the KV block at whose end they are; the least recently used one is first."""
         self._used: list[int] = []
-        """Blocks that the present step holds, since it reads or writes them."""
+        """Blocks that the current step holds, since it reads or writes them."""
 
     @property
     def num_free(self) -> int:
@@ -67,7 +68,7 @@ class DraftModelStates:
     # Requests -----------------------------------------------------------------------------------
 
     def begin(self, req_id: int, kv_blocks: Sequence[int]) -> int:
-        """Let a request begin after the last of its first KV blocks that has a snapshot.
+        """Begin a request after the last of its first KV blocks that has a snapshot.
 
         Returns the position; 0: there is no snapshot.
         """
@@ -84,11 +85,11 @@ class DraftModelStates:
     def take(
         self, req_id: int, start: int, stop: int, num_slots: int, num_drafts: int
     ) -> StatePath | None:
-        """Give a request blocks for the states of a part, and of as many drafts after it.
+        """Allocate blocks for a request's states after a part, and after each draft but the last.
 
-        Its KV is kept in its first `num_slots` positions, so a state is kept where these end, if
-        the part ends after them. None: there are too few blocks for the part itself; the request
-        keeps what it has. As each draft needs a block, there may be fewer.
+        KV is kept in the request's first `num_slots` positions, so a state is also kept at their
+        end if the part ends later. Returns None, without changes, if there are too few blocks for
+        the part itself. There may be fewer drafts, since each further draft needs a block.
         """
         held = self._held[req_id]
         source = held.get(start, NULL_BLOCK)
@@ -114,7 +115,7 @@ class DraftModelStates:
     def _give_back(
         self, held: dict[int, int], start: int, source: int, blocks: Sequence[int]
     ) -> None:
-        """Leave a request what it had before blocks were taken for it."""
+        """Restore a request's blocks to those before the allocation."""
         for block_id in blocks:
             if block_id != source:
                 self._drop(block_id)
@@ -124,18 +125,18 @@ class DraftModelStates:
                 self._used.remove(source)
 
     def settle(self, req_id: int, position: int) -> None:
-        """Keep the state at a position only, from which the request continues."""
+        """Keep only the state at the position from which the request continues."""
         held = self._held[req_id]
         for other in [each for each in held if each != position]:
             self._drop(held.pop(other))
 
     def release(self, req_id: int) -> None:
-        """Take the blocks of a request that leaves."""
+        """Release the blocks of a request that leaves."""
         for block_id in self._held.pop(req_id, {}).values():
             self._drop(block_id)
 
     def end_step(self) -> None:
-        """Release what only the step has read or written, once it is computed."""
+        """Release blocks that only the step has read or written, once it is computed."""
         for block_id in self._used:
             self._drop(block_id)
         self._used.clear()
@@ -143,7 +144,7 @@ class DraftModelStates:
     # Snapshots ----------------------------------------------------------------------------------
 
     def ends_of_snapshots(self, start: int, stop: int, num_prompt_tokens: int) -> Iterator[int]:
-        """Yield where snapshots are kept of what is computed from `start` to `stop`, last first."""
+        """Yield the positions of snapshots between `start` and `stop`, last first."""
         if self._spacing is None:
             return
         size = self._block_size
@@ -156,8 +157,8 @@ class DraftModelStates:
     def keep(self, req_id: int, kv_block: int, position: int) -> int | None:
         """Keep a snapshot of a request's state at a position, which is the end of a KV block.
 
-        Returns the block that must receive the state; None: nothing is left to be done. Called when
-        all requests of the step have taken their blocks.
+        Returns the block that must receive the state; None: nothing more has to be done. Call it
+        when all requests of the step have their blocks.
         """
         if kv_block in self._snapshots:
             return None
@@ -174,7 +175,7 @@ class DraftModelStates:
         return block_id
 
     def forget(self, kv_block: int) -> None:
-        """Drop the snapshot at the end of a KV block, which has got other contents."""
+        """Drop the snapshot at the end of a KV block whose contents have changed."""
         block_id = self._snapshots.pop(kv_block, None)
         if block_id is not None:
             self._drop(block_id)
@@ -203,7 +204,7 @@ class DraftModelStates:
             self._free.append(block_id)
 
     def check_invariants(self) -> None:
-        """Compare the numbers of holders with the requests and snapshots that hold blocks."""
+        """Compare the holder counts with the requests and snapshots that hold blocks."""
         holders = [0] * self._num_blocks
         held: list[Mapping[int, int]] = [*self._held.values(), self._snapshots]
         for block_id in (*(each for one in held for each in one.values()), *self._used):

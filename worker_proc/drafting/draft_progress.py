@@ -1,4 +1,4 @@
-"""How far the draft model has computed one request."""
+"""The draft model's progress in a request."""
 
 from dataclasses import dataclass, field
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 class DraftProgress:
     """The positions of a request that the draft model has computed.
 
-    Its KV of them is in the request's blocks. `DraftModelStates` has the state after them, of
-    recurrent layers.
+    Their KV is in the request's blocks. `DraftModelStates` has the state of recurrent layers after
+    them.
     """
 
     position: int
-    """All known tokens before it."""
+    """The number of computed tokens, all of which are known."""
     ahead: list[int] = field(default_factory=list)
-    """Drafts at this and the next positions, whose KV holds as far as they were right."""
+    """Drafts at the following positions; their KV is valid up to the first wrong one."""
 
     def settle(self, token_ids: list[int]) -> None:
         """Count the drafts that were right, now that the tokens are known.
 
-        Not the last token: the next drafts follow from what is computed of it.
+        The last token does not count, since the next drafts follow from its computation.
         """
         for draft in self.ahead:
             if self.position >= len(token_ids) - 1 or token_ids[self.position] != draft:

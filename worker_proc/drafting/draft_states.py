@@ -1,9 +1,9 @@
-"""State blocks beyond those of the core, where the states before drafts are kept.
+"""State blocks in addition to the core's, for the states before drafts.
 
-A step over drafts leaves in the request's own block the state after all of them. If one is wrong,
-the next step begins from the state before it. So the states before all drafts of a step are kept
-until it is known how many are right: in these blocks, of which the core knows nothing. A request
-gets no more drafts than there are blocks for it.
+A step over drafts leaves the state after all of them in the request's own block. If one is wrong,
+the next step begins from the state before it. So the states before all drafts of a step are kept in
+these blocks, of which the core knows nothing, until it is known how many drafts are right. A
+request gets no more drafts than there are blocks for it.
 """
 
 from typing import Protocol
@@ -12,31 +12,31 @@ from protocol.core_worker import NULL_BLOCK
 
 
 class HasDraftStates(Protocol):
-    """A mirrored request, as far as the states before its drafts are concerned."""
+    """The part of a mirrored request that concerns the states before its drafts."""
 
     draft_states: list[int]
     state_block: int
 
 
 class DraftStates:
-    """Gives blocks to the drafts of requests, and takes them back."""
+    """Allocates blocks to the drafts of requests."""
 
     def __init__(self, first_block: int, num_blocks: int) -> None:
-        """Take the ids from `first_block` on."""
+        """Use the ids from `first_block` on."""
         self._ids = range(first_block, first_block + num_blocks)
         self._free = list(self._ids)
         self.most_used = num_blocks
-        """Blocks that requests may have together; fewer where another rank has fewer."""
+        """The most blocks that all requests may hold; less if another rank has fewer."""
 
     def clear(self) -> None:
         """Take all blocks back: there are no requests any more."""
         self._free = list(self._ids)
 
     def reserve(self, request: HasDraftStates, num_drafts: int) -> int:
-        """Give a request a block for each of its next drafts, as far as there are blocks.
+        """Allocate a block for each of a request's next drafts, as far as possible.
 
-        Returns for how many drafts there are; the others cannot be verified. The block that the
-        next step begins from stays, and may be one of them: a step reads before it writes.
+        Returns the number of drafts with blocks; the others cannot be verified. The block from
+        which the next step begins is kept, and may be one of them: a step reads before it writes.
         """
         held, block_id = request.draft_states, request.state_block
         if block_id != NULL_BLOCK:
@@ -50,7 +50,7 @@ class DraftStates:
         return min(num_drafts, len(held))
 
     def release(self, request: HasDraftStates) -> None:
-        """Take the blocks of a request that leaves."""
+        """Release the blocks of a request that leaves."""
         self._free += request.draft_states
         request.draft_states = []
         request.state_block = NULL_BLOCK

@@ -1,4 +1,4 @@
-"""Makes the drafts of a step's requests: from repetitions, or with a draft model."""
+"""Makes the drafts of a step's requests, from repetitions or with a draft model."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,7 +30,7 @@ class Drafter:
         self._share = share
         self._least_states = least_states
         self._has_limited_states = False
-        """Whether the ranks of this adoption have agreed on the number of draft states."""
+        """True if the ranks of this adoption have agreed on the number of draft states."""
 
     def reset(self) -> None:
         """Forget every request."""
@@ -44,12 +44,12 @@ class Drafter:
             self.model.sleep()
 
     def follow(self, step: SchedulerOutput) -> None:
-        """Note what a step changes in the blocks, before it is computed."""
+        """Record the changes of a step to the blocks, before it is computed."""
         if self.model is not None:
             self.model.follow(step)
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
+        """Make drafts for each request that sampled; return their numbers, or [] if all are 0."""
         if self.model is not None:
             self.model.propose(scheduled)
         elif self._share is None:

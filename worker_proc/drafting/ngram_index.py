@@ -1,30 +1,30 @@
-"""Drafts the next tokens of a request by prompt lookup: what followed its last tokens before.
+"""Drafts the next tokens of a request by prompt lookup: the tokens that followed its end before.
 
-Texts repeat names, quotations, code and tables, and each repetition is predicted by the one before.
-Drafts are a pure function of the request's token ids, so every rank makes the same ones. They cost
-no forward, and a wrong one costs one row of the step that verifies it.
+Texts repeat names, quotations, code and tables, and each repetition predicts the next. Drafts are a
+pure function of the request's token ids, so every rank makes the same ones. They cost no forward; a
+wrong one costs one row of the step that verifies it.
 """
 
 from array import array
 
 MAX_CANDIDATES = 16
-"""Earlier occurrences of the last pair that are compared, latest first. Bounds the time for pairs
-that are frequent, such as line breaks with indents."""
+"""The most earlier occurrences of the last pair that are compared, latest first. Bounds the time
+for frequent pairs, such as line breaks with indents."""
 
 _NONE = -1
 _TOKEN_BITS = 31
 
 
 class NgramIndex:
-    """Positions of each pair of one request's tokens: 4 bytes a token, 120 a distinct pair."""
+    """Positions of each pair of a request's tokens: 4 bytes a token, 120 a distinct pair."""
 
     __slots__ = ("_before", "_latest")
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}
-        """By pair: the position after its last occurrence that has a next token."""
+        """For each pair, the position after its last occurrence that has a next token."""
         self._before = array("i", [_NONE, _NONE])
-        """By such a position: the one of the previous occurrence, or `_NONE`."""
+        """For each such position, that of the previous occurrence, or `_NONE`."""
 
     def extend(self, token_ids: list[int], end: int) -> None:
         """Index the tokens before position `end` that are not indexed yet."""
@@ -37,10 +37,10 @@ class NgramIndex:
     def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
         """Return drafts for the tokens after `token_ids`, all of which are indexed.
 
-        Looks for the last four tokens of the text, else the last three, else two; the latest
-        occurrence counts. Matches of one token predict little, and those longer than four hardly
-        more. Where the continuation reaches the end of the text, it is repeated. Returns
-        `max_tokens` ids, or none without an earlier occurrence.
+        Looks for an earlier occurrence of the text's last four tokens, then the last three, then
+        two; the latest occurrence counts. Matches of one token predict little, and those longer
+        than four hardly more. If the continuation reaches the end of the text, it is repeated.
+        Returns `max_tokens` ids, or none if there is no earlier occurrence.
         """
         position = self._find(token_ids)
         if position == _NONE:
@@ -61,7 +61,7 @@ class NgramIndex:
         best_of_three = _NONE
         before = self._before
         for _ in range(MAX_CANDIDATES):
-            if position < 3:  # no token before the pair, and no earlier occurrence
+            if position < 3:  # there is no token before the pair, or no earlier occurrence
                 break
             if token_ids[position - 3] == third:
                 if position > 3 and token_ids[position - 4] == fourth:

@@ -7,7 +7,7 @@ from worker_proc.mirror import ScheduledRequest
 
 
 def propose_repetitions(scheduled: Sequence[ScheduledRequest]) -> None:
-    """Make drafts for the requests that sampled, once their tokens are appended."""
+    """Make drafts for the requests that sampled, after their tokens have been appended."""
     for part in scheduled:
         request = part.request
         if request.draft_limit == 0:  # its index is extended when drafts are wanted again
@@ -17,5 +17,5 @@ def propose_repetitions(scheduled: Sequence[ScheduledRequest]) -> None:
         if part.samples:
             index.extend(request.token_ids, request.num_tokens)
             request.draft_token_ids = index.propose(request.token_ids, request.draft_limit)
-        else:  # in parts, and not a whole long prompt when it begins to sample
+        else:  # in parts, instead of a whole long prompt when it begins to sample
             index.extend(request.token_ids, part.end)

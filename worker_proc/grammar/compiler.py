@@ -1,4 +1,4 @@
-"""Compiles grammars for the tokens of one model, and keeps the compiled ones."""
+"""Compiles grammars for the tokens of one model, and caches the compiled ones."""
 
 import json
 import re
@@ -13,15 +13,15 @@ from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
 from protocol.sampling import Grammar, GrammarKind
 
-if TYPE_CHECKING:  # imported where it is used: most workers never see a grammar
+if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
     import llguidance
 
 MAX_CACHE_BYTES = 256 * 2**20
 WHITESPACE = r"[ \t\n\r]{1,40}"
-"""Between the tokens of JSON. Without a bound a model can write spaces until its last token; the
-schema's key `x-guidance` may set another pattern."""
+"""Whitespace between the tokens of JSON. Without a bound, a model can write spaces until its last
+token; the schema's key `x-guidance` may set another pattern."""
 FIRST_BYTE_ID = 3
-"""Of the null model, whose ids 3 to 258 are the bytes 0 to 255."""
+"""For the null model, whose ids 3 to 258 are the bytes 0 to 255."""
 
 _INITIAL_LEXER_FUEL = 1_000_000
 _STEP_LEXER_FUEL = 200_000
@@ -33,26 +33,26 @@ _REGEX_REPORT = re.compile(
     r'(?:invalid regex ".*" \(in [^)]*\): )?regex parse error:\n {4}(?P<regex>.*)\n'
     r" {4}(?P<before> *)\^.*\nerror: (?P<reason>.*)"
 )
-"""The regular expression, marks below the place in it, and the reason."""
+"""Matches the regular expression, the mark below the faulty place, and the reason."""
 _SHOWN_CHARS = 40
-"""Of a regular expression on each side of the place."""
+"""Number of characters of a regular expression shown on each side of that place."""
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _DETAILS_HIDDEN = "\n<non-verbose/>"
-"""In place of the state of the parser, which `verbose_errors` would show."""
+"""Replaces the state of the parser, which `verbose_errors` would show."""
 _SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled; the text is for its author."""
+    """A grammar that cannot be compiled; the message is for its author."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What the tokens of a model are made from."""
+    """The sources of a model's tokens."""
 
     vocab_size: int
     eos_token_ids: list[int]
     directory: str | None = None
-    """Of the checkpoint; None: the null model, whose tokens are bytes."""
+    """The checkpoint's directory; None: the null model, whose tokens are bytes."""
 
 
 class Definition(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Definition(msgspec.Struct, frozen=True):
 
 
 def define(grammar: Grammar) -> str:
-    """Translate a grammar to llguidance's own form; a GrammarError if that is not possible."""
+    """Translate a grammar to llguidance's own form; raise GrammarError if that is not possible."""
     import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -83,9 +83,10 @@ def define(grammar: Grammar) -> str:
 
 
 def in_words(error: str) -> str:
-    """Explain what llguidance only names, and leave out lines that the request does not have.
+    """Explain llguidance's terse errors, and remove source lines that the request does not have.
 
-    A schema or a regular expression may stand in a grammar of the server, as after reasoning.
+    A schema or a regular expression may be part of a grammar of the server, for example after
+    reasoning.
     """
     if error.startswith("NoExtensionBias"):
         return "nothing matches the grammar: it is empty, or refers to itself without an end"
@@ -98,14 +99,14 @@ def in_words(error: str) -> str:
 
 
 def _in_one_line(regex: str, place: int, reason: str) -> str:
-    """Return what is wrong with a regular expression, of which the part around it is shown."""
+    """Describe an error in a regular expression, showing the part around it."""
     first, last = max(0, place - _SHOWN_CHARS), place + _SHOWN_CHARS
     shown = f"{'…' * (first > 0)}{regex[first:last]}{'…' * (last < len(regex))}"
     return f'invalid regex "{shown}", character {place + 1}: {reason}'
 
 
 class _ByteTokens:
-    """The tokens of the null model, in the form that llguidance reads."""
+    """The tokens of the null model, in llguidance's form."""
 
     bos_token_id = None
     special_token_ids = range(FIRST_BYTE_ID)
@@ -119,7 +120,7 @@ class _ByteTokens:
 
 
 def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
-    """Build the trie of a model's tokens; a GrammarError names what the checkpoint lacks."""
+    """Build the trie of a model's tokens; raise GrammarError naming what the checkpoint lacks."""
     import llguidance
 
     eos = vocabulary.eos_token_ids
@@ -141,14 +142,14 @@ def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
 
 
 class GrammarCompiler:
-    """Compiled grammars, from which the states of requests are cloned. Any thread may use it."""
+    """Compiled grammars, from which the states of requests are cloned; thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
         self._matchers: OrderedDict[Grammar, tuple[llguidance.LLMatcher, int]] = OrderedDict()
-        """Each with the bytes that it is taken to need; the one used last is at the end."""
+        """Each with its estimated bytes; the most recently used one is last."""
         self._num_bytes = 0
 
     def load(self) -> None:
@@ -158,12 +159,12 @@ class GrammarCompiler:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a mask has bits for; they are loaded."""
+        """Number of tokens that have bits in a mask; the tokens must be loaded."""
         assert self._tokens is not None
         return self._tokens.vocab_size
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled; it then counts as used."""
+        """Return whether a grammar is compiled; it then counts as used."""
         with self._lock:
             if grammar not in self._matchers:
                 return False
@@ -171,7 +172,7 @@ class GrammarCompiler:
             return True
 
     def compile(self, grammar: Grammar, definition: Definition | None = None) -> None:
-        """Compile a grammar, unless it is; a GrammarError if that is not possible."""
+        """Compile a grammar, unless it is compiled already; raise GrammarError on failure."""
         if self.has(grammar):
             return
         import llguidance
@@ -186,7 +187,7 @@ class GrammarCompiler:
             verbose_errors=False,
         )
         matcher = llguidance.LLMatcher(self._tokens, definition.text, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # the clones share what this finds out
+        matcher.compute_bitmask()  # its clones share the result
         if matcher.is_error():
             raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
         num_bytes = max(
@@ -201,7 +202,7 @@ class GrammarCompiler:
                 self._num_bytes -= num_bytes
 
     def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":
-        """Return a matcher at the beginning of a grammar; a GrammarError as `compile`."""
+        """Return a matcher at the beginning of a grammar; raises GrammarError like `compile`."""
         self.compile(grammar)
         with self._lock:
             return self._matchers[grammar][0].deep_copy()

@@ -1,4 +1,4 @@
-"""Joins the requests of a mirror to their grammars."""
+"""Connects the requests of a mirror to their grammars."""
 
 from protocol.message import MAX_TEXT
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError
@@ -7,7 +7,7 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 
 def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None) -> GrammarState:
-    """Return the state of a request with a grammar; it is made from the outputs on first use.
+    """Return the grammar state of a request; it is created from the outputs on first use.
 
     The grammar is compiled already, unless others have displaced it since.
     """
@@ -29,7 +29,7 @@ def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None)
 
 
 def follow(scheduled: list[ScheduledRequest]) -> dict[int, str]:
-    """Advance the states by what the mirror has appended; returns what has failed, by request."""
+    """Advance the states by the tokens that the mirror has appended; return errors by request."""
     errors = {}
     for part in scheduled:
         state = part.request.grammar_state

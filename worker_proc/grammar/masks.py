@@ -1,4 +1,4 @@
-"""Masks of a step's constrained rows, computed in threads of their own alongside the model."""
+"""Masks of a step's constrained rows, computed in separate threads alongside the model."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +18,7 @@ class RowMasks:
     """The allowed tokens of some rows."""
 
     def __init__(self, bits: Tensor, rows: dict[int, int], vocab_size: int) -> None:
-        """Take one line of `bits`, int32, for each constrained row; `rows`: the line of a row."""
+        """`bits`, int32, has a line for each constrained row; `rows` maps rows to lines."""
         self.bits = bits
         self._rows = rows
         self._vocab_size = vocab_size
@@ -27,7 +27,7 @@ class RowMasks:
         return row in self._rows
 
     def line(self, row: int) -> int:
-        """Return the line of `bits` that a row has, or -1: it may take any token."""
+        """Return the line of `bits` for a row; -1: it may take any token."""
         return self._rows.get(row, -1)
 
     def allowed(self, rows: Sequence[int], device: torch.device) -> Tensor:
@@ -52,7 +52,7 @@ class MaskComputer:
     """Computes the masks of one step at a time."""
 
     def __init__(self, num_threads: int, num_tokens: int, vocab_size: int) -> None:
-        """Take the numbers of the tokenizer's tokens and of the model's."""
+        """Take the number of the tokenizer's tokens and of the model's."""
         self._num_words = -(-num_tokens // _BITS)
         self._vocab_size = vocab_size
         self._executor = llguidance.LLExecutor(num_threads)
@@ -69,11 +69,11 @@ class MaskComputer:
         for first_row, _, drafts in requests:
             lines.append(len(rows))
             rows |= {first_row + place: len(rows) + place for place in range(1 + len(drafts))}
-        # Rows after a draft that is not allowed are dropped in any case, and need no mask.
+        # Rows after a draft that is not allowed are dropped anyway, and need no mask.
         bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
         try:
             self._fill(bits, requests, lines)
-        except BaseException:  # also a panic of the library, which is not an Exception
+        except BaseException:  # including a panic of the library, which is not an Exception
             for request, line in zip(requests, lines, strict=True):
                 self._fill_alone(bits, request, line)
         for request in requests:
@@ -96,7 +96,7 @@ class MaskComputer:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *size)
 
     def _fill_alone(self, bits: Tensor, request: MaskedRows, line: int) -> None:
-        """Compute the masks of one request; if that fails, it fails alone."""
+        """Compute the masks of one request; a failure affects only this request."""
         try:
             masks = request.state.masks(request.draft_token_ids)
         except BaseException as error:

@@ -1,7 +1,7 @@
-"""The prover: `python -m worker_proc.grammar.prover` compiles grammars that are not trusted yet.
+"""The prover: `python -m worker_proc.grammar.prover` compiles grammars that are not yet trusted.
 
 It runs alongside a worker, which kills it when a grammar takes too long. A grammar that needs too
-much memory ends the prover alone. Frames on both pipes: 4 bytes of length, then msgpack.
+much memory ends only the prover. Frames on both pipes consist of 4 bytes of length, then msgpack.
 """
 
 import os
@@ -23,13 +23,13 @@ from worker_proc.grammar.compiler import (
 )
 
 MAX_MEMORY_BYTES = 1 * 2**30
-"""That a grammar may take besides the tokens."""
+"""Memory for a grammar in addition to the tokens."""
 LENGTH_BYTES = 4
 _NICENESS = 10
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """What the prover has found about a grammar: an error, or its definition."""
+    """The result for a grammar: an error, or its definition."""
 
     error: str = ""
     definition: Definition = Definition("")
@@ -53,7 +53,7 @@ def main() -> None:
         problem = ""
     _, size = _memory()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY_BYTES,) * 2)
-    _write(target, b"")  # it is ready
+    _write(target, b"")  # ready
     while body := _read(source):
         failpoint("grammar.compile")
         proof = Proof(problem) if problem else _prove(compiler, decoder.decode(body))

@@ -1,8 +1,9 @@
-"""Compiles grammars alongside the worker's steps: proven in a process, then compiled in a thread.
+"""Compiles grammars alongside the worker's steps: first in a prover process, then in a thread.
 
-There are two lanes, each a thread with a prover of its own. The first gives up a grammar after a
-short time, so that those after it do not wait; the second one then tries it for longer. A prover
-is started with the first grammar of its lane, and replaced after one that was too much for it.
+There are two lanes, each a thread with its own prover. The first one abandons a grammar after a
+short time, so that the following ones do not wait; the second one then tries it for longer. A
+prover is started with the first grammar of its lane, and replaced after a grammar that was too much
+for it.
 """
 
 import contextlib
@@ -28,15 +29,15 @@ from worker_proc.grammar.prover import LENGTH_BYTES, MAX_MEMORY_BYTES, Proof
 
 QUICK_S = 0.5
 LIMIT_S = 5.0
-"""Processor time for one grammar. What a lane waits at most is in `_longest_wait_s`: both lanes
-together less than the time after which an answer begins with a comment that keeps its connection
-open, so that an error still has a status."""
+"""Processor time for one grammar. The longest wait in a lane is `_longest_wait_s`. Both lanes
+together wait less than the time after which an answer begins with a comment that keeps its
+connection open, so that an error still has a status."""
 START_CPU_S = 30.0
 """Processor time for the start of a prover, with the tokens of a large vocabulary."""
 STALL_S = 30.0
-"""For a prover that starts and uses no processor time meanwhile."""
+"""Time in which a starting prover must use some processor time."""
 START_S = 600.0
-"""For a prover that starts, however little processor time others leave it."""
+"""Time in which a prover must start, however little processor time it gets."""
 _CHECK_S = 0.1
 _NICENESS = 10
 _MAX_PROOF_BYTES = 16 * 2**20
@@ -47,7 +48,7 @@ log = logging.getLogger("troika.worker")
 
 
 class _Job(NamedTuple):
-    """A grammar, and the adoption that has brought it."""
+    """A grammar, and the adoption that has requested it."""
 
     adoption: int
     message: CompileGrammar
@@ -65,12 +66,12 @@ class GrammarService:
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def begin_adoption(self) -> None:
-        """Forget what another core has sent: it is neither compiled nor answered."""
+        """Forget the grammars of another core: they are neither compiled nor answered."""
         self._adoption += 1
         self._results.clear()
 
     def compile(self, message: CompileGrammar) -> GrammarCompiled | None:
-        """Take a grammar; returns the answer if it is compiled already."""
+        """Compile a grammar; return the answer if it is compiled already."""
         if self._compiler.has(message.grammar):
             return GrammarCompiled(message.grammar_id)
         self._quick.put(_Job(self._adoption, message))
@@ -86,7 +87,7 @@ class GrammarService:
         os.eventfd_write(self.wake_fd, 1)
 
     def take_results(self) -> list[GrammarCompiled]:
-        """Return the answers that have become ready."""
+        """Return the answers that are ready."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
         results = []
@@ -107,7 +108,7 @@ class _Lane:
         limit_s: float,
         slower: "_Lane | None" = None,
     ) -> None:
-        """Take the time for one grammar, and the lane for those that need more."""
+        """Take the time for one grammar, and the lane for grammars that need more."""
         self._service = service
         self._compiler = compiler
         self._limit_s = limit_s
@@ -123,7 +124,7 @@ class _Lane:
             self._thread.start()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # this thread only
         while True:
             job = self._jobs.get()
             if not self._service.is_wanted(job):
@@ -159,7 +160,7 @@ class _Lane:
 
 
 class _Prover:
-    """The worker's end of a prover. After an OSError it cannot be used any more."""
+    """The worker's end of a prover; unusable after an OSError."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._process = subprocess.Popen(
@@ -184,7 +185,7 @@ class _Prover:
             raise GrammarError(text) from error
 
     def prove(self, grammar: Grammar, limit_s: float) -> Definition:
-        """Compile a grammar there; a GrammarError if it cannot be, an OSError past the limits."""
+        """Compile a grammar there; raise GrammarError if it is invalid, OSError past the limits."""
         pid = self._process.pid
         limit = _Limit(time.monotonic() + _longest_wait_s(limit_s), pid, cpu_seconds(pid) + limit_s)
         self._send(msgspec.msgpack.encode(grammar), limit)
@@ -238,16 +239,16 @@ class _Limit(NamedTuple):
     deadline: float
     pid: int
     cpu_s: float
-    """The processor time of the prover at which it is given up."""
+    """The prover's processor time at which it is abandoned."""
 
     def check(self) -> None:
-        """TimeoutError: the time is over."""
+        """Raise TimeoutError if the time is over."""
         if time.monotonic() >= self.deadline or cpu_seconds(self.pid) >= self.cpu_s:
             raise TimeoutError
 
 
 class _StartLimit:
-    """The time in which a prover must start; it is much longer for one that advances slowly."""
+    """The time in which a prover must start, which is much longer for one that advances slowly."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -256,7 +257,7 @@ class _StartLimit:
         self._last, self._deadline = now + START_S, now + STALL_S
 
     def check(self) -> None:
-        """TimeoutError: the time is over."""
+        """Raise TimeoutError if the time is over."""
         used_s, now = cpu_seconds(self._pid), time.monotonic()
         if used_s >= START_CPU_S:
             raise TimeoutError(f"it needs more than {START_CPU_S:g} s of processor time")
@@ -270,7 +271,7 @@ class _StartLimit:
 
 
 def _wait(fd: int, event: int, limit: _Limit | _StartLimit) -> None:
-    """Wait until a pipe is ready; TimeoutError past the limit."""
+    """Wait until a pipe is ready; raise TimeoutError past the limit."""
     poller = select.poll()
     poller.register(fd, event)
     while not poller.poll(_CHECK_S * 1000):
@@ -278,5 +279,5 @@ def _wait(fd: int, event: int, limit: _Limit | _StartLimit) -> None:
 
 
 def _longest_wait_s(limit_s: float) -> float:
-    """Return the time for a prover that shares its processor with others."""
+    """Return the wait for a prover that shares its processor with others."""
     return 1.0 + 2 * limit_s

@@ -1,7 +1,7 @@
-"""The place of one request in its grammar: which tokens may follow.
+"""The position of a request in its grammar, which determines the tokens that may follow.
 
-It is rebuilt from the output ids whenever the worker gets to know the request, so that no state has
-to survive a preemption or a death.
+It is rebuilt from the output ids whenever a worker receives the request, so that no state has to
+survive a preemption or a worker's death.
 """
 
 from itertools import takewhile
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """Follows the outputs of one request. What fails here concerns this request alone."""
+    """Follows the outputs of one request; a failure affects only this request."""
 
     __slots__ = ("_num_tokens", "_position", "error", "matcher")
 
@@ -26,20 +26,20 @@ class GrammarState:
         *,
         num_tokens: int = 2**31,
     ) -> None:
-        """Take a matcher at the beginning of the grammar, or the error why there is none.
+        """Take a matcher at the beginning of the grammar, or None and the error.
 
-        `num_tokens` are the matcher's; a model may have more.
+        `num_tokens` is the matcher's number of tokens; a model may have more.
         """
         self.matcher = matcher
         self._num_tokens = num_tokens
         self.error = error
-        """Why the request cannot continue; empty: nothing has failed."""
+        """The reason why the request cannot continue; empty: nothing has failed."""
         self._position = num_prompt_tokens
 
     def advance(self, token_ids: list[int]) -> None:
-        """Follow the request's new outputs, given all of its tokens.
+        """Advance by the request's new outputs, given all of its tokens.
 
-        After the end (EOS, and what is sampled before the core knows of it) none of them counts.
+        Tokens after the end (EOS, and those sampled before the core knows of it) do not count.
         """
         matcher = self.matcher
         new, self._position = token_ids[self._position :], len(token_ids)
@@ -57,7 +57,7 @@ class GrammarState:
             self.error = f"the grammar does not allow token {new[num_allowed]}"
 
     def note_error(self) -> None:
-        """Take over an error of the matcher, which may exceed its limits at any token."""
+        """Copy an error of the matcher, which may exceed its limits at any token."""
         if self.matcher is not None and self.matcher.is_error():
             self.error = in_words(self.matcher.get_error()) or "the grammar has failed"
 
@@ -75,7 +75,7 @@ class GrammarState:
         return masks
 
     def drafts(self, max_tokens: int, proposed: list[int]) -> list[int]:
-        """Return the tokens that the grammar forces, or else what it allows of other drafts.
+        """Return the tokens that the grammar forces, or the proposed drafts that it allows.
 
         Both are guesses: the step that verifies them samples each of them under its mask.
         """
@@ -86,8 +86,8 @@ class GrammarState:
             forced = matcher.compute_ff_tokens()[:max_tokens]
             if forced:
                 return forced
-            # A token that it does not have would make the matcher fail.
+            # An unknown token would make the matcher fail.
             known = list(takewhile(lambda token_id: token_id < self._num_tokens, proposed))
             return known[: matcher.validate_tokens(known)]
-        except BaseException:  # the next mask shows what is wrong
+        except BaseException:  # the next mask reports the error
             return []

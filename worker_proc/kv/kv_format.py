@@ -1,7 +1,8 @@
-"""How the pools hold keys and values: in the model's type, or as codes of 8 bits.
+"""Formats of keys and values in the pools: the model's dtype, or codes of 8 bits.
 
-A token's key (or value) of one KV head has codes and one float32 scale, which follows from that row
-alone. worker_proc/native/coded_kv.h makes and reads them; `round_rows` is what they stand for.
+A token's key (or value) of one KV head has codes and one float32 scale, which depends on that row
+alone. worker_proc/native/coded_kv.h computes and reads them; `round_rows` returns the values that
+they represent.
 """
 
 import enum
@@ -13,30 +14,30 @@ from protocol.config import KVCacheDtype
 CODE_DTYPE = torch.uint8
 _SCALE_BYTES = torch.float32.itemsize
 _NOTHING = 1e-30
-"""Rows without a greater magnitude count as zeros."""
+"""Rows without a greater magnitude count as zero."""
 
 
 class KVFormat(enum.IntEnum):
     """Formats, by their numbers in step.h."""
 
     PLAIN = 0
-    """In the model's type."""
+    """The model's dtype."""
     INT8 = 1
-    """Whole numbers from -127 to 127."""
+    """Integers from -127 to 127."""
     FP8 = 2
-    """e4m3: up to 448, four bits of exponent and three of the significand."""
+    """e4m3: four exponent bits, three significand bits, a maximum of 448."""
 
     @property
     def config_name(self) -> str:
-        """The value of `kv_cache_dtype`; empty: the model's type."""
+        """The value of `kv_cache_dtype`; empty: the model's dtype."""
         return "" if self is KVFormat.PLAIN else self.name.lower()
 
     def pool_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of a pool's elements, for a model of some type."""
+        """Return the dtype of a pool's elements in a model of dtype `dtype`."""
         return dtype if self is KVFormat.PLAIN else CODE_DTYPE
 
     def row_bytes(self, dim: int, dtype: torch.dtype) -> int:
-        """Return the size of one token's key or value of one head, its scale included."""
+        """Return the bytes of a token's key or value in one head, including its scale."""
         return dim * dtype.itemsize if self is KVFormat.PLAIN else dim + _SCALE_BYTES
 
 
@@ -49,10 +50,10 @@ FORMATS = {
 
 
 def round_rows(rows: torch.Tensor, format: KVFormat) -> torch.Tensor:
-    """Return what the codes of keys or values stand for, `[..., dim]`, in the type of `rows`."""
+    """Return the values that codes of keys or values represent, `[..., dim]`, in their dtype."""
     if format is KVFormat.PLAIN:
         return rows
-    most = torch.tensor(127.0 if format is KVFormat.INT8 else 448.0)  # a number would be multiplied
+    most = torch.tensor(127.0 if format is KVFormat.INT8 else 448.0)  # divides, as the kernel does
     values = rows.float()
     greatest = values.abs().amax(-1, keepdim=True)
     inverse = most / greatest

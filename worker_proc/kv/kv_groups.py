@@ -1,13 +1,15 @@
-"""Groups layers by window, so that the blocks that a window has passed can be freed.
+"""Groups layers by window, so that blocks that a window has passed can be freed.
 
-A layer that shares the KV of an earlier one is in no group: it reads what that one has stored.
-A block of the pool belongs to one group at a time. All groups have the same number of layers and
-share the tensors: layer i of every group keeps its KV in tensor pair i. So one pool of equal blocks
-serves all groups, and a request holds only the blocks that each window needs.
+A layer that shares the KV of an earlier one is in no group: it reads the KV that the earlier layer
+has stored. A block of the pool belongs to one group at a time. All groups have the same number of
+layers and share the tensors: layer i of every group keeps its KV in tensor pair i. One pool of
+equal blocks therefore serves all groups, and a request holds only the blocks that each window
+needs.
 
 Layers with compressed entries keep them in one group without a window, and the rows of their tokens
-in others, whose blocks are freed. There a block is a row of one tensor, in which each layer of a
-group has its place: a block of the entries of all layers has room for the rows of a few layers.
+in other groups, whose blocks are freed. In these layouts a block is a row of one tensor, in which
+each layer of a group has its place: a block with the entries of all layers has room for the rows of
+a few layers.
 """
 
 from bisect import bisect_right
@@ -19,89 +21,89 @@ from typing import NamedTuple
 from protocol.core_worker import KVGroup
 from worker_proc.kv.kv_format import KVFormat
 
-MAX_GROUPS = 64  # of the wire format
-MAX_PADDING = 1.25  # kinds of layers whose counts differ by at most this factor fill one group each
+MAX_GROUPS = 64  # limit of the wire format
+MAX_PADDING = 1.25  # kinds of layers whose counts differ by at most this factor fill a group each
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedSpec:
-    """What a layer attends to in place of all tokens: a window, and entries of several tokens each.
+    """The window and the compressed entries that a layer attends to, instead of all tokens.
 
-    A token has one row, its key and value, and next to it what entries and an indexer's keys are
-    made of.
+    A token has one row: its key and value, followed by its contributions to entries and to an
+    indexer's keys.
     """
 
-    window: int  # positions that a token sees as they are, itself included
-    ratio: int = 0  # tokens of an entry; 0: the layer has no entries
-    num_series: int = 1  # 2: an entry is also made of the tokens of the one before
-    index_dim: int = 0  # of the keys by which an indexer chooses entries; 0: all are attended to
+    window: int  # number of individual positions that a token sees, including its own
+    ratio: int = 0  # tokens for each entry; 0: the layer has no entries
+    num_series: int = 1  # 2: an entry also summarizes the tokens of the previous one
+    index_dim: int = 0  # dimension of the keys that select entries; 0: all entries are used
     num_index_heads: int = 0
     num_chosen: int = 0
 
     def row_width(self, head_dim: int) -> int:
-        """Return the numbers that are stored for a token."""
+        """Return the number of values that are stored for a token."""
         return head_dim + (2 * self.num_series * self.entry_width(head_dim) if self.ratio else 0)
 
     def entry_width(self, head_dim: int) -> int:
-        """Return the numbers that are stored for an entry."""
+        """Return the number of values that are stored for an entry."""
         return head_dim + self.index_dim if self.ratio else 0
 
     def block_entries(self, block_size: int) -> int:
-        """Return the most entries whose last token is in a block."""
+        """Return the most entries whose last token is in one block."""
         return -(-block_size // self.ratio) if self.ratio else 0
 
     @property
     def reach(self) -> int:
-        """The last positions of which a token reads rows, itself included."""
+        """How many of the last positions a token reads rows from, including its own."""
         return max(self.window, self.num_series * self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shape and window of one layer's attention, as the model's own code calls it."""
+    """Shape and window of a layer's attention, as called by the model's own code."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # dimension of queries and keys
     value_head_dim: int
-    window: int | None  # positions that a token attends to, itself included; None: all before it
-    is_latent: bool = False  # values are the first numbers of the keys, and not stored again
+    window: int | None  # positions attended to, including its own; None: all preceding ones
+    is_latent: bool = False  # values are the first part of keys, and not stored separately
     is_chunked: bool = False
-    """Whether a token sees only its chunk of `window` positions, which begins at a multiple."""
+    """True if a token sees only its chunk of `window` positions, which begins at a multiple of
+    it."""
     kv_source: int | None = None
     """The earlier layer whose keys and values it attends to; None: it has its own."""
     is_causal: bool = True
-    """Else a token also attends to those after it; a window counts the positions to each side,
-    the token itself included."""
+    """If False, a token also attends to those after it; `window` then counts the positions on each
+    side, including the token's own."""
     compressed: CompressedSpec | None = None
-    """Of a layer whose cache holds compressed entries, or that is beside such layers. `window` is
-    None then."""
+    """The entries of a layer in a model with compressed entries; `window` is then None."""
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
-        """The sizes of what is stored for a token and KV head."""
+        """The sizes of the stored rows for each token and KV head."""
         return (self.head_dim,) if self.is_latent else (self.head_dim, self.value_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with block tables of their own."""
+    """Layers that share a block table for each request."""
 
     window: int | None
     layers: tuple[int, ...]
-    """Layer indices in the order of the forward; the i-th layer has tensor pair i. Of a stage there
-    may be none."""
+    """Layer indices in call order; the i-th layer has tensor pair i. A pipeline stage may have
+    none."""
 
 
 class Place(NamedTuple):
-    """Where a layer with compressed entries, or beside such layers, keeps what it stores."""
+    """Where a layer stores its data, in a model with compressed entries."""
 
     group: int
-    """Of the rows of its tokens."""
+    """The group of the rows of its tokens."""
     rows_at: int
-    """Their first number in a block."""
+    """The offset of these rows in a block."""
     entries_at: int
-    """The first number of its entries in a block of group 0."""
+    """The offset of its entries in a block of group 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +112,18 @@ class KVLayout:
 
     groups: tuple[LayerGroup, ...]
     block_size: int
-    max_chunk: int  # most tokens that one request computes in one step
+    max_chunk: int  # most tokens that a request computes in a step
     format: KVFormat = KVFormat.PLAIN
     has_states: bool = False
-    """Whether a request has a table of state blocks, after those of the groups."""
+    """True if a request has a table of state blocks, after those of the groups."""
     places: tuple[Place, ...] = ()
-    """Of each layer, where layers have compressed entries."""
+    """The place of each layer, in a model with compressed entries."""
     block_numbers: int = 0
-    """The numbers of a block there, in the only tensor."""
+    """The number of values in a block of such a model, which has a single tensor."""
 
     @property
     def num_tables(self) -> int:
-        """Block tables of a request."""
+        """The number of a request's block tables."""
         return len(self.groups) + self.has_states
 
     @property
@@ -130,7 +132,7 @@ class KVLayout:
         return max((group.layers for group in self.groups), key=len, default=())
 
     def kv_groups(self) -> list[KVGroup]:
-        """Return the groups as they are announced to the core."""
+        """Return the groups in the form announced to the core."""
         groups = [KVGroup(group.window, self._max_blocks(group.window)) for group in self.groups]
         return groups + [KVGroup(is_state=True)] * self.has_states
 
@@ -162,11 +164,11 @@ def lay_out(
     has_attention: bool = False,
     has_states: bool = False,
 ) -> KVLayout:
-    """Divide the layers of a model that have KV into groups, first those without a window.
+    """Divide the layers that have KV into groups, beginning with those without a window.
 
-    A window of `max_model_len` counts as none. Unless `hybrid`, and where several kinds of layers
-    cannot share tensors, all layers form one group that frees no blocks. A stage without attention
-    has this group, too, if other stages have it (`has_attention`).
+    A window of `max_model_len` counts as none. All layers form one group, which frees no blocks,
+    unless `hybrid` is set and all kinds of layers can share tensors. A stage without attention has
+    this group, too, if other stages have attention (`has_attention`).
     """
     if any(spec.compressed is not None for spec in specs):
         return _lay_out_compressed(specs, block_size, max_chunk, max_model_len, hybrid)
@@ -222,12 +224,12 @@ def _lay_out_compressed(
 
 
 def _starts(sizes: Sequence[int], first: int = 0) -> list[int]:
-    """Return where parts of these sizes begin, one after the other."""
+    """Return the offsets of consecutive parts of these sizes."""
     return list(accumulate(sizes, initial=first))[:-1]
 
 
 def _fill(rows: Sequence[int], size: int) -> list[list[int]]:
-    """Divide layers among blocks of a size, those with the longest rows first."""
+    """Divide layers among blocks of `size`, beginning with the longest rows."""
     parts: list[list[int]] = []
     left: list[int] = []
     for layer in sorted(range(len(rows)), key=lambda layer: -rows[layer]):

@@ -9,9 +9,9 @@ from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Shape
 from worker_proc.kv.pages_ahead import PagesAhead
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors to copy from and to copy to; their rows are blocks."""
+"""Pairs of a source and a target tensor, whose rows are blocks."""
 CopyBlocks = Callable[[Pairs, Sequence[int], Sequence[int]], None]
-"""Copies rows with some indices, in all pairs, to rows with others."""
+"""Copies the rows with the given source indices to the given target indices, in all pairs."""
 
 
 def copy_by_index(pairs: Pairs, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ def _distinct(pair: KVTensors) -> Sequence[torch.Tensor]:
 
 
 class KVPool:
-    """All KV tensors of a worker. Copies and forward of a step must use one stream."""
+    """All KV tensors of a worker; copies and the forward of a step must use one stream."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class KVPool:
         device: torch.device,
         copy_blocks: CopyBlocks = copy_by_index,
     ) -> None:
-        """Allocate the tensors of each of `shapes`, on the device and on the host.
+        """Allocate tensors for each of `shapes`, on the device and on the host.
 
-        `copy_blocks` copies between the two.
+        `copy_blocks` copies blocks between the two.
         """
         self.copy_blocks = copy_blocks
         self._device = device
@@ -55,11 +55,11 @@ class KVPool:
 
     @property
     def all_tensors(self) -> list[torch.Tensor]:
-        """The tensors that a block has a row in."""
+        """All tensors; each has a row for every block."""
         return [tensor for pair in self.tensors for tensor in _distinct(pair)]
 
     def add(self, memory: Sequence[HostMemory]) -> None:
-        """Release and restore further memory with the tensors."""
+        """Release and restore further memory together with the tensors."""
         self._memory += memory
 
     def _allocate(
@@ -99,11 +99,11 @@ class KVPool:
         self.is_asleep = True
 
     def allocate_ahead(self, highest_block: int) -> bool:
-        """Allocate some pages of blocks after those in use; return whether more are missing."""
+        """Allocate pages of the next unused blocks; return whether more are missing."""
         return not self.is_asleep and self._pages_ahead.allocate(highest_block)
 
     def wake(self) -> None:
-        """Make the tensors usable again, with zeros after a sleep."""
+        """Make the tensors usable again; they are zero after a sleep."""
         if self.is_asleep:
             for memory in self._memory:
                 memory.restore()

@@ -15,9 +15,10 @@ from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 from worker_proc.native.huge_pages import map_memory
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Shapes of keys and of values; the first dimension counts blocks.
+"""Shapes of keys and values; the first dimension is the number of blocks.
 
-Without a shape, values are the first numbers of the keys."""
+If values have no shape, they are the first part of the keys.
+"""
 
 
 class KVTensors(NamedTuple):
@@ -28,23 +29,23 @@ class KVTensors(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
-    """The tensor of the keys, where values are their first numbers."""
+    """The same tensor as `keys`, if values are their first part."""
 
 
 class CacheSize(NamedTuple):
-    """Size of the pool, and the longest sequence that it can hold."""
+    """Size of the pool, and the longest sequence that fits in it."""
 
     num_blocks: int
     max_model_len: int
     num_state_blocks: int = 0
     num_draft_states: int = 0
-    """State blocks after these, for the states before drafts."""
+    """Further state blocks, for the states before drafts."""
     num_draft_model_states: int = 0
-    """State blocks of the draft model, with a null block of its own."""
+    """State blocks of the draft model, including its own null block."""
 
 
 MIN_BLOCKS = 2
-"""The null block and another one, which a model without attention has, too."""
+"""The null block and one more, which even a model without attention has."""
 
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels may access it, too
@@ -55,7 +56,7 @@ class HostMemory:
     """A zeroed tensor in host memory, whose pages are allocated when they are written.
 
     It is zeroed because masked values must be finite (0 · inf is NaN). `torch.zeros` would touch
-    every page: seconds for a few GiB.
+    every page, which takes seconds for a few GiB.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> None:
@@ -73,7 +74,7 @@ class HostMemory:
         return memoryview(self._pages)[index * num_bytes : (index + 1) * num_bytes]
 
     def allocate(self, first: int, end: int) -> None:
-        """Allocate the pages of some rows now; raises an OSError if the kernel cannot."""
+        """Allocate the pages of rows `first` to `end` now; raise OSError if the kernel cannot."""
         row_bytes = self.tensor[0].nbytes
         begin = first * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._pages.madvise(_POPULATE_WRITE, begin, end * row_bytes - begin)
@@ -120,18 +121,18 @@ def bytes_per_block(
     dtype: torch.dtype,
     format: KVFormat = KVFormat.PLAIN,
 ) -> int:
-    """Return the size of one block over the tensors of `specs`, for a model of type `dtype`."""
+    """Return the bytes of one block in the tensors of `specs`, for a model of dtype `dtype`."""
     return sum(_layer_bytes(spec, block_size, dtype, format) for spec in specs)
 
 
 def _layer_bytes(spec: LayerSpec, block_size: int, dtype: torch.dtype, format: KVFormat) -> int:
-    """Return the size of one block of a layer."""
+    """Return the bytes of one block of a layer."""
     row_bytes = sum(format.row_bytes(dim, dtype) for dim in spec.stored_dims)
     return block_size * spec.num_kv_heads * row_bytes
 
 
 def block_bytes_of(specs: Sequence[LayerSpec], layout: KVLayout, dtype: torch.dtype) -> int:
-    """Return the size of one block of a layout in all tensors; `specs` are those of all layers."""
+    """Return the bytes of one block of a layout in all tensors; `specs` are those of all layers."""
     if layout.places:
         return layout.block_numbers * dtype.itemsize
     stored = [specs[index] for index in layout.tensor_layers]
@@ -139,7 +140,7 @@ def block_bytes_of(specs: Sequence[LayerSpec], layout: KVLayout, dtype: torch.dt
 
 
 def format_sizes(one: int, other: int) -> tuple[str, str]:
-    """Write two numbers of bytes in the largest unit that shows their difference."""
+    """Format two numbers of bytes in the largest unit that shows their difference."""
     for unit, name in ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
         texts = f"{one / unit:.2f} {name}", f"{other / unit:.2f} {name}"
         if max(one, other) >= unit and (texts[0] != texts[1] or one == other):
@@ -156,11 +157,11 @@ def size_cache(
     max_model_len: int | None,
     num_blocks_override: int | None = None,
 ) -> CacheSize:
-    """Decide the number of blocks and the served context length.
+    """Choose the number of blocks and the served context length.
 
-    Without a `max_model_len` it is the longest that fits, up to the model's own. An override is
-    the exact number of blocks, the null block included. Blocks of a stage without attention take
-    no bytes.
+    Without `max_model_len`, the context is the longest that fits, up to the model's own.
+    `num_blocks_override` is the exact number of blocks, including the null block. Blocks of a stage
+    without attention take no bytes. Raises InsufficientMemory if the context does not fit.
     """
     wanted_len = max_model_len or model_len
     if not layout.groups:

@@ -1,7 +1,7 @@
-"""State blocks of the null runner: each remembers which tokens its state stands for.
+"""State blocks of the null runner: each records which tokens its state summarizes.
 
-So a wrong table, a snapshot that is hit too early, a block with two owners and a state of other
-tokens are errors, even where the core's own records agree.
+Wrong tables, snapshots that are used too early, blocks with two owners, and states of other tokens
+are therefore errors, even if the core's own records agree.
 """
 
 from binascii import crc32
@@ -16,7 +16,7 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 
 class State(NamedTuple):
-    """What a state stands for: the first tokens of a text."""
+    """The tokens that a state summarizes: the first tokens of a text."""
 
     num_tokens: int = 0
     digest: int = 0
@@ -34,17 +34,17 @@ class NullStates:
         self._block_size = block_size
         self.blocks: dict[int, State] = {}
         self._computed: dict[int, State] = {}
-        """By request: the state that its tokens have."""
+        """The state after each request's computed tokens, by request."""
         self._host: dict[int, State] = {}
 
     def clear(self) -> None:
-        """Lose all states, as by a sleep."""
+        """Lose all states, as a sleep does."""
         self.blocks.clear()
         self._host.clear()
         self._computed.clear()
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
-        """Copy states to the host, then others from it; MirrorError: there is none to copy."""
+        """Copy states to the host, then others from it; MirrorError: one was never written."""
         for copies, sources, targets in (
             (out, self.blocks, self._host),
             (into, self._host, self.blocks),
@@ -58,10 +58,10 @@ class NullStates:
                 targets[target] = sources[source]
 
     def execute(self, scheduled: Sequence[ScheduledRequest], left: Iterable[int]) -> None:
-        """Begin each part from its state, and write the states that its table asks for.
+        """Begin each part from its state, and write the states that its table requires.
 
-        `left`: the requests that have left before. MirrorError if a state is not the one of the
-        request's own tokens, or if the result depends on the order of the requests.
+        `left` are the requests that have left before. Raises MirrorError if a state is not that of
+        the request's own tokens, or if the result depends on the order of the requests.
         """
         for req_id in left:
             self._computed.pop(req_id, None)
@@ -83,10 +83,10 @@ class NullStates:
                 self.blocks[block_id] = state
 
     def _begin(self, part: ScheduledRequest) -> int:
-        """Check the state that a part begins from; returns its block."""
+        """Check the state that a part begins from; return its block."""
         request, start = part.request, part.start
         own = self._computed.get(request.req_id)
-        if own is None or own.num_tokens != start:  # it is new, or some of its drafts were wrong
+        if own is None or own.num_tokens != start:  # a new request, or some drafts were wrong
             own = self._computed[request.req_id] = State().after(request.token_ids[:start])
         block_id = state_source(part, self._block_size)
         assert block_id is not None

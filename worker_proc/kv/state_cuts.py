@@ -1,4 +1,4 @@
-"""Where a part of a step begins, in states, and where the states on its way are saved."""
+"""The block from which a part of a step takes its state, and the blocks that save states."""
 
 from protocol.core_worker import NULL_BLOCK
 from worker_proc.errors import MirrorError
@@ -6,7 +6,7 @@ from worker_proc.mirror import ScheduledRequest
 
 
 def state_source(part: ScheduledRequest, block_size: int) -> int | None:
-    """Return the block with the state that a part begins from; None: it begins with zeros."""
+    """Return the block with the state that a part begins from; None: a zero state."""
     request, start = part.request, part.start
     if start == 0:
         return None
@@ -17,7 +17,7 @@ def state_source(part: ScheduledRequest, block_size: int) -> int | None:
 
 
 def state_cuts(part: ScheduledRequest, block_size: int) -> dict[int, int]:
-    """Return for each block the number of tokens after which it gets the state, in their order.
+    """Return, for each block that saves a state, the number of preceding tokens, in order.
 
     These are the blocks of the request's table, and those for the states before its drafts.
     """

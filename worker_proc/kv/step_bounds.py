@@ -1,4 +1,4 @@
-"""Bounds on the tokens, blocks and copies that a step may bring, by the facts of the model."""
+"""Checks the tokens, blocks and copies of a step against the model's facts."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from worker_proc.kv.window import first_visible
 
 
 class StepBounds:
-    """Checks the parts of a step for themselves: a MirrorError names the field and the bound."""
+    """Checks parts of a step; raises MirrorError, which names the field and the bound."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts = facts
@@ -36,7 +36,7 @@ class StepBounds:
             raise MirrorError(f"{name} has a cached token after the state that it begins from")
 
     def check_tables(self, req_id: int, tables: list[list[int]], start: int | None) -> None:
-        """Check the tables of a request that starts at `start`, or blocks added to them."""
+        """Check the tables of a request that starts at `start`; None: blocks that are appended."""
         groups = self._facts.kv_groups
         if [len(table) for table in tables] != [len(tables[0]) if tables else 0] * len(groups):
             raise MirrorError(
@@ -54,7 +54,7 @@ class StepBounds:
             self._check_blocks(f"request {req_id}", table[first:])
 
     def _check_state_table(self, req_id: int, table: list[int]) -> None:
-        """Check a state table, or what is added to one."""
+        """Check a state table, or the blocks appended to one."""
         bound = self._facts.num_state_blocks
         for block_id in table:
             if not NULL_BLOCK <= block_id < bound:
@@ -65,7 +65,7 @@ class StepBounds:
             raise MirrorError(f"request {req_id} got no state block at the end of its table")
 
     def check_copies(self, copies: BlockCopies, field: str) -> None:
-        """Check the copies between device and host that a field of the step names."""
+        """Check the copies between device and host in `field` of a step."""
         facts, of_states = self._facts, field.startswith("state")
         if len(copies.device_block_ids) != len(copies.host_block_ids):
             raise MirrorError(f"columns of {field} differ in length")

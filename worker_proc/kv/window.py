@@ -1,4 +1,4 @@
-"""What a token attends to in layers with a sliding window."""
+"""The positions that a token attends to in layers with a sliding window."""
 
 
 def first_visible(window: int | None, position: int) -> int:

@@ -1,10 +1,10 @@
-"""A store of KV blocks: a directory with a file for each block, named by the hash of its prefix.
+"""A store of KV blocks: a directory with a file for each block, named by its prefix hash.
 
 Several processes use it at a time, and any of them may be killed at any moment. A file appears
-under its name only when it is complete, and has a checksum over its name and its content. So what
-is read is the block that was asked for, or nothing. The least recently used files are removed when
-the store is full. Nothing is synced: files that are incomplete after a crash of the machine fail
-their check.
+under its name only when it is complete, and has a checksum over its name and its content. A read
+therefore returns the requested block, or nothing. The least recently used files are removed when
+the store is full. Nothing is synced: files that are incomplete after a machine crash fail their
+check.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ from worker_proc.offload.memory import Parts
 _HEADER = struct.Struct("<4sIQ")
 HEADER_BYTES = _HEADER.size
 _PAGE_BYTES = 4096
-"""A file takes whole pages, of memory or of a disk."""
+"""A file occupies whole pages, of memory or of a disk."""
 _MAGIC = b"TKV1"
 _LOCK = "lock"
 _DRAFT = "new-"
 _STALE_S = 60.0
-"""Age of an incomplete file whose writer must be dead."""
+"""Age of an incomplete file at which its writer must be dead."""
 _KEPT_SHARE = 0.9
-"""Of the bytes that may be used: what is left when old blocks are removed."""
+"""Share of the usable bytes that remains when old blocks are removed."""
 _LOCK_TRIES = 20
 _START_TRIES = 6000
-"""At the start: another process may enter all blocks into a new index."""
+"""At start, since another process may be entering all blocks in a new index."""
 _LOCK_PAUSE_S = 0.005
 _MAX_PARTS = 512
-"""Buffers that are written or read at once; the system's limit is 1,024."""
+"""The most buffers written or read at once; the system's limit is 1,024."""
 
 log = logging.getLogger("troika.worker")
 
@@ -59,9 +59,9 @@ class BlockStore:
     """The blocks of one rank in one tier."""
 
     def __init__(self, directory: Path, most_bytes: int, block_bytes: int) -> None:
-        """Make the directory, or take over what is in it. An OSError: it cannot be used.
+        """Create the directory, or use its existing blocks; raise OSError if that fails.
 
-        `block_bytes`: of the smallest blocks.
+        `block_bytes` is the size of the smallest blocks.
         """
         self._directory = directory
         self._most_bytes = most_bytes
@@ -70,7 +70,7 @@ class BlockStore:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         most_blocks = most_bytes // taken_bytes(block_bytes)
-        # Under the lock: processes that start together would make an index each.
+        # Locked, since processes that start together would each create an index.
         with self._locked(_START_TRIES) as has_lock:
             if not has_lock:
                 raise TimeoutError(f"the lock of {directory} is held by another process")
@@ -79,9 +79,10 @@ class BlockStore:
                 self._enter_all()
 
     def write(self, key: bytes, block: Parts, *, waits: bool = True) -> bool:
-        """Store a block; returns whether it is there now. An OSError: it cannot be written.
+        """Store a block; return whether it is stored now.
 
-        With `waits`, another process's work on the store is waited for, a tenth of a second.
+        With `waits`, wait up to a tenth of a second for other processes that use the store. Raises
+        OSError if the block cannot be written.
         """
         if key in self.index:
             return True
@@ -93,7 +94,7 @@ class BlockStore:
         path = self._path(key)
         header = _HEADER.pack(_MAGIC, _checksum(key, block), block_bytes)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        # Processes of several machines may share the directory, so pids are not enough.
+        # Processes of several machines may share the directory, so pids are not unique.
         draft = path.with_name(f"{_DRAFT}{next(self._numbers)}-{secrets.token_hex(8)}")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -108,9 +109,9 @@ class BlockStore:
         return True
 
     def read(self, key: bytes, block: Parts) -> bool:
-        """Fill `block`; False: it is not there, or not intact. An OSError: it cannot be read.
+        """Fill `block`; return False, with `block` undefined, if it is missing or damaged.
 
-        After False the content of `block` is undefined.
+        Raises OSError if it cannot be read.
         """
         path = self._path(key)
         try:
@@ -141,7 +142,7 @@ class BlockStore:
         return block_path(self._directory, key)
 
     def _make_room(self, num_bytes: int, num_tries: int) -> bool:
-        """Count a block that is to be written, and remove old ones if there are too many."""
+        """Count a block that will be written, and remove old ones if there are too many."""
         with self._locked(num_tries) as has_lock:
             if not has_lock:
                 return False
@@ -153,7 +154,7 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _locked(self, num_tries: int) -> Iterator[bool]:
-        """Hold the store's lock, if it is free at one of some tries, with short pauses between."""
+        """Hold the store's lock, if it becomes free within `num_tries` tries with short pauses."""
         for number in range(num_tries):
             if number:
                 time.sleep(_LOCK_PAUSE_S)
@@ -169,7 +170,7 @@ class BlockStore:
             self._thread_lock.release()
 
     def _try_lock(self) -> bool:
-        if not self._thread_lock.acquire(blocking=False):  # that of the file is the process's
+        if not self._thread_lock.acquire(blocking=False):  # the file's lock is per process
             return False
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,8 +183,9 @@ class BlockStore:
         return True
 
     def _remove_old(self, most_bytes: float) -> None:
-        """Remove the blocks that were used least recently; counts the others anew."""
-        # Each directory is sorted alone: sorting all files would hold the interpreter for long.
+        """Remove the least recently used blocks, and count the others anew."""
+        # Each directory is sorted separately: sorting all files would hold the interpreter for
+        # long.
         directories = [sorted(self._files_in(path)) for path in self._directories()]
         left = sum(file.num_bytes for files in directories for file in files)
         for file in heapq.merge(*directories):
@@ -196,7 +198,7 @@ class BlockStore:
         self.index.num_bytes = left
 
     def _enter_all(self) -> None:
-        """Enter the blocks that are there into a new index."""
+        """Enter the existing blocks in a new index."""
         num_bytes = 0
         for directory in self._directories():
             for file in self._files_in(directory):
@@ -205,11 +207,11 @@ class BlockStore:
         self.index.num_bytes = num_bytes
 
     def _directories(self) -> list[str]:
-        """Return the directories that blocks are in."""
+        """Return the directories that contain blocks."""
         return [entry.path for entry in _entries(self._directory) if entry.is_dir()]
 
     def _files_in(self, directory: str) -> Iterator[_File]:
-        """Find the blocks of a directory; removes what dead writers have left."""
+        """Yield the blocks of a directory; remove the files of dead writers."""
         for entry in _entries(directory):
             try:
                 info = entry.stat()
@@ -225,7 +227,7 @@ class BlockStore:
 
 
 def taken_bytes(block_bytes: int) -> int:
-    """Return how many bytes the file of a block takes."""
+    """Return the bytes that the file of a block occupies."""
     num_pages = -(-(_HEADER.size + block_bytes) // _PAGE_BYTES)
     return num_pages * _PAGE_BYTES
 
@@ -236,19 +238,19 @@ def file_bytes(block: Parts) -> int:
 
 
 class Unpacking:
-    """Fills a block from the content of its file, which comes in pieces, from its beginning on."""
+    """Fills a block from the pieces of its file, in order."""
 
     def __init__(self, key: bytes, block: Parts) -> None:
         self._key = key
         self._block = block
         self._header = bytearray(HEADER_BYTES)
         self.num_bytes = file_bytes(block)
-        """Of the whole file."""
+        """Length of the whole file."""
         self._left = deque([memoryview(self._header), *block])
-        """What is not filled yet."""
+        """The parts that are not filled yet."""
 
     def add(self, piece: memoryview) -> None:
-        """Take the next piece; ValueError, and nothing is written, if it is beyond the end."""
+        """Add the next piece; raise ValueError, writing nothing, if it extends beyond the end."""
         if len(piece) > sum(map(len, self._left)):
             raise ValueError(f"the file of a block has only {self.num_bytes} bytes")
         while piece:
@@ -261,7 +263,7 @@ class Unpacking:
 
     @property
     def is_intact(self) -> bool:
-        """Whether all of that block has come; if not, its content is undefined."""
+        """True if the whole block has arrived intact; otherwise its content is undefined."""
         if any(map(len, self._left)):
             return False
         magic, checksum, block_bytes = _HEADER.unpack(self._header)
@@ -288,16 +290,16 @@ def _write_all(fd: int, parts: list[memoryview]) -> None:
     for first in range(0, len(parts), _MAX_PARTS):
         some = parts[first : first + _MAX_PARTS]
         left = sum(map(len, some)) - os.writev(fd, some)
-        if left:  # the file system is full, or the process gets a signal
+        if left:  # the file system is full, or a signal interrupted
             rest = memoryview(b"".join(some))[-left:]
             while rest:
                 rest = rest[os.write(fd, rest) :]
 
 
 def _read_all(fd: int, parts: list[memoryview]) -> bool:
-    """Fill all parts; False if the file is shorter."""
+    """Fill all parts; return False if the file is shorter."""
     for first in range(0, len(parts), _MAX_PARTS):
         some = parts[first : first + _MAX_PARTS]
         if os.readv(fd, some) != sum(map(len, some)):
-            return False  # no file system returns less before the end of a file
+            return False  # a file system returns less only at the end of a file
     return True

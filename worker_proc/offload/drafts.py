@@ -1,7 +1,8 @@
-"""The draft model's KV in stores: written and read alongside the model's, block by block.
+"""The draft model's KV in stores, written and read together with the model's, block by block.
 
-A block has a name of its own, made of the name of the model's block and what the draft model's
-bytes depend on. Nothing waits for it: drafts are never trusted, so what is missing costs time only.
+A block has a separate name, derived from the name of the model's block and everything that the
+draft model's bytes depend on. Nothing waits for it: drafts are never trusted, so missing blocks
+cost only time.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ _HASH_BYTES = 32
 
 
 class DraftKV(Protocol):
-    """Which blocks hold the draft model's KV of the tokens that the model's KV is of."""
+    """Records which blocks hold the draft model's KV for the same tokens as the model's KV."""
 
     def holds(self, block_id: int) -> bool: ...
 
@@ -22,12 +23,12 @@ class DraftKV(Protocol):
 
 
 class DraftBlocks:
-    """The draft model's blocks as stores see them."""
+    """The draft model's blocks in the form that stores use."""
 
     def __init__(self, memory: BlockMemory, kv: DraftKV, group: int, layout: str | None) -> None:
-        """`group`: the KV group whose tables it follows; `layout` names what the bytes stand for.
+        """`group` is the KV group whose tables it follows; `layout` names the meaning of the bytes.
 
-        None: none of its blocks are kept. Those of a model with recurrent layers are of no use
+        With the layout None, no blocks are kept: those of a model with recurrent layers are useless
         without its states, which are in no store.
 
         The memory has as many slots for readers as that of the model's blocks.
@@ -39,17 +40,17 @@ class DraftBlocks:
 
     @property
     def are_kept(self) -> bool:
-        """Whether blocks are written to stores and read from them."""
+        """True if blocks are written to stores and read from them."""
         return self._layout is not None
 
     def name(self, key: bytes) -> bytes | None:
-        """Return the name beside that of a model's block; None: of its group there are none."""
+        """Return the name of the block that accompanies a model's block; None: there is none."""
         if self._layout is None or int.from_bytes(key[_HASH_BYTES:], "little") != self._group:
             return None
         return hashlib.blake2b(key + self._layout, digest_size=_HASH_BYTES).digest()
 
     def beside(self, message: StoreBlocks) -> StoreBlocks:
-        """Return what is to be written alongside the model's blocks: what has been computed."""
+        """Return the computed blocks that are to be written together with the model's."""
         found = [
             (block_id, name)
             for block_id, key in zip(message.block_ids, message.keys, strict=True)
@@ -58,5 +59,5 @@ class DraftBlocks:
         return StoreBlocks([block_id for block_id, _ in found], [name for _, name in found])
 
     def note(self, block_id: int, *, is_filled: bool) -> None:
-        """Note whether a block that was read for the model was read for the draft model, too."""
+        """Record whether a block that was read for the model was also read for the draft model."""
         self._kv.note(block_id, is_filled=is_filled)

@@ -1,7 +1,7 @@
-"""Asks other machines which blocks they have, in a few threads that start with the first questions.
+"""Asks other machines which blocks they have, in a few threads that start on demand.
 
-Several, because one waits as long as a machine does not answer. A question that is not answered
-in time gets an empty answer, so that its request is computed.
+There are several threads, since each waits for as long as its machine does not answer. A question
+without an answer in time gets an empty answer, so that its request is computed.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from worker_proc.offload.remote import Peers
 
 _MOST_THREADS = 4
 _TIMEOUT_S = 3.0
-"""From a question to its answer. A server that is there answers in milliseconds."""
+"""Time from a question to its answer. A running server answers in milliseconds."""
 
 log = logging.getLogger("troika.worker")
 
@@ -29,23 +29,23 @@ class _Question(NamedTuple):
 
 
 class Finder:
-    """Questions, in the order of their arrival, and the answers to those of the present core."""
+    """Questions, in order of arrival, and the answers to those of the current core."""
 
     def __init__(self, peers: Peers, on_answer: Callable[[], None]) -> None:
-        """`on_answer` is called by a thread when there is an answer to take."""
+        """`on_answer` is called by a thread when an answer is available."""
         self._peers = peers
         self._on_answer = on_answer
         self._numbers = itertools.count()
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Numbers of questions; those that are not open any more are skipped."""
+        """Numbers of questions; those that are no longer open are skipped."""
         self._lock = threading.Lock()
         self._open: dict[int, _Question] = {}
-        """Questions without an answer, the oldest first. Under the lock, as the answers."""
+        """Questions without an answer, the oldest first. Guarded by the lock, like the answers."""
         self._answers: list[BlocksFound] = []
         self._num_threads = 0
 
     def find(self, message: FindBlocks) -> None:
-        """Ask, and give the answer to `take_results` by the deadline."""
+        """Ask, and make the answer available to `take_results` by the deadline."""
         number = next(self._numbers)
         with self._lock:
             self._open[number] = _Question(message, time.monotonic() + _TIMEOUT_S)
@@ -55,19 +55,19 @@ class Finder:
             threading.Thread(target=self._run, name="troika-find", daemon=True).start()
 
     def forget(self) -> None:
-        """Drop all questions: another core has not asked them."""
+        """Drop all questions, since a new core has not asked them."""
         with self._lock:
             self._open.clear()
             self._answers.clear()
 
     @property
     def deadline(self) -> float | None:
-        """When to call `take_results` at the latest, in seconds of `time.monotonic`."""
+        """The latest time to call `take_results`, in seconds of `time.monotonic`."""
         with self._lock:
             return next((question.deadline for question in self._open.values()), None)
 
     def take_results(self) -> list[BlocksFound]:
-        """Return the answers since the last call, and empty ones to questions over their time."""
+        """Return the answers since the last call, and empty ones to overdue questions."""
         now = time.monotonic()
         with self._lock:
             answers, self._answers = self._answers, []
@@ -94,7 +94,7 @@ class Finder:
         try:
             with self._peers.reader(message.source) as reader:
                 return reader.find(message.keys)
-        except OSError:  # it was logged
+        except OSError:  # already logged
             return b""
         except Exception:
             log.exception("KV blocks of %s are computed", message.source)

@@ -1,4 +1,4 @@
-"""Names what the bytes of a KV block stand for, so that only equal workers share blocks."""
+"""Names the meaning of a KV block's bytes, so that only equal workers share blocks."""
 
 import hashlib
 import logging
@@ -30,12 +30,11 @@ def with_layout(
     states: Sequence[torch.Tensor] = (),
     places: Sequence[Place] = (),
 ) -> ModelFacts:
-    """Add the layout of the blocks, if they can be kept in stores and are to be kept.
+    """Add the layout of the blocks, if they can be kept in stores and are configured to be.
 
-    `division`: which layers each of several stages has. It stands for the tensors, which are others
-    in each stage. All ranks of a stage have the same layout. `states`: tensors of recurrent
-    states, of which a block has a row in each, too. `places`: of layers that share a tensor, within
-    a block of it.
+    `division` describes the layers of each stage, if there are several. It replaces the tensors,
+    which differ between stages, because all ranks must have the same layout. `states` are tensors
+    of recurrent states, in each of which a state block has a row.
     """
     if not config.cache.keeps_blocks:
         return facts
@@ -57,7 +56,7 @@ def with_layout(
 
 
 def describe_draft(checkpoint: str, backend: str, tensors: Sequence[torch.Tensor]) -> str:
-    """Return what a draft model's blocks depend on besides what the layout of the model's names."""
+    """Return what a draft model's blocks depend on in addition to the model's layout."""
     return "\n".join([checkpoint, backend, *_shapes("", tensors)])
 
 
@@ -66,14 +65,14 @@ def _shapes(prefix: str, tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def num_state_slots(block_bytes: int) -> int:
-    """Return the states on their way at a time, of which those to be written wait in memory."""
+    """Return the number of states in transit at a time; those to be written wait in memory."""
     return MAX_READERS + min(
         max(_LEAST_STATES, _MOST_STAGED_BYTES // max(block_bytes, 1)), _MOST_STATES
     )
 
 
 def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:
-    """Return the blocks on their way at a time: as many as a step fills, if memory allows it."""
+    """Return the number of blocks in transit: as many as a step fills, if memory allows it."""
     per_step = -(-config.scheduler.max_num_batched_tokens // facts.block_size)
     most = max(_LEAST_STAGED, _MOST_STAGED_BYTES // max(block_bytes, 1))
     return MAX_READERS + min(per_step * len(facts.kv_groups), most)

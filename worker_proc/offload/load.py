@@ -1,9 +1,9 @@
-"""Reads the blocks of a request from the stores, and from another machine what no store has.
+"""Reads a request's blocks from the stores, or from another machine if no store has them.
 
-Each load has a thread, which copies each block to the pool once it has been read and checked. What
-has come of a block is in a slot of its memory until then, so a load takes no other memory. If a
-file system does not answer, the load ends after some seconds with what it has: its thread is left
-behind, and copies nothing any more.
+Each load has a thread, which copies each block to the pool once it has been read and checked. Until
+then the parts of a block that have arrived are in a slot of its memory, so a load takes no other
+memory. If a file system does not answer, the load ends after some seconds with the blocks it has;
+its thread is abandoned, and copies nothing any more.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ log = logging.getLogger("troika.worker")
 
 
 class BlockLoad(threading.Thread):
-    """The load of one request: it reads blocks in order, until one is missing."""
+    """The load of one request: reads blocks in order, until one is missing."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class BlockLoad(threading.Thread):
         slot: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """Read to a slot, which is free again with the call of `on_end`."""
+        """`slot` is the slot to read to; calling `on_end` frees it."""
         super().__init__(name="troika-load", daemon=True)
         self._message = message
         self._memory = memory
@@ -73,9 +73,9 @@ class BlockLoad(threading.Thread):
             self._read_each({each.key for each in wanted}, arrivals)
 
     def _wanted(self) -> list[Wanted]:
-        """Return what is to be read from the other machine, in the order in which it is read here.
+        """Return the blocks to read from the other machine, in the order in which they are used.
 
-        A draft model's block is, if the model's block is, too.
+        A draft model's block follows if the model's block is read there.
         """
         message = self._message
         if not message.source or self._peers is None:
@@ -94,7 +94,7 @@ class BlockLoad(threading.Thread):
         return wanted
 
     def _is_here(self, key: bytes) -> bool:
-        """Whether a store of this machine probably has a block."""
+        """Return whether a store of this machine probably has a block."""
         return any(key in store.index for store in self._stores)
 
     def _draft_name(self, key: bytes) -> bytes | None:
@@ -104,7 +104,7 @@ class BlockLoad(threading.Thread):
         return [] if self._drafts is None else self._drafts.memory.parts(self._slot)
 
     def _arrivals(self, wanted: Sequence[Wanted]) -> Generator[Outcome]:
-        """Yield what has come of each block, as far as the machine answers.
+        """Yield the outcome of each block, until the machine stops answering.
 
         The first `next` connects.
         """
@@ -145,7 +145,7 @@ class BlockLoad(threading.Thread):
 
     @contextlib.contextmanager
     def _timed(self, *, is_remote: bool) -> Iterator[None]:
-        """Count the time as that of the other machine, if `is_remote`."""
+        """Count the elapsed time as the other machine's, if `is_remote`."""
         began_ns = time.monotonic_ns()
         yield
         if is_remote:
@@ -154,7 +154,7 @@ class BlockLoad(threading.Thread):
     def _fetch(
         self, key: bytes, memory: BlockMemory, remote: Set[bytes], arrivals: Iterator[Outcome]
     ) -> bool:
-        """Read a block to the slot, from here or there; False: it is not there, or not intact."""
+        """Read a block to the slot, locally or remotely; False: it is missing or damaged."""
         if key not in remote:
             return self._read(key, memory)
         outcome = next(arrivals, None)
@@ -163,7 +163,7 @@ class BlockLoad(threading.Thread):
         return outcome is Outcome.READ
 
     def _read_state(self, remote: Set[bytes], arrivals: Iterator[Outcome]) -> bool:
-        """Fill the state block; returns whether its state was there."""
+        """Fill the state block; return whether its state was found."""
         states, message = self._states, self._message
         is_remote = message.state_key in remote
         with self._timed(is_remote=is_remote):
@@ -178,7 +178,7 @@ class BlockLoad(threading.Thread):
     def _read_draft(
         self, block_id: int, key: bytes, remote: Set[bytes], arrivals: Iterator[Outcome]
     ) -> None:
-        """Fill the draft model's block next to one of the model, if it is there."""
+        """Fill the draft model's block that accompanies a block of the model, if it is found."""
         drafts, name = self._drafts, self._draft_name(key)
         if drafts is None or name is None:
             return
@@ -190,7 +190,7 @@ class BlockLoad(threading.Thread):
                 drafts.note(block_id, is_filled=True)
 
     def _read(self, key: bytes, memory: BlockMemory) -> bool:
-        """Read a block to the slot, from the first store that has it; faster ones get it, too."""
+        """Read a block to the slot from the first store that has it; copy it to faster stores."""
         block = memory.parts(self._slot)
         for number, store in enumerate(self._stores):
             if key in store.index and store.read(key, block):
@@ -201,7 +201,7 @@ class BlockLoad(threading.Thread):
         return False
 
     def end(self) -> BlocksLoaded:
-        """Return the answer; no block is written to after this."""
+        """Return the answer; no block is written afterwards."""
         with self._copying:
             self._is_ended = True
         if not self.is_done and time.monotonic() >= self.deadline:

@@ -1,4 +1,4 @@
-"""The blocks of a runner as stores see them."""
+"""The blocks of a runner in the form that stores use."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ Wait = Callable[[], None]
 
 
 class BlockMemory(Protocol):
-    """The pool of a runner, and slots: each holds one block on its way to or from a store."""
+    """The pool of a runner, and slots, which hold blocks in transit to or from a store."""
 
     @property
     def num_slots(self) -> int: ...
@@ -22,22 +22,23 @@ class BlockMemory(Protocol):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the pool's memory is released; its blocks have lost their content."""
+        """True if the pool's memory is released; its blocks have lost their content."""
 
     def wake(self) -> None:
         """Make the pool usable; called between two steps, before blocks are copied in."""
 
     def copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> Wait:
-        """Copy blocks to slots, after all steps that were launched; returns a wait for the copy."""
+        """Copy blocks to slots, after all steps launched so far; return a wait for the copy."""
 
     def copy_in(self, slot: int, block_id: int) -> None:
-        """Copy a slot to a block, from any thread; returns when it is there."""
+        """Copy a slot to a block, from any thread; return when the copy is complete."""
 
 
 class NoMemory:
-    """Blocks without content, of a runner without a model, or of a stage without such layers.
+    """Blocks without content, for a null runner or for a stage without such layers.
 
-    Each has a file in a store all the same: of several ranks, a block is there if all have it.
+    Each block still has a file in a store: with several ranks, a block counts as stored if all
+    ranks have it.
     """
 
     block_bytes = 0

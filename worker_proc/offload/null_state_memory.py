@@ -1,4 +1,4 @@
-"""The states of the null runner as stores see them: each names the tokens that it stands for."""
+"""The null runner's states in the form that stores use; each names its tokens."""
 
 import struct
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _STATE = struct.Struct("<QI")
 
 
 class NullStateMemory:
-    """State blocks, and slots for those on their way."""
+    """State blocks, and slots for those in transit."""
 
     block_bytes = _STATE.size
     is_asleep = False

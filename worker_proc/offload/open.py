@@ -33,7 +33,7 @@ def make_service(
     states: BlockMemory | None = None,
     drafts: DraftBlocks | None = None,
 ) -> OffloadService | None:
-    """Return what writes and reads the blocks of a runner; None: it keeps them nowhere else."""
+    """Return the service that writes and reads a runner's blocks; None: nothing is kept."""
     if memory is None or not layout:
         return None
     stores = []
@@ -56,7 +56,7 @@ def make_service(
 
 
 def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Peers | None:
-    """Return what reads blocks of other machines; None: there are no keys for that."""
+    """Return the readers of other machines' blocks; None: there are no keys for them."""
     directory = config.parallel.curve_keys
     if directory is None:
         return None
@@ -72,7 +72,7 @@ def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Pe
 
 
 def _check_room(tier: Tier, block_bytes: int) -> None:
-    """Warn where less than a block may be kept, or more than the file system has room for."""
+    """Warn if not even one block may be kept, or if the file system has too little room."""
     if tier.most_bytes < block_bytes:
         log.warning(
             "no KV block is kept: each takes %d bytes, and at most %d may be taken in %s",

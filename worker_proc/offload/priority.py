@@ -7,5 +7,5 @@ _NICENESS = 10
 
 
 def lower_priority() -> None:
-    """Lower that of the calling thread, and of those that it starts."""
+    """Lower the priority of the calling thread, and of threads that it starts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

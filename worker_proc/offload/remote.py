@@ -1,7 +1,7 @@
 """Blocks of other machines: connections to their block servers, with a deadline for every wait.
 
-A server that does not answer is left alone for some seconds, so that of many requests which come
-from a machine that is gone only the first ones wait for it. Connections are kept for the next load.
+A server that does not answer is not asked for some seconds, so that only the first requests wait
+for a machine that is gone. Connections are kept for the next load.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from worker_proc.offload.memory import Parts
 ANSWER_TIMEOUT_S = 2.0
 """The longest wait for a connection, and for each answer."""
 PAUSE_S = 5.0
-"""For which a server is not asked after it has not answered."""
+"""Time for which a server is not asked after it has failed to answer."""
 _MOST_IDLE = 16
 _MOST_PAUSED = 256
 
@@ -45,27 +45,27 @@ log = logging.getLogger("troika.worker")
 
 
 class PeerPaused(ConnectionError):
-    """A server has not answered a moment ago, and is left alone for now."""
+    """Raised for a server that has failed to answer a moment ago."""
 
 
 class Wanted(NamedTuple):
-    """A block that is to be read, and the memory for it."""
+    """A block to read, and the memory for it."""
 
     key: bytes
     block: Parts
 
 
 class Outcome(Enum):
-    """What has become of a block that was asked for; after any but `READ` it is undefined."""
+    """The outcome of reading a block; its content is undefined unless it is `READ`."""
 
     READ = auto()
     NOT_THERE = auto()
     DAMAGED = auto()
-    """Something else is there, or its parts do not fit together."""
+    """Something else is stored there, or its parts do not fit together."""
 
 
 class BlockReader:
-    """A connection to the block server of another machine; one thread uses it at a time."""
+    """A connection to the block server of another machine; used by one thread at a time."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class BlockReader:
         layout: str,
         rank: int,
     ) -> None:
-        """Connect; an OSError: there is no such server, or it refuses the keys."""
+        """Connect; raise OSError if there is no such server, or if it refuses the keys."""
         self.address = address
         self._layout = layout
         self._rank = rank
         self._numbers = itertools.count()
         self._expected: deque[int] = deque()
-        """Numbers of the requests that were not answered, in their order."""
+        """Numbers of the unanswered requests, in order."""
         self._is_connected = False
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        # ZMQ would try again and again where nothing listens.
+        # ZMQ would retry forever if nothing listens.
         try:
             socket.create_connection((host, int(port)), ANSWER_TIMEOUT_S).close()
         except OSError as error:
@@ -103,14 +103,14 @@ class BlockReader:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether it is connected, and every request was answered."""
+        """True if it is connected, and every request has been answered."""
         with contextlib.suppress(ConnectionError):
             self._follow_link()
             return self._is_connected and not self._expected
         return False
 
     def find(self, keys: Sequence[bytes]) -> bytes:
-        """Return for each key a byte, which is 1 if the block is probably there."""
+        """Return a byte for each key, which is 1 if the block is probably stored there."""
         self._send(HaveBlocks(next(self._numbers), self._layout, self._rank, list(keys)))
         answer = self._receive(time.monotonic() + ANSWER_TIMEOUT_S)
         if not isinstance(answer, BlocksHad) or len(answer.are_there) != len(keys):
@@ -118,10 +118,11 @@ class BlockReader:
         return answer.are_there
 
     def read(self, wanted: Sequence[Wanted], limit: float) -> Iterator[Outcome]:
-        """Fill the memory of each block when the iterator comes to it, and yield what has come.
+        """Read blocks one by one, filling each one's memory right before its outcome is yielded.
 
-        Parts are asked for ahead, and are nowhere but there and in the window of the connection.
-        So several blocks may have one memory. It ends at `limit`, in seconds of `time.monotonic`.
+        Parts are requested ahead, but are held only by the server and in the window of the
+        connection. Several blocks may therefore share the same memory. Reading ends at `limit`, in
+        seconds of `time.monotonic`.
         """
         ahead = _Ahead(wanted)
         for number, (key, block) in enumerate(wanted):
@@ -152,7 +153,7 @@ class BlockReader:
             yield outcome
 
     def _receive_content(self, limit: float) -> BlockContent | None:
-        """Return the next part; None: the limit has come."""
+        """Return the next part; None: the limit has been reached."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         try:
             answer = self._receive(min(limit, deadline))
@@ -196,7 +197,7 @@ class BlockReader:
 
     def _follow_link(self) -> None:
         for event in self._channel.link_events():
-            if self._is_connected:  # what is unanswered stays so
+            if self._is_connected:  # requests without an answer will get none
                 self._is_connected = False
                 raise ConnectionError(f"{self.address} has disconnected")
             self._is_connected = event is LinkEvent.CONNECTED
@@ -212,7 +213,7 @@ def _part_sizes(num_bytes: int) -> list[int]:
 
 
 class _Ahead:
-    """The parts that are asked for next, within the bounds of what may be on its way."""
+    """The parts to request next, within the bounds for parts in transit."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._parts = deque(
@@ -220,12 +221,12 @@ class _Ahead:
             for number, (key, block) in enumerate(wanted)
             for index, part_bytes in enumerate(_part_sizes(file_bytes(block)))
         )
-        """Not asked for yet: the number of the block, its key, first byte and size."""
+        """Parts not yet requested: block number, key, first byte and size."""
         self._num_bytes = self._num_answers = 0
-        """On their way."""
+        """Parts in transit."""
 
     def take(self) -> Iterator[tuple[bytes, int]]:
-        """Yield keys and first bytes."""
+        """Yield the keys and first bytes of the parts to request now."""
         while self._parts and self._num_answers < MAX_WINDOW:
             _, key, start, part_bytes = self._parts[0]
             if self._num_bytes + part_bytes > WINDOW_BYTES:
@@ -236,7 +237,7 @@ class _Ahead:
             yield key, start
 
     def drop(self, number: int) -> int:
-        """Ask for no more of a block, of which a part has come; returns the parts not asked for."""
+        """Request no further parts of a block; return the number of parts that were dropped."""
         num_parts = 0
         while self._parts and self._parts[0][0] == number:
             self._parts.popleft()
@@ -249,9 +250,9 @@ class _Ahead:
 
 
 class Peers:
-    """The block servers of other machines, as they are named by messages of the core.
+    """The block servers of other machines, addressed as in messages of the core.
 
-    Connections last until they fail, or the process ends.
+    Connections last until they fail, or until the process ends.
     """
 
     def __init__(self, keys: ClientKeys, layout: str, rank: int) -> None:
@@ -266,9 +267,9 @@ class Peers:
 
     @contextlib.contextmanager
     def reader(self, address: str) -> Iterator[BlockReader]:
-        """Lend a connection to a thread; OSError (it was logged): the server does not answer.
+        """Lend a connection to a thread; raise OSError, already logged, if the server fails.
 
-        The first thread decides on the priority of those that encrypt.
+        The first thread determines the priority of the threads that encrypt.
         """
         if time.monotonic() < self._paused_until.get(address, 0.0):
             raise PeerPaused(f"{address} has not answered before")
@@ -280,10 +281,10 @@ class Peers:
             raise
         try:
             yield reader
-        except GeneratorExit:  # the load needs no more of what it has asked for
+        except GeneratorExit:  # the load needs no more of its requested blocks
             pass
         except BaseException as error:
-            # A kept connection may break because the server was started anew.
+            # A kept connection may break because the server was restarted.
             is_gone = isinstance(error, TimeoutError) or kept is None
             if isinstance(error, OSError):
                 if is_gone:
@@ -292,7 +293,7 @@ class Peers:
                     log.debug("%s: %s; connecting anew", address, error)
             reader.close()
             raise
-        if not reader.is_at_rest:  # it has asked for more than was needed
+        if not reader.is_at_rest:  # it has requested more than was needed
             reader.close()
             return
         with self._lock:

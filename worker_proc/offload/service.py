@@ -19,7 +19,7 @@ from worker_proc.offload.remote import Peers
 from worker_proc.offload.writers import BlockWriters
 
 MAX_READERS = 8
-"""Loads at a time. Each uses one slot of every memory, with a number below this one."""
+"""The most concurrent loads. Each uses one slot of every memory, with a number below this one."""
 
 
 class OffloadService:
@@ -35,7 +35,8 @@ class OffloadService:
     ) -> None:
         """Write to all stores, and read from the first one that has a block, or from `peers`.
 
-        `states`: state blocks, with as many slots for readers. `drafts`: those of a draft model.
+        `states` are state blocks, with as many slots for readers; `drafts` are a draft model's
+        blocks.
         """
         self._memory = memory
         self._stores = stores
@@ -59,7 +60,7 @@ class OffloadService:
         self._loads.clear()
 
     def store(self, message: StoreBlocks) -> None:
-        """Copy blocks out and let them be written, as far as the stores keep up."""
+        """Copy blocks out and have them written, as far as the stores keep up."""
         if self._state_writers is not None:
             self._state_writers.store(message.state_block_ids, message.state_keys)
         if self._drafts is not None and self._draft_writers is not None:
@@ -68,7 +69,7 @@ class OffloadService:
         self._writers.store(message.block_ids, message.keys)
 
     def load(self, message: LoadBlocks) -> BlocksLoaded | None:
-        """Begin to read blocks; returns the answer if it cannot be begun."""
+        """Begin to read blocks; return the answer if that is not possible."""
         if not self._reader_slots:
             return BlocksLoaded(message.req_id, 0)
         self._memory.wake()
@@ -90,15 +91,15 @@ class OffloadService:
         return None
 
     def find(self, message: FindBlocks) -> BlocksFound | None:
-        """Ask another machine for blocks; returns the answer if it cannot be asked."""
+        """Ask another machine for blocks; return the answer if that is not possible."""
         if self._finder is None:
             return BlocksFound(message.req_id, b"")
         self._finder.find(message)
         return None
 
     def _end_reader(self, slot: int) -> None:
-        """A load's thread ends; called by it."""
-        self._reader_slots.appendleft(slot)  # its memory is there already
+        """Free the slot of a load whose thread ends; called by that thread."""
+        self._reader_slots.appendleft(slot)  # its memory is allocated already
         self._wake()
 
     def _wake(self) -> None:
@@ -106,14 +107,14 @@ class OffloadService:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `take_results` at the latest, in seconds of `time.monotonic`."""
+        """The latest time to call `take_results`, in seconds of `time.monotonic`."""
         deadlines = [load.deadline for load in self._loads]
         if self._finder is not None and (asked := self._finder.deadline) is not None:
             deadlines.append(asked)
         return min(deadlines, default=None)
 
     def take_results(self) -> list[BlocksLoaded | BlocksFound]:
-        """Return other machines' answers, and those to loads that are done or over their time."""
+        """Return other machines' answers, and those to loads that are done or overdue."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""Blocks on their way between the pool and a store: rows in host memory that have the same parts.
+"""Blocks in transit between the pool and a store: rows in host memory with the same parts.
 
-The pool's tensors each have a row for every block, and staging has some rows for each of them. A
-block that is to be stored is copied out between two steps, and written from there while the next
-steps may overwrite it. What is read is checked before it is copied to the pool.
+The pool's tensors each have a row for every block, and staging has some rows for each tensor. A
+block to be stored is copied out between two steps, and written from there while the next steps may
+overwrite it. A block that is read is checked before it is copied to the pool.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from worker_proc.offload.memory import Parts, Wait, no_wait
 
 
 class PoolMemory:
-    """The blocks of a pool, or those of tensors that sleep with it."""
+    """The blocks of a pool, or of tensors that sleep together with it."""
 
     def __init__(
         self, pool: KVPool, num_slots: int, tensors: Sequence[torch.Tensor] | None = None
@@ -26,7 +26,7 @@ class PoolMemory:
         tensors = self._tensors = pool.all_tensors if tensors is None else tensors
         self._device = tensors[0].device
         on_cpu = self._device.type == "cpu"
-        # Not released while the pool sleeps: a block may be on its way to a store.
+        # Not released while the pool sleeps, since a block may be in transit to a store.
         self._memory = [
             HostMemory((num_slots, *tensor.shape[1:]), tensor.dtype, pinned=not on_cpu)
             for tensor in tensors
@@ -59,7 +59,7 @@ class PoolMemory:
         if self._stream is None:
             self._copy_blocks(pairs, [slot], [block_id])
             return
-        # A step that was launched before the block was given away may still write to it.
+        # A step that was launched before the block was reassigned may still write to it.
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._copy_blocks(pairs, [slot], [block_id])

@@ -1,7 +1,7 @@
 """Writes blocks to stores alongside the steps.
 
-A block that is to be written is copied out between two steps, and a thread for each store writes
-it from there. If a store cannot keep up, blocks are left out.
+A block to be written is copied out between two steps, and a thread for each store writes it from
+there. If a store cannot keep up, blocks are left out.
 """
 
 import logging
@@ -17,9 +17,9 @@ from worker_proc.offload.memory import BlockMemory, Wait
 from worker_proc.offload.priority import lower_priority
 
 _PAUSE_S = 5.0
-"""For which a store that has failed is not written to."""
+"""Time for which a store is not written to after a failure."""
 _QUIET_S = 60.0
-"""Between two lines about a store that fails."""
+"""Time between two log lines about a failing store."""
 
 log = logging.getLogger("troika.worker")
 
@@ -34,12 +34,12 @@ class BlockWriters:
         self._memory = memory
         self._stores = stores
         self._free_slots = deque(slots)
-        # A store that hangs keeps its blocks: it must leave slots for the others.
+        # A store that hangs keeps its blocks, and must leave slots for the others.
         most = max(1, len(slots) // len(stores)) if stores else 0
         self._writers = [_Writer(store, memory, most) for store in stores]
 
     def store(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Copy blocks out and let them be written; those without a free slot are left out."""
+        """Copy blocks out and have them written; those without a free slot are left out."""
         if self._memory.is_asleep:  # they have no content
             return
         blocks = [
@@ -66,10 +66,10 @@ class _Staged:
     wait: Wait
     free_slots: "deque[int]"
     num_left: int
-    """Writers that have not written or dropped it."""
+    """Number of writers that have neither written nor dropped it."""
 
     def leave(self) -> None:
-        """A writer needs it no more; the last one frees the slot."""
+        """Record that a writer no longer needs it; the last one frees the slot."""
         with _leaving:
             self.num_left -= 1
             if self.num_left == 0:
@@ -80,7 +80,7 @@ _leaving = threading.Lock()
 
 
 class _Writer:
-    """Writes blocks to one store, in a thread that starts with the first of them."""
+    """Writes blocks to one store, in a thread that starts with the first block."""
 
     def __init__(self, store: BlockStore, memory: BlockMemory, most: int) -> None:
         """Keep at most `most` blocks waiting."""
@@ -92,7 +92,7 @@ class _Writer:
         self._silent_until = self._paused_until = 0.0
 
     def put(self, block: _Staged) -> None:
-        """Let a block be written, or drop it if too many wait, or the store has failed."""
+        """Queue a block for writing, or drop it if too many wait, or if the store has failed."""
         is_full = self._waiting.qsize() >= self._most
         if is_full or time.monotonic() < self._paused_until:
             block.leave()

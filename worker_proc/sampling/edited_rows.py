@@ -16,11 +16,11 @@ class EditedRows(NamedTuple):
     """Scores of some rows of a step."""
 
     places: Tensor
-    """`[n]`, int64: which rows of the step they are."""
+    """`[n]`, int64: indices of the rows in the step."""
     scores: Tensor
-    """`[n, vocab_size]`, float32; 0 where the row is lost."""
+    """`[n, vocab_size]`, float32; 0 if the row is lost."""
     is_lost: Tensor
-    """`[n]`, bool: no token is possible."""
+    """`[n]`, bool: true if no token is possible."""
 
 
 def edit_rows(
@@ -30,7 +30,7 @@ def edit_rows(
     masks: RowMasks | None,
     eos_token_ids: Sequence[int],
 ) -> EditedRows:
-    """Edit the scores of some of a step's rows, `part`, and ban what `masks` does not allow.
+    """Edit the scores of the rows `part` of a step, and ban tokens that `masks` does not allow.
 
     With masks, each of these rows must have one.
     """
@@ -43,10 +43,10 @@ def edit_rows(
 
 
 def confine(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Ban the tokens that are not allowed, in place; returns the rows in which none is possible.
+    """Ban tokens that are not allowed, in place; return the rows in which none is possible.
 
-    Where edits ban all that is allowed, each of these tokens is equally likely: so a grammar that
-    has come to its end ends, whatever min_tokens is.
+    If edits ban all allowed tokens, each of these becomes equally likely: a grammar that has
+    reached its end can end, regardless of min_tokens.
     """
     scores.masked_fill_(~allowed, -math.inf)
     is_lost = scores.amax(dim=-1).isneginf()

@@ -1,4 +1,4 @@
-"""What follows the pooling: dense layers of sentence-transformers, or a classification head.
+"""Heads after pooling: dense layers of sentence-transformers, or a classification head.
 
 They take one pooled row at a time, in float32, and so do not depend on the batch.
 """
@@ -35,22 +35,22 @@ _POOLINGS: dict[PoolingType, Callable[[torch.Tensor], torch.Tensor]] = {
     PoolingType.CLS: lambda rows: rows[0],
     PoolingType.MEAN: lambda rows: rows.mean(dim=0),
 }
-"""What classification heads are known to do."""
+"""The poolings that classification heads may use."""
 
 
 class Head(Protocol):
-    """Turns the pooled hidden states of a text into its vector."""
+    """Converts the pooled hidden states of a text to its vector."""
 
     num_outputs: int
     modules: Sequence[nn.Module]
-    """Those that hold its weights."""
+    """The modules that hold its weights."""
 
     def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
         """Return `[num_outputs]` for `[hidden_size]`, in float64."""
 
 
 class DenseHead:
-    """Dense layers, one after the other."""
+    """A sequence of dense layers."""
 
     def __init__(self, directory: str, layers: Sequence[DenseLayer], device: torch.device) -> None:
         """Read the weights of a checkpoint's dense layers."""
@@ -67,7 +67,7 @@ class DenseHead:
 
 
 def check_dense(layers: Sequence[DenseLayer], hidden_size: int) -> None:
-    """Raise a CheckpointError if the layers do not follow each other."""
+    """Raise CheckpointError if the sizes of consecutive layers do not match."""
     size = hidden_size
     for layer in layers:
         if layer.in_features != size:
@@ -100,15 +100,16 @@ def _load_dense(directory: Path, layer: DenseLayer) -> nn.Linear:
 
 
 class SequenceHead:
-    """The classification head of a model of transformers, over one pooled hidden state.
+    """The classification head of a transformers model, over one pooled hidden state.
 
-    The model's own forward computes it, over a text of one token whose hidden state is given.
+    The model's own forward computes it, for a text of one token with this hidden state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take the head out of `model`, whose base then makes hidden states only.
+        """Detach the head from `model`, whose base then computes hidden states only.
 
-        UnsupportedModel: it takes other hidden states than the first, the last or their mean.
+        Raises UnsupportedModel if it takes other hidden states than the first, the last or their
+        mean.
         """
         self._model = model
         self._base: Any = model.base_model
@@ -141,7 +142,7 @@ class SequenceHead:
         return logits
 
     def _find_pooling(self, size: int) -> PoolingType:
-        """Return which hidden states the head takes, from what it makes of irregular ones."""
+        """Return the hidden states that the head takes, from its results for irregular ones."""
         found = set(_POOLINGS)
         for length in _TRIAL_LENGTHS:
             numbers = torch.arange(length * size, device=self._model.device)
@@ -162,7 +163,7 @@ class SequenceHead:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for a classification head that `SequenceHead` does not compute.
+    """Raise UnsupportedModel for a classification head that `SequenceHead` does not support.
 
     `model` is on the meta device. Its head gets random weights, and its base is lost.
     """
@@ -173,7 +174,7 @@ def check_head(model: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.requires_grad_(False).normal_(generator=generator)
-    with torch.inference_mode(), contextlib.suppress(AttributeError):  # a part of its base
+    with torch.inference_mode(), contextlib.suppress(AttributeError):  # it uses a part of its base
         SequenceHead(model.eval())
 
 
@@ -183,7 +184,7 @@ def _other_than(token_id: int | None) -> int:
 
 @contextmanager
 def _returning(module: nn.Module, output: object) -> Iterator[None]:
-    """Let a module return `output`, for a while."""
+    """Make a module return `output` within the context."""
     module.__dict__["forward"] = lambda *_, **__: output
     try:
         yield

@@ -1,4 +1,4 @@
-"""Changes a row's scores before a token is chosen: min_tokens, logit_bias, penalties and others.
+"""Edits a row's scores before a token is chosen: min_tokens, logit_bias, penalties and others.
 
 All of this is computed from the row's ids at every step, so no state has to survive a preemption.
 """
@@ -23,20 +23,20 @@ class SamplingRow(Protocol):
     edits_scores: bool
     """`sampling_params.edits_scores`, computed once."""
     edits: RowEdits | None
-    """What the parameters and the first tokens change; None if `edits_scores` is false."""
+    """Edits that follow from the parameters and known tokens; None if `edits_scores` is False."""
     is_greedy: bool
     """`sampling_params.greedy`, computed once."""
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and outputs so far; the next token has position len(token_ids)."""
+        """Prompt and outputs; the next token has position len(token_ids)."""
 
     @property
     def num_tokens(self) -> int:
         """Length of `token_ids`, which is read more often than the ids."""
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the part of `token_ids` after the first ones, without a copy of these."""
+        """Return `token_ids[num_tokens:]` without copying the preceding ids."""
 
 
 def edited_scores(
@@ -45,7 +45,7 @@ def edited_scores(
     eos_token_ids: Sequence[int],
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Return float32 scores without NaN or +inf, edited where rows ask for it.
+    """Return float32 scores without NaN or +inf, edited as the rows require.
 
     Overwrites `logits` if they are float32. See `edit_scores`.
     """
@@ -62,13 +62,13 @@ def edit_scores(
     eos_token_ids: Sequence[int],
     allowed: Tensor | None = None,
 ) -> None:
-    """Apply min_tokens, bad_words, logit_bias, penalties, allowed_token_ids, a thinking budget.
+    """Apply min_tokens, bad_words, logit_bias, penalties, allowed_token_ids and thinking budgets.
 
     While a row has fewer outputs than min_tokens, the EOS ids and its stop_token_ids are banned
-    (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are ignored. A score
-    that a penalty pushes over the largest float becomes the largest float. A token that a thinking
-    budget forces is the only one left, unless it is not among those that grammars allow: `allowed`,
-    bool [n, vocab]. `scores` are float32 [n, vocab], without NaN or +inf, and are changed in place.
+    (-inf); the EOS ids also with ignore_eos. Ids outside the vocabulary are ignored. A score that a
+    penalty pushes above the largest float becomes the largest float. A token that a thinking budget
+    forces is the only one left, unless grammars do not allow it: `allowed`, bool [n, vocab].
+    `scores` are float32 [n, vocab], without NaN or +inf, and are changed in place.
     """
     _ban(scores, ((i, banned_stops(row, eos_token_ids)) for i, row in enumerate(rows)))
     _ban(scores, ((i, banned_words(row)) for i, row in enumerate(rows)))
@@ -88,7 +88,7 @@ def banned_stops(row: SamplingRow, eos_token_ids: Sequence[int]) -> Sequence[int
 
 
 def banned_words(row: SamplingRow) -> list[int]:
-    """Return the last token of each bad word whose other tokens end the output."""
+    """Return the last token of each bad word whose preceding tokens end the output."""
     num_outputs = row.num_tokens - row.num_prompt_tokens
     banned = []
     for word in row.sampling_params.bad_words:
@@ -112,11 +112,11 @@ def _ban(scores: Tensor, banned: Iterable[tuple[int, Sequence[int]]]) -> None:
 
 
 def _allow_only(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Ban all other tokens; where every allowed one is banned, allow the first of them."""
+    """Ban all other tokens; if every allowed one is banned, allow the first of them."""
     for i, row in enumerate(rows):
         allowed = row.sampling_params.allowed_token_ids
         if allowed:
-            # Each once: the scores of repeated places would be written in any order.
+            # Without duplicates, since repeated indices would be written in any order.
             inside = [token_id for token_id in dict.fromkeys(allowed) if token_id < scores.shape[1]]
             ids = torch.tensor(inside, device=scores.device)
             kept = scores[i, ids]
@@ -127,7 +127,7 @@ def _allow_only(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _end_reasoning(scores: Tensor, rows: Sequence[SamplingRow], allowed: Tensor | None) -> None:
-    """Ban all tokens but the one that a thinking budget forces."""
+    """Ban all tokens except the one that a thinking budget forces."""
     for i, row in enumerate(rows):
         budget = row.sampling_params.thinking_budget
         if budget is None:
@@ -186,7 +186,7 @@ def _penalize_outputs(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _places(scores: Tensor, lists: Iterable[tuple[int, list[int]]]) -> tuple[Tensor, Tensor]:
-    """Row and token indices of all ids inside the vocabulary, repeats included; int64 [m] each."""
+    """Return row and token indices of all ids in the vocabulary, with repeats; int64 [m] each."""
     row_ids: list[int] = []
     lengths: list[int] = []
     flat: list[int] = []

@@ -1,4 +1,4 @@
-"""Chooses tokens with the native kernel: one call for a step."""
+"""Chooses tokens by the native kernel, in one call for each step."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class NativeChoice:
         return token_ids, lost
 
     def _greedy_orders(self, num_rows: int) -> bytes:
-        """Return the orders of rows that all take their most likely token as it is."""
+        """Return the orders of rows that take their most likely token without edits."""
         if num_rows > self._num_greedy:
             self._num_greedy = num_rows
             self._greedy = b"".join(_greedy(place, -1, 0, 0) for place in range(num_rows))
@@ -56,7 +56,7 @@ class NativeChoice:
     def _orders(
         self, rows: Sequence[SamplingRow], masks: RowMasks | None, edits: "_Edits"
     ) -> Iterator[bytes]:
-        """Yield the order of each row, whose edits are added."""
+        """Yield the order of each row, and add its edits to `edits`."""
         for place, row in enumerate(rows):
             first = len(edits.packed)
             if row.edits_scores:
@@ -79,10 +79,10 @@ class _Edits:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self.packed: list[bytes] = []
         self._eos_token_ids = eos_token_ids
-        self._alive: list[RowEdits | array[int]] = []  # during the call
+        self._alive: list[RowEdits | array[int]] = []  # kept alive during the call
 
     def add(self, row: SamplingRow) -> None:
-        """Add the edits of a row that has some."""
+        """Add the edits of a row whose parameters edit scores."""
         params, kept = row.sampling_params, row.edits
         assert kept is not None
         self._alive.append(kept)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NUM_DRAW_BITS = 62  # width of one draw: an int64 product of two halves of it still fits
+NUM_DRAW_BITS = 62  # width of a draw: the product of two halves still fits in int64
 
 _NUM_ROUNDS = 10
 _WORD = 0xFFFFFFFF
@@ -18,12 +18,12 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """Encrypt counters, int64 [4, n], with keys, int64 [2, n]; returns int64 [4, n]."""
+    """Encrypt counters, int64 [4, n], with keys, int64 [2, n]; return int64 [4, n]."""
     multipliers = torch.tensor(_MULTIPLIERS, device=counter.device)[:, None]
     weyl = torch.tensor(_WEYL, device=counter.device)[:, None]
     even, odd = counter[0::2], counter[1::2]
     for _ in range(_NUM_ROUNDS):
-        # The product of two words wraps around in int64: all of its 64 bits are there, and the mask
+        # The product of two words wraps around in int64, but keeps all of its 64 bits; the mask
         # removes the sign that the shift extends.
         product = even * multipliers
         high = (product >> 32) & _WORD

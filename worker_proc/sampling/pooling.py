@@ -1,7 +1,7 @@
-"""Pools hidden states: the last layer's, after its norm, become one vector for a prompt.
+"""Pools hidden states of the last layer, after its norm, to one vector for each prompt.
 
 A mean is summed in float64, token after token, so that its bits do not depend on how the prompt was
-cut into chunks. The hidden states themselves are as exact as the logits.
+chunked. The hidden states themselves are as exact as the logits.
 """
 
 import math
@@ -17,27 +17,27 @@ from worker_proc.mirror import ScheduledRequest
 from worker_proc.sampling.heads import Head
 
 _ROWS_AT_ONCE = 256
-"""Rows that are summed in one call; it bounds the memory of the copy in float64."""
+"""Rows that are summed in one call, which bounds the memory of the float64 copy."""
 _SHORTEST = 1e-12
-"""Vectors that are shorter are not stretched to length 1."""
+"""Shorter vectors are not normalized to length 1."""
 
 
 class Pooled(NamedTuple):
-    """The vectors of prompts that end with a step, packed, and the requests without a valid one."""
+    """Packed vectors of prompts that end in a step, and the requests without a valid vector."""
 
     vectors: dict[int, bytes]
     not_finite: list[int]
 
 
 class HiddenStates:
-    """What the part of a model in front of its output layer returned last: `[T, size]`."""
+    """The last output of the model's part before the output layer: `[T, size]`."""
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
-        """Numbers of a vector; 0: the part was not found, or its vectors are too large."""
+        """The size of a vector; 0: the part was not found, or its vectors are too large."""
         if self.rows is None or self.rows.dim() != 2 or self.rows.shape[1] > MAX_EMBEDDING_SIZE:
             return 0
         return self.rows.shape[1]
@@ -92,7 +92,7 @@ def pool(
 
 
 def _pooled_so_far(part: ScheduledRequest, type: PoolingType, rows: torch.Tensor) -> torch.Tensor:
-    """Return what the rows up to these come to, and keep what later ones are added to."""
+    """Return the pooled value of all rows so far, and keep the partial result for later rows."""
     if type is PoolingType.LAST:
         return rows[-1].double()
     request = part.request
@@ -114,7 +114,7 @@ def _pooled_so_far(part: ScheduledRequest, type: PoolingType, rows: torch.Tensor
 
 
 def _divisor(type: PoolingType, num_tokens: int) -> float:
-    """Return what the sum over tokens is divided by."""
+    """Return the divisor of the sum over tokens."""
     if type is PoolingType.MEAN:
         return num_tokens
     if type is PoolingType.WEIGHTED_MEAN:
@@ -125,7 +125,7 @@ def _divisor(type: PoolingType, num_tokens: int) -> float:
 
 
 def _add(total: Any, rows: torch.Tensor, first_weight: int | None = None) -> torch.Tensor:
-    """Add rows to a sum; they weigh `first_weight`, one more, and so on, or nothing."""
+    """Add rows to a sum, unweighted or with the weights `first_weight`, `first_weight` + 1, ..."""
     for number, piece in enumerate(rows.split(_ROWS_AT_ONCE)):
         summands = piece.double()
         if first_weight is not None:
@@ -134,7 +134,7 @@ def _add(total: Any, rows: torch.Tensor, first_weight: int | None = None) -> tor
             summands = summands * weights[:, None]
         if total is not None:
             summands = torch.cat((total[None], summands))
-        total = summands.cumsum(0)[-1]  # unlike `sum`, it adds in the order of the rows
+        total = summands.cumsum(0)[-1]  # unlike `sum`, it adds in row order
     assert isinstance(total, torch.Tensor)
     return total
 

@@ -1,7 +1,7 @@
-"""Ranks and logprobs. The one order of a vocabulary: descending score, ties by ascending token id.
+"""Ranks and logprobs, in one order of the vocabulary: descending score, then ascending id.
 
 All code that ranks tokens uses it, so that top-k, top-p, sampling and logprobs agree on ties, which
-are frequent, because bf16 logits take few distinct values.
+are frequent because bf16 logits take few distinct values.
 """
 
 import math
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from protocol.core_worker import TokenLogprobs
 
-MIN_LOGPROB = -9999.0  # so that values stay finite on the wire and in JSON
+MIN_LOGPROB = -9999.0  # keeps values finite on the wire and in JSON
 
 
 def sorted_members(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     """Sort those tokens of each row that `members`, bool [n, vocab], marks; no score is NaN.
 
-    Returns scores and token ids, both [n, width], where width is the largest number of members in a
-    row. Shorter rows end in score -inf and id 0.
+    Returns scores and token ids, both [n, width]; width is the largest number of members in a row.
+    Shorter rows are padded with score -inf and id 0.
     """
     rows, ids = members.nonzero(as_tuple=True)
     num_members = rows.bincount(minlength=scores.shape[0])
@@ -30,16 +30,16 @@ def sorted_members(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     packed_scores[rows, columns] = scores[rows, ids]
     packed_ids = ids.new_zeros(shape)
     packed_ids[rows, columns] = ids
-    # nonzero() lists each row's ids in ascending order, and the stable sort keeps them so.
+    # nonzero() lists each row's ids in ascending order, and the stable sort preserves it.
     values, order = packed_scores.sort(dim=-1, descending=True, stable=True)
     return values, packed_ids.gather(1, order)
 
 
 def head(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first `size` tokens of each row, as `sorted_members` does.
+    """Return the first `size` tokens of each row, in the form of `sorted_members`.
 
     Tokens at -inf are left out, so there may be fewer columns. torch.topk picks any of the tokens
-    that tie for the last place; only its last value is used here, and the ties are settled by id.
+    that tie for the last place; only its last value is used here, and ties are settled by id.
     """
     last = scores.topk(min(size, scores.shape[1]), dim=-1).values[:, -1:]
     last = last.clamp(min=torch.finfo(scores.dtype).min)
@@ -55,7 +55,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Describe one token per row of raw logits, with top lists of `num_tops`; NaN is -inf.
 
-    Where a row has `candidates`, its list holds these tokens instead.
+    If a row has `candidates`, its list holds these tokens instead.
     """
     limits = torch.finfo(torch.float32)
     scores = logits.float().nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
@@ -83,7 +83,7 @@ def token_logprobs(
 
 
 def _ranks(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Places of `tokens` (int64 [n, 1]) in their rows' order, from 1; int64 [n]."""
+    """Return the ranks of `tokens` (int64 [n, 1]) in their rows, from 1; int64 [n]."""
     own = scores.gather(1, tokens)
     lower_id = torch.arange(scores.shape[1], device=scores.device) < tokens
     return 1 + ((scores > own) | ((scores == own) & lower_id)).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""What changes a request's scores before a token is chosen, as the native kernel takes it.
+"""The edits of a request's scores before a token is chosen, in the form of the native kernel.
 
-It follows from the parameters and the ids alone (`logit_edits` defines it). A mirrored request
-keeps it, so that a step costs as much as the tokens that are new.
+They depend on the parameters and the ids alone (`logit_edits` defines them). A mirrored request
+keeps them, so that a step costs only as much as its new tokens.
 """
 
 from array import array
@@ -10,18 +10,18 @@ from collections.abc import Iterable, Sequence
 from protocol.sampling import SamplingParams
 
 LEAST_REPETITION_PENALTY = 2.0**-126
-"""Smaller ones count as this: as a float one may be 0, and 0 times -inf is not a number."""
+"""Smaller penalties count as this: as a float one may be 0, and 0 times -inf is NaN."""
 
 
 class TokenCounts:
-    """The distinct tokens of a request, and how often each is among its outputs."""
+    """The distinct tokens of a request, and the number of times each occurs in its outputs."""
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self.ids = array("i", dict.fromkeys(token_ids[:num_prompt_tokens]))
         self.counts = array("i", [0]) * len(self.ids)
         self._places = {token_id: place for place, token_id in enumerate(self.ids)}
         self.num_tokens = num_prompt_tokens
-        """How many tokens of the request are counted."""
+        """The number of the request's tokens that are counted."""
         self.add(token_ids[num_prompt_tokens:])
 
     def add(self, outputs: Iterable[int]) -> None:
@@ -49,6 +49,6 @@ class RowEdits:
             self.token_counts = TokenCounts(token_ids, num_prompt_tokens)
 
     def add(self, outputs: Iterable[int]) -> None:
-        """Take outputs that follow the known tokens."""
+        """Add outputs that follow the known tokens."""
         if self.token_counts is not None:
             self.token_counts.add(outputs)

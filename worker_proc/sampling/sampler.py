@@ -1,9 +1,9 @@
 """Chooses the next token of each row: a pure function of logits, parameters, seed and ids.
 
-Stages, in order: raw logprobs if asked for; min_tokens, bad_words, logit_bias, penalties,
-allowed_token_ids and thinking budget (`logit_edits`); greedy rows take the most likely token; the
-others go through temperature, min_p, top_k, top_p and one draw (`inverse_cdf`). A row goes only
-through the stages that its parameters ask for, and its token never depends on the other rows.
+The stages are, in order: raw logprobs if requested; min_tokens, bad_words, logit_bias, penalties,
+allowed_token_ids and thinking budget (`logit_edits`); greedy rows take the most likely token; other
+rows go through temperature, min_p, top_k, top_p and one draw (`inverse_cdf`). A row goes only
+through the stages that its parameters require, and its token never depends on the other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,13 @@ from worker_proc.sampling.torch_choice import TorchChoice
 
 _CPU_CHUNK_ELEMENTS = 2**19
 _CUDA_CHUNK_ELEMENTS = 2**24
-"""Scores processed at a time, with temporaries of about 40 bytes each. On the CPU larger chunks are
-twice as slow: the allocator returns their pages, and every tensor faults them in again."""
+"""Number of scores processed at a time, with temporaries of about 40 bytes each. Larger chunks are
+twice as slow on the CPU: the allocator returns their pages, and every tensor faults them in
+again."""
 
 
 class Choice(Protocol):
-    """A way to choose the tokens of a step; all ways choose the same ones."""
+    """An implementation of choosing a step's tokens; all implementations choose the same tokens."""
 
     def choose(
         self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
@@ -48,7 +49,7 @@ class SampledTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]  # None for rows without the parameter
     not_finite: list[int]
-    """Rows whose logits hold NaN or +inf, or nothing but -inf: their tokens mean nothing."""
+    """Rows whose logits hold NaN or +inf, or only -inf: their tokens are meaningless."""
 
 
 class Sampler:
@@ -62,7 +63,7 @@ class Sampler:
         library: NativeLibrary | None = None,
         make_choice: MakeChoice | None = None,
     ) -> None:
-        """Take what chooses tokens: kernels on the CPU, or `make_choice`; without both, torch."""
+        """Use `make_choice` if given; otherwise `library`, on the CPU; otherwise torch."""
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size is {vocab_size}, not in 1..{MAX_VOCAB_SIZE}")
         self._vocab_size = vocab_size
@@ -83,9 +84,9 @@ class Sampler:
     ) -> SampledTokens:
         """Choose one token per row of raw logits, float [n, vocab], which are not changed.
 
-        A row in which no token is possible, since its edits ban every one whose logit is not -inf,
-        takes the most likely token of its raw logits; a row with a mask chooses among all that the
-        mask allows. A row that is not finite takes token 0.
+        If edits ban every token whose logit is not -inf, the row takes the most likely token of its
+        raw logits; a row with a mask then chooses among all tokens that the mask allows. A row that
+        is not finite takes token 0.
         """
         assert logits.shape == (len(rows), self._vocab_size), logits.shape
         token_ids, not_finite = self._choice.choose(logits, rows, masks)
@@ -93,7 +94,7 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """Choose tokens as `sample` does, without masks and logprobs."""
+        """Choose tokens like `sample`, without masks and logprobs."""
         return self._choice.choose(logits, rows, None)[0]
 
     @torch.inference_mode()

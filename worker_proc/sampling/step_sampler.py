@@ -1,4 +1,4 @@
-"""Samples the tokens of a step on the host, with the masks of grammars; verifies drafts."""
+"""Samples the tokens of a step on the host, with grammar masks, and verifies drafts."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,7 +23,7 @@ class StepTokens(NamedTuple):
 
     token_ids: list[int]
     num_tokens: list[int]
-    """Of each request that sampled; empty: one each."""
+    """The number of tokens of each request that sampled; empty: one each."""
     logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]
 
@@ -46,7 +46,7 @@ class StepSampler:
         self._mask_computer: MaskComputer | None = None
 
     def begin_masks(self, inputs: StepInputs) -> Future[RowMasks] | None:
-        """Start to compute the masks of the rows that `sample` makes, alongside the model."""
+        """Start to compute the masks of the rows that `sample` will create, alongside the model."""
         requests = []
         row = 0
         for part in inputs.sampling:
@@ -88,7 +88,7 @@ class StepSampler:
         masks: RowMasks | None = None,
         drafted: Sequence[ScheduledRequest] = (),
     ) -> StepTokens:
-        """Sample a token of each row, and drop those after a wrong draft of some parts."""
+        """Sample a token for each row; drop those after a wrong draft in the `drafted` parts."""
         sampled = self._sampler.sample(logits[: len(rows)], rows, masks)
         token_ids, counts = sampled.token_ids, list[int]()
         valid: Sequence[int] = range(len(rows))

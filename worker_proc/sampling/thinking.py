@@ -10,10 +10,10 @@ from protocol.sampling import ThinkingBudget
 def forced_token(
     token_ids: list[int], num_prompt_tokens: int, budget: ThinkingBudget
 ) -> int | None:
-    """Return the only token that may follow `token_ids`; None: the budget forces none.
+    """Return the only token that may follow `token_ids`; None: no token is forced.
 
-    Only tokens right after the budget can be forced, until the end marker is complete. So reasoning
-    must have begun at one of a few places, and at nearly all positions it has not.
+    Only tokens right after the budget can be forced, until the end marker is complete. Reasoning
+    must therefore have begun at one of a few places, which is rarely the case.
     """
     end = budget.end_token_ids
     last = len(token_ids) - budget.max_tokens
@@ -36,7 +36,7 @@ def forced_token(
 def _begins(
     token_ids: list[int], num_prompt_tokens: int, first: int, budget: ThinkingBudget
 ) -> bool:
-    """Whether `first` is the place of the first token of reasoning, after its begin marker."""
+    """Return whether reasoning begins at `first`, right after its begin marker."""
     begin = budget.begin_token_ids
     marker = first - len(begin)
     if marker < num_prompt_tokens or token_ids[marker:first] != begin:

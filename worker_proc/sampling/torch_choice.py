@@ -1,4 +1,4 @@
-"""Chooses tokens with torch, on any device: rows that choose in the same way form a group."""
+"""Chooses tokens with torch, on any device, in groups of rows that choose in the same way."""
 
 import enum
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from worker_proc.sampling.logit_edits import SamplingRow
 from worker_proc.sampling.philox import draw
 
 _SMALL_TOP_K = 128
-"""Heads are as wide as their group's largest top_k, so rows with large ones are grouped apart."""
+"""Heads are as wide as their group's largest top_k, so rows with a large one are grouped apart."""
 
 
 class _Path(enum.Enum):
-    """Way in which the token of a row is chosen."""
+    """The way in which a row's token is chosen."""
 
     RAW_MAX = enum.auto()
     EDITED_MAX = enum.auto()
@@ -31,7 +31,7 @@ class TorchChoice:
     """Chooses the tokens of a step."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], chunk_rows: int) -> None:
-        """Take the number of rows to process at a time."""
+        """`chunk_rows` is the number of rows to process at a time."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._chunk_rows = chunk_rows
@@ -40,8 +40,8 @@ class TorchChoice:
         self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
     ) -> tuple[list[int], list[int]]:
         """Return a token for each row, and the rows that are not finite, whose token is 0."""
-        # Unlike argmax, max over one dimension is vectorised for bf16 on the CPU (5 times faster);
-        # of equal values both return the first. The maximum of a row with a NaN is NaN.
+        # Unlike argmax, max over one dimension is vectorized for bf16 on the CPU (5 times faster);
+        # both return the first of equal values. The maximum of a row with a NaN is NaN.
         maxima, token_ids = logits.max(dim=-1)
         self._choose_groups(logits, rows, masks, token_ids)
         is_finite = maxima.isfinite()

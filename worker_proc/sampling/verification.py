@@ -1,8 +1,8 @@
-"""Verifies drafts: makes the rows to sample, and counts the sampled tokens that are valid.
+"""Verifies drafts: creates the rows to sample, and counts the sampled tokens that are valid.
 
-Sampling is a pure function of logits, parameters, seed, position and ids. So each row is sampled as
-if the drafts before it were right. The rows up to the first draft that differs from the sampled
-token give exactly the tokens of a run without drafts; the other rows are dropped.
+Sampling is a pure function of logits, parameters, seed, position and ids. Each row is therefore
+sampled as if the drafts before it were right. The rows up to the first draft that differs from the
+sampled token give exactly the tokens of a run without drafts; the other rows are dropped.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class DraftedRow:
         return self.token_ids_after(0)
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the ids after the first ones, of which the last may be drafts."""
+        """Return the ids after the first `num_tokens`, including drafts."""
         known = self._request.token_ids
         first_draft = max(num_tokens - len(known), 0)
         drafts = self._request.draft_token_ids[first_draft : self._num_drafts]
@@ -39,7 +39,7 @@ class DraftedRow:
 
 
 def rows_to_sample(parts: Sequence[ScheduledRequest]) -> Sequence[MirroredRequest | DraftedRow]:
-    """Return for each part that samples a row for its last known token, and one for each draft."""
+    """Return, for each part that samples, a row for its last known token and one for each draft."""
     rows: list[MirroredRequest | DraftedRow] = []
     for part in parts:
         request = part.request
@@ -52,7 +52,7 @@ def rows_to_sample(parts: Sequence[ScheduledRequest]) -> Sequence[MirroredReques
 def count_valid(
     parts: Sequence[ScheduledRequest], token_ids: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return how many tokens of each part are valid, and the rows of the valid tokens."""
+    """Return the number of valid tokens of each part, and the rows of the valid tokens."""
     counts: list[int] = []
     valid: list[int] = []
     first = 0

@@ -1,4 +1,4 @@
-"""What a worker's start has found out, as lines for the person who started the engine."""
+"""The findings of a worker's start, as lines for the terminal."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ DECODERS = {
 
 
 def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
-    """Yield context length, KV capacity, the attention path, and what an optional part costs."""
+    """Yield lines about context length, KV capacity, the attention path, and optional features."""
     longest = facts.max_model_len
     if facts.num_gpu_blocks == UNLIMITED_BLOCKS:
         yield f"context {longest:,} tokens; no KV cache in this stage"

@@ -1,4 +1,7 @@
-"""What the bits of a result depend on besides the model: versions, kernels, device and ranks."""
+"""The build: everything besides the model that the bits of a result depend on.
+
+These are versions, kernels, the device and the number of ranks.
+"""
 
 import torch
 import transformers
@@ -9,16 +12,16 @@ from worker_proc.loading.prepared import PreparedModel
 
 
 def kernels_of(prepared: PreparedModel) -> str:
-    """Return the name of the kernel library, or nothing.
+    """Return the name of the kernel library; empty: there is none.
 
-    It changes with the library's sources, and with the instructions of the CPU that it was compiled
+    The name changes with the library's sources, and with the CPU instructions that it was compiled
     for.
     """
     return "" if prepared.kernels is None else prepared.kernels.path.stem
 
 
 def describe_build(prepared: PreparedModel, config: EngineConfig) -> str:
-    """Return a line: where it and the kernels are equal, equal requests get equal bits."""
+    """Describe the build in a line; equal lines and kernels give equal bits for equal requests."""
     parts = [
         f"troika {version()}",
         f"torch {torch.__version__}",

@@ -1,4 +1,4 @@
-"""Shares the memory for KV and states among a model, its draft model and its adapters."""
+"""Divides the memory for KV and states among a model, its draft model and its adapters."""
 
 import logging
 
@@ -32,9 +32,9 @@ def choose_cache_size(
     *,
     logs_sizes: bool,
 ) -> kv_tensors.CacheSize:
-    """Share the memory for KV among the blocks of the model and those of its draft model."""
+    """Divide the memory for KV between the blocks of the model and those of its draft model."""
     loaded, draft = prepared.loaded, prepared.draft
-    if not loaded.is_causal:  # blocks take no memory: there are enough of them
+    if not loaded.is_causal:  # blocks take no memory, so there are always enough
         longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
         per_request = layout.num_blocks_for(longest)
         num_blocks = config.cache.num_gpu_blocks_override
@@ -84,7 +84,7 @@ def choose_cache_size(
 def _available_to_draft(
     prepared: PreparedModel, draft: LoadedModel, layout: KVLayout, config: EngineConfig
 ) -> int:
-    """Return the bytes for caches besides what the draft model needs to compute."""
+    """Return the bytes available for caches after the draft model's working memory."""
     backend = make_backend(draft, layout, prepared.kernels)
     return available_cache_bytes(
         draft, backend, layout, make_sampler(draft, prepared.kernels), config
@@ -137,7 +137,7 @@ def _size_draft_model_states(
             available_bytes,
             block_bytes,
             max_num_seqs=num_requests,
-            has_attention=True,  # of the model, with which its KV shares the memory
+            has_attention=True,  # the model's attention, with whose KV it shares the memory
             num_speculative_tokens=scheduler.num_speculative_tokens - 1,
         )
     )
@@ -150,7 +150,7 @@ def _size_draft_model_states(
 
 
 def num_all_spare_blocks(config: EngineConfig) -> int:
-    """Return the draft model's blocks beyond those of the model, for all requests."""
+    """Return the number of the draft model's blocks beyond the model's, for all requests."""
     scheduler = config.scheduler
     per_request = num_spare_blocks(config.cache.block_size, scheduler.num_speculative_tokens)
     return scheduler.max_num_seqs * per_request

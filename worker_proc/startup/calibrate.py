@@ -1,4 +1,4 @@
-"""What a loaded model is checked for before it serves."""
+"""Checks a loaded model before it serves."""
 
 from typing import NamedTuple
 
@@ -30,29 +30,29 @@ from worker_proc.startup.parts import block_bytes_of, make_backend, make_draft_l
 
 
 class Calibration(NamedTuple):
-    """What computing a few texts has shown. It holds for as many threads as it was taken with."""
+    """The results of computing a few texts; they are valid for one number of threads."""
 
     exactness: Exactness
     swap_cost_tokens: float
     embedding_size: int = 0
     decoder: tuple[LayerSettings, ...] = ()
-    """For each layer, as the native decoder computes it; empty: the modules compute them."""
+    """The native decoder's settings for each layer; empty: the modules compute the layers."""
     is_whole: bool = False
-    """Whether the native decoder computes what surrounds the layers, too."""
+    """True if the native decoder also computes the parts before and after the layers."""
     draft_decoder: tuple[LayerSettings, ...] = ()
     """The layers of the draft model."""
     draft_is_whole: bool = False
     adapters: AdapterProof = AdapterProof()
     row_dtype: str = ""
-    """Of the rows that a stage passes on; empty: there is one stage."""
+    """The dtype of the rows that a stage passes on; empty: there is only one stage."""
 
 
 def calibrate(
     prepared: PreparedModel, config: EngineConfig, progress: ReportProgress
 ) -> Calibration:
-    """Check a loaded model with the threads that are set; its pool is undefined afterwards."""
+    """Check a loaded model with the current number of threads; its pool is undefined afterwards."""
     progress("check_model", 0, 1)
-    if config.cache.swap_space_bytes:  # a copy's cost is measured at each start
+    if config.cache.swap_space_bytes:  # the cost of a copy is measured at each start
         return _calibrate(prepared, config)
     name = f"calibration-{torch.get_num_threads()}"
     if prepared.adapters is not None:
@@ -64,12 +64,12 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     loaded = prepared.loaded
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels, config.worker)
-    # Codes round what transformers does not: with them, the modules are not compared with it.
+    # Codes round where transformers does not, so modules are compared without codes.
     plain_layout, plain = as_plain(layout), backend
     if layout.format is not KVFormat.PLAIN:
         plain = make_backend(loaded, plain_layout, prepared.kernels)
     attach_cache(loaded, plain, plain_layout, num_blocks_needed(layout))
-    uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
+    uninstall(prepared)  # in a fork of a process with a runner, the decoder may be installed
     row_dtype = ""
     if prepared.stage is not None:
         row_dtype = check_rows(loaded, prepared.stage, config.parallel.pipeline_parallel_size)
@@ -112,16 +112,16 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
 
 
 def _can_decode(prepared: PreparedModel) -> bool:
-    """Return whether the layers can be computed apart from their modules."""
+    """Return whether the layers can be computed without their modules."""
     return prepared.executor is not None and not prepared.loaded.has_states
 
 
 def _calibrate_draft(
     prepared: PreparedModel, config: EngineConfig
 ) -> tuple[list[LayerSettings], bool]:
-    """Check the draft model, if there is one; returns how the native decoder computes it.
+    """Check the draft model, if there is one; return the native decoder's settings for it.
 
-    The second value is that of `Calibration.draft_is_whole`.
+    The second value is `Calibration.draft_is_whole`.
     """
     if prepared.draft is None:
         return [], False

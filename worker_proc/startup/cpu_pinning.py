@@ -1,8 +1,8 @@
-"""Confines a worker to a part of the CPUs, so that API and core find a free one.
+"""Confines a worker to some of the CPUs, so that the API and the core find a free one.
 
-The threads of a step wait for each other: if one of them shares its CPU with the API, all wait.
-API and core are not confined, since the API's tokenizers may need more than one CPU: the kernel
-starts a thread that wakes on a free CPU, if there is one.
+The threads of a step wait for each other: if one of them shares its CPU with the API, all wait. The
+API and the core are not confined, since the API's tokenizers may need more than one CPU: the kernel
+wakes a thread on a free CPU, if there is one.
 """
 
 import os
@@ -13,14 +13,14 @@ from protocol.config.cpu_lists import format_cpus, parse_cpu_lists
 from worker_proc.loading.host_limits import available_cpus
 
 LEAST_CPUS = 3
-"""With fewer, a CPU that is left free would be half of what computes."""
+"""With fewer CPUs, leaving one free would cost up to half of the computing power."""
 CPUS_PER_FREE_ONE = 16
 
 
 def pin_worker(config: EngineConfig, rank: int) -> None:
-    """Confine this process as configured; threads and forks of it are confined, too.
+    """Confine this process as configured; its threads and forks are confined, too.
 
-    A ValueError names CPUs that it may not use.
+    Raises ValueError, which names the CPUs, if it may not use some of them.
     """
     listed = config.worker.worker_cpus
     if listed is None and config.worker.cpu_pinning is CpuPinning.OFF:
@@ -46,22 +46,22 @@ def _usable(wanted: set[int], present: set[int]) -> set[int]:
 
 
 def is_confined() -> bool:
-    """Return whether this process may use fewer CPUs than the one that has started it."""
+    """Return whether this process may use fewer CPUs than its parent."""
     return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
 
 
 def worker_cpus(present: Collection[int], num_usable: int, num_workers: int, rank: int) -> set[int]:
     """Return the CPUs of one worker: all that are present, if there is no good choice.
 
-    `num_usable` counts the CPUs that the quota allows. Below the number of those present, others
-    may use them as well, and the kernel must be free to choose.
+    `num_usable` is the number of CPUs that the quota allows. If it is less than the number of
+    present CPUs, other processes may use them as well, and the kernel must be free to choose.
     """
     count = len(present)
     num_free = max(1, count // CPUS_PER_FREE_ONE)
     if count < LEAST_CPUS or num_usable < count or count - num_free < num_workers:
         return set(present)
-    # The lowest are left free: they serve most interrupts. CPUs of one socket have consecutive
-    # numbers, and those of one core mostly have not.
+    # The lowest CPUs are left free, since they serve most interrupts. CPUs of one socket have
+    # consecutive numbers; those of one core usually do not.
     rest = sorted(present)[num_free:]
     first, last = (len(rest) * place // num_workers for place in (rank, rank + 1))
     return set(rest[first:last])

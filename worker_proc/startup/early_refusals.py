@@ -1,7 +1,7 @@
-"""Refuses what config.json alone excludes, before torch and transformers are imported.
+"""Refuses models that config.json alone excludes, before torch and transformers are imported.
 
-Their import takes most of the time of a start that is refused. What is not certain here passes, and
-is checked again with transformers' own reading of the file.
+Importing them takes most of the time of a start that is refused. Uncertain cases pass here, and are
+checked again with transformers' own reading of the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,19 +19,19 @@ from worker_proc.startup.model_types import model_types
 _LENGTH = "max_position_embeddings"
 _NUM_HEADS = "num_attention_heads"
 _HYBRID = ("mamba", "attn_layer")
-"""Parts of keys of models whose attention may be in some layers or in none."""
+"""Parts of the keys of models that may have attention in some layers only, or in none."""
 _NOT_COMPUTED = {
     "xlnet": "scores of attention with products of queries and relative positions are not supported"
 }
-"""Why models are refused whose code in transformers fails before it shows that, by their types."""
+"""Reasons to refuse model types whose code in transformers fails before it reveals them."""
 _UNSCALED = ("default", "llama3")
-"""Types of rotary embeddings that extend no context."""
+"""Types of rotary embeddings that do not extend the context."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
-"""Of models that pool."""
+"""Suffixes of the class names of pooling models."""
 
 
 def refuse_early(model: ModelConfig) -> None:
-    """Raise why config.json of the model or of its draft model excludes it, if it does."""
+    """Raise the reason why config.json excludes the model or its draft model, if there is one."""
     config = refuse_config(model.model)
     if model.speculative_model is not None:
         refuse_config(model.speculative_model)
@@ -54,7 +54,7 @@ def refuse_ranks(model: ModelConfig, num_ranks: int) -> None:
 
 
 def refuse_config(directory: str) -> dict[str, Any]:
-    """Return what config.json of a directory states, or raise why it excludes the model."""
+    """Return the content of a directory's config.json, or raise why it excludes the model."""
     check_config_files(directory)
     path = Path(directory) / "config.json"
     config = read_object(path)
@@ -83,9 +83,9 @@ def refuse_config(directory: str) -> dict[str, Any]:
 
 
 def _writes_texts(config: Mapping[str, Any]) -> bool:
-    """Return whether the class that config.json names has a head, and none of a model that pools.
+    """Return whether the class named in config.json has a head, but not that of a pooling model.
 
-    Without a name it counts as one that writes.
+    A configuration without a class name counts as one with such a head.
     """
     names = config.get("architectures") or [""]
     name = names[0] if isinstance(names, list) else None
@@ -95,7 +95,7 @@ def _writes_texts(config: Mapping[str, Any]) -> bool:
 
 
 def _certain_length(config: Mapping[str, Any]) -> int | None:
-    """Return the context that config.json states, where neither angles nor parts change it."""
+    """Return the context that config.json allows; None: angles or parts may change it."""
     text = config.get("text_config", config)
     if not isinstance(text, dict) or (text is config and any(_LENGTH in one for one in _in(text))):
         return None
@@ -110,14 +110,14 @@ def _certain_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _certain_heads(config: Mapping[str, Any]) -> int | None:
-    """Return the heads of every attention, where config.json states one number for all of them."""
+    """Return the number of attention heads, if config.json has one number for all layers."""
     text = config.get("text_config", config)
     if not isinstance(text, dict) or any(_states_heads(one) for one in _in(text)):
         return None
     is_certain = not any(part in key for key in text for part in _HYBRID)
     for key, value in text.items():
         if key != _NUM_HEADS and _NUM_HEADS in key:
-            return None  # of some layers
+            return None  # it applies to some layers
         names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
         if "type" in key and names:
             if not any("attention" in name and "linear" not in name for name in names):
@@ -134,5 +134,5 @@ def _states_heads(section: Mapping[str, Any]) -> bool:
 
 
 def _in(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the sections in a section."""
+    """Yield the sections within a section."""
     return (value for value in section.values() if isinstance(value, dict))

@@ -1,7 +1,7 @@
-"""transformers' list of its models and their names, in a form that can be kept.
+"""Stores transformers' list of its models and their names.
 
-transformers reads all of its files for it. The list is the same as long as no file was added,
-removed or replaced.
+transformers reads all of its files to create the list. The list stays the same as long as no file
+is added, removed or replaced.
 """
 
 import importlib.metadata
@@ -13,14 +13,14 @@ import msgspec
 
 
 class Folder(msgspec.Struct, array_like=True):
-    """A folder: its own modules, and the folders in it."""
+    """A folder, with its own modules and subfolders."""
 
     modules: list[tuple[list[str], dict[str, list[str]]]]
-    """Libraries that are needed, and the names of each module that needs them."""
+    """Required libraries, with the names defined by each module that needs them."""
     folders: dict[str, "Folder"]
 
     def structure(self) -> dict[Any, Any]:
-        """Return the list as transformers makes it."""
+        """Return the list in transformers' form."""
         found: dict[Any, Any] = {
             frozenset(needed): {module: set(names) for module, names in modules.items()}
             for needed, modules in self.modules
@@ -29,7 +29,7 @@ class Folder(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, structure: dict[Any, Any]) -> "Folder | None":
-        """Return the list in this form; None: it holds something else."""
+        """Convert the list from transformers' form; None: it has unexpected content."""
         folder = cls([], {})
         for key, value in structure.items():
             if not isinstance(value, dict):
@@ -43,12 +43,12 @@ class Folder(msgspec.Struct, array_like=True):
 
 
 def fingerprint(folder: Path) -> bytes:
-    """Return what changes when files of transformers are added, removed or replaced."""
+    """Return bytes that change when files of transformers are added, removed or replaced."""
     with os.scandir(folder) as entries:
         folders = [entry.path for entry in entries if entry.is_dir()]
     times = sorted(f"{path} {os.stat(path).st_mtime_ns}" for path in (str(folder), *folders))
     try:
         version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:  # a folder in sys.path
+    except importlib.metadata.PackageNotFoundError:  # transformers is a folder in sys.path
         version = ""
     return "\n".join([version, *times]).encode()

@@ -1,8 +1,8 @@
-"""Imports the model's libraries without the parts that a worker rarely uses, in half of the time.
+"""Imports the model's libraries without the parts that a worker rarely uses, in half the time.
 
 transformers imports torch's distributed tensors, and torch.compile with all of its dependencies,
 only to mark how its own functions would be sharded or compiled. A worker does neither. torch itself
-imports rules for the shapes of its operators in Python, which only models without memory need.
+imports shape rules for its operators in Python, which only models on the meta device need.
 """
 
 import functools
@@ -24,15 +24,15 @@ from worker_proc.startup.import_structure import Folder, fingerprint
 _DYNAMO = "torch._dynamo"
 _IMPORT_UTILS = "transformers.utils.import_utils"
 _MODELS = "models"
-"""Folder of transformers with a folder for each model."""
+"""transformers' folder with a subfolder for each model."""
 
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Within this context, imports find no distributed torch, and torch.compile only by name.
+    """Hide distributed torch from imports, and defer torch.compile, within the context.
 
     Code that uses more of `torch._dynamo` than its decorators gets the real package. The garbage
-    collector is off meanwhile, since nearly all new objects stay.
+    collector is off meanwhile, since nearly all new objects stay alive.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -46,7 +46,7 @@ def lean_imports() -> Iterator[None]:
             yield
     finally:
         if was_enabled:
-            gc.freeze()  # or it would scan all of them repeatedly while a model loads
+            gc.freeze()  # otherwise it would scan all of them repeatedly while a model loads
             gc.enable()
 
 
@@ -61,7 +61,7 @@ def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
 
 
 def _import_transformers() -> None:
-    """Import transformers, with its list of models from an earlier start."""
+    """Import transformers, using the list of models of an earlier start."""
 
     def replace(import_utils: ModuleType) -> None:
         scan = getattr(import_utils, "create_import_structure_from_path", None)
@@ -82,7 +82,7 @@ def _import_transformers() -> None:
 
 @contextmanager
 def _after_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Let `act` change a module when its code has been executed, before another one uses it."""
+    """Call `act` on a module right after its code has run, before other modules use it."""
     finder = _Finder(name, act)
     sys.meta_path.insert(0, finder)
     try:
@@ -92,7 +92,7 @@ def _after_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module where the others would, with a loader that also calls a function."""
+    """Finds one module as usual, with a loader that also calls a function."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name, self._act = name, act
@@ -115,7 +115,7 @@ class _Finder(MetaPathFinder):
 
 
 def _structure_of(folder: Path, scan: Callable[[Path], Any]) -> Any:
-    """Return what `scan` makes of a folder, which takes half a second."""
+    """Return the result of `scan` for a folder, which takes half a second, or a stored one."""
     cache = StartCache("imports", [fingerprint(folder)])
     kept = cache.get("structure", Folder)
     if kept is not None:

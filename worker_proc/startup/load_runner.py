@@ -1,4 +1,4 @@
-"""Makes a runner of a configured checkpoint."""
+"""Creates the runner of a configured checkpoint."""
 
 import logging
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ _log = logging.getLogger("troika.worker")
 def load_model_runner(
     config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False, rank: int = 0
 ) -> Runner:
-    """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py.
+    """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py for errors.
 
-    With `keeps_proofs`, what is proven here is not proven again at the next start.
+    With `keeps_proofs`, the proofs of this start are stored for the next one.
     """
     torch.set_num_threads(num_threads(config))
     prepared = prepare_model(config, progress, keeps_proofs=keeps_proofs, rank=rank)
@@ -74,7 +74,7 @@ def load_model_runner(
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Return how many threads compute: as configured, else this worker's share of the CPUs."""
+    """Return the number of computing threads: as configured, or this worker's share of the CPUs."""
     num_workers = 1 if is_confined() else config.num_workers
     return config.worker.num_threads or max(1, available_cpus() // num_workers)
 
@@ -82,7 +82,7 @@ def num_threads(config: EngineConfig) -> int:
 def find_facts(
     prepared: PreparedModel, config: EngineConfig, calibration: Calibration
 ) -> ModelFacts:
-    """Return the facts of a runner of a loaded and checked model, whose cache is allocated once."""
+    """Return the facts of a loaded and checked model's runner; its cache is allocated once."""
     _apply_adapters(prepared, calibration)
     sampler = make_sampler(prepared.loaded, prepared.kernels)
     model, _ = _with_cache(prepared, config, calibration, sampler, logs_sizes=True)
@@ -98,7 +98,7 @@ def build_runner(
     rank: int = 0,
     logs_sizes: bool = True,
 ) -> Runner:
-    """Size and allocate the KV cache of a loaded and checked model, and connect the two.
+    """Size and allocate the KV cache of a loaded and checked model, and create its runner.
 
     A fork passes `logs_sizes=False`: its sizes were logged by the process that chose them.
     """
@@ -201,7 +201,7 @@ def _with_cache(
 def _block_memory(
     config: EngineConfig, facts: ModelFacts, pool: KVPool, block_bytes: int
 ) -> BlockMemory:
-    """Return the pool's blocks as stores see them; a model without attention has none."""
+    """Return the pool's blocks in the form that stores use; a model without attention has none."""
     if not pool.all_tensors:
         return NoMemory(num_slots(config, facts, 0))
     return PoolMemory(pool, num_slots(config, facts, block_bytes))
@@ -210,7 +210,7 @@ def _block_memory(
 def _state_memory(
     loaded: LoadedModel, pool: KVPool, tensors: Sequence[torch.Tensor]
 ) -> BlockMemory:
-    """Return the states as stores see them; a stage without recurrent layers has none."""
+    """Return the states in the form that stores use; a stage without recurrent layers has none."""
     number = num_state_slots(state_bytes(loaded.recurrent, loaded.dtype))
     return PoolMemory(pool, number, tensors) if tensors else NoMemory(number)
 
@@ -222,10 +222,10 @@ def _join_ranks(
     row_dtype: torch.dtype,
     num_draft_states: int,
 ) -> tuple[RankExchange | None, StagePart | None]:
-    """Return what exchanges sums with the ranks of a stage, and what joins it to other stages.
+    """Return the exchange among the ranks of a stage, and the link to other stages.
 
-    `row_dtype` is the type of the rows that stages pass on, and `num_draft_states` the number of
-    this rank.
+    `row_dtype` is the dtype of the rows that stages pass on; `num_draft_states` is this rank's
+    number.
     """
     parallel = config.parallel
     if parallel.num_ranks == 1:
@@ -234,7 +234,7 @@ def _join_ranks(
     if library is None:
         raise UnsupportedModel(f"a model in {parallel.num_ranks} ranks needs the compiled kernels")
     stage, share = places(rank, parallel)
-    # The last stage waits while each before it may compute a step of a new size.
+    # The last stage waits while each previous one may compute a step of a new size.
     timeout_s = stage.num_stages * max(TIMEOUT_S, config.recovery.first_step_timeout_s)
     run_dir = make_run_dir(config.run.run_dir)
     adoption = Adoption(rank, parallel.num_ranks, run_dir, timeout_s=timeout_s)
@@ -316,7 +316,7 @@ def _build_draft_model(
 
     `num_states` is the number of its state blocks, if it has recurrent layers.
 
-    Also returns its blocks as stores see them, if blocks are kept there.
+    Also returns its blocks in the form that stores use, if blocks are kept there.
     """
     if prepared.draft is None:
         return None, None
@@ -356,7 +356,7 @@ def _build_draft_model(
 
 
 def _share_drafts(config: EngineConfig, exchange: RankExchange | None) -> SharedDrafts | None:
-    """Return what gives the drafts of the draft model to all ranks, if several sample."""
+    """Return the exchange that gives drafts to all ranks, if several ranks sample."""
     if exchange is None or config.model.speculative_model is None:
         return None
     return SharedDrafts(exchange, config.scheduler.num_speculative_tokens)

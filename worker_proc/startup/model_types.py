@@ -1,7 +1,7 @@
-"""The model types that transformers has code for, read from its files without importing it.
+"""The model types that transformers supports, read from its files without importing it.
 
-Importing transformers and torch takes seconds on a busy machine. What cannot be read refuses
-nothing.
+Importing transformers and torch takes seconds on a busy machine. If the files cannot be read, no
+model is refused.
 """
 
 import ast
@@ -20,12 +20,12 @@ _FILES = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
 
 
 class ModelTypes(NamedTuple):
-    """What transformers' lists name."""
+    """The model types in transformers' lists."""
 
     known: frozenset[str]
-    """Those with a class of configurations."""
+    """Types with a configuration class."""
     generating: frozenset[str]
-    """Those with a class that writes texts."""
+    """Types with a class that generates text."""
 
 
 @cache
@@ -50,7 +50,7 @@ def model_types() -> ModelTypes | None:
 
 
 def _read_names(tree: ast.Module, named: dict[str, set[str]]) -> None:
-    """Add the texts of each list that a file assigns or updates, by the list's name."""
+    """Add the strings of each list that a file assigns or updates, by the list's name."""
     wanted = {_CONFIGURATIONS, *_GENERATING}
     for statement in tree.body:
         target: ast.expr

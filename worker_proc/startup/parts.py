@@ -1,4 +1,4 @@
-"""The parts of a runner, chosen for a model and its device."""
+"""Chooses the parts of a runner for a model and its device."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
-    """Group the layers that share block tables; all layers of a model in stages are one group."""
+    """Group the layers that share block tables; with pipeline stages, all layers are one group."""
     format = FORMATS[config.cache.kv_cache_dtype]
     has_one_stage = config.parallel.pipeline_parallel_size == 1
     hybrid = config.cache.enable_hybrid_kv_cache and loaded.is_causal and has_one_stage
@@ -67,7 +67,7 @@ def block_bytes_of(loaded: LoadedModel, layout: KVLayout) -> int:
 
 
 def check_swap_space(num_bytes: int) -> None:
-    """Raise InsufficientMemory for more swap space than there is free memory."""
+    """Raise InsufficientMemory if the swap space exceeds the free memory."""
     free = available_memory()
     if num_bytes > free:
         raise InsufficientMemory(
@@ -76,13 +76,13 @@ def check_swap_space(num_bytes: int) -> None:
 
 
 class SwapSpace(NamedTuple):
-    """What the swap space holds."""
+    """The capacity of the swap space."""
 
     num_blocks: int = 0
     num_states: int = 0
     state_cost_blocks: float = 0.0
-    """Cost of copying a state, in copies of KV blocks; without KV blocks, 1; 0 in a stage that has
-    only one of the two."""
+    """Cost of copying a state, in copies of KV blocks. It is 1 without KV blocks, and 0 in a stage
+    that has only states or only KV blocks."""
 
 
 def share_swap_space(
@@ -94,11 +94,12 @@ def share_swap_space(
     has_attention: bool = True,
     has_states: bool = False,
 ) -> SwapSpace:
-    """Divide the swap space among KV blocks and states as the cache is; it must fit in free memory.
+    """Divide the swap space between KV blocks and states in the same ratio as the cache.
 
-    So a state has room alongside the KV of a request. What takes no bytes does not exist, or
-    belongs to other stages, which decide how many fit. `has_attention`: some stage has KV blocks;
-    `has_states`: some stage has states.
+    There is then room for a state alongside each request's KV. If blocks or states take no bytes,
+    they do not exist, or belong to other stages, which decide how many fit. `has_attention`: some
+    stage has KV blocks; `has_states`: some stage has states. Raises InsufficientMemory if the swap
+    space exceeds the free memory.
     """
     if not swap_space_bytes:
         return SwapSpace()
@@ -123,9 +124,9 @@ def make_backend(
     library: NativeLibrary | None,
     worker: WorkerConfig | None = None,
 ) -> AttentionBackend:
-    """Return the backend whose kernels cover the layers, else the portable one.
+    """Return the backend whose kernels support the layers, or the portable one.
 
-    UnsupportedModel: what the settings ask for on CUDA does not cover them.
+    Raises UnsupportedModel if the backend that the settings require on CUDA does not support them.
     """
     worker = worker or WorkerConfig()
     specs = [layer.spec for layer in loaded.layers]
@@ -137,7 +138,7 @@ def make_backend(
         return PortableTextBackend()
     windows = [group.window for group in layout.groups]
     if any(spec.compressed is not None for spec in specs):
-        assert library is not None  # without which such a model is refused
+        assert library is not None  # such a model is refused without it
         return CompressedBackend(library, layout.block_size, loaded.dtype, specs, windows)
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
         return NativeBackend(
@@ -183,7 +184,7 @@ def _make_cuda_backend(
 def make_sampler(
     loaded: LoadedModel, library: NativeLibrary | None, like: ModelFacts | None = None
 ) -> Sampler:
-    """Return what samples a model's logits on its device; `like`, if given, has the tokens."""
+    """Return the sampler of a model's logits; `like`, if given, defines the tokens."""
     tokens = loaded if like is None else like
     make_choice: MakeChoice | None = None
     if uses_triton(loaded.device):
@@ -200,9 +201,9 @@ def make_steps_ahead(
     config: EngineConfig,
     group: DeviceGroup | None,
 ) -> "StepsAhead | None":
-    """Return what computes and samples steps without the host; None: the host takes part.
+    """Return the runner of steps that do not involve the host, or None if the host takes part.
 
-    Its decodes are not captured yet. `group` compares the tokens of several ranks.
+    Its decode graphs are not captured yet. `group` compares the tokens of several ranks.
     """
     if not uses_triton(loaded.device):
         return None
@@ -231,7 +232,7 @@ def make_steps_ahead(
 
 
 def make_rank_group(loaded: LoadedModel, share: Share, timeout_s: float) -> "RankGroup | None":
-    """Return what adds up rows of the ranks on their GPUs; None: they share host memory for it."""
+    """Return the group that sums the rows of ranks on their GPUs; None: ranks use host memory."""
     if not uses_triton(loaded.device):
         return None
     from worker_proc.cuda.rank_group import RankGroup

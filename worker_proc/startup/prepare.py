@@ -94,13 +94,13 @@ def prepare_model(
     quantization = config.model.quantization
     kept = find_proofs(config, rank) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device, rank)
-    checkpoint = checkpoint_identity(config.model.model)  # before they are read: they may change
+    checkpoint = checkpoint_identity(config.model.model)  # before reading: files may change
     stage, share = places(rank, config.parallel)
     has_draft = rank == config.parallel.answering_rank
     checked, checked_draft, library, parts = _check(
         config, device, kept, progress, stage, has_draft=has_draft
     )
-    # Of a model that is divided no GPU holds the whole.
+    # No GPU holds the whole of a divided model.
     loaded = load_checked(checked if share.num_ranks == 1 else checked.on_host(), progress)
     passages = None if parts is None else connect_stage(loaded, parts, stage)
     shared: dict[str, MatrixPart] = {}
@@ -125,7 +125,7 @@ def prepare_model(
     formats = formats_of(quantization, is_quantized=loaded.codes is not None)
     _pack(loaded, library, proofs, progress, role="fused", formats=formats, rounded=quantization)
     if draft is not None:
-        _pack(draft, library, proofs, progress, role="fused_draft")  # it is never rounded
+        _pack(draft, library, proofs, progress, role="fused_draft")  # never rounded
     return_freed_memory()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
@@ -149,9 +149,9 @@ def _check(
 ) -> tuple[CheckedModel, CheckedModel | None, NativeLibrary | None, StageParts | None]:
     """Check the configured models and settings before weights are read.
 
-    Returns the model, or a stage of it, its draft model and, where a setting needs them, the
-    kernels. The parts are those that stages divide, if there are several. `has_draft`: the rank has
-    the draft model, if one is configured.
+    Returns the model, or a stage of it; its draft model; the kernels, if a setting needs them; and
+    the parts of all stages, if there are several. `has_draft`: this rank has the draft model, if
+    one is configured.
     """
     setting, quantization = _setting_with_kernels(config, device), config.model.quantization
     if setting is not None:
@@ -197,14 +197,14 @@ def _check(
 
 
 def _check_parts(checked: CheckedModel, num_shares: int, progress: ReportProgress) -> None:
-    """Check that ranks can have parts of a model; its report states the kinds of all its codes."""
+    """Check that ranks can have parts of a model, and report the kinds of all its codes."""
     if checked.files is not None:
         files = checked.files
         parts = (part for one in files.whole.values() for own in one.experts for part in own)
         files.report.state(weight.kind.value for weight in chain(files.weights.values(), parts))
     if num_shares > 1:
         check_division(checked, Share(0, num_shares))
-        if checked.device.type != "cpu":  # where no other part is computed by the kernels
+        if checked.device.type != "cpu":  # on GPUs, kernels compute nothing else
             progress("compile_kernels", 0, 0)
             load_coding_library(f"tensor_parallel_size {num_shares}")
 
@@ -225,7 +225,7 @@ def _pack(
     formats: Formats = PLAIN,
     rounded: Quantization | None = None,
 ) -> None:
-    """Fuse and pack the modules of a model; `role` names its proofs, and `rounded` how it is."""
+    """Fuse and pack a model's modules; `role` names its proofs, `rounded` its quantization."""
     if can_pack(loaded.dtype, loaded.device, library):
         progress("pack_weights", 0, 1)
         if library is not None:
@@ -241,7 +241,7 @@ def _pack(
 def _make_store(
     loaded: LoadedModel, library: NativeLibrary | None, sites: Sites, config: EngineConfig
 ) -> AdapterStore:
-    """Let the modules at the sites add the products of adapters."""
+    """Make the modules at the sites add the products of adapters."""
     assert library is not None  # enable_lora needs it
     lora = config.lora
     store = AdapterStore(
@@ -254,9 +254,9 @@ def _make_store(
 def _library_for(
     models: Iterable[LoadedModel | None], progress: ReportProgress
 ) -> NativeLibrary | None:
-    """Return the kernels if there are any; for weights in codes they are compiled now.
+    """Return the kernels if there are any; they are compiled now if weights are coded.
 
-    Without kernels, or in a type that they do not compute, such weights are dequantized.
+    Coded weights are dequantized if there are no kernels, or none for their dtype.
     """
     library = load_library()
     for one in filter(None, models):
@@ -280,7 +280,7 @@ def _library_for(
 
 
 def describe_codes(loaded: LoadedModel, quantization: Quantization | None) -> str:
-    """Return the codes that weights have in memory, in words; empty: there are none."""
+    """Describe the codes of the weights in memory, in words; empty: there are none."""
     if loaded.codes is None:
         return quantization or ""
     if quantization is None:
@@ -290,7 +290,7 @@ def describe_codes(loaded: LoadedModel, quantization: Quantization | None) -> st
 
 
 def _finish_codes(loaded: LoadedModel) -> None:
-    """Dequantize weights that no kernel has taken, and log what became of all of them."""
+    """Dequantize weights that no kernel has taken, and log how all of them are stored."""
     if loaded.codes is None:
         return
     dequantize_weights(loaded.model.modules(), "no kernel computes its module")
@@ -299,14 +299,14 @@ def _finish_codes(loaded: LoadedModel) -> None:
 
 
 def _pack_head(loaded: LoadedModel, library: NativeLibrary | None) -> None:
-    """Pack what follows the pooling, which computes in float32 whatever the model's type is."""
+    """Pack the head after pooling, which computes in float32 regardless of the model's dtype."""
     if loaded.head is not None and loaded.device.type == "cpu":
         for module in loaded.head.modules:
             pack_linears(module, library, lambda done, total: None)
 
 
 def _setting_with_kernels(config: EngineConfig, device: torch.device) -> str | None:
-    """Return a setting whose model the native kernels compute, with its value, if there is one."""
+    """Return a setting, with its value, that requires the native kernels, or None."""
     if config.lora.enable_lora:
         return "enable_lora"
     if config.model.quantization is not None:
@@ -323,7 +323,7 @@ def _setting_with_kernels(config: EngineConfig, device: torch.device) -> str | N
 def _take_terms(
     loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
 ) -> None:
-    """Prove modules with terms of rows in their scores, keep the proof under a name, and pack."""
+    """Prove modules whose scores have terms from rows, store the proof, and pack the terms."""
     with_proof(proofs, name, list[str], partial(prove_score_terms, loaded, library))
     pack_distance_products(loaded, library)
 
@@ -335,7 +335,7 @@ def _compute_states(
     progress: ReportProgress,
     suffix: str = "",
 ) -> None:
-    """Prove terms of rows in scores, let recurrent modules compute packed rows, keep the proofs."""
+    """Make modules with score terms or recurrent states compute packed rows; store the proofs."""
     _take_terms(loaded, library, proofs, f"score_terms{suffix}")
     if not loaded.recurrent:
         return
@@ -363,7 +363,7 @@ def _replace_attention(
 def _take_own_attention(
     loaded: LoadedModel, proofs: StartCache | None, max_model_len: int | None, name: str
 ) -> LoadedModel:
-    """Let attention in a model's own code be paged, and keep the proof under a name."""
+    """Page the attention that a model's own code computes, and store the proof as `name`."""
     known = None if proofs is None else proofs.get(name, list[OwnLayer])
     loaded, proven = install_own_attention(loaded, known, max_model_len=max_model_len)
     if proofs is not None and known is None:
@@ -372,10 +372,11 @@ def _take_own_attention(
 
 
 def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
-    """Let modules on the CPU give a row the same bits in every step, whose own code has gates.
+    """Make the gates in CPU modules' own code independent of a row's position in the step.
 
-    These are those of attention, and those around linear layers, such as hyper-connections. Rows
-    of mixtures are gated by themselves, and a whole model's scores do not come of its own code.
+    This covers gates of attention, and gates around linear layers, such as hyper-connections.
+    Mixtures of experts compute the gates of their rows separately, and a whole model's own code
+    computes no scores.
     """
     for one in filter(None, models):
         if one.device.type != "cpu":
@@ -393,7 +394,7 @@ def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
 def _attend_to_latent_rows(
     loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
 ) -> LoadedModel:
-    """Replace multi-head latent attention where that is proven, and keep the proof under a name."""
+    """Replace multi-head latent attention, if proven, and store the proof as `name`."""
     known = None if proofs is None else proofs.get(name, dict[str, int])
     loaded, proven = install_latent(loaded, library, known)
     if proofs is not None and known is None:
@@ -404,7 +405,7 @@ def _attend_to_latent_rows(
 def _attend_to_entries(
     loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
 ) -> None:
-    """Let modules attend over compressed entries, and keep the proof under a name."""
+    """Make modules attend over compressed entries, and store the proof as `name`."""
     with_proof(proofs, name, list[str], partial(install_compressed, loaded, library))
 
 
@@ -414,7 +415,7 @@ def _make_executor(
     library: NativeLibrary | None,
     worker: WorkerConfig,
 ) -> LayerExecutor | None:
-    """Return what computes layers in place of their modules; on CUDA the models change for it."""
+    """Return the executor that replaces layers' modules; on CUDA it changes the models."""
     if library is not None:
         return NativeExecutor(library)
     if not uses_triton(loaded.device):
@@ -436,10 +437,10 @@ def _fuse(
     *,
     on_tried: Callable[[int, int], None],
 ) -> None:
-    """Fuse modules, with weights in a format, and keep which ones under a name.
+    """Fuse modules, with weights in `format`, and store their names as `name`.
 
-    Then linear layers with groups are packed, and matrices in modules' own code: of these it is
-    kept which modules have them.
+    Then pack linear layers with groups, and matrices in modules' own code, whose modules are also
+    stored.
     """
     fuse = partial(
         fuse_modules, loaded.model, library, loaded.dtype, format=format, on_tried=on_tried
@@ -461,7 +462,7 @@ def _fuse(
 
 
 def _load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
-    """Return a compiler of grammars with its tokens loaded; what it lacks is logged."""
+    """Return a grammar compiler with its tokens loaded; log the reason if it lacks something."""
     grammars = GrammarCompiler(vocabulary)
     try:
         grammars.load()

@@ -1,7 +1,7 @@
-"""Refuses models and settings that do not fit together, before any weight is read.
+"""Refuses incompatible models and settings, before any weight is read.
 
-What depends on facts alone is checked at each start. What needs the model's modules is checked on a
-model of the meta device, once for a checkpoint and its settings.
+Checks that depend on facts alone are made at each start. Checks that need the model's modules are
+made on the meta device, once for a checkpoint and its settings.
 """
 
 from collections.abc import Sequence
@@ -43,13 +43,13 @@ from worker_proc.startup.parts import check_swap_space
 
 
 class Rehearsal(NamedTuple):
-    """What loading a model without values has shown."""
+    """The result of loading a model without values."""
 
     specs: list[LayerSpec]
-    """Of the attention layers, with latent rows where its modules have their parts."""
+    """Specs of the attention layers, with latent rows if the modules have the parts for them."""
 
     def of(self, layers: Sequence[ProbedLayer], own: Sequence[ProbedLayer]) -> "Rehearsal":
-        """Return what concerns the `own` ones of all attention layers."""
+        """Return the rehearsal of the layers `own` among all attention layers."""
         names = {layer.module_name for layer in own}
         pairs = zip(layers, self.specs, strict=True)
         return Rehearsal([spec for layer, spec in pairs if layer.module_name in names])
@@ -102,7 +102,10 @@ def _rehearse(checked: CheckedModel, quantization: Quantization | None) -> Rehea
 
 
 def check_stated_length(model: ModelConfig) -> None:
-    """Refuse a context that config.json excludes, before the model's code runs; it may cut more."""
+    """Refuse a context that config.json excludes, before the model's code runs.
+
+    That code may reduce the context further.
+    """
     if model.max_model_len is None:
         return
     config = read_config(model.model)
@@ -117,7 +120,7 @@ def check_stated_length(model: ModelConfig) -> None:
 
 
 def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
-    """Raise why settings cannot be used with a model, by its facts; see worker_proc/errors.py."""
+    """Refuse settings that cannot be used with a model's facts; see worker_proc/errors.py."""
     inspected, model = checked.inspected, config.model
     if model.max_model_len is not None and model.max_model_len > inspected.model_len:
         raise CheckpointError(
@@ -148,7 +151,10 @@ def check_settings(checked: CheckedModel, config: EngineConfig) -> None:
 
 
 def _check_attention(checked: CheckedModel, worker: WorkerConfig) -> None:
-    """Refuse what should attend and cannot; a model's own attention is known after its load."""
+    """Refuse an attention backend that does not support the layers.
+
+    A model's own attention is not known before its load.
+    """
     inspected = checked.inspected
     if not inspected.probed.has_own_attention:
         choose_attention(inspected.probed.layers, inspected.dtype, checked.device, worker)
@@ -160,7 +166,7 @@ def has_entries(checked: CheckedModel) -> bool:
 
 
 def check_compressed(checked: CheckedModel, config: EngineConfig) -> None:
-    """Refuse settings with which nothing attends over compressed entries."""
+    """Refuse settings that attention over compressed entries does not support."""
     if not has_entries(checked):
         return
     inspected, cache, parallel = checked.inspected, config.cache, config.parallel
@@ -182,7 +188,7 @@ def check_compressed(checked: CheckedModel, config: EngineConfig) -> None:
 
 
 def check_score_terms(checked: CheckedModel, config: EngineConfig) -> None:
-    """Refuse settings with which nothing computes terms of rows in scores."""
+    """Refuse settings that score terms from rows do not support."""
     terms = [layer.row_terms for layer in checked.inspected.probed.layers]
     has_key_biases = any(one.has_key_biases for one in terms)
     if all(one == NO_ROW_TERMS for one in terms):
@@ -243,11 +249,11 @@ def _check_pooling(checked: CheckedModel, config: EngineConfig) -> None:
 
 
 def check_cache(checked: CheckedModel, rehearsal: Rehearsal, config: EngineConfig) -> None:
-    """Raise why there can be no KV cache as it is configured; see worker_proc/errors.py."""
+    """Refuse a KV cache that cannot exist as configured; see worker_proc/errors.py."""
     inspected, specs = checked.inspected, rehearsal.specs
     kv_cache_dtype = config.cache.kv_cache_dtype
     if not checked.is_causal or inspected.probed.has_own_attention:
-        return  # it has no cache, or its modules show after the load which heads are stored
+        return  # no cache, or heads that are known only after the load
     if kv_cache_dtype is not KVCacheDtype.AUTO:
         if any(spec.is_latent for spec in specs):
             raise UnsupportedModel(

@@ -1,7 +1,8 @@
 """Loads a model once for several processes, which are all forked from the first.
 
 Everything here runs in one thread: OpenMP's pool does not survive a fork, and the child of a
-process that has used it would hang. The weights are never written again: their pages stay shared.
+process that has used it would hang. The weights are never written again, so their pages stay
+shared.
 """
 
 import mmap
@@ -30,15 +31,16 @@ def load_shared_model(
     """Load, pack and check a rank's model, and return the function that makes a runner in a fork.
 
     Every runner gets the number of KV blocks that was found here. A later process finds less free
-    memory, and with other facts the core would have to start anew. The ranks are joined by their
-    forks: here nothing is exchanged.
+    memory, and with other facts the core would have to start anew. The forks connect the ranks;
+    nothing is exchanged here.
     """
     if resolve_device(config.model.device).type != "cpu":
         raise ValueError("standby_workers needs device cpu: no other device survives a fork")
     torch.set_num_threads(1)
     prepared = prepare_model(config, progress, keeps_proofs=True, rank=rank)
     found = SharedCalibration()
-    # Without kept proofs it also loads what the first forward loads; else each fork's warm-up does.
+    # Without stored proofs, this also loads the libraries of the first forward; otherwise each
+    # fork's warm-up does.
     calibration = calibrate(prepared, config, progress)
     found.keep(1, calibration)
     facts = find_facts(prepared, config, calibration)
@@ -69,8 +71,8 @@ def load_shared_model(
 class SharedCalibration:
     """The last calibration, in memory that the zygote and its forks share.
 
-    The zygote calibrates with one thread, the first fork with all of its own, and later forks take
-    what that one has found: the model, its weights and its kernels are the same memory.
+    The zygote calibrates with one thread, and the first fork with all of its own. Later forks use
+    that calibration: the model, its weights and its kernels are the same memory.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class SharedCalibration:
         self._write_length(len(body))
 
     def of(self, num_threads: int) -> Calibration | None:
-        """Return the calibration with that number of threads, if it is known."""
+        """Return the calibration for this number of threads, or None."""
         length = int.from_bytes(self._memory[:_LENGTH_BYTES], "little")
         if not length:
             return None
@@ -99,6 +101,6 @@ class SharedCalibration:
 
 
 def _shrink_cache(prepared: PreparedModel, layout: KVLayout) -> None:
-    """Replace the cache by a minimal one: forks allocate their own, and address space may count."""
+    """Replace the cache by a minimal one: forks allocate their own, and limits may apply."""
     backend = make_backend(prepared.loaded, layout, prepared.kernels)
     attach_cache(prepared.loaded, backend, layout, num_blocks_needed(layout))

@@ -31,15 +31,15 @@ NULL_MAX_MODEL_LEN = 8192
 NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
 NULL_EMBEDDING_SIZE = 16
-NULL_BLOCK_BYTES = 65_536  # of swap_space_bytes
+NULL_BLOCK_BYTES = 65_536  # the unit of swap_space_bytes in the null runner
 _NULL_NUM_SLOTS = 256
 _SPIN_COUNT = "2000"  # about 0.1 ms
 
 
 def make_runner(config: EngineConfig, progress: ReportProgress, rank: int = 0) -> Runner:
-    """Load the configured model, or a rank's part of it. The null runner never imports torch.
+    """Load the configured model, or a rank's part of it; the null runner never imports torch.
 
-    A ValueError is final: settings or checkpoint cannot be used.
+    Raises ValueError if the settings or the checkpoint cannot be used; trying again does not help.
     """
     if config.model.model == "null":
         return _null_runner(config)
@@ -53,9 +53,9 @@ def make_runner(config: EngineConfig, progress: ReportProgress, rank: int = 0) -
 
 
 def load_to_fork(config: EngineConfig, progress: ReportProgress, rank: int = 0) -> RunnerFactory:
-    """Load what a rank's workers share, without threads or device.
+    """Load the data that a rank's workers share, without threads or device.
 
-    The result makes a fork's runner.
+    Returns the function that makes a fork's runner.
     """
     if config.model.model == "null":
         return lambda _: _null_runner(config)
@@ -75,8 +75,8 @@ def _let_threads_sleep() -> None:
     """Make OpenMP's threads sleep after a short wait, unless the environment sets this.
 
     By default they spin for milliseconds, on the processor that the awaited thread, or the API,
-    needs. Between the kernels of a step they wait for less, and waking them takes longer than that.
-    OpenMP reads this when it is loaded.
+    needs. Waits between the kernels of a step are shorter, and waking a thread takes longer than
+    them. OpenMP reads this variable when it is loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
@@ -97,12 +97,12 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
     failpoint("worker.after_load")
     facts = runner.facts
     detail = ", ".join(filter(None, (facts.device, facts.dtype)))
-    # On the CPU a successor must not size its cache by the memory that is free then. On a device it
+    # On the CPU, a successor must keep these numbers, whatever memory is free then. On a device it
     # may have to take less.
     keeps_numbers = facts.device == "cpu"
     num_blocks = facts.num_gpu_blocks if keeps_numbers else 0
     num_state_blocks = facts.num_state_blocks if keeps_numbers else 0
-    gc_tuning.freeze()  # here it counts as loading
+    gc_tuning.freeze()  # at this point it counts as loading
     if is_standby:
         child.ready(detail)
         if not child.wait_for_promotion():
@@ -171,7 +171,7 @@ def _null_runner(config: EngineConfig) -> Runner:
 
 
 def _check_digest(adapter: Adapter) -> Adapter:
-    """Read an adapter's files; AdapterError: they are not those of its digest."""
+    """Read an adapter's files; raise AdapterError if they do not match its digest."""
     found, _ = read_adapter(adapter.name, adapter.path)
     if found != adapter:
         raise AdapterError(f"{adapter.path} has changed since it was loaded")

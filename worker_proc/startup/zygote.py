@@ -1,10 +1,10 @@
 """The zygote: `python -m worker_proc --zygote` loads a model, and forks workers on request.
 
-Of a model in several ranks each rank has a zygote, which loads the rank's part.
+If a model has several ranks, each rank has a zygote, which loads the rank's part.
 
-It can be forked at any time: one thread, no ZMQ context, no OpenMP pool, no device. A worker is
-forked twice, so that its parent is the supervisor, which reaps it and confirms its death as that of
-any child.
+It can be forked at any time: it has one thread, no ZMQ context, no OpenMP pool and no device. A
+worker is forked twice, so that its parent is the supervisor, which reaps it and confirms its death
+like that of any child.
 """
 
 import argparse
@@ -48,25 +48,25 @@ from worker_proc.runner import RunnerFactory
 from worker_proc.startup.cpu_pinning import pin_worker
 from worker_proc.startup.start import load_to_fork, work
 
-FORK_TIMEOUT_S = 5.0  # of the intermediate process, which takes milliseconds
+FORK_TIMEOUT_S = 5.0  # for the intermediate process, which takes milliseconds
 _PID_BYTES = 4
 
 log = logging.getLogger("troika.zygote")
 
 
 class NotForkable(Exception):
-    """The process cannot fork workers: it has other threads, which a fork would not copy."""
+    """Raised if the process has other threads, which a fork would not copy."""
 
 
 class ForkedWorker(NamedTuple):
-    """The worker that a forked process becomes, with descriptors by their names in the message."""
+    """The worker that a forked process becomes; `fds` are descriptors by name."""
 
     message: ForkWorker
     fds: dict[str, int]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Load, then fork until the supervisor is gone. Forked workers return through here, too."""
+    """Load, then fork until the supervisor is gone; forked workers return here, too."""
     arguments = _parse(argv)
     die_with_parent()
     set_name("troika-zygote")
@@ -111,9 +111,9 @@ class Zygote:
         self._parent_fd = parent_fd
 
     def load(self, config: EngineConfig) -> RunnerFactory:
-        """Load the configured model and send Ready; ends the process with a `Fatal` on failure."""
+        """Load the configured model and send Ready; on failure, send `Fatal` and exit."""
         try:
-            pin_worker(config, self._rank)  # the memory of the weights is of its CPUs' node
+            pin_worker(config, self._rank)  # so that weights are in the memory of its CPUs' node
             make = load_to_fork(config, self._report, self._rank)
             check_forkable()
         except ValueError as error:
@@ -127,7 +127,7 @@ class Zygote:
         return make
 
     def serve(self) -> ForkedWorker:
-        """Fork workers until the supervisor is gone (LinkClosed); returns in forked processes."""
+        """Fork workers until the supervisor is gone (LinkClosed); return in forked processes."""
         poller = select.poll()
         poller.register(self._link, select.POLLIN)
         poller.register(self._parent_fd, select.POLLIN)
@@ -145,7 +145,7 @@ class Zygote:
                 return order
 
     def _report(self, phase: str, done: int, total: int) -> None:
-        """Send progress; a report that does not fit is dropped, as the next one replaces it."""
+        """Send progress; a report that does not fit is dropped, since the next one replaces it."""
         self._reporter.load(phase, done)
         self._link.send(Progress(phase, done, total))
 
@@ -165,7 +165,7 @@ class Zygote:
             return None
 
     def _fork(self, message: ForkWorker, fds: list[int]) -> ForkedWorker | None:
-        """Fork one worker and report it. Returns None in the zygote."""
+        """Fork one worker and report it; return None in the zygote."""
         try:
             if len(fds) != len(message.fd_names):
                 raise OSError(f"received {len(fds)} descriptors for {message.fd_names}")
@@ -192,7 +192,7 @@ def check_forkable() -> None:
 
 
 def fork_twice() -> int:
-    """Fork a process that is not a child of this one; returns its pid, and 0 in the process."""
+    """Fork a process that is not a child of this one; return its pid, and 0 in the process."""
     read_fd, write_fd = os.pipe()
     try:
         intermediate = os.fork()
@@ -201,7 +201,7 @@ def fork_twice() -> int:
         os.close(write_fd)
         write_fd = -1
         pid = _read_pid(read_fd)
-        _reap(intermediate)  # from then on the worker has its new parent
+        _reap(intermediate)  # afterwards the worker has its new parent
         if pid == 0:
             raise OSError("the second fork failed")
         return pid
@@ -210,7 +210,7 @@ def fork_twice() -> int:
 
 
 def _run_intermediate(write_fd: int) -> int:
-    """Fork the worker, write its pid and exit; returns 0 in the worker."""
+    """Fork the worker, write its pid and exit; return 0 in the worker."""
     try:
         own_pidfd = os.pidfd_open(os.getpid())
         pid = os.fork()
@@ -225,7 +225,7 @@ def _run_intermediate(write_fd: int) -> int:
 
 
 def _read_pid(read_fd: int) -> int:
-    """Return 0 if the other end was closed, or nothing was received in time."""
+    """Return the pid; 0: the other end was closed, or nothing was received in time."""
     poller = select.poll()
     poller.register(read_fd, select.POLLIN)
     if not poller.poll(FORK_TIMEOUT_S * 1000):
@@ -244,7 +244,7 @@ def _reap(pid: int) -> None:
 
 
 def _wait_for_exit(pidfd: int) -> None:
-    """Wait for the exit of a process, which orphans its child; kill it after a timeout."""
+    """Wait for a process to exit, which orphans its child; kill it after a timeout."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     if not poller.poll(FORK_TIMEOUT_S * 1000):
@@ -253,7 +253,7 @@ def _wait_for_exit(pidfd: int) -> None:
 
 
 def run_worker(order: ForkedWorker, rank: int, config: EngineConfig, make: RunnerFactory) -> None:
-    """Run a forked worker: from the loaded model on, the same as one that was started alone."""
+    """Run a forked worker; with its model loaded, it is the same as one started by command."""
     os.setsid()
     set_name("troika-worker")
     gc.enable()
