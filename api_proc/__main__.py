@@ -46,7 +46,7 @@ from protocol.process.run_dir import core_addresses
 
 _PROGRESS_INTERVAL_S = 10.0
 _PAUSE_S = 1.0
-"""Between two checks of an adapter of the settings."""
+"""Between two checks of an adapter of the settings, or of the run directory."""
 _PEERS_END_S = 2.0
 """Longest wait for requests of other API processes after the last one of a client."""
 _SUCCESSOR_START_S = 15.0
@@ -106,7 +106,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         await start_sessions(state)
         gc_tuning.freeze()  # a collection would traverse all token ids of open requests
         background = _background(child, client, state, server, named)
-        tasks = [_begin(child, work) for work in background]
+        tasks = [_begin(child, work) for work in (*background, _keep_run_dir(state, peer_server))]
         await _serve_until_stopped(server, listening, state.peers, peer_server)
         for task in tasks:
             task.cancel()
@@ -275,6 +275,21 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
         prefill_replicas=config.parallel.prefill_replicas,
         keys=client_keys(config),
     )
+
+
+async def _keep_run_dir(state: ApiState, peer_server: HttpServer | None) -> None:
+    """Restore what this process has in the run directory, whenever it was removed.
+
+    The supervisor restores the directory first.
+    """
+    while state.peers is not None or state.adapters.config.enable_lora:
+        await asyncio.sleep(_PAUSE_S)
+        with contextlib.suppress(OSError, ValueError, NamesLocked):  # it is tried again
+            await asyncio.to_thread(state.adapters.restore)
+            if state.peers is None or peer_server is None:
+                continue
+            if state.peers.directory.was_removed:
+                peer_server.accept_from(state.peers.directory.listen())
 
 
 async def _report_ready(

@@ -4,6 +4,7 @@ One thread. It sleeps in one poll until a message arrives, a process dies or a r
 never waits for a worker or a client: messages that cannot be sent now are kept, within bounds.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping
 
@@ -179,6 +180,7 @@ class CoreLoop:
             self._next_beat = now + STATUS_INTERVAL_S
             for link in self._links:
                 link.beat()
+                _keep_listening(link)
         self._reported_state = state
         status = engine.status()
         self._clients.report(status)
@@ -186,3 +188,10 @@ class CoreLoop:
             line = self._stats_line.render(status.stats, now)
             if line is not None:
                 log.info(line)
+
+
+def _keep_listening(link: RouterChannel) -> None:
+    """Restore a removed socket file: the next worker, or client, needs it."""
+    with contextlib.suppress(OSError):  # the supervisor restores the directory first
+        if link.keep_listening():
+            log.warning("a socket file was removed from the run directory: it is made again")

@@ -88,12 +88,11 @@ class AdapterRegistry:
         if not self.config.enable_lora:
             return
         with self._locked() as names:
-            if self._is_settled:
-                return
-            self._write({one.adapter.name: one for one in named} | names)
+            if not self._is_settled:
+                self._write({one.adapter.name: one for one in named} | names)
+                if self._path is not None:
+                    self._path.with_suffix(_SETTLED).touch()
             self._has_settled = True
-            if self._path is not None:
-                self._path.with_suffix(_SETTLED).touch()
 
     @property
     def _is_settled(self) -> bool:
@@ -137,6 +136,18 @@ class AdapterRegistry:
             if removed is not None:
                 self._write({key: one for key, one in names.items() if key != name})
         return removed
+
+    def restore(self) -> None:
+        """Write the names again if their file was removed: other processes read it.
+
+        NamesLocked as `add`. Call it in a thread.
+        """
+        if self._path is None or self._path.exists() or not self._has_settled:
+            return
+        with self._locked() as names:
+            if not self._path.exists():
+                self._write(names)
+                self._path.with_suffix(_SETTLED).touch()
 
     def _refresh(self) -> _Names:
         """Return the names, which are read again if the file has changed."""

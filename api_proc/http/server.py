@@ -100,24 +100,27 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         self.servers = []
         self._loop = asyncio.get_running_loop()
-        limit = max_connections() if self._limit is None else self._limit
         for listening in sockets or []:
-            # Connections inherit it: unsent data waits in this process, which counts it.
-            with contextlib.suppress(OSError):
-                lowat = socket.TCP_NOTSENT_LOWAT
-                listening.setsockopt(socket.IPPROTO_TCP, lowat, _MAX_UNSENT_IN_KERNEL)
-            acceptor = Acceptor(
-                listening,
-                self._make_protocol,
-                self._num_open,
-                limit,
-                self._tls,
-                is_shared=self._is_shared,
-            )
-            self._acceptors.append(acceptor)
-            acceptor.resume()
+            self.accept_from(listening)
         self._sweep()
         self.started = True
+
+    def accept_from(self, listening: socket.socket) -> None:
+        """Serve one more socket; the server has started."""
+        # Connections inherit it: unsent data waits in this process, which counts it.
+        with contextlib.suppress(OSError):
+            lowat = socket.TCP_NOTSENT_LOWAT
+            listening.setsockopt(socket.IPPROTO_TCP, lowat, _MAX_UNSENT_IN_KERNEL)
+        acceptor = Acceptor(
+            listening,
+            self._make_protocol,
+            self._num_open,
+            max_connections() if self._limit is None else self._limit,
+            self._tls,
+            is_shared=self._is_shared,
+        )
+        self._acceptors.append(acceptor)
+        acceptor.resume()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for acceptor in self._acceptors:

@@ -33,6 +33,13 @@ class Directory:
         self._run_dir = Path(run_dir)
         self._index = index
         self._epoch = epoch
+        self._path = self._run_dir / f"api{index}.{epoch:x}"
+        self._is_listening = False
+
+    @property
+    def was_removed(self) -> bool:
+        """Whether the own socket file was removed while this process listens."""
+        return self._is_listening and not self._path.exists()
 
     def listen(self) -> socket.socket:
         """Listen for the other processes, and remove sockets of dead predecessors."""
@@ -45,11 +52,14 @@ class Directory:
                     Path(peer.path).unlink(missing_ok=True)
                 except OSError:
                     pass  # its queue is full, or it was just removed
-        return listen_unix(str(self._run_dir / f"api{self._index}.{self._epoch:x}"))
+        listening = listen_unix(str(self._path))
+        self._is_listening = True
+        return listening
 
     def leave(self) -> None:
         """Remove the own socket; connections to it stay open."""
-        (self._run_dir / f"api{self._index}.{self._epoch:x}").unlink(missing_ok=True)
+        self._is_listening = False
+        self._path.unlink(missing_ok=True)
 
     def others(self) -> list[Peer]:
         """All sockets but this process's own, the newest first."""

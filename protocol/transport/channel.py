@@ -25,6 +25,7 @@ may consume the event of an arrival; `beat` about once a second on binding sides
 
 import contextlib
 import enum
+import os
 import secrets
 import struct
 from collections.abc import Iterator
@@ -122,6 +123,10 @@ def worker_address(run_dir: str) -> str:
 def lifecycle_address(run_dir: str) -> str:
     """Where the supervisor listens."""
     return f"ipc://{run_dir}/supervisor.sock"
+
+
+def _has_file(address: str) -> bool:
+    return os.path.exists(address.removeprefix("ipc://"))
 
 
 def _notice_silence(socket: zmq.Socket[bytes]) -> None:
@@ -247,11 +252,26 @@ class RouterChannel(_Channel):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
             socket.bind(address)
         super().__init__(socket, hwm)
+        self._address = address
+        self._has_file = _has_file(address)
         self._sequences: dict[bytes, FrameSequence] = {}
         self._sweep_at = _FEW_PEERS
         """Number of peers at which those that are gone are looked for."""
         self._first_seq = 0
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
+
+    def keep_listening(self) -> bool:
+        """Bind again if the socket file was removed; returns whether it was.
+
+        Connections stay: they do not need the file. OSError: its directory was removed, too.
+        """
+        if not self._has_file or _has_file(self._address):
+            return False
+        try:
+            self.socket.bind(self._address)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+        return True
 
     def listen(self, address: str, keys: ServerKeys) -> None:
         """Bind to a tcp address, where every connection is encrypted and has a known key.

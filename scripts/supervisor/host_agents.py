@@ -227,6 +227,10 @@ class HostAgents:
         with contextlib.suppress(PeerGone):  # it joins again, and is answered again
             self._link.send(peer, NO_EPOCH, encode(message))
 
+    def write_again(self) -> None:
+        """Write the file of their cores in the next turn: it may have been removed."""
+        self._written = None
+
     def _write(self) -> None:
         addresses = sorted({one.address for one in self._members.values() if one.address})
         if addresses == self._written:

@@ -204,6 +204,12 @@ class SupervisorPolicy:
         stops = [] if self._shutdown.is_stopping else self._shutdown.stop(now)
         return self._planned.cancel() + stops
 
+    def on_run_dir_lost(self, failure: str, now: float) -> list[Action]:
+        """Finish the open requests and end: another engine has the run directory."""
+        self.failure = failure
+        self._shutdown.fail()
+        return [] if self.is_ending else self.on_signal(now)
+
     def on_orphaned(self, now: float) -> list[Action]:
         """Kill all processes: the parent is gone."""
         return self._planned.cancel() + self._shutdown.kill_all(now)

@@ -49,6 +49,10 @@ class RunDir:
         self._is_temporary = is_temporary or self._is_own
         self._link: Path | None = None
         self._is_closed = False
+        self.is_lost = False
+        """Whether the directory was removed, and another supervisor has made it again."""
+        self._shared = {exchange_prefix(self.path)}
+        """What begins the names of the files that ranks share."""
         self._lock_fd = os.open(self._file(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
         if not _lock(self._lock_fd, _LOCK_TIMEOUT_S):
             holder = _pid_in(self._lock_fd)
@@ -56,8 +60,7 @@ class RunDir:
             raise RunDirBusyError(
                 f"run_dir {self.path} is in use by the supervisor with pid {holder}"
             )
-        os.ftruncate(self._lock_fd, 0)
-        os.write(self._lock_fd, f"{os.getpid()}\n".encode())
+        _write_pid(self._lock_fd)
         self._epoch = self._read_epoch()
         self._file(ADAPTERS_FILE).unlink(missing_ok=True)  # the names of an earlier engine
 
@@ -87,6 +90,43 @@ class RunDir:
         finally:
             os.close(directory)
 
+    def restore(self, *, makes_parents: bool = True) -> bool:
+        """Make again what was removed of the directory; returns whether something was.
+
+        Programs that clean up the place for temporary files remove old files there. `makes_parents`
+        also makes the directories above. OSError or ValueError: it cannot be made.
+        RunDirBusyError: another supervisor uses it by now.
+        """
+        lock = self._file(_LOCK_FILE)
+        has_lock = _is_file_of(lock, self._lock_fd)
+        has_epoch = not self._epoch or self._file(_EPOCH_FILE).exists()
+        has_link = self._link is None or os.path.lexists(self._link)
+        if has_lock and has_epoch and has_link:
+            return False
+        if makes_parents or Path(self.path).parent.is_dir():
+            make_run_dir(self.path)
+        if not has_lock:
+            self._lock_again(lock)
+        self._shared.add(exchange_prefix(self.path))
+        if self._epoch:
+            self._save_epoch()
+        if self._link is not None:
+            self.register()
+        return True
+
+    def _lock_again(self, path: Path) -> None:
+        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not _lock(lock_fd, _LOCK_TIMEOUT_S):
+                self.is_lost = True
+                holder = _pid_in(lock_fd)
+                text = f"run_dir {self.path} was removed, and the supervisor with pid {holder} has "
+                raise RunDirBusyError(f"{text}made it again for its own engine")
+            _write_pid(lock_fd)
+            os.dup2(lock_fd, self._lock_fd, inheritable=False)
+        finally:
+            os.close(lock_fd)
+
     def raise_epoch(self, least: int) -> None:
         """Let the next epoch be greater than `least`."""
         self._epoch = max(self._epoch, least)
@@ -101,7 +141,8 @@ class RunDir:
             elif not is_live(target):
                 link.unlink(missing_ok=True)
                 remove_memory(target)
-                _remove_shared_files(target)
+                with contextlib.suppress(FileNotFoundError):  # the directory is gone
+                    _remove_shared_files(target, {exchange_prefix(target)})
                 if link.name.startswith(_TEMPORARY):
                     shutil.rmtree(target, ignore_errors=True)
         remove_orphaned_memory()
@@ -120,15 +161,19 @@ class RunDir:
         self._is_closed = True
         if self._link is not None:
             self._link.unlink(missing_ok=True)
+        if not self.is_lost:
+            self._clear(is_abandoned=is_abandoned)
+        os.close(self._lock_fd)
+
+    def _clear(self, *, is_abandoned: bool) -> None:
         remove_memory(self.path)
-        _remove_shared_files(self.path)
+        _remove_shared_files(self.path, self._shared)
         if self._is_own or (self._is_temporary and is_abandoned):
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             for pattern in ("*.sock", f"{ADOPTIONS_FILE}*"):
                 for file in Path(self.path).glob(pattern):
                     file.unlink(missing_ok=True)
-        os.close(self._lock_fd)
 
     def _file(self, name: str) -> Path:
         return Path(self.path) / name
@@ -177,14 +222,26 @@ def holder_of(run_dir: str) -> int | None:
         os.close(lock_fd)
 
 
-def _remove_shared_files(run_dir: str) -> None:
+def _remove_shared_files(run_dir: str, prefixes: set[str]) -> None:
     """Remove the files that ranks of an engine that has ended shared, if they have left some."""
-    with contextlib.suppress(FileNotFoundError):  # the directory is gone
-        shared = exchange_prefix(run_dir)
-        for directory in (SHARED_MEMORY, Path(run_dir)):
-            for file in directory.glob(f"*{shared}*"):
+    for directory in (SHARED_MEMORY, Path(run_dir)):
+        for prefix in prefixes:
+            for file in directory.glob(f"*{prefix}*"):
                 with contextlib.suppress(OSError):  # another user's
                     file.unlink()
+
+
+def _is_file_of(path: Path, fd: int) -> bool:
+    """Whether a path names the file of a descriptor."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _write_pid(lock_fd: int) -> None:
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
 
 
 def _pid_in(lock_fd: int) -> int | None:

@@ -88,7 +88,7 @@ def serve(
     with ExitStack() as left_behind:
         held = left_behind.enter_context(_HeldFiles())
         left_behind.callback(lambda: run_dir.close(is_abandoned=is_abandoned))
-        left_behind.callback(remove_all, run_dir.path)
+        left_behind.callback(_remove_sockets, run_dir)
         config = _in_run_dir(config, run_dir, epoch)
         agents = listener = None
         if is_whole and config.parallel.agents_listen is not None:
@@ -136,6 +136,12 @@ def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConf
         run_dir.raise_epoch(wait_for_epoch_by_clock())
     run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
     return msgspec.structs.replace(config, run=run)
+
+
+def _remove_sockets(run_dir: RunDir) -> None:
+    """Remove what the API processes have left, unless it is another engine's by now."""
+    if not run_dir.is_lost:
+        remove_all(run_dir.path)
 
 
 def _with_files(config: EngineConfig, invocation: Invocation, held: "_HeldFiles") -> EngineConfig:

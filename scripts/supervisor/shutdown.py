@@ -104,9 +104,13 @@ class Shutdown:
     def kill_all(self, now: float) -> list[Action]:
         return [*([] if self.is_stopping else self.stop(now)), *self._kills()]
 
+    def fail(self) -> None:
+        """Exit with status 1 in the end."""
+        self._exit_status = 1
+
     def give_up(self, now: float) -> list[Action]:
         """Stop all processes, and exit with status 1."""
-        self._exit_status = 1
+        self.fail()
         return self.stop(now)
 
     def on_drained(self, group: Group, now: float) -> list[Action]:

@@ -218,3 +218,41 @@ def test_epochs_by_the_clock_increase_even_at_once() -> None:
     epochs = [wait_for_epoch_by_clock() for _ in range(3)]
     assert epochs == sorted(set(epochs))
     assert 0 < epochs[-1] < 2**31
+
+
+@pytest.mark.parametrize("removed", ["", "supervisor.lock", "epoch", "the link"])
+def test_what_is_removed_of_a_directory_in_use_is_made_again(base: Path, removed: str) -> None:
+    """Epochs go on, and its holder keeps it. Any file may be one that a cleaner removes."""
+    path = base / "held"
+    held = RunDir(str(path))
+    held.register()
+    held.next_epoch()
+    assert not held.restore()
+    if removed == "the link":
+        shutil.rmtree(register_dir(base))
+    elif removed:
+        (path / removed).unlink()
+    else:
+        shutil.rmtree(path)
+    assert held.restore()
+    assert not held.restore()
+    assert live_run_dirs() == [str(path)]
+    with pytest.raises(RunDirBusyError):
+        RunDir(str(path))
+    held.close(is_abandoned=False)
+    successor = RunDir(str(path))
+    assert successor.next_epoch() == 2
+    successor.close(is_abandoned=False)
+
+
+def test_a_directory_that_another_supervisor_has_made_again_is_left_to_it(base: Path) -> None:
+    path = base / "held"
+    held = RunDir(str(path))
+    shutil.rmtree(path)
+    other = RunDir(str(path))
+    (path / "core.sock").touch()
+    with pytest.raises(RunDirBusyError, match=f"supervisor with pid {os.getpid()} has made it"):
+        held.restore()
+    held.close(is_abandoned=False)
+    assert (path / "core.sock").exists()
+    other.close(is_abandoned=False)

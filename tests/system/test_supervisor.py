@@ -1,7 +1,9 @@
 """Engines of real processes with the null model: start, death, replacement and end."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,14 @@ from protocol.lifecycle import ProcessState, Role, StatusQuery
 from protocol.message import encode
 from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
 from scripts.supervisor.shutdown import STOP_GRACE_S
-from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from scripts.testing import (
+    TIMEOUT_S,
+    Engine,
+    EngineFactory,
+    RunningEngine,
+    eventually,
+    is_alive,
+)
 from tests.system.conftest import ROOT
 from tests.timing import within
 
@@ -83,6 +92,39 @@ def test_with_work_to_do_the_tenth_death_in_a_row_delays_a_stream_no_more_than_t
                 longest, last, num_events = max(longest, now - last), now, num_events + 1
             stalls.append(longest)
     assert max(stalls) < 5.0, stalls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_stream_continues_although_the_run_directory_was_removed(
+    start_engine: EngineFactory, is_whole: bool
+) -> None:
+    """Programs that clean up /tmp remove the directory, or only the old files in it."""
+    engine = start_engine("--null-step-ms", "1", "--api-server-count", "2")
+    with open_stream(engine, 4_000) as stream:
+        before = sorted(os.listdir(engine.run_dir))
+        if is_whole:
+            shutil.rmtree(engine.run_dir)
+        else:
+            for name in before:
+                os.unlink(f"{engine.run_dir}/{name}")
+        sockets = {name for name in before if name.endswith(".sock") or name.startswith("api")}
+        sockets.discard("api-counters")
+        assert len(sockets) == 5
+
+        def is_restored() -> bool:
+            return os.path.isdir(engine.run_dir) and sockets <= set(os.listdir(engine.run_dir))
+
+        eventually(is_restored, "the directory is restored")
+        assert os.stat(engine.run_dir).st_mode & 0o777 == 0o700
+        with contextlib.closing(RunningEngine(engine.run_dir)) as restored:
+            for role in (Role.WORKER, Role.CORE, Role.WORKER):
+                restored.kill(role)
+        events = [line for line in stream.read().splitlines() if line]
+    assert events[-1] == b"data: [DONE]"
+    assert b'"finish_reason":"length"' in events[-2] + events[-3]
+    engine.process.terminate()
+    assert engine.process.wait(TIMEOUT_S) == 0, engine.log
 
 
 def test_ranks_of_a_worker_group_are_replaced_together(start_engine: EngineFactory) -> None:
