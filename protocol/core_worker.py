@@ -37,6 +37,7 @@ has written to entries after the first draft is not read. The core lets drafts a
 entry to the table, and end where an entry becomes a kept state.
 """
 
+import enum
 import hashlib
 from typing import Annotated
 
@@ -443,12 +444,25 @@ class StepFailed(Message):
     error: Text
 
 
+class GrammarFault(enum.StrEnum):
+    """Why a grammar cannot be used."""
+
+    WRONG = "wrong"
+    """It is not one, or exceeds a limit."""
+    BUSY = "busy"
+    """Too many others are being compiled for longer than most need."""
+    BROKEN = "broken"
+    """The process that compiles grammars does not work."""
+
+
 class GrammarCompiled(Message):
     """Worker → core: a grammar is ready for its requests on this rank, or cannot be used."""
 
     grammar_id: GrammarId
     error: Text = ""
     """What is wrong with it, or the limit that it exceeds; empty: it is ready."""
+    fault: GrammarFault = GrammarFault.WRONG
+    """What kind of error it is, if there is one."""
 
 
 class AdapterLoaded(Message):

@@ -12,7 +12,7 @@ from itertools import count
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import ErrorCode
-from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.sampling import Grammar
 
 GRAMMAR_PARAM = "grammar"
@@ -21,9 +21,14 @@ MAX_COMPILING = 64
 """Grammars that are not ready yet; a request with one more is refused."""
 MAX_IDLE = 128
 """Most ready grammars without a request that are remembered."""
-_MAX_SENT = 8
-"""Most grammars that the workers have been sent and have not answered: they take room in a link's
-queue."""
+_MAX_SENT = 32
+"""Grammars that the workers have got and not answered, of the frames that a link may queue. They
+are more than may wait for being compiled slowly, so that the others go on."""
+_CODES = {
+    GrammarFault.WRONG: ErrorCode.INVALID,
+    GrammarFault.BUSY: ErrorCode.OVERLOADED,
+    GrammarFault.BROKEN: ErrorCode.ENGINE_FAILED,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -118,9 +123,9 @@ class Grammars:
         if message.error:
             self._drop(entry)
             for request in entry.requests:
-                self._scheduler.fail_request(
-                    request.req_id, message.error, ErrorCode.INVALID, GRAMMAR_PARAM
-                )
+                code = _CODES[message.fault]
+                param = GRAMMAR_PARAM if code is ErrorCode.INVALID else None
+                self._scheduler.fail_request(request.req_id, message.error, code, param)
             return []
         entry.is_ready = entry.is_proven = True
         waiting = [r for r in entry.requests if r.status is RequestStatus.WAITING_FOR_GRAMMAR]

@@ -2,12 +2,19 @@
 
 from collections.abc import Iterable
 
+import pytest
+
 from core_proc.engine import EngineCore
 from core_proc.links import grammars
 from core_proc.links.grammars import MAX_COMPILING
 from core_proc.request import Request, RequestStatus
 from protocol.api_core import AddRequest, ErrorCode, Refused
-from protocol.core_worker import CompileGrammar, GrammarCompiled, SchedulerOutput
+from protocol.core_worker import (
+    CompileGrammar,
+    GrammarCompiled,
+    GrammarFault,
+    SchedulerOutput,
+)
 from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from tests.core.engine_bench import CLIENT, FACTS, add, answer, make_engine, run_all, scheduled
 
@@ -226,3 +233,23 @@ def test_params_with_a_grammar_are_hashable_and_equal_by_value() -> None:
         grammar=Grammar(GrammarKind.REGEX, "[a-z]+")
     )
     assert len({WORD, Grammar(GrammarKind.REGEX, "[a-z]+")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "param"),
+    [
+        (GrammarFault.WRONG, ErrorCode.INVALID, "grammar"),
+        (GrammarFault.BUSY, ErrorCode.OVERLOADED, None),
+        (GrammarFault.BROKEN, ErrorCode.ENGINE_FAILED, None),
+    ],
+)
+def test_only_the_fault_of_a_grammar_is_an_error_of_its_request(
+    fault: GrammarFault, code: ErrorCode, param: str | None
+) -> None:
+    """The others may be over when the request is sent again."""
+    engine = make_engine()
+    engine.add(CLIENT, constrained(1))
+    [message] = engine.take_grammars()
+    engine.answered(GrammarCompiled(message.grammar_id, "no", fault))
+    [refused] = refusals(engine)
+    assert (refused.error.code, refused.error.param) == (code, param)

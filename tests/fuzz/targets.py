@@ -72,7 +72,7 @@ from tests.fuzz.body_targets import body_targets
 from tests.fuzz.mutation import harmed, harmed_bytes
 from tests.protocol.wire_corpus import DIRECTIONS, Direction
 from worker_proc.grammar.compiler import Definition, Vocabulary
-from worker_proc.grammar.prover import Proof
+from worker_proc.grammar.prover import Proof, Task
 
 FACTS = ModelFacts("null", 1000, 4096, 16, 512, [2, 3], embedding_size=16)
 CLIENT = b"client"
@@ -130,7 +130,7 @@ def _core() -> Iterator[Feed]:
             message = decode_from_client(body)
         except ProtocolError:
             request_id = request_id_of_add(body)
-            assert request_id is None or 0 <= request_id < 2**64
+            assert request_id is None or 0 <= request_id < 2**53
             return False
         if isinstance(message, AddRequest):
             engine.add(CLIENT, message)
@@ -401,9 +401,9 @@ def _event_id(data: bytes) -> bool:
     return True
 
 
-_GRAMMARS = [
-    encode(Grammar(GrammarKind.REGEX, "[a-z]+")),
-    encode(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')),
+_TASKS = [
+    encode(Task(Grammar(GrammarKind.REGEX, "[a-z]+"), 0.1, 1.2)),
+    encode(Task(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), 5.0, 11.0)),
 ]
 _PROOFS = [encode(Proof("no such rule")), encode(Proof("", Definition('{"grammars": []}', 70_000)))]
 _SPECIAL: dict[str, Callable[[], contextlib.AbstractContextManager[Feed]]] = {
@@ -424,7 +424,7 @@ def all_targets() -> list[Target]:
     by_zygote = next(d for d in DIRECTIONS if d.name == "zygote to supervisor")
     others = {
         "vocabulary for the prover": (Vocabulary, [encode(Vocabulary(1000, [2, 3], "/m"))]),
-        "grammar for the prover": (Grammar, _GRAMMARS),
+        "grammar for the prover": (Task, _TASKS),
         "proof of a grammar": (Proof, _PROOFS),
         "settings of a child": (EngineConfig, [encode(configure(model="null"))]),
     }

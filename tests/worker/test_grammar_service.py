@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.process.failpoints import LOG_FILE, VARIABLE
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import eventually
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 def service() -> Iterator[GrammarService]:
     service = GrammarService(GrammarCompiler(NULL))
     yield service
-    for lane in (service._quick, service._slow):
+    for lane in (service._quick, service._middle, service._slow):
         if lane._prover is not None:
             lane._prover.close()
 
@@ -68,26 +68,29 @@ def test_good_and_bad_grammars_are_answered_in_order(service: GrammarService) ->
 
 
 def delay_provers(service: GrammarService, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send a grammar which both lanes' provers begin, one after the other, and do not finish.
+    """Send a grammar which all lanes' provers begin, one after the other, and do not finish.
 
-    The provers that are started next are not delayed.
+    The forks that are made next are not delayed.
     """
+    for lane in (service._quick, service._middle):
+        lane._wall_s = 0.1
     monkeypatch.setenv(VARIABLE, str(folder))
     (folder / "grammar.compile").write_text("delay:60000@*")
     service.compile(CompileGrammar(1, regex("slow")))
     log = folder / LOG_FILE
     eventually(
-        lambda: log.exists() and len(log.read_text().splitlines()) == 2,
-        "the provers of both lanes wait, one after the other",
+        lambda: log.exists() and len(log.read_text().splitlines()) == 3,
+        "the provers of all lanes wait, one after the other",
         TIMEOUT_S,
     )
     (folder / "grammar.compile").unlink()
+    service._quick._wall_s = TIMEOUT_S
 
 
 def test_a_grammar_that_takes_long_delays_no_other(
     service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service._slow._limit_s = TIMEOUT_S
+    service._slow._wall_s = TIMEOUT_S
     delay_provers(service, tmp_path, monkeypatch)
     service.compile(CompileGrammar(2, regex("quick")))
     assert wait(service, 1) == [GrammarCompiled(2)]
@@ -96,14 +99,44 @@ def test_a_grammar_that_takes_long_delays_no_other(
 def test_a_grammar_that_takes_too_long_fails_alone(
     service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service._slow._limit_s = 0.5
+    service._slow._wall_s = 0.1
     delay_provers(service, tmp_path, monkeypatch)
     (failed,) = wait(service, 1)
     assert failed.grammar_id == 1
-    assert failed.error == "compiling it takes longer than 0.5 s"
-    service._slow._limit_s = TIMEOUT_S
+    assert failed.error == "compiling it takes longer than 5 s"
     service.compile(CompileGrammar(3, regex("slow")))
     assert wait(service, 1) == [GrammarCompiled(3)], "the lanes serve on"
+
+
+def test_grammars_that_all_take_long_delay_a_good_one_by_a_moment_each(
+    service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provers go on with the tokens loaded, and what is too much for all lanes is refused."""
+    service._quick._wall_s, service._middle._wall_s, service._middle._most = 0.1, TIMEOUT_S, 2
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "grammar.compile").write_text("delay:60000@*")
+    for i in range(4):
+        service.compile(CompileGrammar(i, regex(f"slow{i}")))
+    busy = wait(service, 2)
+    assert [answer.grammar_id for answer in busy] == [2, 3]
+    assert {answer.fault for answer in busy} == {GrammarFault.BUSY}
+    assert busy[0].error == "2 grammars that take longer than 0.1 s are being compiled already"
+    prover = service._quick._prover
+    (tmp_path / "grammar.compile").unlink()
+    service._quick._limit_s = service._quick._wall_s = TIMEOUT_S
+    service.compile(CompileGrammar(4, regex("quick")))
+    assert wait(service, 1) == [GrammarCompiled(4)]
+    assert service._quick._prover is prover, "no grammar was worth another start"
+
+
+def test_a_grammar_that_fails_with_the_first_token_is_refused_before(
+    service: GrammarService,
+) -> None:
+    """It is compiled within the limits, and has a million states."""
+    service._quick._limit_s = service._quick._wall_s = TIMEOUT_S
+    service.compile(CompileGrammar(1, regex("(a{1000}){1000}")))
+    [answer] = wait(service, 1)
+    assert answer.error.startswith("it needs too much work for one token: lexer error")
 
 
 def test_a_prover_that_dies_fails_its_grammar_alone(
@@ -154,6 +187,7 @@ def test_a_prover_that_hangs_in_its_start_fails_its_grammar(
         service.compile(CompileGrammar(1, regex("lost")))
         [failed] = wait(service, 1)
     assert f"does not start: {error}" in failed.error
+    assert failed.fault is GrammarFault.BROKEN, "nothing is wrong with the grammar"
     service.compile(CompileGrammar(2, regex("lost")))
     assert wait(service, 1) == [GrammarCompiled(2)]
 
@@ -169,7 +203,7 @@ def test_a_prover_that_sends_something_else_is_replaced(
         patched.setattr(service_module._Prover, "_receive", lambda self, limit: b"\x93\x01\xc1")
         service.compile(CompileGrammar(2, regex("two")))
         [answer] = wait(service, 1)
-    assert "no proof" in answer.error
+    assert answer.fault is GrammarFault.BROKEN
     assert service._quick._prover is not before
     service.compile(CompileGrammar(3, regex("two")))
     assert wait(service, 1) == [GrammarCompiled(3)]

@@ -26,6 +26,7 @@ FIRST_BYTE_ID = 3
 _INITIAL_LEXER_FUEL = 1_000_000
 _STEP_LEXER_FUEL = 200_000
 _STEP_MAX_ITEMS = 50_000
+_FOLLOWED_TOKENS = 4
 _BYTES_PER_CHARACTER = 32
 _LEAST_BYTES = 64 * 1024
 _SCHEMA_ERROR = "failed to compile JSON schema: "
@@ -200,6 +201,22 @@ class GrammarCompiler:
             while self._num_bytes > MAX_CACHE_BYTES and len(self._matchers) > 1:
                 _, (_, num_bytes) = self._matchers.popitem(last=False)
                 self._num_bytes -= num_bytes
+
+    def follow(self, grammar: Grammar) -> None:
+        """Follow a grammar over some tokens; a GrammarError: the limits do not allow its use.
+
+        Some grammars are compiled within them, and exceed them with the first token.
+        """
+        matcher = self.matcher(grammar)
+        ends = sum(1 << token_id for token_id in self.vocabulary.eos_token_ids)
+        for _ in range(_FOLLOWED_TOKENS):
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little") & ~ends
+            if not allowed or matcher.is_error() or matcher.is_stopped():
+                break
+            matcher.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
+        if matcher.is_error():
+            text = f"it needs too much work for one token: {in_words(matcher.get_error())}"
+            raise GrammarError(text[:MAX_TEXT])
 
     def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":
         """Return a matcher at the beginning of a grammar; raises GrammarError like `compile`."""

@@ -1,16 +1,22 @@
 """The prover: `python -m worker_proc.grammar.prover` compiles grammars that are not yet trusted.
 
-It runs alongside a worker, which kills it when a grammar takes too long. A grammar that needs too
-much memory ends only the prover. Frames on both pipes consist of 4 bytes of length, then msgpack.
+It runs beside a worker, and forks for each grammar: a fork that takes too long is killed, and one
+that needs too much memory ends alone, so that the next grammar finds the tokens loaded. The prover
+has no other threads. Frames on both pipes: 4 bytes of length, then msgpack.
 """
 
+import contextlib
 import os
 import resource
+import select
+import signal
 import sys
-from typing import BinaryIO
+import time
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
+from protocol.process.cpu_clock import cpu_seconds
 from protocol.process.failpoints import failpoint
 from protocol.process.prctl import die_with_parent, set_name
 from protocol.sampling import Grammar
@@ -26,6 +32,15 @@ MAX_MEMORY_BYTES = 1 * 2**30
 """Memory for a grammar in addition to the tokens."""
 LENGTH_BYTES = 4
 _NICENESS = 10
+_CHECK_MS = 10
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A grammar, and the time for it."""
+
+    grammar: Grammar
+    cpu_s: float
+    wall_s: float
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -33,6 +48,8 @@ class Proof(msgspec.Struct, frozen=True):
 
     error: str = ""
     definition: Definition = Definition("")
+    is_late: bool = False
+    """The time was over before there was either."""
 
 
 def main() -> None:
@@ -44,7 +61,7 @@ def main() -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = msgspec.msgpack.decode(_read(source), type=Vocabulary)
     compiler = GrammarCompiler(vocabulary)
-    decoder = msgspec.msgpack.Decoder(Grammar)
+    decoder = msgspec.msgpack.Decoder(Task)
     try:
         compiler.load()
     except GrammarError as error:
@@ -55,9 +72,65 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY_BYTES,) * 2)
     _write(target, b"")  # ready
     while body := _read(source):
-        failpoint("grammar.compile")
-        proof = Proof(problem) if problem else _prove(compiler, decoder.decode(body))
-        _write(target, msgspec.msgpack.encode(proof))
+        if problem:
+            _write(target, msgspec.msgpack.encode(Proof(problem)))
+        else:
+            _write(target, _proof_of_fork(compiler, decoder.decode(body)))
+
+
+def _proof_of_fork(compiler: GrammarCompiler, task: Task) -> bytes:
+    """Return the encoded proof that a fork of this process has made."""
+    read_fd, write_fd = os.pipe()
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _prove_and_exit(compiler, task.grammar, write_fd, parent)
+    os.close(write_fd)
+    try:
+        proof = _read_within(read_fd, pid, task)
+    except TimeoutError:
+        return msgspec.msgpack.encode(Proof(is_late=True))
+    finally:
+        os.close(read_fd)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not proof:
+        mib = MAX_MEMORY_BYTES >> 20
+        text = f"compiling it has failed, probably beyond its {mib} MiB of memory"
+        return msgspec.msgpack.encode(Proof(text))
+    return proof
+
+
+def _prove_and_exit(
+    compiler: GrammarCompiler, grammar: Grammar, write_fd: int, parent: int
+) -> NoReturn:
+    status = 1
+    try:
+        die_with_parent()
+        if os.getppid() == parent:
+            failpoint("grammar.compile")
+            body = memoryview(msgspec.msgpack.encode(_prove(compiler, grammar)))
+            while body:
+                body = body[os.write(write_fd, body) :]
+            status = 0
+    finally:
+        os._exit(status)
+
+
+def _read_within(read_fd: int, pid: int, task: Task) -> bytes:
+    """Return what a fork writes until its end; TimeoutError: the time of the task is over."""
+    deadline = time.monotonic() + task.wall_s
+    body = bytearray()
+    poller = select.poll()
+    poller.register(read_fd, select.POLLIN)
+    while True:
+        if not poller.poll(_CHECK_MS):
+            if time.monotonic() >= deadline or cpu_seconds(pid) >= task.cpu_s:
+                raise TimeoutError
+        elif piece := os.read(read_fd, 2**16):
+            body += piece
+        else:
+            return bytes(body)
 
 
 def _prove(compiler: GrammarCompiler, grammar: Grammar) -> Proof:
@@ -65,6 +138,7 @@ def _prove(compiler: GrammarCompiler, grammar: Grammar) -> Proof:
     try:
         definition = Definition(define(grammar))
         compiler.compile(grammar, definition)
+        compiler.follow(grammar)
     except GrammarError as error:
         return Proof(str(error))
     except (MemoryError, RecursionError):

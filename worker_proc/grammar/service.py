@@ -1,9 +1,9 @@
 """Compiles grammars alongside the worker's steps: first in a prover process, then in a thread.
 
-There are two lanes, each a thread with its own prover. The first one abandons a grammar after a
-short time, so that the following ones do not wait; the second one then tries it for longer. A
-prover is started with the first grammar of its lane, and replaced after a grammar that was too much
-for it.
+There are three lanes, each a thread with a prover of its own. The first gives up a grammar after a
+short time, so that those behind it do not wait; the next ones then try it for longer. The number of
+grammars in these is bounded: a client whose grammars all take long fills them, and not the first
+lane. A prover is started with the first grammar of its lane.
 """
 
 import contextlib
@@ -20,18 +20,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.message import MAX_TEXT, Decoder, ProtocolError
 from protocol.process.cpu_clock import cpu_seconds
-from protocol.sampling import Grammar
 from worker_proc.grammar.compiler import Definition, GrammarCompiler, GrammarError
-from worker_proc.grammar.prover import LENGTH_BYTES, MAX_MEMORY_BYTES, Proof
+from worker_proc.grammar.prover import LENGTH_BYTES, Proof, Task
 
-QUICK_S = 0.5
+QUICK_S = 0.1
+MIDDLE_S = 0.5
 LIMIT_S = 5.0
-"""Processor time for one grammar. The longest wait in a lane is `_longest_wait_s`. Both lanes
-together wait less than the time after which an answer begins with a comment that keeps its
-connection open, so that an error still has a status."""
+"""Processor time for one grammar. What a lane waits at most is in `_longest_wait_s`: all lanes
+together less than the time after which an answer begins with a comment that keeps its connection
+open, so that an error still has a status."""
+MOST_MIDDLE = 16
+MOST_SLOW = 8
+"""Grammars that a lane has not answered. Together less than the core sends."""
+_ANSWER_S = 5.0
+"""For the answer of a prover after the time of its grammar."""
 START_CPU_S = 30.0
 """Processor time for the start of a prover, with the tokens of a large vocabulary."""
 STALL_S = 30.0
@@ -61,8 +66,9 @@ class GrammarService:
         self._compiler = compiler
         self._adoption = 0
         self._results: deque[tuple[int, GrammarCompiled]] = deque()
-        self._slow = _Lane(self, compiler, LIMIT_S)
-        self._quick = _Lane(self, compiler, QUICK_S, self._slow)
+        self._slow = _Lane(self, compiler, LIMIT_S, most=MOST_SLOW)
+        self._middle = _Lane(self, compiler, MIDDLE_S, self._slow, most=MOST_MIDDLE)
+        self._quick = _Lane(self, compiler, QUICK_S, self._middle)
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def begin_adoption(self) -> None:
@@ -80,9 +86,9 @@ class GrammarService:
     def is_wanted(self, job: _Job) -> bool:
         return job.adoption == self._adoption
 
-    def answer(self, job: _Job, error: str) -> None:
+    def answer(self, job: _Job, error: str = "", fault: GrammarFault = GrammarFault.WRONG) -> None:
         """Keep an answer for the loop, and wake it; called by the lanes."""
-        result = GrammarCompiled(job.message.grammar_id, error[:MAX_TEXT])
+        result = GrammarCompiled(job.message.grammar_id, error[:MAX_TEXT], fault)
         self._results.append((job.adoption, result))
         os.eventfd_write(self.wake_fd, 1)
 
@@ -107,43 +113,66 @@ class _Lane:
         compiler: GrammarCompiler,
         limit_s: float,
         slower: "_Lane | None" = None,
+        *,
+        most: int = 2**31,
     ) -> None:
-        """Take the time for one grammar, and the lane for grammars that need more."""
+        """Take the time for one grammar, the lane for those that need more, and the most grammars.
+
+        Only one thread puts grammars here.
+        """
         self._service = service
         self._compiler = compiler
         self._limit_s = limit_s
+        self._wall_s = _longest_wait_s(limit_s)
         self._slower = slower
+        self._most = most
+        self._is_busy = False
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._prover: _Prover | None = None
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: _Job) -> bool:
+        """Take a grammar; False: there are too many already."""
+        if self._jobs.qsize() + self._is_busy >= self._most:
+            return False
         self._jobs.put(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="troika-grammar", daemon=True)
             self._thread.start()
+        return True
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # this thread only
         while True:
             job = self._jobs.get()
-            if not self._service.is_wanted(job):
-                continue
-            try:
-                self._compile(job.message)
-            except TimeoutError:
-                if self._slower is not None:
-                    self._slower.put(job)
-                    continue
-                error = f"compiling it takes longer than {self._limit_s:g} s"
-            except (GrammarError, OSError) as problem:
-                error = str(problem)
-            except Exception as problem:
-                log.exception("a grammar could not be compiled")
-                error = f"{type(problem).__name__}: {problem}"
-            else:
-                error = ""
-            self._service.answer(job, error)
+            self._is_busy = True
+            if self._service.is_wanted(job):
+                self._handle(job)
+            self._is_busy = False
+
+    def _handle(self, job: _Job) -> None:
+        try:
+            self._compile(job.message)
+        except TimeoutError:
+            self._pass_on(job)
+        except GrammarError as problem:
+            self._service.answer(job, str(problem))
+        except OSError as problem:
+            self._service.answer(job, str(problem), GrammarFault.BROKEN)
+        except Exception as problem:
+            log.exception("a grammar could not be compiled")
+            self._service.answer(job, f"{type(problem).__name__}: {problem}")
+        else:
+            self._service.answer(job)
+
+    def _pass_on(self, job: _Job) -> None:
+        """Leave a grammar to the slower lane."""
+        limit = f"longer than {self._limit_s:g} s"
+        if self._slower is None:
+            self._service.answer(job, f"compiling it takes {limit}")
+        elif not self._slower.put(job):
+            text = f"{self._slower._most} grammars that take {limit} are being compiled already"
+            self._service.answer(job, text, GrammarFault.BUSY)
 
     def _compile(self, message: CompileGrammar) -> None:
         definition = None
@@ -151,24 +180,34 @@ class _Lane:
             if self._prover is None:
                 self._prover = _Prover(self._compiler)
             try:
-                definition = self._prover.prove(message.grammar, self._limit_s)
+                definition = self._prover.prove(Task(message.grammar, self._limit_s, self._wall_s))
             except OSError:
-                self._prover.close()
-                self._prover = None
+                if self._prover.is_broken:
+                    self._prover.close()
+                    self._prover = None
                 raise
         self._compiler.compile(message.grammar, definition)
 
 
+class ProverError(OSError):
+    """The process that compiles grammars does not start, or does not answer."""
+
+
 class _Prover:
-    """The worker's end of a prover; unusable after an OSError."""
+    """The worker's end of a prover. After a ProverError it cannot be used any more."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker_proc.grammar.prover"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
+        """Start one; ProverError: it does not start."""
+        self.is_broken = False
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "worker_proc.grammar.prover"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise _not_started(error) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._write_fd = self._process.stdin.fileno()
@@ -181,20 +220,23 @@ class _Prover:
             self._receive(limit)
         except OSError as error:
             self.close()
-            text = f"the process that compiles grammars does not start: {error}"
-            raise GrammarError(text) from error
+            raise _not_started(error) from error
 
-    def prove(self, grammar: Grammar, limit_s: float) -> Definition:
-        """Compile a grammar there; raise GrammarError if it is invalid, OSError past the limits."""
-        pid = self._process.pid
-        limit = _Limit(time.monotonic() + _longest_wait_s(limit_s), pid, cpu_seconds(pid) + limit_s)
-        self._send(msgspec.msgpack.encode(grammar), limit)
+    def prove(self, task: Task) -> Definition:
+        """Compile a grammar there.
+
+        GrammarError: it cannot be compiled. TimeoutError: not within the time. ProverError.
+        """
+        limit = _Limit(time.monotonic() + task.wall_s + _ANSWER_S)
         try:
+            self._send(msgspec.msgpack.encode(task), limit)
             proof = _decode_proof(self._receive(limit))
-        except ProtocolError as error:
-            raise OSError(
-                f"the process that compiles grammars has sent no proof: {error}"
-            ) from error
+        except (OSError, ProtocolError) as error:
+            self.is_broken = True
+            reason = "it does not answer" if isinstance(error, TimeoutError) else error
+            raise ProverError(f"the process that compiles grammars has failed: {reason}") from error
+        if proof.is_late:
+            raise TimeoutError
         if proof.error:
             raise GrammarError(proof.error)
         return proof.definition
@@ -218,7 +260,7 @@ class _Prover:
     def _receive(self, limit: "_Limit | _StartLimit") -> bytes:
         length = int.from_bytes(self._read(LENGTH_BYTES, limit), "little")
         if length > _MAX_PROOF_BYTES:
-            raise OSError(f"its translation has {length} bytes, more than {_MAX_PROOF_BYTES}")
+            raise OSError(f"its answer has {length} bytes, more than {_MAX_PROOF_BYTES}")
         return self._read(length, limit)
 
     def _read(self, length: int, limit: "_Limit | _StartLimit") -> bytes:
@@ -227,8 +269,7 @@ class _Prover:
             _wait(self._read_fd, select.POLLIN, limit)
             piece = os.read(self._read_fd, length - len(body))
             if not piece:
-                mib = MAX_MEMORY_BYTES >> 20
-                raise OSError(f"compiling it has failed, probably beyond its {mib} MiB of memory")
+                raise OSError("it has ended")
             body += piece
         return bytes(body)
 
@@ -237,13 +278,10 @@ class _Limit(NamedTuple):
     """The time in which a prover must answer."""
 
     deadline: float
-    pid: int
-    cpu_s: float
-    """The prover's processor time at which it is abandoned."""
 
     def check(self) -> None:
         """Raise TimeoutError if the time is over."""
-        if time.monotonic() >= self.deadline or cpu_seconds(self.pid) >= self.cpu_s:
+        if time.monotonic() >= self.deadline:
             raise TimeoutError
 
 
@@ -270,6 +308,10 @@ class _StartLimit:
             raise TimeoutError(f"it has not advanced for {STALL_S:g} s")
 
 
+def _not_started(error: OSError) -> ProverError:
+    return ProverError(f"the process that compiles grammars does not start: {error}")
+
+
 def _wait(fd: int, event: int, limit: _Limit | _StartLimit) -> None:
     """Wait until a pipe is ready; raise TimeoutError past the limit."""
     poller = select.poll()
@@ -279,5 +321,5 @@ def _wait(fd: int, event: int, limit: _Limit | _StartLimit) -> None:
 
 
 def _longest_wait_s(limit_s: float) -> float:
-    """Return the wait for a prover that shares its processor with others."""
-    return 1.0 + 2 * limit_s
+    """Return the time for a prover that shares its processor with others."""
+    return 1.5 + 1.8 * limit_s
