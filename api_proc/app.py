@@ -21,7 +21,7 @@ from api_proc.anthropic.errors import MessagesMiddleware
 from api_proc.anthropic.routes import MESSAGES, count_tokens
 from api_proc.errors import ApiError, internal
 from api_proc.http.access_log import AccessLogger, AccessLogMiddleware
-from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection, error_body
+from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
 from api_proc.http.middleware import (
     OPEN_PATHS,
     AuthMiddleware,
@@ -202,14 +202,25 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(error.status_code).phrase
     code = phrase.lower().replace(" ", "_")
     message = f"{phrase}: {request.method} {request.url.path}"
-    headers = dict(error.headers or {})
+    headers: dict[str, str] = {}
     if (request.method, request.url.path) in _ADMIN_PATHS:
         message += ", which exists only with --enable-admin-routes"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(_methods_of(request))
         message += f"; its methods: {headers['Allow']}"
-    body = error_body(request.scope, ApiError(error.status_code, message, code=code))
-    return Response(body, error.status_code, headers, "application/json")
+    fields = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+    return _ErrorResponse(ApiError(error.status_code, message, code=code, headers=fields))
+
+
+class _ErrorResponse(Response):
+    """An error, after which the rest of a body is discarded, as after other errors."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Connection(scope, receive, send).send_error(self._error)
 
 
 def _methods_of(request: Request) -> list[str]:

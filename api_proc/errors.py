@@ -121,6 +121,8 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) 
     complaint = read_complaint(text)
     param = complaint.place
     if complaint.is_missing:
+        if param == "prompt" and raw is not None and _has_name(raw, "prompt_embeds"):
+            return unsupported("prompt_embeds")
         code, reason = "missing_required_parameter", complaint.reason
     else:
         code = _code(param, complaint.original)
@@ -128,6 +130,12 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) 
             read_complaint(text, _shown(raw, param)).reason
         )
     return ApiError(400, f"{param or 'body'}: {reason}", param=param or None, code=code)
+
+
+def _has_name(raw: bytes, name: str) -> bool:
+    """Whether a body that was decoded has a name whose value is not null."""
+    value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(name)
+    return value is not None and bytes(value).strip() != b"null"
 
 
 def _code(param: str, complaint: str) -> str:

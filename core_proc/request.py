@@ -203,7 +203,7 @@ class Request:
         return self.num_cached_tokens is not None or self.num_output_tokens > 0
 
     def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
-        """Set what ends it; ValueError, naming the field, if no token is left to sample."""
+        """Set what ends it; a ValueError that begins with the field: no token is left to sample."""
         params = self.sampling_params
         if params.pooling is not None:  # its one token is dropped, and so needs no position
             max_model_len += 1

@@ -156,7 +156,9 @@ class RunningEngine:
             else:
                 self.grammars.add(request, grammar)
         except ValueError as problem:
-            return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
+            param = str(problem).partition(" ")[0]
+            error = RequestError(ErrorCode.INVALID, str(problem), param)
+            return Refused(add.request_id, error)
         self._owners.enter(client, add.request_id, req_id)  # first: if the next fails, it is ended
         if add.adapter is not None:
             self.adapters.add(request, add.adapter)

@@ -442,7 +442,8 @@ class Scheduler:
         """Queue a request; with outputs (of an earlier life) it continues after them.
 
         `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`.
-        A ValueError names the field: the request could never be scheduled, or its id is taken.
+        A ValueError begins with the name of the field: the request could never be scheduled, or
+        its id is taken.
         """
         if request.req_id in self.requests:
             raise ValueError(f"req_id {request.req_id} is in use")

@@ -408,7 +408,7 @@ def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestErr
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logprob_token_ids", params.logprob_token_ids),
         *(("bad_words", word) for word in params.bad_words),
-        ("thinking_token_budget", _marker_ids(params)),
+        ("thinking_token_budget", _budget_ids(params)),
     ):
         for token_id in ids:
             if token_id >= facts.vocab_size:
@@ -423,11 +423,12 @@ def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestErr
     return None
 
 
-def _marker_ids(params: SamplingParams) -> list[int]:
+def _budget_ids(params: SamplingParams) -> list[int]:
     budget = params.thinking_budget
     if budget is None:
         return []
-    return budget.begin_token_ids + budget.end_token_ids + budget.call_token_ids
+    markers = budget.begin_token_ids + budget.end_token_ids + budget.call_token_ids
+    return markers + budget.space_token_ids
 
 
 def _validate_detection(detection: RepetitionDetection) -> RequestError | None:

@@ -90,7 +90,9 @@ def _little_endian(ids: "array[int]") -> "array[int]":
     return ids
 
 
-RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+MAX_REQUEST_ID = 2**53
+"""Ids of requests are less: all languages can read them."""
+RequestId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REQUEST_ID)]
 MAX_TEXT = 4096
 """Characters of a `Text`; senders cut longer ones."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]

@@ -7,7 +7,7 @@ of outputs, the number of the request. These bytes can be read even if those aft
 import msgspec
 
 from protocol.api_core import RequestOutput
-from protocol.message import encode
+from protocol.message import MAX_REQUEST_ID, encode
 
 _ADD = encode("AddRequest")
 _STEP_OUTPUTS = encode("StepOutputs")
@@ -59,4 +59,5 @@ def _read_uint(body: bytes, start: int) -> int | None:
     size = _UINT_BYTES.get(first)
     if size is None or start + 1 + size > len(body):
         return None
-    return int.from_bytes(body[start + 1 : start + 1 + size], "big")
+    number = int.from_bytes(body[start + 1 : start + 1 + size], "big")
+    return number if number < MAX_REQUEST_ID else None

@@ -130,6 +130,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion(max_tokens=512), "max_tokens", "context_length_exceeded"),
     (COMPLETIONS, completion(suffix="end"), "suffix", "unsupported_parameter"),
     (COMPLETIONS, completion(prompt_embeds="gASV"), "prompt_embeds", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt_embeds": "gASV"}, "prompt_embeds", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt_embeds": None}, "prompt", "missing_required_parameter"),
     (COMPLETIONS, completion(guided_regex=""), "guided_regex", "invalid_value"),
     (COMPLETIONS, completion(structured_outputs={}), "structured_outputs", "invalid_value"),
     (COMPLETIONS, completion(use_beam_search=True, stream=True), "stream", "invalid_value"),

@@ -150,16 +150,26 @@ def test_too_large_a_body_is_not_read_to_its_end(server: LiveServer, declared: b
                 pass
 
 
-@pytest.mark.parametrize("key", [KEY, "x"])
-def test_clients_that_send_first_get_the_error(locked: LiveServer, key: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/completions", KEY, 413),
+        ("/v1/completions", "x", 401),
+        ("/v1/nothing", KEY, 404),
+        ("/livez", KEY, 405),
+    ],
+)
+def test_clients_that_send_first_get_the_error(
+    locked: LiveServer, path: str, key: str, status: int
+) -> None:
     """A connection that is closed with unread bytes is reset, and its client loses the answer."""
-    headers = {"Authorization": b"Bearer " + key.encode()}
+    headers = {"Authorization": b"Bearer " + key.encode(), "Connection": b"close"}
     for _ in range(5):
         connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=10)
         with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", b" " * 2**24, headers)
+            connection.request("POST", path, b" " * 2**24, headers)
             response = connection.getresponse()
-            assert response.status == (413 if key == KEY else 401)
+            assert response.status == status
             assert response.read()
             assert response.will_close
 

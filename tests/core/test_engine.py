@@ -14,7 +14,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.sampling import FinishReason
+from protocol.sampling import FinishReason, ThinkingBudget
 from tests.core.engine_bench import (
     CLIENT,
     FACTS,
@@ -28,6 +28,7 @@ from tests.core.engine_bench import (
 )
 
 Parts = list[PromptLogprobs]
+BEHIND_SPACES = ThinkingBudget(1, [], [7], space_token_ids=[1000])
 
 
 def row_of(logprob: float) -> TokenLogprobs:
@@ -51,7 +52,8 @@ def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:
         (add(1, [1000]), ErrorCode.INVALID, "prompt"),
         (add(1, [1] * 512), ErrorCode.TOO_LONG, "prompt"),
         (add(1, max_tokens=2, min_tokens=3), ErrorCode.INVALID, "min_tokens"),
-        (add(1, max_tokens=2, outputs=[7, 7]), ErrorCode.INVALID, None),
+        (add(1, max_tokens=2, outputs=[7, 7]), ErrorCode.INVALID, "output_token_ids"),
+        (add(1, thinking_budget=BEHIND_SPACES), ErrorCode.INVALID, "thinking_token_budget"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_field(
