@@ -19,6 +19,11 @@ _KINDS = {
     "array": "an array",
     "object": "an object",
 }
+_RANGES = {
+    "Number out of range": "must be a number from -1.8e308 to 1.8e308",
+    "Integer value out of range": "must be an integer of at most 4300 digits",
+}
+"""Complaints about numbers that no field can hold, in words that name the bounds."""
 _MOST_SHOWN = 100
 """Characters of a value."""
 
@@ -64,6 +69,8 @@ def read_complaint(text: str, shown: str | None = None) -> Complaint:
 
 def _reason(what: str, shown: str | None) -> str:
     expected = _EXPECTED.fullmatch(what)
+    if what in _RANGES:
+        return _RANGES[what]
     if expected is None:
         return what[:1].lower() + what[1:]
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in expected["kinds"].split(" | "))

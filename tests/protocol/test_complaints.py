@@ -68,3 +68,21 @@ def test_a_text_that_is_not_json_is_named() -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(b"{")
     assert in_words(caught.value, "body") == "body: is not valid JSON: Input data was truncated"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b'{"n": %b}' % (b"9" * 5000), "n: must be an integer of at most 4300 digits"),
+        (
+            b'{"bias": {"1": 1e400}}',
+            "bias: a value in it must be a number from -1.8e308 to 1.8e308",
+        ),
+    ],
+)
+def test_a_complaint_about_a_number_that_no_field_can_hold_names_the_bound(
+    text: bytes, line: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.json.decode(text, type=Body)
+    assert read_complaint(str(caught.value)).about("") == line
