@@ -75,6 +75,11 @@ class GrammarKind(enum.StrEnum):
     """Lark, or GBNF as llama.cpp has it; the worker finds out which."""
 
 
+JSON_WHITESPACE = r"[ \t\n\r]{1,40}"
+"""Between the tokens of JSON. Without a bound a model can write spaces until its last token; the
+schema's key `x-guidance` may set another pattern."""
+
+
 class Grammar(Record):
     """A language to which the whole output is confined; the worker compiles it."""
 

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable
 
+import msgspec
+
 from api_proc.chat.formats import Dialect, ToolFormat
 from api_proc.chat.harmony import HarmonyMessages
-from api_proc.chat.lark import LarkWriter
+from api_proc.chat.lark import LarkWriter, nested_json
 from api_proc.chat.tools import ToolUse
 from protocol.sampling import Grammar, GrammarKind
 
@@ -104,5 +106,5 @@ def _nested(grammar: Grammar, lark: LarkWriter) -> str | None:
         source = re.sub(r"\\.|/", lambda found: found[0].replace("/", r"\/"), grammar.source)
         return lark.rule(f"%lark {{\nstart: /{source}/\n}}") if "\n" not in source else None
     if grammar.kind is GrammarKind.JSON_SCHEMA and grammar.source.lstrip().startswith("{"):
-        return lark.rule(f"%json {grammar.source}")
+        return lark.rule(nested_json(msgspec.json.decode(grammar.source)))
     return None

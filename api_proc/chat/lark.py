@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.sampling import MAX_GRAMMAR_CHARS
+from protocol.sampling import JSON_WHITESPACE, MAX_GRAMMAR_CHARS
 
 MAX_START_CHARS = 8192
 """Enough for the rules that every grammar has."""
@@ -93,6 +93,19 @@ class LarkWriter:
             if end and (token_id := self._added_token_id(text[start:end])) is not None:
                 return start, end, token_id
         return len(text), len(text), None
+
+
+def nested_json(schema: dict[str, Any] | bool) -> str:
+    """Return an expression for JSON that follows a schema, with as much whitespace as elsewhere.
+
+    The worker sets that bound only where the schema is the whole grammar.
+    """
+    if isinstance(schema, bool):
+        return f"%json {str(schema).lower()}"
+    options = schema.get("x-guidance", {})
+    if isinstance(options, dict) and options.get("whitespace_flexible") is not False:
+        schema = schema | {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE} | options}
+    return f"%json {msgspec.json.encode(schema).decode()}"
 
 
 def subschema(root: dict[str, Any], schema: Any) -> dict[str, Any]:

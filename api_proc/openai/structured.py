@@ -11,6 +11,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
+from api_proc.chat.lark import nested_json
 from api_proc.errors import invalid, unsupported
 from protocol.api_core import RequestError
 from protocol.config.complaints import in_words
@@ -242,8 +243,8 @@ def _from_structural_tag(form: ResponseFormat, param: str) -> Grammar:
         if not starts:
             raise invalid(f"{where}.begin", "must start with one of the triggers")
         rest = tag.begin[len(form.triggers[starts[0]]) :]
-        schema = _json(_decoded(_or_object(tag.schema), f"{where}.schema"))
-        parts = [f"trigger_{starts[0]}", _quoted(rest), f"%json {schema}", _quoted(tag.end)]
+        schema = _decoded(_or_object(tag.schema), f"{where}.schema")
+        parts = [f"trigger_{starts[0]}", _quoted(rest), nested_json(schema), _quoted(tag.end)]
         rules.append(f"tag_{i}")
         lines.append(f"tag_{i}: {' '.join(part for part in parts if part != _quoted(''))}")
     return Grammar(

@@ -280,6 +280,9 @@ CONTENTS = {
 }
 
 
+COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False}
+
+
 @pytest.mark.parametrize("kind", CONTENTS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mistral_list"])
 def test_content_is_confined_after_reasoning_and_beside_calls(
@@ -322,6 +325,29 @@ def test_content_is_confined_after_reasoning_and_beside_calls(
             assert accepts(None, prefix + '"a/b"', is_over=True) == (not prefix)
             assert accepts(optional, prefix + '"a/b"', is_over=True) == (not prefix)
             assert accepts(required, prefix + call, is_over=True) == (not prefix)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 40), ({"whitespace_pattern": " {1,3}"}, 3), (COMPACT, 0)]
+)
+def test_whitespace_in_an_answer_after_reasoning_is_bounded(
+    vocabulary: Vocabulary, options: dict[str, Any], most: int
+) -> None:
+    """A greedy model could write spaces until its last token."""
+    schema = {"type": "array", "maxItems": 0, "x-guidance": options}
+    grammar = output_grammar(
+        dialect_of("qwen3"),
+        None,
+        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+        is_reasoning_open=False,
+        is_reasoning_over=False,
+        added_token_id=vocabulary.added_id,
+    )
+    assert grammar is not None
+    for prefix in ("", "<think>Hm.</think>\n\n"):
+        for num_spaces in (most, most + 1):
+            text = f"{prefix}[{' ' * num_spaces}]"
+            assert vocabulary.accepts(grammar.source, text) == (num_spaces == most)
 
 
 @pytest.mark.parametrize(

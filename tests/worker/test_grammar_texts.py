@@ -61,7 +61,15 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (
         {"response_format": TAGS},
         ["", "text", 'see <f=x>{"a": 1}</f> and <f=y>2', "[ttrue] or <", "<f"],
-        ["<f=z>", '<f=x>{"b":1}</f>', "<f=x>{}", "<f=y>3", "[tnull]", "[x]"],
+        [
+            "<f=z>",
+            '<f=x>{"b":1}</f>',
+            '<f=x>{"a":' + " " * 41 + "1}</f>",
+            "<f=x>{}",
+            "<f=y>3",
+            "[tnull]",
+            "[x]",
+        ],
     ),
 ]
 

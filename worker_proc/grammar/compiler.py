@@ -11,15 +11,12 @@ import msgspec
 
 from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
-from protocol.sampling import Grammar, GrammarKind
+from protocol.sampling import JSON_WHITESPACE, Grammar, GrammarKind
 
 if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
     import llguidance
 
 MAX_CACHE_BYTES = 256 * 2**20
-WHITESPACE = r"[ \t\n\r]{1,40}"
-"""Whitespace between the tokens of JSON. Without a bound, a model can write spaces until its last
-token; the schema's key `x-guidance` may set another pattern."""
 FIRST_BYTE_ID = 3
 """For the null model, whose ids 3 to 258 are the bytes 0 to 255."""
 
@@ -72,7 +69,7 @@ def define(grammar: Grammar) -> str:
     try:
         if grammar.kind is GrammarKind.JSON_SCHEMA:
             return matcher.grammar_from_json_schema(
-                source, defaults={"whitespace_pattern": WHITESPACE}
+                source, defaults={"whitespace_pattern": JSON_WHITESPACE}
             )
         if grammar.kind is GrammarKind.REGEX:
             return matcher.grammar_from_regex(source)
