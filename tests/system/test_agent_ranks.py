@@ -180,7 +180,7 @@ def test_the_engine_joined_logs_why_a_rank_cannot_start_and_the_agent_may_have_o
     head = Head(start_engine, keys, *TENSOR, "--worker-cpus", f"{own[0]}:{absent}")
     agent = head.agent("one")
     assert agent.process.wait(30) == 1
-    reason = rf"agent one has failed: (zygote|worker) 1 failed \(.+\): worker_cpus contains {absent}"
+    reason = f"agent one has failed: (zygote|worker) 1 failed (.+): worker_cpus contains {absent}"
     eventually(lambda: re.search(reason, head.engine.log), "the reason is logged there")
     if len(own) > 1:
         cpus = ("--worker-cpus", f"{own[0]}:{own[1]}")
