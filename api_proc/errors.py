@@ -16,6 +16,7 @@ UNSUPPORTED = "unsupported_parameter"
 
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 """One step of a path: an index or a name."""
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _MOST_SEARCHED = 2**16
 """Largest body that is decoded again to show a wrong value."""
 _LONGEST_SHOWN = 34
@@ -116,8 +117,8 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) 
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON body is nested too deeply", code="too_deep")
     if not isinstance(error, msgspec.ValidationError):
-        reason = f"the body is not valid JSON: {text}" if raw != b"" else "the body is empty"
-        return ApiError(400, reason, code="invalid_json")
+        reason = f"the body is not valid JSON: {_not_json(text, raw)}"
+        return ApiError(400, reason if raw != b"" else "the body is empty", code="invalid_json")
     complaint = read_complaint(text)
     param = complaint.place
     if complaint.is_missing:
@@ -130,6 +131,18 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) 
             read_complaint(text, _shown(raw, param)).reason
         )
     return ApiError(400, f"{param or 'body'}: {reason}", param=param or None, code=code)
+
+
+def _not_json(text: str, raw: bytes | None) -> str:
+    """Return why a body is not JSON; the decoder's text leads astray for some characters."""
+    if raw is None or len(raw) > _MOST_SEARCHED:
+        return text
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8 (byte {error.start})"
+    half = _HALF_PAIR.search(raw) if "truncated" in text else None
+    return text if half is None else f"half of a surrogate pair (byte {half.start()})"
 
 
 def _has_name(raw: bytes, name: str) -> bool:

@@ -138,16 +138,18 @@ class AdapterRegistry:
         return removed
 
     def restore(self) -> None:
-        """Write the names again if their file was removed: other processes read it.
+        """Write the names again if their files were removed: other processes read them.
 
         NamesLocked as `add`. Call it in a thread.
         """
-        if self._path is None or self._path.exists() or not self._has_settled:
+        if self._path is None or not self._has_settled:
+            return
+        if self._path.exists() and self._is_settled:
             return
         with self._locked() as names:
             if not self._path.exists():
                 self._write(names)
-                self._path.with_suffix(_SETTLED).touch()
+            self._path.with_suffix(_SETTLED).touch()
 
     def _refresh(self) -> _Names:
         """Return the names, which are read again if the file has changed."""

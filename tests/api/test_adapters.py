@@ -176,6 +176,26 @@ def test_processes_share_the_names_and_a_later_one_keeps_them(tmp_path: Path) ->
     assert [one.adapter.name for one in later.all()] == ["y", "z"]
 
 
+@pytest.mark.parametrize("removed", [{""}, {".settled"}, {"", ".settled", ".lock"}])
+def test_names_are_kept_although_their_files_were_removed(
+    tmp_path: Path, removed: set[str]
+) -> None:
+    """A later process finds them, and no unload is undone."""
+    paths = [write(tmp_path / name, name) for name in ("a", "b")]
+    config = configure(enable_lora=True, lora_modules=[f"x={paths[0]}"]).lora
+    registry = AdapterRegistry(tmp_path, config)
+    registry.settle(registry.begin())
+    registry.remove("x")
+    registry.add(registry.read(LoraModule("z", str(paths[1]))))
+    assert [one.adapter.name for one in registry.all()] == ["z"]
+    for suffix in removed:
+        (tmp_path / ADAPTERS_FILE).with_suffix(suffix).unlink()
+    registry.restore()
+    later = AdapterRegistry(tmp_path, config)
+    assert later.begin() == []
+    assert [one.adapter.name for one in later.all()] == ["z"]
+
+
 @pytest.mark.parametrize("has_run_dir", [True, False])
 def test_a_load_during_the_start_takes_no_name_of_the_settings(
     has_run_dir: bool, tmp_path: Path

@@ -253,6 +253,21 @@ def test_field_out_of_bounds_is_rejected(
     assert response.json()["error"]["message"].startswith(param), "the field comes first"
 
 
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b'{"prompt": "x", "user": "a\xff"}', "it is not UTF-8 (byte 26)"),
+        (b'{"prompt": "x", "stop": "\\ud800"}', "half of a surrogate pair (byte 25)"),
+        (b'{"prompt": "\\ud83d\\ude00", "n": ', "Input data was truncated"),
+    ],
+)
+def test_the_error_of_wrong_characters_in_a_body_has_their_place(
+    http: httpx.Client, raw: bytes, reason: str
+) -> None:
+    message = http.post(COMPLETIONS, content=raw).json()["error"]["message"]
+    assert message == f"the body is not valid JSON: {reason}"
+
+
 def test_an_empty_body_is_called_empty(http: httpx.Client) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize", "/v1/messages"):
         assert http.post(path, content=b"").json()["error"]["message"] == "the body is empty"

@@ -307,3 +307,11 @@ def test_a_list_that_cannot_be_written_is_written_later(
     bench.run_dir.with_name("away").rename(bench.run_dir)
     bench.turn()
     assert bench.addresses == ["tcp://10.0.0.2:7000"]
+
+
+def test_a_list_that_was_removed_is_written_again(bench: Bench) -> None:
+    bench.join(bench.connect(), "one", "tcp://10.0.0.2:7000")
+    members_file(str(bench.run_dir)).unlink()
+    bench.agents.write_again()
+    bench.turn()
+    assert bench.addresses == ["tcp://10.0.0.2:7000"]
