@@ -25,7 +25,7 @@ from worker_proc.parallel.step_results import RequestResult, pack_results
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.sampling.step_sampler import NOT_FINITE, StepSampler
+from worker_proc.sampling.step_sampler import NOT_FINITE, StepSampler, StepTokens
 from worker_proc.step_timer import Arrival, StepClock
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ _MAX_MASK_THREADS = 8
 class ModelRunner:
     """Executes steps with a loaded model and its KV pool.
 
-    On CUDA a step whose tokens are sampled on the device returns from `launch` before it is
-    computed, and the next one may be launched then. Any other step waits for the one before it.
+    On CUDA, `launch` returns before a step is computed if its tokens are sampled on the device, and
+    the next step may then be launched. Any other step waits for the one before it.
     """
 
     def __init__(
@@ -53,20 +53,18 @@ class ModelRunner:
         exchange: RankExchange | None = None,
         stage: StagePart | None = None,
     ) -> None:
-        """Compute all steps of a model, whose tokens `sampler` or a device chooses.
+        """Run the steps of a model; `sampler`, or the device itself, chooses the tokens.
 
         Args:
-            draft_blocks: those of `draft_model` that stores keep.
-            shared_drafts: gives all ranks the drafts of the one that has the draft model.
+            draft_blocks: the draft model's blocks that may be kept in stores.
+            shared_drafts: shares the drafts of the rank that has the draft model.
             steps_ahead: launches the steps that a device can compute alone.
             exchange: connects the ranks that compute the same steps.
-            stage: this part of a model in several stages, of which it is the last.
+            stage: this stage, which is the last one, of a model in several stages.
         """
         loaded, adapters = model.loaded, model.adapters
+        self._loaded = loaded
         self._model = loaded.model
-        self._head = loaded.head
-        self._has_token_types = loaded.has_token_types
-        self._device = loaded.device
         self.facts = model.facts
         self.attention = model.backend.name
         self._backend = model.backend
@@ -97,9 +95,9 @@ class ModelRunner:
             share = None if shared_drafts is None else shared_drafts.share
             self._drafter = Drafter(self._mirror, draft_model, share, self._least_draft_states())
         self._launched: SampledStep | None = None
-        """The step before, if its tokens may not be known yet."""
+        """The last step, if its tokens may not be known yet."""
         self._steady: SteadyDecode | None = None
-        """The decode step that may follow the step before; None: the next one is built anew."""
+        """The decode step that may follow the last step; None: the next step is built anew."""
 
     def on_wait(self, report: Callable[[], None]) -> None:
         if self._exchange is not None:
@@ -168,7 +166,7 @@ class ModelRunner:
         """Launch a step whose tokens are placeholders until the host reads them."""
         self._pool.swap(step.swap_out, step.swap_in)
         self._pool.wake()
-        inputs = pack_step(scheduled, self._device)
+        inputs = pack_step(scheduled, self._loaded.device)
         launched = ahead.launch(step.step_id, inputs, partial(self._times.end, arrival))
         failpoint("worker.mid_step")
         self._mirror.advance(scheduled, [~place for place in range(len(inputs.sampling))])
@@ -178,54 +176,36 @@ class ModelRunner:
         self, step: SchedulerOutput, scheduled: list[ScheduledRequest], arrival: Arrival
     ) -> ModelRunnerOutput:
         """Compute a step whose tokens are needed on the host."""
-        if self._drafter is not None:
-            self._drafter.follow(step)
-        self._pool.swap(step.swap_out, step.swap_in)
-        if self._states is not None:
-            self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
+        self._change_blocks(step)
         if not scheduled:
             return ModelRunnerOutput(step.step_id, [])
-        self._pool.wake()
-        inputs = pack_step(scheduled, self._device)
-        if self._has_token_types:
-            inputs = with_token_types(inputs)
-        if self._adapters is not None:
-            self._adapters.begin_step(inputs)
+        inputs = self._pack(scheduled)
         masks = self._sampler.begin_masks(inputs) if self._mirror.num_constrained else None
-        pooling = self._mirror.pooling
-        with captured_hidden_states(self._model if pooling else None) as hidden:
+        with captured_hidden_states(self._model if self._mirror.pooling else None) as hidden:
             logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
         row_masks = None if masks is None else masks.result()
-        token_ids, num_tokens, logprobs, errors = self._sampler.sample(inputs, logits, row_masks)
-        pooled: dict[int, bytes] = {}
-        if pooling:
-            rows = inputs.first_rows
-            pooled, not_finite = pool(scheduled, rows, pooling, hidden.rows, self._head)
-            errors |= dict.fromkeys(not_finite, NOT_FINITE)
-        self._agree(token_ids)
+        sampled = self._sampler.sample(inputs, logits, row_masks)
+        errors = sampled.errors
+        pooled, pooling_errors = self._pooled(scheduled, inputs, hidden.rows)
+        errors |= pooling_errors
+        self._agree(sampled.token_ids)
         if self._drafter is None:
-            self._publish(token_ids)
+            self._publish(sampled.token_ids)
         prompt_logprobs = self._sampler.prompt_logprobs(inputs, logits)
-        self._mirror.advance(scheduled, token_ids, num_tokens)
+        self._mirror.advance(scheduled, sampled.token_ids, sampled.num_tokens)
         if masks is not None:
             errors |= follow(scheduled)
-        drafts: list[int] = []
-        draft_ns = 0
-        if self._drafter is not None:
-            sampled_ns = time.perf_counter_ns()
-            drafts = self._drafter.draft(scheduled)
-            self._publish_drafted(inputs.sampling, token_ids, num_tokens)
-            draft_ns = time.perf_counter_ns() - sampled_ns
-        elif self._can_go_on(inputs):
+        drafts, draft_ns = self._draft(scheduled, inputs, sampled)
+        if self._starts_steady_decode(inputs):
             self._steady = SteadyDecode(inputs, self.facts.block_size)
         forward_ns, wait_ns = self._times.end(arrival)
         return ModelRunnerOutput(
             step.step_id,
-            token_ids,
-            num_tokens,
+            sampled.token_ids,
+            sampled.num_tokens,
             drafts,
-            logprobs,
+            sampled.logprobs,
             prompt_logprobs,
             forward_ns,
             errors,
@@ -234,9 +214,48 @@ class ModelRunner:
             wait_ns,
         )
 
-    def _can_go_on(self, inputs: StepInputs) -> bool:
-        """Return whether the inputs of the next step may be made from those of this one."""
-        if self._device.type != "cpu":
+    def _change_blocks(self, step: SchedulerOutput) -> None:
+        """Copy swapped blocks, and note which blocks get other contents."""
+        if self._drafter is not None:
+            self._drafter.follow(step)
+        self._pool.swap(step.swap_out, step.swap_in)
+        if self._states is not None:
+            self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
+
+    def _pack(self, scheduled: list[ScheduledRequest]) -> StepInputs:
+        """Return the model's inputs, with everything that the forward reads in place."""
+        self._pool.wake()
+        inputs = pack_step(scheduled, self._loaded.device)
+        if self._loaded.has_token_types:
+            inputs = with_token_types(inputs)
+        if self._adapters is not None:
+            self._adapters.begin_step(inputs)
+        return inputs
+
+    def _pooled(
+        self, scheduled: list[ScheduledRequest], inputs: StepInputs, rows: torch.Tensor | None
+    ) -> tuple[dict[int, bytes], dict[int, str]]:
+        """Return the vectors of requests with pooling, and the errors of those without one."""
+        pooling = self._mirror.pooling
+        if not pooling:
+            return {}, {}
+        vectors, not_finite = pool(scheduled, inputs.first_rows, pooling, rows, self._loaded.head)
+        return vectors, dict.fromkeys(not_finite, NOT_FINITE)
+
+    def _draft(
+        self, scheduled: list[ScheduledRequest], inputs: StepInputs, sampled: StepTokens
+    ) -> tuple[list[int], int]:
+        """Make the drafts for the next step; returns their numbers, and the time in ns."""
+        if self._drafter is None:
+            return [], 0
+        begun_ns = time.perf_counter_ns()
+        drafts = self._drafter.draft(scheduled)
+        self._publish_drafted(inputs.sampling, sampled.token_ids, sampled.num_tokens)
+        return drafts, time.perf_counter_ns() - begun_ns
+
+    def _starts_steady_decode(self, inputs: StepInputs) -> bool:
+        """Return whether the inputs of the next step may be derived from those of this one."""
+        if self._drafter is not None or self._loaded.device.type != "cpu":
             return False
         if self._mirror.num_constrained or self._mirror.pooling or not self.facts.generates:
             return False
@@ -245,7 +264,7 @@ class ModelRunner:
     def _compute_steady(
         self, step_id: int, steady: SteadyDecode, arrival: Arrival
     ) -> ModelRunnerOutput:
-        """Compute a step of the same requests as the one before, one token further."""
+        """Compute the next token of the same requests as in the step before."""
         inputs = steady.move_on()
         logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
@@ -289,9 +308,9 @@ class ModelRunner:
         self._publish(pack_results(results))
 
     def _least_draft_states(self) -> Callable[[], int] | None:
-        """Return what finds the draft states of the rank with the fewest; None: there is no other.
+        """Return a function for the number of draft states that all ranks have; None: one rank.
 
-        The ranks meet when it is called, in the first step with drafts.
+        The ranks compare their numbers when it is called, in the first step with drafts.
         """
         if self._states is None:
             return None
