@@ -43,6 +43,26 @@ class GenerationRecord(NamedTuple):
     """False: it failed, or its client has disconnected."""
 
 
+class EndedRequest(NamedTuple):
+    """An HTTP request that has ended, at a time of day."""
+
+    scope: Scope
+    status: int
+    time: float
+    duration_s: float
+
+    @property
+    def generation(self) -> GenerationRecord | None:
+        """What the request has generated; None: it was not a generation."""
+        record: GenerationRecord | None = self.scope.get(GENERATION_KEY)
+        return record
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the client has received a whole answer that is an error."""
+        return self.status >= 400 and self.status != _DISCONNECTED
+
+
 class AccessLogger:
     """Chooses the requests that are logged, and writes their lines to a descriptor."""
 
@@ -85,59 +105,45 @@ class AccessLogger:
         self._clock = time.strftime("%H:%M:%S", time.localtime(second))
         self._num_in_second = self._num_skipped = 0
 
-    def log(self, scope: Scope, status: int, now: float, duration_s: float) -> None:
+    def log(self, request: EndedRequest) -> None:
         """Write the line of a request that has ended."""
-        record: GenerationRecord | None = scope.get(GENERATION_KEY)
-        render = self._json if self._is_json else self._text
-        self.write(render(scope, status, now, duration_s, record))
+        self.write(self._json(request) if self._is_json else self._text(request))
 
-    def _text(
-        self,
-        scope: Scope,
-        status: int,
-        now: float,
-        duration_s: float,
-        record: GenerationRecord | None,
-    ) -> str:
-        tokens = ""
-        if record is not None:
+    def _text(self, request: EndedRequest) -> str:
+        scope, tokens = request.scope, ""
+        if (record := request.generation) is not None:
             first_s = record.time_to_first_token_s
             first = "-" if first_s is None else f"{first_s * 1000:.0f} ms"
             tokens = (
                 f" prompt {record.num_prompt_tokens} output {record.num_output_tokens}"
                 f" first {first}"
             )
-            tokens += "" if record.is_sent or _is_error(status) else " unfinished"
+            tokens += "" if record.is_sent or request.is_error else " unfinished"
         return (
-            f"{self._clock} [{self._label}] {scope['method']} {_path(scope)} {status}{tokens}"
-            f" total {duration_s * 1000:.0f} ms {scope[REQUEST_ID_KEY]}\n"
+            f"{self._clock} [{self._label}] {scope['method']} {_path(scope)}"
+            f" {request.status}{tokens}"
+            f" total {request.duration_s * 1000:.0f} ms {scope[REQUEST_ID_KEY]}\n"
         )
 
-    def _json(
-        self,
-        scope: Scope,
-        status: int,
-        now: float,
-        duration_s: float,
-        record: GenerationRecord | None,
-    ) -> str:
+    def _json(self, request: EndedRequest) -> str:
+        scope = request.scope
         fields: dict[str, Any] = {
-            "time": round(now, 3),
+            "time": round(request.time, 3),
             "level": "info",
             "process": self._label,
             "event": "request",
             "request_id": scope[REQUEST_ID_KEY],
             "method": scope["method"],
             "path": _path(scope),
-            "status": status,
-            "duration_s": round(duration_s, 4),
+            "status": request.status,
+            "duration_s": round(request.duration_s, 4),
         }
-        if record is not None:
+        if (record := request.generation) is not None:
             first_s = record.time_to_first_token_s
             fields["prompt_tokens"] = record.num_prompt_tokens
             fields["output_tokens"] = record.num_output_tokens
             fields["time_to_first_token_s"] = None if first_s is None else round(first_s, 4)
-            if record.is_sent or not _is_error(status):
+            if record.is_sent or not request.is_error:
                 fields["finished"] = record.is_sent
         return msgspec.json.encode(fields).decode() + "\n"
 
@@ -208,12 +214,8 @@ class AccessLogMiddleware:
         finally:
             now, status = time.time(), scope.get(STATUS_KEY, _DISCONNECTED)
             if self._logger.wants(scope["path"], status, now):
-                self._logger.log(scope, status, now, time.perf_counter() - started)
-
-
-def _is_error(status: int) -> bool:
-    """Whether the client has a whole answer that is an error."""
-    return status >= 400 and status != _DISCONNECTED
+                duration_s = time.perf_counter() - started
+                self._logger.log(EndedRequest(scope, status, now, duration_s))
 
 
 def _path(scope: Scope) -> str:

@@ -1,16 +1,16 @@
 """POST /v1/completions: prompts as text or token ids, answers as text."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
 from api_proc.bodies import CompletionBody
 from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
-from api_proc.http.json_scan import MAX_VALUES
 from api_proc.openai.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
 from api_proc.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
+from api_proc.openai.prompt_items import prompt_items
 from api_proc.openai.reply import chunk_answers
 from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
@@ -32,14 +32,8 @@ class _PromptItems(NamedTuple):
 
 
 def _prompt_items(body: CompletionBody) -> _PromptItems:
-    """Distinguish the four forms of `prompt`."""
-    items: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    # The scan of the body lets longer lists pass only if they hold token ids and nothing else.
-    if len(items) <= MAX_VALUES and len(set(map(type, items))) > 1:
-        message = "a list must hold texts only, token ids only, or lists of token ids only"
-        raise invalid("prompt", message)
-    if isinstance(items[0], int):
-        items = [items]
+    """Return the prompts of a body, whose sequences are bounded."""
+    items = prompt_items(body.prompt, "prompt")
     num_sequences = len(items) * body.num_sequences
     if num_sequences > MAX_SEQUENCES:
         name = "n" if body.num_sequences == (body.n or 1) else "best_of"

@@ -12,7 +12,6 @@ from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText
 from api_proc.errors import invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
-from api_proc.http.json_scan import MAX_VALUES
 from api_proc.openai.objects import encode
 from api_proc.openai.pooled import (
     AT_ONCE,
@@ -25,6 +24,7 @@ from api_proc.openai.pooled import (
     require_vectors,
     usage_of,
 )
+from api_proc.openai.prompt_items import prompt_items
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
@@ -126,14 +126,8 @@ def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling
 
 
 def _inputs(body: EmbeddingBody) -> list[Any]:
-    """Return the inputs as texts, or as lists of ids; `input` has four forms."""
-    items: list[Any] = [body.input] if isinstance(body.input, str) else body.input
-    # The scan of the body lets longer lists pass only if they hold token ids and nothing else.
-    if len(items) <= MAX_VALUES and len(set(map(type, items))) > 1:
-        message = "a list must hold texts only, token ids only, or lists of token ids only"
-        raise invalid("input", message)
-    if isinstance(items[0], int):
-        items = [items]
+    """Return the inputs as texts or as lists of ids, in bounded number."""
+    items = prompt_items(body.input, "input")
     if len(items) > MAX_PROMPTS:
         raise invalid("input", f"may hold at most {MAX_PROMPTS} inputs")
     return items

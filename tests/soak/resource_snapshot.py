@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from tests.proc import process_stats
+
 _ROLLUP = re.compile(rb"^(Rss|Pss|Private_Clean|Private_Dirty): +(\d+) kB$", re.MULTILINE)
 
 
@@ -100,16 +102,9 @@ def _family(root: int) -> dict[int, bool]:
     """Return the pids of a process and its descendants, and whether each is a zombie."""
     states: dict[int, bool] = {}
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            stat = Path(f"/proc/{name}/stat").read_text()
-        except OSError:
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        states[int(name)] = state == "Z"
-        children.setdefault(int(parent), []).append(int(name))
+    for one in process_stats():
+        states[one.pid] = one.state == "Z"
+        children.setdefault(one.parent, []).append(one.pid)
     family: dict[int, bool] = {}
     to_visit = [root]
     while to_visit:

@@ -15,6 +15,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.proc import process_stats
+
 
 def settings() -> dict[str, Any]:
     """Return all state that an embedded engine must not change; compare it with `==`."""
@@ -100,15 +102,5 @@ def _target(name: str) -> str | None:
 
 def _children() -> list[str]:
     """Return pids and names of children, zombies included."""
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            stat = Path(f"/proc/{name}/stat").read_text()
-        except OSError:
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if int(parent) == os.getpid():
-            found.append(f"{name} {stat.partition('(')[2].rpartition(')')[0]} {state}")
-    return found
+    me = os.getpid()
+    return [f"{one.pid} {one.name} {one.state}" for one in process_stats() if one.parent == me]
