@@ -1,1 +1,1 @@
-"""EngineCore: requests, tokens and blocks; nothing of text or tensors."""
+"""EngineCore: it handles requests, tokens and blocks, and knows nothing of text or tensors."""

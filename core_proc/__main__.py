@@ -56,7 +56,7 @@ def _stand_by(child: ChildProcess) -> bool:
 
 
 def _raise_priority() -> None:
-    """Run before tokenizers and kernels, if permitted: all requests wait for the core."""
+    """Run at a higher priority than tokenizers and kernels, if that is permitted."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, CORE_NICENESS)
 

@@ -6,15 +6,15 @@ engine drains. `RunningEngine` exists from the first adoption of workers on, bec
 know the model and its memory: it holds scheduler, pauses and quarantine, and survives the loss of
 workers. Until then every request and every control is refused with "starting".
 
-The loop drives the engine in a fixed order. A turn takes in messages (`add`, `abort`, `control`,
-`update`), then decides steps (`schedule`, until it returns None), and after each step has
-`take_marks` written to the progress page before the step is sent. `take_mail` comes last. Between
-two turns these hold:
+The loop drives the engine in a fixed order. A turn handles messages (`add`, `abort`, `control`,
+`update`), and then decides steps (`schedule`, until it returns None). Before it sends a step, it
+writes the result of `take_marks` to the progress page. `take_mail` comes last. Between two turns
+the following holds:
 
 - A request is open for its client exactly as long as the scheduler knows it. Each request that
   ends does so once: with a final output, with `Refused`, or because its client aborted it or left.
-- `update` accepts only the answer to the oldest step in flight. `lose_workers` takes back all steps
-  in flight; their requests wait again with the outputs that they have.
+- `update` accepts only the answer to the oldest step in flight. `lose_workers` withdraws all steps
+  in flight; their requests wait again, with their outputs so far.
 - A failure of one request (its hash, its row of outputs) ends that request. A failed assertion ends
   the core: its state is wrong, while the clients' ledgers are right, so that nothing is lost.
 """
@@ -62,7 +62,7 @@ from protocol.process.progress_page import MarkEdits
 
 
 class FactsChanged(Exception):
-    """The new workers have another model or another number of blocks than those before."""
+    """The new workers have a different model or number of blocks from the last ones."""
 
 
 class EngineCore:
@@ -88,7 +88,7 @@ class EngineCore:
         return self.running if self._has_workers else None
 
     def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
-        """Start or continue with workers that know no request; returns their first step's id."""
+        """Start or continue with workers that know no request; return their first step's id."""
         running = self.running
         if running is None:
             running = RunningEngine(
@@ -118,16 +118,16 @@ class EngineCore:
         self._has_workers = False
 
     def wait_for_load(self) -> None:
-        """The lost workers were killed from outside, and their successors load the model first."""
+        """Note that the lost workers were killed from outside; their successors load the model."""
         self._is_loading_anew = not self._has_workers
 
     @property
     def is_loading_anew(self) -> bool:
-        """Whether requests wait for workers that load the model, and did not cause the loss."""
+        """Whether requests wait for workers to load the model, without having caused the loss."""
         return self._is_loading_anew and self.state is EngineState.RECOVERING
 
     def attribute_death(self, *, is_fault: bool = True, in_step: bool = True) -> None:
-        """The workers lost last died of what they did, or, with `is_fault` False, of other things.
+        """Note whether the workers that were lost last died because of what they did.
 
         `in_step`: whether they were computing. Workers of a dead core may be meant.
         """
@@ -137,19 +137,19 @@ class EngineCore:
             self.running.attribute_death(self.now, is_fault=is_fault, in_step=in_step)
 
     def inherit_marks(self, marks: Sequence[int]) -> None:
-        """Take over the marks of a core that died of what it was doing (see `take_marks`)."""
+        """Take over the marks of a core that died because of its computation (see `take_marks`)."""
         self._inherited_marks = marks
 
     def take_marks(self) -> MarkEdits | None:
-        """Return what has changed in the marks of the steps in flight; None: nothing."""
+        """Return the changes in the marks of the steps in flight; None: no change."""
         return None if self.running is None else self.running.quarantine.take_marks()
 
     def inherit_loads(self, records: Iterable[int]) -> None:
-        """Take over the records of the core before this one (see `take_loads`)."""
+        """Take over the load records of the preceding core (see `take_loads`)."""
         self._trials.inherit(records)
 
     def take_loads(self) -> list[int] | None:
-        """Return records of adapters whose loads workers may have died of; None: as before."""
+        """Return records of adapters whose loads may have killed workers; None: no change."""
         return self._trials.take_records()
 
     def add(self, client: Client, add: AddRequest) -> Refused | None:
@@ -160,7 +160,7 @@ class EngineCore:
         return self.running.add(client, add, self.now)
 
     def abort(self, client: Client, request_ids: Iterable[int]) -> None:
-        """End requests whose outputs are not wanted any more; unknown ids are ignored."""
+        """End requests whose outputs are no longer wanted; unknown ids are ignored."""
         if self.running is not None:
             self.running.abort(client, request_ids)
 
@@ -172,7 +172,7 @@ class EngineCore:
         return len(req_ids)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; accepted ones are finished, which ends any pause."""
+        """Refuse new requests from now on, and finish the accepted ones, which ends any pause."""
         self._is_draining = True
         if self.running is not None:
             self.running.pausing.drain()
@@ -194,29 +194,29 @@ class EngineCore:
         return None if running is None else running.schedule()
 
     def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
-        """Return what is to be sent to the workers after the steps that were decided so far."""
+        """Return the messages to send to the workers after the steps that were decided so far."""
         running = self._with_workers
         return [] if running is None else running.scheduler.take_transfers()
 
     def take_grammars(self) -> list[CompileGrammar]:
-        """Return the grammars that are to be sent to the workers before the next step."""
+        """Return the grammars to send to the workers before the next step."""
         running = self._with_workers
         return [] if running is None else running.grammars.take_messages()
 
     def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
-        """Return what is to be sent to the workers about adapters before the next step."""
+        """Return the messages about adapters to send to the workers before the next step."""
         running = self._with_workers
         return [] if running is None else running.take_adapters()
 
     def answered(self, answer: RankAnswer) -> None:
-        """Handle the ranks' joined answer to one of these messages."""
+        """Handle the joined answer of all ranks to one of these messages."""
         if self.running is None:
             raise WorkerMisbehaved(f"{type(answer).__name__} came before anything was asked for")
         self.running.answered(answer)
 
     @property
     def is_sleep_due(self) -> bool:
-        """Whether `Sleep` is to be sent to the workers, if there is no step to schedule."""
+        """Whether `Sleep` must be sent to the workers if there is no step to schedule."""
         running = self._with_workers
         return running is not None and running.pausing.is_sleep_due
 
@@ -238,7 +238,7 @@ class EngineCore:
         return [] if self.running is None else self.running.scheduler.kv.take_events()
 
     def snapshot_kv_events(self) -> Iterator[KVEvent]:
-        """Return events that bring an empty cache to the present contents, made lazily."""
+        """Return events that lead from an empty cache to the present contents, generated lazily."""
         return iter(()) if self.running is None else self.running.scheduler.kv.snapshot_events()
 
     @property
@@ -267,7 +267,7 @@ class EngineCore:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether `schedule` has work left that needs no message: call it again at once."""
+        """Whether `schedule` has work left that waits for no message: call it again at once."""
         return self.running is not None and self.running.scheduler.is_preparing
 
     @property

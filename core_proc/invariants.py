@@ -1,4 +1,4 @@
-"""What must hold between any two steps of a scheduler: for tests and for debugging."""
+"""The invariants that hold between any two steps of a scheduler, for tests and for debugging."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from protocol.core_worker import NULL_BLOCK
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Compare everything that must agree; AssertionError at the first contradiction."""
+    """Compare all redundant state; AssertionError at the first contradiction."""
     running, waiting = scheduler.running, scheduler.waiting.in_order()
     options = scheduler.options
     check_blocks(scheduler.kv, scheduler.holders())

@@ -20,7 +20,7 @@ class Pausing:
         self._sleepers: list[tuple[Client, int]] = []
         self._is_sleep_sent = False
         self._is_asked = False
-        """A client has paused or resumed this core, and not only restored an earlier state."""
+        """Whether a client has paused or resumed this core, other than by restoring a state."""
         self.is_draining = False
         self.is_sleeping = False
 
@@ -49,7 +49,7 @@ class Pausing:
         self._answer(client, control.number, ok)
 
     def _is_overtaken(self, control: Control) -> bool:
-        """Whether the state to restore, of an earlier core, is out of date.
+        """Whether the state of an earlier core, which is to be restored, is out of date.
 
         Clients restore in any order, and each knows only the state of its last `Status`.
         """

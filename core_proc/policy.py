@@ -15,18 +15,18 @@ class Policy:
     """The interface between the scheduler and a policy: keys, and hooks for what happens."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        """Read what the policy needs from the options."""
+        """Read the policy's settings from the options."""
 
     def order(self, request: Request) -> Key:
-        """Return the place in the waiting queue, smallest first; constant while it waits."""
+        """Return a request's key in the waiting queue, smallest first; constant while it waits."""
         raise NotImplementedError
 
     def victim(self, request: Request) -> Key:
-        """Return a key: of all that run, the request with the greatest is preempted first."""
+        """Return a running request's key; the request with the greatest key is preempted first."""
         raise NotImplementedError
 
     def rank(self, request: Request) -> int:
-        """Return the importance, lower is more: it overrides the cost of a preemption."""
+        """Return a rank; a lower rank is more important, whatever a preemption costs."""
         return 0
 
     def arrived(self, request: Request) -> None:
@@ -56,8 +56,8 @@ class Fcfs(Policy):
 class Priority(Policy):
     """Lower `priority` first, then earlier arrival.
 
-    Of equal victims the first in `running` is preempted. A resumed request runs last, so two of
-    them could preempt each other for ever; after some rounds the ids decide.
+    Among equal victims, the first one in `running` is preempted. A resumed request runs last, so
+    two requests could preempt each other forever; after some rounds their ids decide.
     """
 
     MAX_EVEN_PREEMPTIONS = 64

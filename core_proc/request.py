@@ -43,9 +43,9 @@ FINISHED_STATUS = {
 _FINISHED = frozenset(FINISHED_STATUS.values())
 _GIVEN_UP = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
 FOR_WORKER = frozenset({_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_ADAPTER})
-"""What a request waits for that each new worker has to make again."""
+"""States of requests that wait for something that each new worker has to make again."""
 BLOCKED = FOR_WORKER | {_S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL}
-"""Waiting, and not admitted before `Scheduler.unblock`."""
+"""States of requests that are not admitted before `Scheduler.unblock`."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING: _GIVEN_UP
@@ -69,11 +69,11 @@ class SwappedOut(NamedTuple):
     """KV of a preempted request in host memory."""
 
     num_computed_tokens: int
-    """Leading positions whose KV is there, as far as the windows still reach."""
+    """Leading positions whose KV was copied, except where windows have passed it."""
     host_tables: list[list[int]]
     """One per KV group: the host's block, or NO_BLOCK, for each block of the table."""
     host_state: int | None = None
-    """The host's block with the state after these positions, of a model with recurrent layers."""
+    """With recurrent layers: the host's block with the state after these positions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class Request:
     """Outputs of an earlier life, at its arrival."""
     priority: int = 0
     arrival_time: float = 0.0
-    """Seconds, on the core's clock: when its client accepted it."""
+    """When its client accepted it, in seconds on the core's clock."""
     cache_salt: str = ""
     adapter_id: int = 0
     """LoRA adapter that its KV depends on; 0: none."""
@@ -101,7 +101,7 @@ class Request:
     """What the engine attaches to it; opaque to the scheduler."""
 
     token_ids: "array[int]" = field(init=False)
-    """Prompt and outputs, as far as they have arrived from the worker."""
+    """The prompt, and the outputs that have arrived from the worker."""
     num_prompt_tokens: int = field(init=False)
     num_arrived_tokens: int = field(init=False)
     """Tokens at its arrival: the prompt, and outputs of an earlier life."""
@@ -117,7 +117,7 @@ class Request:
     # Written by the scheduler.
     arrival_index: int = 0
     arrival_clock: int = 0
-    """Tokens that the scheduler had granted in all at its arrival."""
+    """Total number of tokens that the scheduler had granted at its arrival."""
     virtual_start: float = 0.0
     admission_index: int = 0
     """Counts admissions: the running requests, and the worker's mirror, are in this order."""
@@ -203,7 +203,10 @@ class Request:
         return self.num_cached_tokens is not None or self.num_output_tokens > 0
 
     def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
-        """Set what ends it; a ValueError that begins with the field: no token is left to sample."""
+        """Set the conditions that end it.
+
+        A ValueError, whose text begins with a field, if that field leaves no token to sample.
+        """
         params = self.sampling_params
         if params.pooling is not None:  # its one token is dropped, and so needs no position
             max_model_len += 1

@@ -1,4 +1,4 @@
-"""The engine once workers were adopted: requests, steps, pauses and the search for poison."""
+"""The engine once workers were adopted: requests, steps, pauses, and the quarantine."""
 
 import logging
 from collections.abc import Iterable
@@ -98,7 +98,7 @@ class RunningEngine:
         self.quarantine = Quarantine(self.scheduler, CANARY_ID, self.adapters.waits_for_others)
 
     def replace_workers(self, facts: ModelFacts) -> None:
-        """Take the facts of the workers that follow the lost ones."""
+        """Continue with the facts of the workers that replace the lost ones."""
         self.facts = facts
         self._num_worker_restarts += 1
 
@@ -112,7 +112,7 @@ class RunningEngine:
         self.pausing.workers_lost()
 
     def attribute_death(self, now: float, *, is_fault: bool, in_step: bool) -> None:
-        """Search for the adapter or the request that made the workers die; reject what is found.
+        """Search for the adapter or request that killed the workers, and reject it if found.
 
         `is_fault`: whether they died of what they did; `in_step`: whether they were computing.
         """
@@ -322,7 +322,7 @@ class RunningEngine:
             check_invariants(self.scheduler)
 
     def _give_up(self, request: Request, error: Exception) -> None:
-        """End a request whose outputs cannot be built; a failed assertion ends the core."""
+        """End a request whose outputs cannot be built; a failed assertion ends the core instead."""
         if isinstance(error, AssertionError):
             raise error
         log.error("outputs of request %d failed", request.req_id, exc_info=error)

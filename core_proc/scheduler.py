@@ -17,15 +17,15 @@ Theory of operation:
   between any two of these calls.
 * `num_computed_tokens` moves when a step is scheduled, not when its output arrives. So a request
   may continue from sampled tokens that are still pending; it has `num_pending_tokens` of them.
-* The worker runs steps strictly in order. So blocks are free at once, although a step in flight
+* The worker runs steps strictly in order. So blocks can be freed at once, although a step in flight
   may still use them: the next holder of a block writes to it in a later step.
 * A request that is preempted with steps in flight is owed late tokens. It is not admitted again
   before they have arrived, because they decide where it continues.
 * Blocks enter the prefix cache when the step that fills them is scheduled: in a step, the worker
   writes all KV before it reads any. So no request is preempted after the first admission of a
-  step, as the admitted request may count on blocks that the victim was to fill.
-* A running request that is not due decodes into a block that it holds: `step.advance` grants one
-  token to all of these between two due ones. `DueIndex` returns the due ones, which are visited.
+  step: the admitted request may rely on blocks that the victim was about to fill.
+* A running request that is not due decodes into a block that it holds. `DueIndex` returns the due
+  requests, which are visited; `step.advance` grants one token to each request between two of them.
 """
 
 import logging

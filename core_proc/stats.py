@@ -1,4 +1,4 @@
-"""Counters of the core's loop, and the line with statistics in the log."""
+"""The counters of the core's loop, and the statistics line in the log."""
 
 import bisect
 

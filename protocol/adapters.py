@@ -1,4 +1,4 @@
-"""LoRA adapters as all processes know them: a name, a directory, and what its files contain.
+"""LoRA adapters as all processes know them: a name, a directory, and the contents of its files.
 
 An adapter is identified by the digest of its two files. A worker that reads other bytes refuses it,
 so a request continues on a new worker with the weights that it began with, or not at all.
@@ -59,7 +59,7 @@ def digest_of(config: bytes, weights: Iterable[bytes | memoryview]) -> bytes:
 
 
 def read_adapter(name: str, path: str) -> tuple[Adapter, bytes]:
-    """Read an adapter's files, for their digest; takes about a second for 500 MB.
+    """Read an adapter's files and compute their digest, which takes about a second for 500 MB.
 
     Returns the contents of its configuration, too.
 
@@ -107,7 +107,7 @@ def open_weights(path: str) -> io.BufferedReader:
 
 
 def _open_regular(path: Path, most_bytes: int) -> io.BufferedReader:
-    """Open a file; AdapterError: it is not a regular one, or too large.
+    """Open a regular file of bounded size; AdapterError: it is something else, or too large.
 
     A FIFO without a writer would block its reader for ever, so it is opened without waiting.
     """

@@ -100,7 +100,7 @@ class RequestError(Record):
 
 
 class Connect(Message):
-    """Client → core: the first message, also whenever the core's epoch is unknown."""
+    """Client → core: the first message, sent again whenever the core's epoch is unknown."""
 
     pid: Annotated[int, Meta(ge=0, lt=2**31)]
     """The client's process, watched for its death; 0 for a client on another host."""
@@ -186,7 +186,7 @@ class ControlAction(enum.StrEnum):
 
 
 class Control(Message):
-    """Client → core: answered by one `ControlDone`; a control without effect is not an error."""
+    """Client → core: a control of the whole engine, answered by one `ControlDone`."""
 
     number: RequestId
     action: ControlAction
@@ -219,7 +219,7 @@ class KVEventsTaken(Message):
 
 
 class RequestOutput(Record):
-    """New tokens of one request, and its end."""
+    """New tokens of one request, and its end if it has ended."""
 
     request_id: RequestId
     first_index: Count
@@ -341,7 +341,7 @@ decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
 def validate_request(
     add: AddRequest, facts: ModelFacts, id_bound: int | None = None
 ) -> RequestError | None:
-    """Check what depends on the model; the bounds of single fields were checked when decoding.
+    """Check everything that depends on the model; decoding has checked the bounds of single fields.
 
     The API calls this before it accepts a request, and the core again for every client. All ids of
     a packed prompt are known to be below `id_bound`; None: nothing is known about them.
@@ -466,7 +466,7 @@ def outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestE
 
 
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:
-    """Refuse a request that could not run even alone: it would block all others."""
+    """Refuse a request that could not run even alone, because it would block all others."""
     total = min(add.num_prompt_tokens + add.sampling_params.max_tokens, facts.max_model_len)
     # The last sampled token never needs a slot.
     needed = facts.num_blocks_for(max(add.num_prompt_tokens, total - 1))

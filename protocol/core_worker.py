@@ -63,7 +63,7 @@ no memory in that stage, and the other stages decide how many there are."""
 
 
 class KVGroup(Record):
-    """Layers with the same attention window, or with a recurrent state, which share a table."""
+    """Layers that share a block table: they have the same attention window, or recurrent states."""
 
     window: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     """Positions that a token attends to, itself included; None: all before it."""
@@ -191,7 +191,7 @@ class ModelFacts(Record):
         )
 
     def changes(self, before: "ModelFacts") -> str:
-        """Describe what differs from other facts."""
+        """Describe the differences from other facts."""
         found = []
         for name in self.__struct_fields__:
             old, new = getattr(before, name), getattr(self, name)

@@ -1,4 +1,4 @@
-"""Changes of the prefix cache's contents, in order, for routers of requests.
+"""Changes of the prefix cache's contents, in order, for programs that route requests.
 
 A subscriber keeps the set of known hashes: it adds those of BlocksStored, removes those of
 BlocksRemoved, and empties it on AllBlocksCleared. A router computes the hashes of a prompt itself;
@@ -24,7 +24,7 @@ earlier subscription."""
 
 
 class BlocksStored(Record, tag="stored", frozen=True):
-    """Full blocks, consecutive in one request, became hittable."""
+    """Full blocks, consecutive in one request, can be hit from now on."""
 
     block_hashes: list[BlockHash]
     parent_hash: BlockHash | None
@@ -38,7 +38,7 @@ class BlocksStored(Record, tag="stored", frozen=True):
 
 
 class BlocksRemoved(Record, tag="removed", frozen=True):
-    """Contents were dropped: no block with one of these hashes is left."""
+    """Contents were dropped: no block holds one of these hashes any more."""
 
     block_hashes: list[BlockHash]
     group: int
@@ -95,7 +95,7 @@ class PrefixHash(Protocol):
 
 
 def prefix_root(cache_salt: str = "", adapter_id: int = 0, adapter_digest: bytes = b"") -> bytes:
-    """What a prefix depends on besides its tokens; no root is a prefix of another."""
+    """Everything that a prefix depends on besides its tokens; no root is a prefix of another."""
     salt = cache_salt.encode()
     return (
         adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt + adapter_digest

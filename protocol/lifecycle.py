@@ -70,7 +70,7 @@ class Hello(Message):
 
 
 class Progress(Message):
-    """Child → supervisor: a phase of the start continues. Extends the start's deadline."""
+    """Child → supervisor: a phase of the start advances, which extends the start's deadline."""
 
     phase: Text
     done: Annotated[int, Meta(ge=0)] = 0
@@ -125,7 +125,7 @@ MAX_SUSPICION_S = 86_400.0
 
 
 class Suspect(Message):
-    """Supervisor → core: dispatch no steps to a process without progress, or do so again."""
+    """Supervisor → core: send no steps to a process without progress, or send steps again."""
 
     role: Role
     rank: Annotated[int, Meta(ge=0, lt=1024)]

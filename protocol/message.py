@@ -70,10 +70,10 @@ def _lanes(value: int) -> int:
 
 
 def has_ids_from(packed: bytes, bound: int) -> bool:
-    """Whether any packed id is `bound` or more; far faster than a look at each of them.
+    """Whether any packed id is `bound` or more; much faster than comparing ids one by one.
 
-    Each id is a lane of one long integer. Adding 2**31 - bound to all lanes sets the highest bit of
-    exactly those that are too large, and one mask tests all of these bits.
+    Each id is a 32-bit lane of one long integer. Adding 2**31 - bound to all lanes sets the highest
+    bit of exactly those lanes that are too large, and one mask tests all of these bits.
     """
     addend, highest_bits = _lanes(2**31 - bound), _lanes(2**31)
     for start in range(0, len(packed), _PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""adapter_config.json of a PEFT adapter: the scale of its products, and what is refused."""
+"""Reads adapter_config.json of a PEFT adapter: the scale of its products, and unsupported keys."""
 
 import json
 import math
@@ -31,7 +31,7 @@ _PLAIN_PATTERN = re.compile(r"[\w.\\|\[\]^$-]*")
 
 
 class PeftConfig(NamedTuple):
-    """What the products of an adapter are multiplied by, and their ranks."""
+    """The ranks of an adapter's products, and the factors on them."""
 
     rank: int
     alpha: float

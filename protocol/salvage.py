@@ -1,4 +1,4 @@
-"""Reads what it can of a message that cannot be decoded, so that only one request is lost with it.
+"""Reads parts of a message that cannot be decoded, so that only one request is lost with it.
 
 An array of msgpack begins with its length, and a message with its name and, for requests and rows
 of outputs, the number of the request. These bytes can be read even if those after them cannot.

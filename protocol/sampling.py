@@ -88,7 +88,7 @@ class Grammar(Record):
 
 
 class RepetitionDetection(Record):
-    """An output ends when its last tokens are `min_count` times the same pattern."""
+    """Ends an output whose last tokens are the same pattern, `min_count` times."""
 
     max_pattern_size: Annotated[int, Meta(ge=1, le=MAX_PATTERN_TOKENS)]
     min_pattern_size: Annotated[int, Meta(ge=1, le=MAX_PATTERN_TOKENS)]
@@ -96,7 +96,7 @@ class RepetitionDetection(Record):
 
 
 class ThinkingBudget(Record):
-    """How long reasoning may be: after `max_tokens` tokens its end marker is forced.
+    """The bound on reasoning: after `max_tokens` tokens its end marker is forced.
 
     It counts from the output's first token on, or after a begin marker with which the output
     begins, after any tokens of white space. An output that begins otherwise has no reasoning.
@@ -183,20 +183,20 @@ class SamplingParams(Record):
 
     @property
     def computes_whole_prompt(self) -> bool:
-        """Whether something is needed of every prompt token, so that no cached KV can be read."""
+        """Whether every prompt token must be computed, so that no cached KV can be read."""
         pools_all = self.pooling is not None and self.pooling.type is not PoolingType.LAST
         return pools_all or self.prompt_logprobs is not None
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that have occurred get other scores."""
+        """Whether tokens that have occurred get lower or higher scores."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         )
 
     @property
     def edits_scores(self) -> bool:
-        """Whether a parameter may change the logits before a token is chosen, besides a grammar."""
+        """Whether any parameter other than a grammar may change the logits before sampling."""
         return bool(
             self.penalizes
             or self.logit_bias

@@ -141,13 +141,13 @@ class SteadyDecode:
 
     @staticmethod
     def can_follow(inputs: StepInputs, num_requests: int) -> bool:
-        """Return whether a step computed one token of each of all requests, and sampled it."""
+        """Return whether a step computed and sampled exactly one token of every request."""
         num_tokens = inputs.input_ids.shape[1]
         num_rows = len(inputs.logits_indices)
         return num_tokens == num_rows == len(inputs.sampling) == len(inputs.parts) == num_requests
 
     def move_on(self) -> StepInputs:
-        """Return the inputs of the step after the last one, whose tokens the requests have got."""
+        """Return the inputs of the next step, once the requests have the tokens of the last one."""
         self._num_moves += 1
         parts = _MovedParts(self.requests, self._starts, self._num_moves)
         tokens = [request.token_ids[-1] for request in self.requests]
@@ -172,7 +172,7 @@ class SteadyDecode:
 
 
 class _MovedParts(Sequence[ScheduledRequest]):
-    """The parts of a step, which are made when they are read."""
+    """The parts of a step, built only when they are read."""
 
     def __init__(self, requests: list[MirroredRequest], starts: list[int], num_moves: int) -> None:
         self._requests = requests

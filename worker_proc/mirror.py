@@ -1,7 +1,7 @@
 """The worker's mirror of the running set: full data once, then only what changed.
 
-Applies the rules of `protocol/core_worker.py` and checks every delta, so that a core and a worker
-that disagree stop at the first step that shows it. It holds no tensors: both runners use it.
+It applies the rules of `protocol/core_worker.py` and checks every delta, so a disagreement between
+core and worker ends at the first step that shows it. It holds no tensors: both runners use it.
 """
 
 from array import array
@@ -157,7 +157,7 @@ class Mirror:
         self._next_step_id = None
 
     def forget_blocks(self) -> None:
-        """Forget which blocks were used, since their memory was released."""
+        """Forget which blocks were used, because their memory was released."""
         self.highest_block = NULL_BLOCK
 
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
@@ -204,7 +204,7 @@ class Mirror:
             self.requests[req_id].draft_limit = limit
 
     def move_on(self, step: SchedulerOutput) -> bool:
-        """Apply a step that computes one token of each request and brings nothing but new blocks.
+        """Apply a step that computes one token of each request and adds at most new blocks.
 
         False: the step is another one, or wrong, and was not applied.
         """
@@ -236,11 +236,11 @@ class Mirror:
                 request.edits.add((token_id,))
 
     def limit_draft_states(self, number: int) -> None:
-        """Bound the blocks that requests take for the states before drafts, as all ranks do."""
+        """Limit the blocks for states before drafts to the smallest number of any rank."""
         self._draft_states.most_used = number
 
     def take_drafts(self, request: MirroredRequest, drafts: list[int]) -> int:
-        """Give a request the drafts for its next step; returns how many of them it has taken.
+        """Give a request the drafts for its next step; return how many it has accepted.
 
         With a state group, each draft that it takes needs a block for the state before it.
         """
@@ -303,7 +303,7 @@ class Mirror:
             request.append(tuple(islice(tokens, num_sampled)))
 
     def check_empty(self) -> None:
-        """Raise a MirrorError if a request is mirrored, which would lose its KV by a sleep."""
+        """Raise a MirrorError if any request is mirrored: a sleep would lose its KV."""
         if self.requests:
             raise MirrorError(f"{len(self.requests)} requests are mirrored during a sleep")
 

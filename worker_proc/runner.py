@@ -13,7 +13,7 @@ PORTABLE_ATTENTION = "PyTorch (portable)"
 
 
 class StepAbandoned(Exception):
-    """The core that has sent a step is gone: the next adoption is on its way."""
+    """The core that sent the step is gone: the next adoption will follow."""
 
 
 class LaunchedStep(Protocol):
@@ -73,7 +73,7 @@ class Runner(Protocol):
         """The draft model's blocks that may be kept in stores; None: there are none."""
 
     def on_wait(self, report: Callable[[], None]) -> None:
-        """Have `report` called several times a second while a step waits for another rank."""
+        """Call `report` several times a second while a step waits for another rank."""
 
     def reset(self, epoch: int = 0) -> None:
         """Forget every request; the next step may carry any `step_id`.
@@ -82,13 +82,13 @@ class Runner(Protocol):
         """
 
     def leave(self) -> None:
-        """Note that the adoption has ended: the next steps come after another `reset`."""
+        """Note that the adoption has ended: a `reset` precedes the next steps."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step; raises a MirrorError if it contradicts those before it."""
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Begin what `execute` does. The step before it may be unfinished, but no other one."""
+        """Begin the work of `execute`. The preceding step may be unfinished, but no other step."""
 
     def prepare_memory(self) -> bool:
         """Allocate some memory that later steps will need; return whether more is missing."""

@@ -99,7 +99,7 @@ class WorkerShim:
         return self._launched is None and self._runner.prepare_memory()
 
     def hello(self) -> WorkerHello:
-        """Return the message that is sent repeatedly until a core adopts this worker."""
+        """Return the message that is repeated until a core adopts this worker."""
         runner = self._runner
         return WorkerHello(
             self._rank,
@@ -193,7 +193,7 @@ class WorkerShim:
         return int(self._launched is not None)
 
     def take_output(self) -> WorkerToCore | None:
-        """Return the reply to the step that was launched, if it is done."""
+        """Return the reply to the launched step, if the step is done."""
         if self._launched is None or not self._launched[1].is_done:
             return None
         launched, self._launched = self._launched, None

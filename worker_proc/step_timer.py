@@ -1,4 +1,4 @@
-"""Measures steps, and limits how long one may take by the durations of recent steps of its size.
+"""Measures steps, and limits a step's duration by those of recent steps of the same size.
 
 Steps are sorted into classes by their number of tokens; each class is twice as large as the one
 before. The limit of a class without any step yet follows from its neighbours, with a margin.

@@ -1,4 +1,4 @@
-"""Which adapters the workers hold, whose turn it is, and which requests wait for one.
+"""Decides which adapters the workers hold, which adapter has a turn, and which requests wait.
 
 Theory of operation. An adapter has a turn while requests with it may run; at most `max_loras` have
 one, so a step never has more adapters than that. A request whose adapter has no turn, or is not
@@ -164,7 +164,7 @@ class Adapters:
                 self._cut(other)
 
     def holds(self, request: Request) -> bool:
-        """Keep a request from being admitted if its adapter is not ready; returns whether it is."""
+        """Block a request's admission if its adapter is not ready; return whether it is blocked."""
         if request.adapter_id == 0:
             return False
         entry = self._entries[request.adapter_id]
@@ -186,7 +186,7 @@ class Adapters:
         return self._trials.refuses(adapter.adapter_id)
 
     def confuses(self, adapter: Adapter) -> bool:
-        """Return whether another adapter, which is in use or loaded, has the same id."""
+        """Return whether a different adapter that is in use or loaded has the same id."""
         entry = self._entries.get(adapter.adapter_id)
         return entry is not None and entry.adapter.digest != adapter.digest
 
@@ -212,7 +212,7 @@ class Adapters:
         self._has_news = True
 
     def unload(self, adapter: Adapter) -> None:
-        """Drop an adapter once no request has it."""
+        """Drop an adapter as soon as no request has it."""
         entry = self._entries.get(adapter.adapter_id)
         if entry is not None:
             entry.is_unwanted = True
@@ -225,13 +225,13 @@ class Adapters:
 
     @property
     def holds_steps(self) -> bool:
-        """Whether nothing may be computed now, as a suspect is or will be loaded."""
+        """Whether no step may be computed now, because a suspect is loading or is about to load."""
         return self._awaits_quiet or bool(self._trials.on_trial)
 
     def take_messages(
         self, *, is_searching: bool = False
     ) -> tuple[list[LoadAdapter | UnloadAdapter], list[Request]]:
-        """Return what the workers are to be sent now, and requests that may be admitted now.
+        """Return the messages for the workers, and the requests that may be admitted now.
 
         `is_searching`: a request that kills workers is searched for. Meanwhile all adapters are
         loaded like suspects, so that only one of the two can be the cause of a death.
@@ -270,7 +270,7 @@ class Adapters:
         return [request for entry in self._with_turn for request in self._take_waiting(entry)]
 
     def _cut(self, entry: _Entry) -> None:
-        """Let a turn end after some further requests, once another adapter waits."""
+        """Limit a turn to some further requests, because another adapter waits."""
         if entry.is_cut:
             return
         entry.is_cut = True
@@ -295,7 +295,7 @@ class Adapters:
                 yield request
 
     def _release(self, request: Request) -> bool:
-        """Return whether a request has waited for its adapter, and does not any more."""
+        """Return whether a request was waiting for its adapter, and is not any more."""
         if request.status is not RequestStatus.WAITING_FOR_ADAPTER:
             return False
         self._scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_ADAPTER)
@@ -333,14 +333,14 @@ class Adapters:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether the workers compute or load something."""
+        """Whether the workers compute or load anything."""
         places = (entry.place for entry in self._entries.values())
         return bool(self._scheduler.in_flight) or any(
             place in (Place.LOADED, Place.CHECKED) for place in places
         )
 
     def _load(self, entry: _Entry) -> list[LoadAdapter | UnloadAdapter]:
-        """Return what loads or checks an adapter, if it can be done now."""
+        """Return the message that loads or checks an adapter, if that is possible now."""
         messages: list[LoadAdapter | UnloadAdapter] = []
         held = [e for e in self._entries.values() if e.place in (Place.LOADED, Place.READY)]
         if len(held) >= self._num_kept:
@@ -358,7 +358,7 @@ class Adapters:
         return [*messages, LoadAdapter(entry.adapter)]
 
     def loaded(self, message: AdapterLoaded) -> list[Request]:
-        """Take the workers' answer; returns requests that may be admitted now."""
+        """Handle the workers' answer; return the requests that may be admitted now."""
         entry = self._entries.get(message.adapter_id)
         if entry is None or entry.place not in (Place.CHECKED, Place.LOADED):
             return []
@@ -372,7 +372,7 @@ class Adapters:
         return [request for request in entry.taken if self._release(request)]
 
     def _answer(self, entry: _Entry, error: str, code: ErrorCode = ErrorCode.INVALID) -> None:
-        """Answer the clients that have asked for a load; with an error its requests fail, too."""
+        """Answer the clients that asked for a load; an error also fails the adapter's requests."""
         callers, entry.callers = entry.callers, []
         for client, number in callers:
             self._done(client, number, error, code)
@@ -382,7 +382,7 @@ class Adapters:
                 self._scheduler.fail_request(request.req_id, text, code, ADAPTER_PARAM)
 
     def attribute_death(self, *, is_fault: bool) -> None:
-        """Take note of the cause of the death of the workers lost last: perhaps it was a load."""
+        """Note whether a load was the cause of the last death of workers."""
         for adapter_id in self._trials.attribute_death(is_fault=is_fault):
             entry = self._entries.get(adapter_id)
             if entry is not None:

@@ -58,7 +58,7 @@ class Outbox:
 
     @property
     def excess(self) -> str | None:
-        """The bound that the client has passed, if it is too far behind."""
+        """The bound that the client has exceeded, if it is too far behind."""
         if len(self.bodies) > OUTBOX_LIMIT:
             return f"{OUTBOX_LIMIT} messages"
         return f"{OUTBOX_BYTES} bytes" if self.num_bytes > OUTBOX_BYTES else None
@@ -169,7 +169,7 @@ class Clients:
             self._events.taken(peer)
 
     def _on_connect(self, peer: bytes, message: Connect) -> None:
-        """Start anew with a client; one that was known has lost a frame and resends everything."""
+        """Start afresh with a client; a known one has lost a frame and resends everything."""
         num_aborted = self._engine.drop_client(peer)
         if num_aborted:
             log.info("client begins anew: %d requests aborted", num_aborted)

@@ -60,7 +60,7 @@ class EventLog:
         self._num_untaken: dict[Client, int] = {}
 
     def append(self, events: Iterable[KVEvent]) -> None:
-        """Number events, and drop the oldest past the bounds."""
+        """Number events, and drop the oldest ones beyond the bounds."""
         for event in events:
             body = encode(event)
             self._kept.append(body)
@@ -98,7 +98,7 @@ class EventLog:
         return self._next_seq - len(self._kept) <= seq <= self._next_seq
 
     def _snapshot_part(self, subscriber: _Subscriber) -> list[bytes]:
-        """Continue a snapshot, or begin one if the log does not reach back; else return nothing.
+        """Continue a snapshot, or begin one if the log does not reach back far enough.
 
         A slow reader, too, gets it to its end, however far the log has advanced meanwhile.
         """
@@ -115,7 +115,7 @@ class EventLog:
         return _batch(map(encode, snapshot))
 
     def waiting(self) -> list[Client]:
-        """Return the subscribers that have room and have not got all events yet."""
+        """Return the subscribers that have room and have not received all events."""
         return [
             client
             for client, subscriber in self._subscribers.items()

@@ -1,4 +1,4 @@
-"""Which grammars the workers have compiled, and which requests wait for one.
+"""Decides which grammars the workers compile, and which requests wait for one.
 
 A request with a grammar is queued as WAITING_FOR_GRAMMAR and keeps its place; all others are
 admitted meanwhile. The workers get each grammar once, and answer when it is ready. A lost worker
@@ -134,7 +134,7 @@ class Grammars:
         return waiting
 
     def holds(self, request: Request) -> bool:
-        """Keep a request from being admitted if its grammar is not ready; returns whether it is."""
+        """Block a request's admission if its grammar is not ready; return whether it is blocked."""
         grammar = request.sampling_params.grammar
         if grammar is None or self._entries[grammar].is_ready:
             return False

@@ -8,7 +8,7 @@ from protocol.core_worker import ModelRunnerOutput
 
 
 class WorkerMisbehaved(Exception):
-    """A message of a worker contradicts what it was sent; none of it was used."""
+    """A worker's message contradicts the step that it answers; none of it was used."""
 
 
 def check_output(

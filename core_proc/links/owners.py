@@ -16,7 +16,7 @@ Client = bytes
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """The client of a request, and what it was sent already."""
+    """The client of a request, and a record of what the client was sent."""
 
     client: Client
     request_id: int
@@ -73,7 +73,7 @@ class Owners:
 
 
 def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
-    """Return rows with the prompt logprobs not sent yet; they go out before the first token."""
+    """Return rows with the prompt logprobs that were not sent yet; they precede the first token."""
     if request.num_output_tokens:
         return []
     owner = owner_of(request)

@@ -1,4 +1,4 @@
-"""How much of their prompts is computed, for requests that ask for it."""
+"""Reports how much of a prompt is computed, for requests that ask for it."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class _Progress(NamedTuple):
 
 
 class PromptProgress:
-    """Reports each part of a prompt but the last, which the first token follows.
+    """Reports each part of a prompt except the last one, which is followed by the first token.
 
     A step costs no more than the requests that it computes: those that wait are not visited.
     """

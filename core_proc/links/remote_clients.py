@@ -15,7 +15,7 @@ log = logging.getLogger("troika.core")
 def listen(
     config: EngineConfig, context: SocketFactory, link: RouterChannel
 ) -> ClientAuthenticator | None:
-    """Bind the client link to its tcp address; returns what decides who may connect.
+    """Bind the client link to its tcp address; return the authenticator of its clients.
 
     None: the engine has clients on its own machine only. ValueError: the keys cannot be read.
     """

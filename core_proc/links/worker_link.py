@@ -40,7 +40,7 @@ log = logging.getLogger("troika.core")
 
 
 def _level(cause: DeathCause) -> int:
-    """Return the level at which a death is logged: INFO for an orderly end, as for a restart.
+    """Return the log level of a death: INFO if it was orderly, as in a restart.
 
     The supervisor logs why a process could not be started.
     """
@@ -119,7 +119,7 @@ class WorkerLink:
                 self._send_to_client(client, outputs)
 
     def _join(self, rank: int, answer: RankAnswer) -> None:
-        """Take in what every rank answers; the engine gets the answer of the whole group.
+        """Collect the answers of all ranks; the engine gets the answer of the whole group.
 
         An adapter that only some ranks have loaded is dropped.
         """
@@ -234,7 +234,7 @@ class WorkerLink:
                 self._engine.wait_for_load()
 
     def _explain_loss(self, *, is_fault: bool, in_step: bool = True) -> None:
-        """The cause of the last loss is known; of several causes the first counts."""
+        """Note the cause of the last loss; of several causes the first counts."""
         is_first, self._unexplained = bool(self._unexplained), set()
         if is_first:
             self._engine.attribute_death(is_fault=is_fault, in_step=in_step)
@@ -246,12 +246,12 @@ class WorkerLink:
             self._engine.inherit_marks(marks.marks)
 
     def inherit_loads(self, loads: CoreLoads) -> None:
-        """Take over the last core's records of adapters; its workers may be dead, or not."""
+        """Take over the preceding core's records of adapters, whether its workers live or not."""
         self._unexplained = {loads.workers_epoch}
         self._engine.inherit_loads(loads.records)
 
     def dispatch(self) -> bool:
-        """Send all steps that can be decided now; returns whether to call it again at once."""
+        """Send all steps that can be decided now; return whether to call it again at once."""
         if self._adopted_epoch is not None:
             self._send_preparations()
         is_held_back = bool(self._suspects) and self._is_suspected
@@ -284,7 +284,7 @@ class WorkerLink:
                 break
 
     def _write_page(self) -> None:
-        """Write the marks and loads that a successor needs, before the workers get them."""
+        """Write the marks and loads that a successor needs, before the workers get the step."""
         if self._page is None:
             return
         if (edits := self._engine.take_marks()) is not None:

@@ -97,7 +97,7 @@ class WorkerGroup:
         return max(worker.hello.swap_cost_tokens for worker in self._workers.values())
 
     def find_disagreement(self) -> tuple[bytes, str] | None:
-        """Return a rank whose facts differ from those of rank 0, and in which fields; else None.
+        """Return a rank whose facts differ from rank 0's, and the fields that differ; else None.
 
         What depends on the layers is compared with the first rank of its stage.
         """
@@ -151,7 +151,7 @@ class WorkerGroup:
         return True
 
     def begin_epoch(self) -> int:
-        """Return the epoch that every frame of the link carries after this adoption."""
+        """Return the epoch for every frame of the link after this adoption."""
         assert self.complete
         last = max(worker.hello.last_link_epoch for worker in self._workers.values())
         before = max(self._link_epoch, last)

@@ -1,1 +1,1 @@
-"""What the core does about requests that crash workers."""
+"""How the core finds and refuses requests that crash workers."""

@@ -1,4 +1,4 @@
-"""Bounds how often workers die while they load an adapter, and refuses one that has killed them.
+"""Limits the deaths of workers in loads of adapters, and refuses an adapter that has killed them.
 
 Theory of operation. An adapter has points. A worker that dies during its load adds two if it died
 of a fault of its own, and one if it died of anything else, such as a signal from outside. A load
@@ -9,17 +9,17 @@ that ends, with the adapter or with an error, clears the points.
             flight, so that its load is the only thing that can have killed the workers
     4       it is refused, until an operator loads it again, which makes it a suspect
 
-Only the death of a worker that loads it alone refuses an adapter. So its loads kill at most four
-workers in a row, two if they die of faults, and at most two more for each time that an operator
-loads it again. While the quarantine searches for a request, all adapters are loaded alone, so that
-the cause of a death is never in doubt.
+An adapter is refused only after a worker has died while it loaded this adapter alone. So its loads
+kill at most four workers in a row, two if they die of faults, and at most two more each time an
+operator loads it again. While the quarantine searches for a request, all adapters are loaded alone,
+so that the cause of a death is never in doubt.
 
 A core may die, too. Its link writes the records of `take_records` to the progress page before it
-sends a load; the next core passes them to `inherit`. They have the points, and what was being
-loaded: a death whose cause the first core did not learn counts in the second one.
+sends a load, and the next core passes them to `inherit`. They contain the points and the unfinished
+loads, so a death whose cause the first core did not learn counts in the second one.
 
-Order of calls: `workers_lost` when the workers are gone, `attribute_death` when the cause of the
-death is known, which may be after their successors were adopted.
+Order of calls: `workers_lost` when the workers are gone, then `attribute_death` when the cause of
+the death is known, possibly after the successors were adopted.
 """
 
 import logging
@@ -49,7 +49,7 @@ class AdapterTrials:
         self.on_trial = 0
         """The adapter that is being loaded alone; 0: none."""
         self._lost: set[int] = set()
-        """What the workers that were lost last were loading, until the cause is known."""
+        """The adapters that the last lost workers were loading, until the cause is known."""
         self._lost_on_trial = 0
         self._has_changed = False
 
@@ -73,7 +73,7 @@ class AdapterTrials:
         self._has_changed = True
 
     def answered(self, adapter_id: int) -> None:
-        """Clear an adapter whose load has ended, in whatever way."""
+        """Clear an adapter whose load has ended, with or without an error."""
         self._loading.discard(adapter_id)
         self._lost.discard(adapter_id)
         self._points.pop(adapter_id, None)

@@ -127,7 +127,7 @@ class Quarantine:
         self._marks.replace(self._stage, ())
 
     def attribute_crash(self, now: float) -> Request | None:
-        """Continue the search: the lost workers died of what they computed. Returns the culprit."""
+        """Continue the search: the lost workers died because of what they computed."""
         ran, self._ran = self._ran, []
         if not ran or now < self._systemic_until:
             return None
@@ -206,7 +206,7 @@ class Quarantine:
         return key in self._refused
 
     def added(self, request: Request) -> None:
-        """A request was accepted; if it was a suspect of a dead core, it still is one."""
+        """Note an accepted request, which may have been a suspect of a dead core."""
         if self._stage in _LONELY:
             self._hold(request)
         if self._inherited and _fingerprint_of(request) in self._inherited:
@@ -215,7 +215,7 @@ class Quarantine:
             self._hold(request)
 
     def unblocked(self, request: Request) -> None:
-        """A request has waited for something else; while it is not its turn, it waits on."""
+        """Note that a request may be admitted; while it is not its turn, it waits on."""
         is_suspect = any(request in group for group in self._groups)
         if is_suspect or (self._stage in _LONELY and request not in self._on_trial):
             self._hold(request)
@@ -405,7 +405,7 @@ def _fingerprint_of(request: Request) -> int:
 
 
 def fingerprint(prompt: bytes | memoryview, params: SamplingParams, adapter_id: int = 0) -> int:
-    """64 bits of what makes two requests the same, seeds aside; the prompt is packed."""
+    """Hash everything that makes two requests the same, except seeds, to 64 bits."""
     digest = hashlib.sha256(prompt)
     if adapter_id:
         digest.update(adapter_id.to_bytes(8, "little"))

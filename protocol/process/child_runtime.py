@@ -65,7 +65,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 
 class ChildProcess:
-    """A main program's configuration and its reports to the supervisor, if there is one."""
+    """The configuration of a main program, and its reports to the supervisor, if there is one."""
 
     def __init__(self, role: Role, arguments: argparse.Namespace, config: EngineConfig) -> None:
         if arguments.parent_fd is not None:
@@ -230,7 +230,7 @@ class ChildProcess:
         return True
 
     def restart_on_sigterm(self) -> None:
-        """Make SIGTERM such a request, which the next call of `messages` sends."""
+        """Turn SIGTERM into such a request, which the next call of `messages` sends."""
 
         def remember(*_: object) -> None:
             self._is_terminated = True

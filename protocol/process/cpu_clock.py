@@ -1,4 +1,4 @@
-"""The processor time of another process, which limits what a helper may do."""
+"""The processor time of another process, by which the work of a helper is limited."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Garbage collection in processes that must not pause."""
+"""Settings of the garbage collector for processes that must not pause."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Linux's prctl, for what Python's `os` lacks."""
+"""The prctl calls of Linux that Python's `os` lacks."""
 
 import ctypes
 import os

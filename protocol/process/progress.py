@@ -1,6 +1,6 @@
 """Reports a process's progress in its page: each phase with the time that it may take.
 
-Called by the thread that works, between two pieces of work: a thread of its own would only prove
+The working thread calls it between two pieces of work: a separate reporting thread would prove only
 that it is itself alive. Without a page nothing is written and nothing is watched.
 """
 

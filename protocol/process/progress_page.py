@@ -1,4 +1,4 @@
-"""The progress page: memory that a process shares with its supervisor, and leaves when it dies.
+"""The progress page: memory shared by a process and its supervisor, which outlives the process.
 
 There is one page per slot, whose descriptor each incarnation inherits. It has four parts:
 
@@ -51,7 +51,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Phase(enum.IntEnum):
-    """What the thread that works is doing."""
+    """The current activity of the thread that works."""
 
     NONE = 0
     STARTING = 1

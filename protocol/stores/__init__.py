@@ -1,1 +1,1 @@
-"""Stores of KV blocks outside the workers: where they are, and what they probably hold."""
+"""Stores of KV blocks outside the workers: where they are, and which blocks they probably hold."""

@@ -1,4 +1,4 @@
-"""Which KV blocks a store probably holds: a table in a file that all processes of a machine map.
+"""A table of the KV blocks that a store probably holds, in a file that all processes map.
 
 The core asks it before it lets a worker read a block, so that no message is needed to learn that
 there is none. A table is a hint: a block that it names may be gone, and one that it has lost may be

@@ -1,4 +1,4 @@
-"""Where KV blocks are kept outside the workers: in shared memory, and on a disk.
+"""The places where KV blocks are kept outside the workers: shared memory and a disk.
 
 All workers of the engine, of all its replicas on this machine, write to the same directories and
 read from them. `worker_proc/offload/block_store.py` has the format of the files.
@@ -30,7 +30,7 @@ class Tier(NamedTuple):
     """Whether it is the engine's own, in shared memory."""
 
     def private_directory(self, layout: str) -> Path:
-        """Return what no other user may enter: all of it, or the part of a layout."""
+        """Return the directory that no other user may enter: the root, or one layout's part."""
         return self.directory if self.is_memory else self.directory / layout
 
 
@@ -61,7 +61,7 @@ def memory_directory(engine_dir: str) -> Path:
 
 
 def name_engine(directory: Path, engine_dir: str) -> None:
-    """Leave the name of its engine in a directory of blocks in memory."""
+    """Write the name of its engine into a directory of blocks in memory."""
     with contextlib.suppress(FileExistsError):
         (directory / _ENGINE).symlink_to(os.path.abspath(engine_dir))
 
@@ -129,7 +129,7 @@ def remove_memory(engine_dir: str) -> None:
 
 
 def remove_orphaned_memory() -> None:
-    """Remove the blocks in memory of this user's engines that have left them.
+    """Remove the blocks in memory that dead engines of this user have left.
 
     Their run directories are gone, and no supervisor holds the blocks.
     """

@@ -4,12 +4,12 @@ Theory of operation. Binding sides are ROUTERs, connecting sides DEALERs with a 
 incarnation. Every socket has LINGER 0, a high-water mark and a largest message; no call blocks.
 
 A connection is in one of two states. *In step*: each frame that arrives has the next number, and
-is delivered. *Lost*: a frame was damaged or is missing; every later one is dropped until a frame
-with the flag BEGINS. `FrameSequence` (frame_sequence.py) keeps the numbers, one per peer. Only the
-connecting side can leave the lost state, because it knows what has to be sent again:
+is delivered. *Lost*: a frame was damaged or is missing; every later frame is dropped until one with
+the flag BEGINS. A `FrameSequence` (frame_sequence.py) per peer tracks the numbers. Only the
+connecting side can leave the lost state, because it knows which messages must be sent again:
 
-1. The binding side finds a loss: it sends LOST. The connecting side finds one, or receives LOST:
-   `take_loss` returns True once. A loss of the last frame shows with the next BEAT.
+1. If the binding side finds a loss, it sends LOST. If the connecting side finds one, or receives
+   LOST, `take_loss` returns True once. The loss of a last frame is found at the next BEAT.
 2. The caller of `take_loss` sends its first message with `begins=True` (Connect, WorkerHello).
 3. The binding side accepts that frame whatever its number, and its next frame has BEGINS too.
 
@@ -18,9 +18,9 @@ numbers that a connecting side sends never go back. On the lifecycle link each m
 in itself and repeated by its sender, so gaps are ignored there and only damaged and repeated
 frames are dropped.
 
-Callers rely on this order: `link_events` before `drain` after a wake-up, since a reconnection
-discards what is unread; `drain` after every send, since the descriptor is edge-triggered and a send
-may consume the event of an arrival; `beat` about once a second on binding sides.
+Callers must keep this order: after a wake-up, `link_events` before `drain`, because a reconnection
+discards unread frames; `drain` after every send, because the descriptor is edge-triggered and a
+send may consume the event of an arrival; `beat` about once a second on binding sides.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""ZMQ messages of several parts, read and written without waiting. One thread at a time per socket.
+"""Reads and writes ZMQ messages of several parts without waiting. One thread at a time per socket.
 
 pyzmq's own functions cost several times as much: they combine flags as enums for each part, and
 raise an exception for each read of an empty socket.

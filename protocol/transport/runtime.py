@@ -1,4 +1,4 @@
-"""What the loops use of the operating system: a clock, a poller, sockets and processes.
+"""The parts of the operating system that the loops use: clock, poller, sockets and processes.
 
 A loop takes these as arguments, so that tests and the simulation can run the real code in virtual
 time. The real clock is the module `time` itself and the real poller a `zmq.Poller`: no wrapper

@@ -1,4 +1,4 @@
-"""What the policy asks for: slots of processes, and actions on them."""
+"""The actions that the policy orders: slots of processes, and what to do with them."""
 
 import enum
 
@@ -8,7 +8,7 @@ from protocol.lifecycle import Command, DeathCause, Progress, Ready, Role
 
 
 class Slot(msgspec.Struct, frozen=True, order=True):
-    """A place for one process at a time, whose incarnations have increasing epochs."""
+    """A place for one process at a time; its successive incarnations have increasing epochs."""
 
     role: Role
     rank: int = 0
@@ -34,7 +34,7 @@ def replica_slot(index: int) -> Slot:
 
 
 class Origin(enum.Enum):
-    """How a process comes into its slot."""
+    """How a process is started in its slot."""
 
     STARTED = "started"  # by command; it loads everything itself
     FORKED = "forked"  # by the zygote, which has loaded the model
@@ -50,7 +50,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """Send SIGKILL."""
+    """Kill a process with SIGKILL."""
 
     slot: Slot
     spares_zygote: bool = False

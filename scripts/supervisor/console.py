@@ -32,7 +32,7 @@ log = logging.getLogger("troika.supervisor")
 
 @dataclass
 class PhaseClock:
-    """When the phases of one start began, on the monotonic clock."""
+    """The times at which the phases of one start began, on the monotonic clock."""
 
     started_at: float
     phases: list[tuple[str, float]] = field(default_factory=list)
@@ -101,10 +101,10 @@ class Console:
         self._loading.pop(slot, None)
 
     def _slowest(self) -> Slot:
-        """Return the process that is behind the others.
+        """Return the process that is furthest behind.
 
-        A rank may omit phases, such as a compilation that another one has done. So what counts is
-        the place of its phase among those of the rank that has had most.
+        A rank may omit phases, such as a compilation that another rank has done. So its phase is
+        located among the phases of the rank that has passed most of them.
         """
         passed = {slot: self._clocks[slot].numbered_phases() for slot in self._loading}
         most = max(passed.values(), key=len)

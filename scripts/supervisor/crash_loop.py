@@ -1,4 +1,4 @@
-"""Detects crash loops: then new requests are refused with a time to retry.
+"""Detects crash loops, in which new requests are refused with a time to retry.
 
 No sockets, no clock. Deaths by a signal from outside do not count: they do not predict others. Time
 without a core or a worker does not count either: a model that loads for a minute before each death

@@ -1,4 +1,4 @@
-"""Deaths: their causes, and what the core receives of them and of suspected hangs."""
+"""Classifies deaths, and reports deaths and suspected hangs to the core."""
 
 import signal
 from collections import deque
@@ -20,7 +20,7 @@ _REPEATED_FOR_S = 5.0
 
 
 class Evidence(NamedTuple):
-    """What was found alongside the exit status of a dead process."""
+    """Observations about a death in addition to the exit status."""
 
     step_id: int | None = None
     """The step that it was computing, according to its progress page."""
@@ -71,7 +71,7 @@ class DeathNotices:
         """Each with the time at which it expires."""
 
     def suspicion(self, process: Process, for_s: float) -> list[Action]:
-        """Keep work from a ready worker that may hang, for `for_s` seconds; 0 ends that."""
+        """Keep steps away from a ready worker that may hang, for `for_s` seconds; 0 ends that."""
         slot = process.slot
         if slot.role is not Role.WORKER or process.state is ProcessState.STARTING:
             return []

@@ -1,4 +1,4 @@
-"""Decides where the next worker or core comes from, and when standbys and zygote are started.
+"""Decides how the next worker or core is started, and when standbys and zygotes are.
 
 A dead process is replaced by its standby, which has loaded everything. Without a standby the zygote
 forks a worker. Without a zygote, and for the core, a process is started that loads everything
@@ -53,7 +53,7 @@ class Failover:
         return Origin.FORKED if is_worker and self._zygotes_serve else Origin.STARTED
 
     def loads_anew(self) -> bool:
-        """Return whether the next workers must load the model: nothing has loaded it for them."""
+        """Return whether the next workers must load the model: no process holds it for them."""
         standby = self._helper(Role.STANDBY)
         has_standby = standby is not None and (standby.serves or standby.is_coming)
         return not has_standby and not self._zygotes_serve and not self._zygotes_are_coming

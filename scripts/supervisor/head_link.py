@@ -34,7 +34,7 @@ log = logging.getLogger("troika.agent")
 
 
 class HeadLink:
-    """Gets the settings, and then reports where the core of this machine serves (`Reports`)."""
+    """Fetches the settings, and then reports where the core of this machine serves (`Reports`)."""
 
     def __init__(
         self, address: str, keys: ClientKeys, name: str, *, leave_after_s: float | None = None

@@ -57,7 +57,7 @@ Note = tuple[int, str]
 
 @dataclass(slots=True)
 class _Member:
-    """An agent that has joined."""
+    """An agent that has joined the engine."""
 
     peer: bytes
     address: str
@@ -66,7 +66,7 @@ class _Member:
 
 
 def settings_of(config: EngineConfig) -> Settings:
-    """Return the settings of an engine on another machine: those of its core and its workers.
+    """Return the settings for an engine on another machine: those of its core and its workers.
 
     It computes on the CPUs of the first replica here.
     """

@@ -1,4 +1,4 @@
-"""What a model's name stands for: one of the engine's own, a directory, a file, or the hub's."""
+"""Resolves a model's name: one of the engine's own models, a directory, a file, or a hub's name."""
 
 import difflib
 import os
@@ -52,7 +52,7 @@ def with_directories(model: ModelConfig, directories: Mapping[str, str]) -> Mode
 
 
 def local_hint(name: str) -> str:
-    """Return a question with the directory whose path is most like a name, if one is."""
+    """Suggest the directory whose path is most like a name, if there is a similar one."""
     directory = Path(name).absolute()
     close = difflib.get_close_matches(directory.name, _names_in(directory.parent), n=1, cutoff=0.7)
     return f"; did you mean {directory.with_name(close[0])}?" if close else ""

@@ -58,9 +58,9 @@ class PlannedRestarts:
     def ask(
         self, role: Role, now: float, index: int | None = None
     ) -> tuple[str | None, list[Action]]:
-        """Begin to replace a role's processes, or one API process.
+        """Begin to replace the processes of a role, or one API process.
 
-        Returns why not, or None; and actions.
+        Returns the reason if this is refused, or None, and the actions that follow.
         """
         self._drop_replaced()
         groups = self._groups.of(role)

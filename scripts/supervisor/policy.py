@@ -1,15 +1,15 @@
 """The supervisor's decisions, as a state machine: events and times in, actions out.
 
-Theory of operation. The ranks of one role form a group, and are replaced together; each API process
-is a group of its own, because it holds only its own requests, and so are the supervisor of each
-replica and the zygote of each rank. A group is started again, with greater epochs, only when all
-its processes are dead and reaped. A death after useful work restarts it at once
-(`Process.was_useful`); the pause doubles only while successors die before they have done any. Until
-the engine was ready once, failures that would repeat end it.
+Theory of operation. The ranks of one role form a group and are replaced together. Each API process
+is a group by itself, because it holds only its own requests; so are the supervisor of each replica
+and the zygote of each rank. A group is started again, with greater epochs, only when all its
+processes are dead and reaped. After useful work (`Process.was_useful`) it is restarted at once; the
+pause doubles only while successors die without having done any. Before the engine has been ready
+once, a failure that would repeat ends it.
 
 The policy knows no sockets and no processes. Its methods take events and the time, and return
-actions, to be carried out in order. Each `Process` and `Group` changes its own fields. Parts of the
-policy have modules of their own: where successors come from (failover.py), planned restarts
+actions, to be executed in order. Each `Process` and `Group` changes its own fields. Parts of the
+policy are in separate modules: how successors are started (failover.py), planned restarts
 (planned_restarts.py), the end (shutdown.py), hangs (watcher.py), crash loops (crash_loop.py), and
 causes and notices of deaths (deaths.py).
 """

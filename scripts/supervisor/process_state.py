@@ -1,4 +1,4 @@
-"""Processes and groups of ranks as the policy sees them: each changes its own fields only."""
+"""The processes and groups of ranks of the policy. Each object changes only its own fields."""
 
 import logging
 import random
@@ -25,7 +25,7 @@ _MAX_DOUBLINGS = 32
 
 
 class Process:
-    """One slot and its present incarnation. Only the methods of this class change its fields."""
+    """One slot and its present incarnation. Only methods of this class change its fields."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -206,7 +206,7 @@ class Group:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether the slots are free; a spare process does not matter."""
+        """Whether its slots are free; a spare process does not count."""
         return not any(process.is_alive for process in self.processes)
 
     @property

@@ -72,7 +72,7 @@ class _Fork:
 
 @dataclass(slots=True)
 class _Row:
-    """What belongs to one slot. The page outlives the processes that write it."""
+    """Everything that belongs to one slot. The page outlives the processes that write to it."""
 
     page: ProgressPage
     page_fd: int
@@ -339,12 +339,12 @@ class ProcessTable:
     # Pages and reports --------------------------------------------------------------------------
 
     def marks(self) -> dict[Slot, ProgressRecord]:
-        """The marks of all pages that can be read."""
+        """The marks of all readable pages."""
         found = {slot: row.page.read() for slot, row in self._rows.items()}
         return {slot: mark for slot, mark in found.items() if mark is not None}
 
     def evidence(self, slot: Slot, epoch: int, *, is_oom: bool) -> Evidence:
-        """What the page shows of an incarnation that has died."""
+        """Return what the page shows about a dead incarnation."""
         page = self._rows[slot].page
         mark = page.read()
         step_id = None if mark is None or mark.epoch != epoch else mark.step_id

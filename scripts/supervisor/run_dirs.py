@@ -1,4 +1,4 @@
-"""Run directories: one supervisor each, epochs that only grow, a register to find them.
+"""Run directories: each has one supervisor and increasing epochs, and a register lists all of them.
 
 A given directory keeps `epoch` and `supervisor.lock` beyond the supervisor's end; a temporary one
 disappears with it. The register is a directory of links, one per supervisor of this user.
