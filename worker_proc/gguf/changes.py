@@ -14,7 +14,7 @@ class Change(NamedTuple):
     inputs: torch.Tensor | None = None
     """int64: the column of the file that stands at each place."""
     values: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Returns what a checkpoint has, for values that are no codes; its shape may be another one."""
+    """Returns what a checkpoint has, for values that are not codes; its shape may differ."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result, for a tensor of a shape."""
@@ -25,7 +25,7 @@ class Change(NamedTuple):
         return tuple(self.values(torch.empty(stored, device="meta")).shape)
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the result for values that are no codes."""
+        """Return the result for values that are not codes."""
         if self.rows is not None:
             values = values[self.rows]
         if self.inputs is not None:
