@@ -13,7 +13,7 @@ import pytest
 from api_proc.bodies import CompletionBody
 from protocol.config.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
-from tests.system.body_flood import BODIES
+from tests.system.body_flood import BODIES, body_of
 from tests.timing import within
 
 TURN_S = 0.030
@@ -99,7 +99,7 @@ def test_nor_where_a_long_prompt_is_submitted(long_live: LiveServer, name: str) 
 
 
 def check_iterations(live: LiveServer, name: str, turn_s: float = TURN_S) -> None:
-    path, body = BODIES[name]
+    path, body = body_of(name)
 
     def measure() -> dict[str, float]:
         live.client.requests.clear()
@@ -129,7 +129,7 @@ def test_a_rejected_body_is_freed_at_once(live: LiveServer) -> None:
     live.call(collect)
     try:
         before = num_bodies()
-        path, body = BODIES["ids"]
+        path, body = body_of("ids")
         assert asyncio.run(send(live.url, path, body)) == [400] * NUM_AT_ONCE
         wait_until(lambda: num_bodies() <= before)
     finally:

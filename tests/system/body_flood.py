@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -65,46 +66,62 @@ def _prompts(count: int, num_chars: int) -> bytes:
     return json.dumps({"prompt": ["x" * num_chars] * count, "max_tokens": 1}).encode()
 
 
-_LARGE_IDS = b"".join(b"%d," % (256 + i) for i in range(3800)) * (SIZE // 5 // 3800)
+@cache
+def _large_ids() -> bytes:
+    return b"".join(b"%d," % (256 + i) for i in range(3800)) * (SIZE // 5 // 3800)
 
-BODIES: Mapping[str, tuple[str, bytes]] = {
-    "objects": (CHAT, _with_kwargs(_filled(b"{}"))),
-    "names": (CHAT, _with_kwargs(_filled(b'{"a":1}'))),
-    "some objects": (CHAT, _with_kwargs(b",".join([b"{}"] * 30_000))),
-    "ids": (COMPLETIONS, b'{"prompt":[%b]}' % _filled(b"1")),
-    "lists of ids": (COMPLETIONS, b'{"prompt":[%b]}' % _filled(b"[%b1]" % (b"7," * 1999))),
-    "text": (COMPLETIONS, b'{"prompt":"%b"}' % (b"a" * SIZE)),
-    "wide text": (COMPLETIONS, b'{"prompt":"%b"}' % ("a" * (SIZE - 9) + "🙂").encode()),
-    "escapes": (COMPLETIONS, b'{"prompt":"%b"}' % (b"\\n" * (SIZE // 2))),
-    "prompts": (COMPLETIONS, _prompts(2048, 1980)),
-    "messages": (CHAT, _chat(messages=[{"role": "user", "content": "x" * 900}] * 4096)),
+
+BODIES: Mapping[str, tuple[str, Callable[[], bytes]]] = {
+    "objects": (CHAT, lambda: _with_kwargs(_filled(b"{}"))),
+    "names": (CHAT, lambda: _with_kwargs(_filled(b'{"a":1}'))),
+    "some objects": (CHAT, lambda: _with_kwargs(b",".join([b"{}"] * 30_000))),
+    "ids": (COMPLETIONS, lambda: b'{"prompt":[%b]}' % _filled(b"1")),
+    "lists of ids": (COMPLETIONS, lambda: b'{"prompt":[%b]}' % _filled(b"[%b1]" % (b"7," * 1999))),
+    "text": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"a" * SIZE)),
+    "wide text": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % ("a" * (SIZE - 9) + "🙂").encode()),
+    "escapes": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"\\n" * (SIZE // 2))),
+    "prompts": (COMPLETIONS, lambda: _prompts(2048, 1980)),
+    "messages": (CHAT, lambda: _chat(messages=[{"role": "user", "content": "x" * 900}] * 4096)),
     "ids of a large vocabulary": (
         COMPLETIONS,
-        b'{"prompt":[%b3]}' % _LARGE_IDS,
+        lambda: b'{"prompt":[%b3]}' % _large_ids(),
     ),
     "long lists of ids": (
         COMPLETIONS,
-        b'{"prompt":[%b],"max_tokens":1}' % _filled(b"[%b3]" % _LARGE_IDS[:40_000]),
+        lambda: b'{"prompt":[%b],"max_tokens":1}' % _filled(b"[%b3]" % _large_ids()[:40_000]),
     ),
-    "ids for a vector": ("/v1/embeddings", b'{"input":[%b3]}' % _LARGE_IDS),
-    "ids for a text": ("/detokenize", b'{"tokens":[%b3]}' % _LARGE_IDS),
+    "ids for a vector": ("/v1/embeddings", lambda: b'{"input":[%b3]}' % _large_ids()),
+    "ids for a text": ("/detokenize", lambda: b'{"tokens":[%b3]}' % _large_ids()),
     "prose": (
         COMPLETIONS,
-        b'{"prompt":"%b","max_tokens":1}' % (b"The quick brown fox jumps. " * (SIZE // 27 - 2)),
+        lambda: (
+            b'{"prompt":"%b","max_tokens":1}' % (b"The quick brown fox jumps. " * (SIZE // 27 - 2))
+        ),
     ),
     "literal": (
         COMPLETIONS,
-        b'{"prompt":"%b","parse_special":false}' % (b"<|endoftext|>" * (SIZE // 13 - 4)),
+        lambda: b'{"prompt":"%b","parse_special":false}' % (b"<|endoftext|>" * (SIZE // 13 - 4)),
     ),
-    "chat": (CHAT, _chat(messages=[{"role": "user", "content": "<|endoftext|> a" * (SIZE // 15)}])),
-    "calls": (CHAT, _chat(messages=[{"role": "user", "content": "x"}, _calls(1024, 3900)])),
-    "tools": (CHAT, _chat(tools=[_tool(i, 200) for i in range(60)])),
+    "chat": (
+        CHAT,
+        lambda: _chat(messages=[{"role": "user", "content": "<|endoftext|> a" * (SIZE // 15)}]),
+    ),
+    "calls": (CHAT, lambda: _chat(messages=[{"role": "user", "content": "x"}, _calls(1024, 3900)])),
+    "tools": (CHAT, lambda: _chat(tools=[_tool(i, 200) for i in range(60)])),
     "template": (
         "/apply-template",
-        _chat(messages=[{"role": "user", "content": "é" * (SIZE // 6 - 20)}]),
+        lambda: _chat(messages=[{"role": "user", "content": "é" * (SIZE // 6 - 20)}]),
     ),
-    "tokenize": ("/tokenize", b'{"prompt":"%b"}' % (b"a b " * 250_000)),
+    "tokenize": ("/tokenize", lambda: b'{"prompt":"%b"}' % (b"a b " * 250_000)),
 }
+"""The route of each kind of body, and a function that makes it: together they take 80 MB."""
+
+
+@cache
+def body_of(kind: str) -> tuple[str, bytes]:
+    """Return the route and a body of this kind."""
+    path, make = BODIES[kind]
+    return path, make()
 
 
 class Figures(NamedTuple):
@@ -121,7 +138,7 @@ def requests(base: str, names: list[str], count: int) -> Iterator[tuple[str, int
     """Yield host, port and bytes of `count` requests that take turns among these bodies."""
     url = urlsplit(base)
     for i in range(count):
-        path, body = BODIES[names[i % len(names)]]
+        path, body = body_of(names[i % len(names)])
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         yield (
             str(url.hostname),
