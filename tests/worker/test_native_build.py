@@ -37,14 +37,16 @@ V3 = (
     " avx2 bmi2"
 )
 V4 = f"{V3} avx512f avx512dq avx512cd avx512bw avx512vl"
+BF16 = f"{V4} avx512_bf16 avx512vbmi avx512_vbmi2"
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (f"{V4} avx512_bf16 amx_bf16 amx_tile amx_int8 avx512_fp16", "amx_bf16"),
-        (f"{V4} avx512_bf16 amx_tile amx_int8", "avx512_bf16"),  # AMX without its bfloat16
-        (f"{V4} avx512_bf16", "avx512_bf16"),
+        (f"{BF16} amx_bf16 amx_tile amx_int8 avx512_fp16", "amx_bf16"),
+        (f"{BF16} amx_tile amx_int8", "avx512_bf16"),  # AMX without its bfloat16
+        (BF16, "avx512_bf16"),
+        (f"{V4} avx512_bf16", "x86-64-v4"),  # without the permutations of bytes
         (f"{V4} avx512_vnni", "x86-64-v4"),
         (f"{V3} avx512f avx512cd avx512_bf16 amx_bf16 amx_tile", "x86-64-v3"),  # of AVX-512 a part
         (V3, "x86-64-v3"),

@@ -100,6 +100,13 @@ def shortened(scale: torch.Tensor, num_bits: int, last: int = 0) -> torch.Tensor
     return (bits - bits % unit | last * unit).view(torch.float32)
 
 
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of 8 bits, and the scale of each output."""
+    greatest = weight.float().abs().amax(1, keepdim=True)
+    scales = shortened(greatest / 127, 14, 1).where(greatest > 0, 0.0)
+    return (weight.float() * (1 / scales)).nan_to_num().round(), scales
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("format", CODED, ids=str)
 def test_rounded_weights_stay_as_they_are(
@@ -127,12 +134,11 @@ def test_eight_bits_round_to_the_nearest_multiple_of_a_scale(
 ) -> None:
     weight = random_weight(shape)
     found = rounded(library, weight, Format.INT8).float()
+    codes, scales = eight_bits(weight)
     greatest = weight.float().abs().amax(1, keepdim=True)
-    scale = shortened(greatest / 127, 14, 1).where(greatest > 0, 0.0)
-    codes = (weight.float() * (1 / scale)).nan_to_num().round()
     assert int(codes.abs().max()) == 127
-    assert torch.equal((codes * scale).bfloat16().float(), found)
-    assert bool(((found - weight.float()).abs() <= 0.501 * scale + 2**-8 * greatest).all())
+    assert torch.equal((codes * scales).bfloat16().float(), found)
+    assert bool(((found - weight.float()).abs() <= 0.501 * scales + 2**-8 * greatest).all())
     assert torch.equal(found.abs().amax(1, keepdim=True), greatest)
 
 
@@ -172,34 +178,20 @@ def product(
     return library.project(instruction, rows, packed.num_outputs // 2)
 
 
-@pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_codes_of_eight_bits_give_the_bits_of_the_weights_that_they_stand_for(
-    shape: tuple[int, int], gates: bool, kernels: NativeLibrary
-) -> None:
-    """For any number of rows, which are read from codes directly, or from units made of them."""
-    num_outputs = shape[0] - shape[0] % 2
-    weight = random_weight(shape)[:num_outputs]
-    bias = torch.randn(num_outputs).bfloat16()
-    units = kernels.pack(rounded(kernels, weight, Format.INT8), bias, gates=gates)
-    rows = torch.randn(max(NUM_MANY_ROWS), shape[1]).bfloat16()
-    for source in (weight, rounded(kernels, weight, Format.INT8)):
-        codes = kernels.pack(source, bias, Format.INT8, gates=gates)
-        for num_rows in (*range(MOST_ROWS + 1), *NUM_MANY_ROWS):
-            want = product(kernels, units, rows[:num_rows], gates=gates)
-            found = product(kernels, codes, rows[:num_rows], gates=gates)
-            assert torch.equal(want, found), num_rows
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_of_codes_of_four_bits_are_exact_where_float32_holds_them(
-    shape: tuple[int, int], kernels: NativeLibrary
+@pytest.mark.parametrize("format", CODED, ids=str)
+def test_sums_of_codes_are_exact_where_float32_holds_them(
+    format: Format, shape: tuple[int, int], kernels: NativeLibrary
 ) -> None:
     """Rows of small whole numbers leave nothing to round, in any order of sums."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
-    codes = kernels.pack(weight, None, Format.INT4)
+    codes = kernels.pack(weight, None, format)
     rows = torch.randint(-8, 9, (max(NUM_MANY_ROWS), shape[1])).bfloat16()
-    want = (rows.double() @ rounded(kernels, weight, Format.INT4).double().T).bfloat16()
+    if format is Format.INT8:
+        numbers, scales = eight_bits(weight)
+        want = ((rows.double() @ numbers.double().T).float() * scales.T).bfloat16()
+    else:
+        want = (rows.double() @ rounded(kernels, weight, format).double().T).bfloat16()
     for num_rows in (*range(MOST_ROWS + 1), *NUM_MANY_ROWS):
         found = product(kernels, codes, rows[:num_rows])[:, : shape[0]]
         assert torch.equal(want[:num_rows], found), num_rows
@@ -207,8 +199,9 @@ def test_sums_of_codes_of_four_bits_are_exact_where_float32_holds_them(
 
 @pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_codes_of_four_bits_give_a_row_the_same_bits_among_any_others(
-    shape: tuple[int, int], gates: bool, kernels: NativeLibrary
+@pytest.mark.parametrize("format", CODED, ids=str)
+def test_codes_give_a_row_the_same_bits_among_any_others(
+    format: Format, shape: tuple[int, int], gates: bool, kernels: NativeLibrary
 ) -> None:
     """And codes of rounded weights give the same.
 
@@ -216,12 +209,12 @@ def test_codes_of_four_bits_give_a_row_the_same_bits_among_any_others(
     """
     num_outputs = shape[0] - shape[0] % 2
     weight = random_weight(shape)[:num_outputs]
-    nearest = rounded(kernels, weight, Format.INT4)
+    nearest = exact = rounded(kernels, weight, format)
+    if format is Format.INT8:
+        exact = torch.mul(*(part.double() for part in eight_bits(weight)))
     row = torch.randn(1, shape[1]).bfloat16()
-    bias = -(row.double() @ nearest.double().T)[0].float()
-    codes, again = (
-        kernels.pack(each, bias, Format.INT4, gates=gates) for each in (weight, nearest)
-    )
+    bias = -(row.double() @ exact.double().T)[0].float()
+    codes, again = (kernels.pack(each, bias, format, gates=gates) for each in (weight, nearest))
     alone = product(kernels, codes, row, gates=gates)
     assert torch.equal(alone, product(kernels, again, row, gates=gates))
     for num_rows in (*range(2, MOST_ROWS + 1), *NUM_MANY_ROWS):
@@ -355,17 +348,15 @@ def rounded_model(
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    _each_once(
-        ["qwen3_moe", "dots1", *RECURRENT_NAMES, "mixtral"],
-        [Quantization.W8A16, Quantization.W4A16],
-    ),
+    _each_once(["qwen3_moe", "dots1", *RECURRENT_NAMES, "mixtral"], [Quantization.W4A16]),
 )
 def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
     """Which is served without quantization.
 
-    Codes of 4 bits round sums in another order: now and then a token differs, and those after it.
+    Codes round sums in another order: now and then a token differs, and those after it. What codes
+    of 8 bits stand for is no weight in bfloat16.
     """
     for directory in (tmp_path / "plain", tmp_path / "rounded"):
         build_checkpoint(directory, MIXTURES[name], torch.bfloat16)
@@ -382,9 +373,9 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
         pairs = zip(run.output_token_ids, want.output_token_ids, strict=True)
         return sum(tokens == expected for tokens, expected in pairs)
 
-    least = 1.0 if quantization is Quantization.W8A16 else 0.7
-    assert num_equal(found) >= least * len(prompts)
-    assert num_equal(plain) < least * len(prompts)
+    least = 0.7 * len(prompts)
+    assert num_equal(found) >= least
+    assert num_equal(plain) < least
 
 
 @contextmanager
@@ -421,7 +412,7 @@ def test_greedy_tokens_are_those_of_the_rounded_weights(
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     run = drive(load(tmp_path, quantization), prompts, params, max_num_seqs=16)
     # A row that is rounded a little differently before may have other codes.
-    least_equal, most_behind = (0.85, 0.2) if rounds_rows else (0.9, 0.05)
+    least_equal, most_behind = (0.85, 0.2) if rounds_rows else (0.9, 0.1)
     num_equal = num_close = num_tokens = 0
     for prompt, tokens in zip(prompts, run.output_token_ids, strict=True):
         ids = torch.tensor([prompt + tokens])

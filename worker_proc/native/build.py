@@ -67,14 +67,15 @@ _X86_64_V3 = frozenset(
     )
 )
 _X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AVX512_BF16 = _X86_64_V4 | {"avx512_bf16"}
+_AVX512_BF16 = _X86_64_V4 | {"avx512_bf16", "avx512vbmi", "avx512_vbmi2"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2")
 TARGETS = (
     Target(
         "amx_bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"),
         _AVX512_BF16 | {"amx_tile", "amx_bf16"},
     ),
-    Target("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512_BF16),
+    Target("avx512_bf16", _BF16_FLAGS, _AVX512_BF16),
     Target("x86-64-v4", ("-march=x86-64-v4",), _X86_64_V4),
     Target("x86-64-v3", ("-march=x86-64-v3",), _X86_64_V3),
 )

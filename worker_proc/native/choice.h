@@ -100,7 +100,7 @@ struct Tokens {
 // Memory of one thread, used again for each row.
 struct Scratch {
   std::vector<float> best_of_chunks, best_of_groups, weights_of_groups;
-  std::vector<int32_t> chunks;  // to scan again
+  std::vector<int32_t> chunks;  // to scan again, whose best score is infinite until then
   std::vector<float> sample, weights_of_sample;
   std::vector<int64_t> sums;  // of the chunks of a row
   Tokens tokens;
@@ -171,12 +171,13 @@ class Row {
       const int id = edited.ids[i], chunk = id / kChunk;
       const float score = edited.scores[i], logit = scores_.logit(id);
       float& best = scratch_.best_of_groups[chunk * kGroups + id % kGroups];
-      if (score < logit && logit == best) {
+      float& best_of_chunk = scratch_.best_of_chunks[chunk];
+      if (score < logit && logit == best && best_of_chunk < kInfinity) {
         scratch_.chunks.push_back(chunk);  // which of the group's other scores is the best is not known
-        continue;
+        best_of_chunk = kInfinity;
       }
       best = std::max(best, score);
-      scratch_.best_of_chunks[chunk] = std::max(scratch_.best_of_chunks[chunk], score);
+      best_of_chunk = std::max(best_of_chunk, score);
     }
     for (const int32_t chunk : scratch_.chunks) scan_chunk(chunk);
     best_ = kNegInf;
@@ -297,7 +298,7 @@ class Row {
 
   Part distance(Part score) const { return (best_ - score) * per_nat_; }
 
-  // The weights, from 0 to 2^40; their fractions do not count.
+  // The weights, where those that min_p drops are 0.
   Part weigh(Part score) const {
     const Part weights = weigher_(score);
     if (least_weight_ == 0.0f) return weights;

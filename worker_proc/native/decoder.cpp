@@ -292,6 +292,7 @@ class Executor {
     Outputs(const Executor& executor, const Instruction& i)
         : data(reinterpret_cast<char*>(executor.row(i.target, 0))),
           stride(executor.run_.buffers[i.target].stride),
+          scales(i.format == kInt8 ? static_cast<const float*>(i.scales) : nullptr),
           bias(i.bias),
           column(i.column),
           activation(i.activation),
@@ -302,7 +303,7 @@ class Executor {
 
     char* const data;
     const int64_t stride;
-    const float* const bias;
+    const float *const scales, *const bias;  // of outputs; null: none
     const int32_t column, activation;
     const bool has_bounds;
     const Instruction& instruction;
@@ -416,8 +417,10 @@ class Executor {
     return round(biased(to, r, pair * kPairOutputs + half * kLanes, sums));
   }
 
-  // The sums of a row and 16 outputs, plus the bias.
+  // The sums of a row and 16 outputs, times the scales, plus the bias. The product is rounded before the
+  // sum, also where the compiler could fuse them.
   Vec biased(const Outputs& to, int64_t, int64_t output, Vec sums) const {
+    if (to.scales) sums = multiply_add(sums, load(to.scales + output), Vec{});
     return to.bias ? sums + load(to.bias + output) : sums;
   }
 

@@ -434,10 +434,48 @@ struct GroupedPanels {
 
 #ifdef __AVX512BF16__
 
+// Weights whose vectors are made one by one, in registers: for one row. `Codes` makes units of the words
+// of a tile.
+template <class Codes>
+struct VectorsInRegisters {
+  static constexpr bool kAreCodes = true, kMakesVectors = true;
+  static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
+
+  const GroupedPanels<Bf16>& panels;
+  const int64_t num_units = panels.num_units;
+
+  bool has_exceptions(int64_t, int64_t) const { return panels.has_short_groups(); }
+
+  class Step {
+   public:
+    [[gnu::always_inline]] Step(const VectorsInRegisters& w, int64_t pair, int64_t unit)
+        : tiles_(w.panels.tile_codes(pair, 0, unit)),
+          codes_{w.panels.template codes_of<Codes>(pair, 0, unit),
+                 w.panels.template codes_of<Codes>(pair, 1, unit)} {}
+
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      // The codes that come next are fetched bit by bit, so that memory is never idle.
+      if (half == 0) __builtin_prefetch(tiles_ + kCodesAhead + number * (2 * kBytes / kUnitStep));
+      const auto* words = reinterpret_cast<const PartBits*>(tiles_ + half * kBytes);
+      return (VecBits)codes_[half].unit_of(words, number);
+    }
+
+   private:
+    static constexpr int64_t kBytes = kLanes * kTileInputs * sizeof(Unit) / Codes::kPerWord;
+
+    const uint8_t* const tiles_;  // that of the low panel, and that of the high one behind it
+    const Codes codes_[2];
+  };
+
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    return panels.tile(pair, half, unit, space);
+  }
+};
+
 template <class F>
 void with_vectors(const GroupedPanels<Bf16>& w, const F& f) {
   w.with_codes([&](auto type) {
-    f(VectorsInRegisters<GroupedPanels<Bf16>, RoundedUnits<typename decltype(type)::Type>>{w});
+    f(VectorsInRegisters<RoundedUnits<typename decltype(type)::Type>>{w});
   });
 }
 

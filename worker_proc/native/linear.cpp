@@ -227,7 +227,7 @@ extern "C" void troika_pack_codes(const void* weight, int32_t format, int32_t nu
   auto* codes = static_cast<uint8_t*>(packed);
   if (format == kInt8)
     return pack_codes<Int8Panels, Int8>(from, num_outputs, num_inputs, gates, codes,
-                                               static_cast<float*>(scales));
+                                        static_cast<float*>(scales));
   if (format == kInt8ForCodes)
     return pack_codes<CodedUnits, Int8>(from, num_outputs, num_inputs, gates, codes,
                                         static_cast<float*>(scales));

@@ -5,11 +5,11 @@
 // past the last input and output: the units of a panel are a multiple of 16, and the panels a
 // multiple of 2.
 //
-// Weights lie as units, or as codes of 8 or 4 bits with scales. A code stands for code · scale,
-// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile. Without AMX,
-// units of codes of 4 bits are the codes themselves, and the sums of a group of inputs are multiplied by
-// its scales. Where rows are codes too (coded_rows.h), a unit has four codes of 8 bits, and kernels
-// multiply these.
+// Weights lie as units, or as codes of 8 or 4 bits with scales. A code stands for code · scale, with 4 bits
+// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile. Units of codes
+// of 8 bits are the codes themselves, and the sums of an output are multiplied by its scale. Without AMX,
+// those of 4 bits are so, too, and the sums of a group of inputs are multiplied by its scales. Where rows
+// are codes, too (coded_rows.h), a unit has four codes of 8 bits, and kernels multiply these.
 
 #pragma once
 
@@ -121,12 +121,6 @@ struct Int8 {
     constexpr uint32_t kLast = 1 << 10;
     return float_of((bits_of(std::fabs(rounding.greatest()) / kMost) & -kLast) | kLast);
   }
-
-  // The upper halves are the products, rounded.
-  static PartBits rounded(Part products) {
-    constexpr uint32_t kHalf = 0x8000;
-    return (PartBits)products + kHalf;
-  }
 };
 
 // Codes of 4 bits. Each 128 inputs of an output have a scale of five significant bits: bfloat16
@@ -153,173 +147,139 @@ struct Int4 {
   }
 };
 
-// The codes of a tile, plus 128: [words][outputs], with four codes of an output in a word, rotated left
-// by 7 bits. There two of them lie where the mantissa of a float has them, so that floats are made
-// without a shift.
+#ifdef __AVX512VBMI__
+
+// The bytes of the bfloat16 values of 0 to 127.
+struct Magnitudes {
+  static constexpr int kCount = 128;
+
+  constexpr Magnitudes() : low(), high() {
+    for (int size = 1, exponent = 0; size < kCount; size++) {
+      if (size >> (exponent + 1)) exponent++;
+      const int bits = ((127 + exponent) << 7) + ((size << (7 - exponent)) & 0x7f);
+      low[size] = static_cast<uint8_t>(bits);
+      high[size] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+
+  alignas(kLine) uint8_t low[kCount], high[kCount];
+};
+
+// The codes of a tile, as sign and magnitude: [8 lines][4 quarters of the outputs][2 units][4 outputs][2].
 struct Int8Tile {
-  static constexpr int kPerWord = 4, kRotation = 7;
-  static constexpr uint32_t kZero = 128;
   static constexpr int64_t kBytes = 2 * kTile;
 
-  // Where the processor rounds two vectors of floats to one of bfloat16 values, a word has every second
-  // input of an output: the words of eight outputs, two of each, are a vector.
-#ifdef __AVX512BF16__
-  static constexpr bool kHasTwins = true;
-#else
-  static constexpr bool kHasTwins = false;
-#endif
-
   static void place(const int8_t* codes, int64_t lane, uint8_t* tile) {
-    for (int64_t i = 0; i < kTileInputs; i += kPerWord) {
-      const int64_t turn = i / kPerWord % 2;
-      uint32_t word = 0;
-      for (int k = 0; k < kPerWord; k++) {
-        const int64_t input = kHasTwins ? i - turn * kPerWord + 2 * k + turn : i + k;
-        word |= (codes[input] + kZero) << 8 * k;
-      }
-      word = word << kRotation | word >> (32 - kRotation);
-      const int64_t first = i / kPerWord * kLanes;
-      const int64_t at = kHasTwins ? first - turn * kLanes + 2 * lane + turn : first + lane;
-      std::memcpy(tile + at * 4, &word, 4);
+    for (int64_t i = 0; i < kTileInputs; i++) {
+      const int64_t unit = i / 2, value = lane % 4 * 2 + i % 2;
+      tile[unit / 2 * kLine + lane / 4 * 16 + unit % 2 * 8 + value] =
+          static_cast<uint8_t>(codes[i] < 0 ? 0x80 - codes[i] : codes[i]);
     }
   }
 
-  [[gnu::noinline]] static void unpack(const uint8_t* tile, Vec scales, Unit* units) {
-    if constexpr (kHasTwins) {
-      for_units(tile, scales, [&](int64_t place, PartBits unit) {
-        *reinterpret_cast<PartBits*>(units + place) = unit;
-      });
-    } else {
-      for_pairs(tile, scales, [&](int64_t place, PartBits first, PartBits second) {
-        *reinterpret_cast<PartBits*>(units + place) = high_halves(first, second);
-      });
-    }
-  }
-
-  // The same as float32, [inputs][kPairOutputs].
-  [[gnu::noinline]] static void widen(const uint8_t* tile, Vec scales, Unit* inputs) {
-    const auto put = [&](int64_t place, PartBits first, PartBits second) {
-      Unit* to = inputs + place / kLanes * 2 * kPairOutputs + place % kLanes;
-      *reinterpret_cast<PartBits*>(to) = first & 0xffff0000u;
-      *reinterpret_cast<PartBits*>(to + kPairOutputs) = second & 0xffff0000u;
+  // Unit `number` of a tile.
+  [[gnu::always_inline]] static VecBits unit(const uint8_t* tile, int number) {
+    static constexpr Magnitudes kMagnitudes;
+    constexpr int kOrAnd = 0xf8;
+    const auto byte_of = [](__m512i codes, const uint8_t* bytes) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes,
+                                      _mm512_load_si512(bytes + kLine));
     };
-    if constexpr (kHasTwins) {
-      for_units(tile, scales,
-                [&](int64_t place, PartBits unit) { put(place, unit << 16, unit); });
-    } else {
-      for_pairs(tile, scales, put);
-    }
+    // Written so, the compiler sees that two neighbouring units have the same line.
+    const __m512i codes = _mm512_loadu_si512(tile + number * (kLine / 2) - number % 2 * (kLine / 2));
+    const __m512i low = byte_of(codes, kMagnitudes.low);
+    const __m512i high = _mm512_ternarylogic_epi32(byte_of(codes, kMagnitudes.high), codes,
+                                                   _mm512_set1_epi8(INT8_MIN), kOrAnd);
+    return (VecBits)(number % 2 ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high));
   }
 
-  // The products of the scales and of codes at bits 7 to 22 of words. Every step is exact.
-  class Products {
-   public:
-    static constexpr int kCount = 2, kPerWord = Int8Tile::kPerWord;
-
-    explicit Products(Part scales) : scales_(scales) {
-      for (int k = 0; k < kCount; k++) offsets_[k] = scales * -(size_of(k) + kZero);
-    }
-
-    Part operator()(PartBits words, int k) const {
-      const PartBits mask = PartBits{} + (0xffu << (kRotation + 8 * k));
-      const Part code = (Part)((words & mask) | bits_of(size_of(k)));
-#if defined(__AVX512F__)
-      return (Part)_mm512_fmadd_ps((__m512)code, (__m512)scales_, (__m512)offsets_[k]);
-#elif defined(__AVX2__) && defined(__FMA__)
-      return (Part)_mm256_fmadd_ps((__m256)code, (__m256)scales_, (__m256)offsets_[k]);
-#else
-      return (code - (size_of(k) + kZero)) * scales_;
-#endif
-    }
-
-    // The units of two neighbouring codes, of which words have two.
-    PartBits units(PartBits words, int number) const {
-      constexpr int kTurned = kCount / 2;  // from this one on, the words' halves are exchanged
-      if (number >= kTurned) words = words >> 16 | words << 16;
-      const int k = number % kTurned * 2;
-      return high_halves(Int8::rounded((*this)(words, k)), Int8::rounded((*this)(words, k + 1)));
-    }
-
-    // Unit `number` of a tile.
-    PartBits unit_of(const PartBits* words, int number) const {
-      return units(words[number / (kPerWord / 2)], number % (kPerWord / 2));
-    }
-
-   private:
-    // A float of this size changes by 1 where the lowest bit of code k lies.
-    static constexpr float size_of(int k) { return 65536 >> 8 * k; }
-
-    Part scales_, offsets_[kCount];
-  };
-
-#ifdef __AVX512BF16__
-  // The products where kHasTwins is true: those of each eight outputs.
-  class Twins {
-   public:
-    static constexpr int kPerWord = Int8Tile::kPerWord;
-
-    explicit Twins(Part scales) : halves_{Products(twice(scales, 0)), Products(twice(scales, 8))} {}
-
-    // Unit `number` of a tile.
-    PartBits unit_of(const PartBits* words, int number) const {
-      PartBits low = words[number / kPerWord * 2], high = words[number / kPerWord * 2 + 1];
-      const int k = number % kPerWord;
-      if (k >= Products::kCount) {
-        low = low >> 16 | low << 16;
-        high = high >> 16 | high << 16;
-      }
-      const Part products[] = {halves_[0](low, k % Products::kCount),
-                               halves_[1](high, k % Products::kCount)};
-      return (PartBits)(__m512i)_mm512_cvtne2ps_pbh((__m512)products[1], (__m512)products[0]);
-    }
-
-   private:
-    // Each of eight scales twice.
-    static Part twice(Part scales, int first) {
-      const PartInt lanes = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
-      return (Part)_mm512_permutexvar_ps((__m512i)(lanes + first), (__m512)scales);
-    }
-
-    const Products halves_[2];
-  };
-  using Made = std::conditional_t<kHasTwins, Twins, Products>;
-#else
-  using Made = Products;
-#endif
-
- private:
-  // Calls f(place of a vector in the tile of units, the units).
-  template <class F>
-  [[gnu::always_inline]] static void for_units(const uint8_t* tile, Vec scales, const F& f) {
-    const Made made((Part)scales);
+  static void unpack(const uint8_t* tile, Unit* units) {
 #pragma GCC unroll 16
     for (int number = 0; number < kUnitStep; number++)
-      f(number * kLanes, made.unit_of(reinterpret_cast<const PartBits*>(tile), number));
-  }
-
-  // Calls f(place of a part in the tile of units, its lower and its upper values).
-  template <class F>
-  [[gnu::always_inline]] static void for_pairs(const uint8_t* tile, Vec scales, const F& f) {
-    Part parts[kParts];
-    std::memcpy(parts, &scales, sizeof scales);
-    for (int p = 0; p < kParts; p++) {
-      const Products products(parts[p]);
-      const Unit* from = reinterpret_cast<const Unit*>(tile) + p * kPartLanes;
-      for (int64_t place = p * kPartLanes; place < kTile; from += kLanes) {
-        PartBits words = *reinterpret_cast<const PartBits*>(from);
-        for (int half = 0; half < 2; half++) {
-          for (int k = 0; k < Products::kCount; k += 2, place += kLanes)
-            f(place, Int8::rounded(products(words, k)), Int8::rounded(products(words, k + 1)));
-          words = words >> 16 | words << 16;
-        }
-      }
-    }
+      *reinterpret_cast<VecBits*>(units + number * kLanes) = unit(tile, number);
   }
 };
 
-// Weights as codes of 8 bits, [outputs / 32][tiles][2 panels][tile].
+#else
+
+// The codes of a tile, plus 128: [8 words][outputs], with four codes of an output in a word, rotated left
+// by 7 bits. There two of them lie where the mantissa of a float has them, so that floats are made
+// without a shift.
+struct Int8Tile {
+  static constexpr int64_t kBytes = 2 * kTile;
+
+  static void place(const int8_t* codes, int64_t lane, uint8_t* tile) {
+    for (int64_t i = 0; i < kTileInputs; i += kPerWord) {
+      uint32_t word = 0;
+      for (int k = 0; k < kPerWord; k++) word |= (codes[i + k] + kZero) << 8 * k;
+      word = word << kRotation | word >> (32 - kRotation);
+      std::memcpy(tile + (i / kPerWord * kLanes + lane) * sizeof word, &word, sizeof word);
+    }
+  }
+
+#ifdef __AVX512BW__
+  // Unit `number` of a tile.
+  [[gnu::always_inline]] static VecBits unit(const uint8_t* tile, int number) {
+    const PartBits words = words_of(tile, number);
+    return high_halves(value(words, 0), value(words, 1));
+  }
+#endif
+
+  [[gnu::noinline]] static void unpack(const uint8_t* tile, Unit* units) {
+    for_units(tile, [&](int number, int lane, PartBits first, PartBits second) {
+      *reinterpret_cast<PartBits*>(units + number * kLanes + lane) = high_halves(first, second);
+    });
+  }
+
+  // The same as float32, [inputs][kPairOutputs].
+  [[gnu::noinline]] static void widen(const uint8_t* tile, Unit* inputs) {
+    for_units(tile, [&](int number, int lane, PartBits first, PartBits second) {
+      Unit* const to = inputs + number * 2 * kPairOutputs + lane;
+      *reinterpret_cast<PartBits*>(to) = first;
+      *reinterpret_cast<PartBits*>(to + kPairOutputs) = second;
+    });
+  }
+
+ private:
+  static constexpr int kPerWord = 4, kRotation = 7;
+  static constexpr uint32_t kZero = 128;
+
+  // Calls f(number of a unit, lane of a part, the bits of its first values, those of the second ones).
+  template <class F>
+  [[gnu::always_inline]] static void for_units(const uint8_t* tile, const F& f) {
+    for (int lane = 0; lane < kLanes; lane += kPartLanes)
+      for (int number = 0; number < kUnitStep; number++) {
+        const PartBits words = words_of(tile + lane * sizeof(Unit), number);
+        f(number, lane, value(words, 0), value(words, 1));
+      }
+  }
+
+  // The words with the codes of a unit, at bits 7 to 22.
+  static PartBits words_of(const uint8_t* tile, int number) {
+    const PartBits words = *reinterpret_cast<const PartBits*>(tile + number / 2 * kLine);
+    return number % 2 ? words >> 16 | words << 16 : words;
+  }
+
+  // The bits of the floats that are codes k of some words. A float of this size changes by 1 where the
+  // lowest bit of the code lies.
+  static PartBits value(PartBits words, int k) {
+    const float size = 65536 >> 8 * k;
+    const PartBits mask = PartBits{} + (0xffu << (kRotation + 8 * k));
+    return (PartBits)((Part)((words & mask) | bits_of(size)) - (size + kZero));
+  }
+};
+
+#endif
+
+// Weights as codes of 8 bits, [outputs / 32][tiles][2 panels][tile]. Units are the codes, without their
+// scales.
 struct Int8Panels {
-  static constexpr bool kAreCodes = true, kMakesVectors = false;
+  static constexpr bool kAreCodes = true;
+#ifdef __AVX512BW__
+  static constexpr bool kMakesVectors = true;
+#else
+  static constexpr bool kMakesVectors = false;
+#endif
   static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
   static constexpr int64_t kUnitInputs = 2;
   static constexpr int64_t kMostCodedRows = 0;
@@ -349,30 +309,36 @@ struct Int8Panels {
       Int8Tile::place(output + 2 * unit, lane, to + tile_at(pair, half, unit));
   }
 
+#ifdef __AVX512BW__
+  // The units of a step, in registers.
+  struct Step {
+    [[gnu::always_inline]] Step(const Int8Panels& w, int64_t pair, int64_t unit)
+        : tiles(w.codes + w.tile_at(pair, 0, unit)) {}
+
+    [[gnu::always_inline]] VecBits vector(int number, int half) const {
+      // The codes that come next are fetched bit by bit, so that memory is never idle.
+      if (half == 0) __builtin_prefetch(tiles + kCodesAhead + number * (2 * Int8Tile::kBytes / kUnitStep));
+      return Int8Tile::unit(tiles + half * Int8Tile::kBytes, number);
+    }
+
+    const uint8_t* const tiles;  // that of the low panel, and that of the high one behind it
+  };
+
+  bool has_exceptions(int64_t, int64_t) const { return false; }
+#endif
+
   // The tile from a unit on, made in `space`.
   const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
-    const uint8_t* at = fetched_tile(pair, half, unit);
-    Int8Tile::unpack(at, load(scales + scales_at(pair, half, unit)), space);
+    Int8Tile::unpack(fetched_tile(pair, half, unit), space);
     return space;
   }
 
+#ifndef __AVX512F__
   // The same as float32, [inputs][kPairOutputs].
   void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
-    const uint8_t* at = fetched_tile(pair, half, unit);
-    Int8Tile::widen(at, load(scales + scales_at(pair, half, unit)), inputs);
+    Int8Tile::widen(fetched_tile(pair, half, unit), inputs);
   }
-
-  const uint8_t* tile_codes(int64_t pair, int half, int64_t unit) const {
-    return codes + tile_at(pair, half, unit);
-  }
-
-  // What makes units of a tile's codes.
-  template <class Products>
-  Products codes_of(int64_t pair, int half, int64_t unit) const {
-    return Products((Part)load(scales + scales_at(pair, half, unit)));
-  }
-
-  bool has_short_groups() const { return false; }
+#endif
 
  private:
   // The codes of a tile, while those that come next are fetched.
@@ -514,53 +480,6 @@ struct Int4Panels {
   }
 #endif
 };
-
-#ifdef __AVX512F__
-
-// Weights of panels W, whose vectors are made one by one, in registers: for one row. `Codes` makes
-// units of the words of a tile.
-template <class W, class Codes>
-struct VectorsInRegisters {
-  static constexpr bool kAreCodes = true, kMakesVectors = true;
-  static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
-
-  const W& panels;
-  const int64_t num_units = panels.num_units;
-
-  bool has_exceptions(int64_t, int64_t) const { return panels.has_short_groups(); }
-
-  class Step {
-   public:
-    [[gnu::always_inline]] Step(const VectorsInRegisters& w, int64_t pair, int64_t unit)
-        : tiles_(w.panels.tile_codes(pair, 0, unit)),
-          codes_{w.panels.template codes_of<Codes>(pair, 0, unit),
-                 w.panels.template codes_of<Codes>(pair, 1, unit)} {}
-
-    [[gnu::always_inline]] VecBits vector(int number, int half) const {
-      // The codes that come next are fetched bit by bit, so that memory is never idle.
-      if (half == 0) __builtin_prefetch(tiles_ + kCodesAhead + number * (2 * kBytes / kUnitStep));
-      const auto* words = reinterpret_cast<const PartBits*>(tiles_ + half * kBytes);
-      return (VecBits)codes_[half].unit_of(words, number);
-    }
-
-   private:
-    static constexpr int64_t kBytes = kLanes * kTileInputs * sizeof(Unit) / Codes::kPerWord;
-
-    const uint8_t* const tiles_;  // that of the low panel, and that of the high one behind it
-    const Codes codes_[2];
-  };
-
-  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
-    return panels.tile(pair, half, unit, space);
-  }
-};
-
-template <class F>
-void with_vectors(const Int8Panels& w, const F& f) {
-  f(VectorsInRegisters<Int8Panels, Int8Tile::Made>{w});
-}
-
-#endif
 
 // Weights as units of four codes of 8 bits, plus 128 each, in the places of Panels.
 struct CodedUnits {
