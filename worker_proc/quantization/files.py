@@ -5,7 +5,7 @@ asks for it, or never, where its codes stay in memory.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,6 +124,17 @@ class DenseWeight:
         return self._stored.read().dequantize(self._dtype)
 
 
+class _OfExpert:
+    """What a tensor has of one expert, by the slice of all of it."""
+
+    def __init__(self, slices: Any, number: int) -> None:
+        self._slices, self._number = slices, number
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        found: torch.Tensor = self._slices[self._number]
+        return found
+
+
 class StoredExperts:
     """The weight of all experts of a mixture, in its files."""
 
@@ -178,6 +189,9 @@ class QuantizedFiles:
             scheme = scheme or format.scheme_of(layer)
             tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
             try:
+                if format.name_of_expert is not None and len(own[codes].shape) == 3:
+                    self._add_experts(layer, scheme, own, tensors, format.name_of_expert)
+                    continue
                 shape = scheme.shape(own, partial(_read_one, tensors))
             except ValueError as error:
                 raise CheckpointError(f"{directory}: {layer} {error}") from error
@@ -189,6 +203,25 @@ class QuantizedFiles:
         for name, tensor in stored.items():
             if name not in used and name.rpartition(".")[2] not in UNUSED_PARTS:
                 self.plain[name] = tensor
+
+    def _add_experts(
+        self,
+        layer: str,
+        scheme: Scheme,
+        stored: Mapping[str, StoredTensor],
+        tensors: Mapping[str, Any],
+        name_of: Callable[[str, int], str],
+    ) -> None:
+        """Add the weight of each expert of a layer; raises ValueError for other tensors."""
+        counts = {tensor.shape[0] if len(tensor.shape) == 3 else 0 for tensor in stored.values()}
+        if len(counts) != 1:
+            raise ValueError("has tensors with the matrices of different numbers of experts")
+        one = {name: part._replace(shape=part.shape[1:]) for name, part in stored.items()}
+        shape = scheme.shape(one, partial(_read_one, tensors))
+        for number in range(counts.pop()):
+            name = name_of(layer, number)
+            own = {part: _OfExpert(slices, number) for part, slices in tensors.items()}
+            self.weights[f"{name}.weight"] = StoredWeight(name, scheme, shape, own, self.report)
 
     def _find_experts(self, stored: Mapping[str, StoredTensor], scheme: StackedScheme) -> set[str]:
         """Add the weights of experts; returns the names of their tensors."""

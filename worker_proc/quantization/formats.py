@@ -13,7 +13,17 @@ from worker_proc.quantization.compressed_tensors import read_compressed_tensors
 from worker_proc.quantization.fp8 import read_fbgemm_fp8, read_fp8
 from worker_proc.quantization.gguf import read_gguf
 from worker_proc.quantization.gptq import read_gptq
-from worker_proc.quantization.methods import GGUF, KEY, MODELOPT, OWN_FILE, check_method
+from worker_proc.quantization.methods import (
+    GGUF,
+    KEY,
+    MLX,
+    MLX_KEY,
+    MODELOPT,
+    OWN_FILE,
+    check_method,
+    method_of,
+)
+from worker_proc.quantization.mlx import read_mlx
 from worker_proc.quantization.modelopt import read_modelopt, settings_beside
 from worker_proc.quantization.mxfp4 import read_mxfp4
 from worker_proc.quantization.scheme import CheckpointFormat, Settings
@@ -38,19 +48,23 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
     Transformers then takes all weights as plain. `path` is that of config.json, for errors. Raises
     UnsupportedModel for settings that are not supported.
     """
-    section = None
+    section, key = None, KEY
     for holder in (config.get_text_config(decoder=True), config):
-        section = getattr(holder, KEY, section)
+        if section is None and isinstance(getattr(holder, MLX_KEY, None), dict):
+            section, key = getattr(holder, MLX_KEY), MLX_KEY
         if hasattr(holder, KEY):
+            section, key = getattr(holder, KEY), KEY
             delattr(holder, KEY)
     if section is None:
         settings, method = settings_beside(path), MODELOPT
     else:
-        settings = Settings(path, KEY, section)
-        method = settings.get("quant_method")
+        settings = Settings(path, key, section)
+        method = method_of(section)
     if settings is None:
         return None
     check_method(path, method, config.model_type)
+    if method == MLX:
+        return read_mlx(settings, config.model_type)
     return _READERS[method](settings)
 
 
@@ -60,6 +74,7 @@ def is_quantized(directory: str) -> bool:
         return True
     try:
         config = json.loads((Path(directory) / "config.json").read_bytes())
-        return any(KEY in section for section in (config, config.get("text_config") or {}))
+        sections = (config, config.get("text_config") or {})
+        return any(key in section for section in sections for key in (KEY, MLX_KEY))
     except (OSError, ValueError, TypeError, AttributeError):
         return False  # the loader gives the reason

@@ -1,6 +1,8 @@
 """The formats of quantized checkpoints by their names; formats.py has what reads them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from worker_proc.errors import UnsupportedModel
 
@@ -10,11 +12,20 @@ GGUF = "gguf"
 MODELOPT = "modelopt"
 OWN_FILE = "hf_quant_config.json"
 """Which older checkpoints of Model Optimizer have instead."""
+MLX = "mlx"
+MLX_KEY = "quantization"
+"""Of config.json, where MLX has its settings; newer checkpoints repeat them under the usual key."""
 METHODS = (
     *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", GGUF, "gptq"),
     *(MODELOPT, "mxfp4"),
 )
 """Values of `quant_method`."""
+
+
+def method_of(section: Mapping[str, Any]) -> Any:
+    """Return the name of a format; MLX's settings do not have it."""
+    is_mlx = "quant_method" not in section and {"bits", "group_size"} <= section.keys()
+    return MLX if is_mlx else section.get("quant_method")
 
 
 _JOINED_EXPERTS = ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text")
@@ -28,7 +39,7 @@ def check_method(path: Path, method: object, model_type: object) -> None:
             f"{path}: quantized checkpoints of {model_type} have the codes of all experts of a"
             " layer in one tensor, which are not read; those in bf16 are"
         )
-    if method not in METHODS:
+    if method not in (*METHODS, MLX):
         raise UnsupportedModel(
             f"{path}: {KEY}.quant_method is {method!r}; supported: {', '.join(METHODS)}"
         )

@@ -5,7 +5,7 @@ which tensors stand for a weight, and turn them into a `QuantizedWeight`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -80,9 +80,14 @@ class CheckpointFormat(NamedTuple):
     """GGUF files that have all tensors; then there are no schemes."""
     schemes_of_dtypes: Mapping[str, Scheme] = {}
     """Those of layers whose codes have another type than most, by its name in safetensors."""
+    name_of_expert: Callable[[str, int], str] | None = None
+    """Returns the name of a layer of one expert, where tensors have the matrices of all.
+
+    Raises ValueError for another layer.
+    """
 
 
-CODE_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
+CODE_DTYPES = frozenset({"F8_E4M3", "I8", "U8", "U32"})
 """Types of tensors that hold codes under the name of plain weights, as in safetensors."""
 UNUSED_PARTS = frozenset(
     {
@@ -119,6 +124,10 @@ class Settings:
         """Return the objects of an object of objects."""
         inner = self.section(key)
         return [inner.section(name) for name in inner._section]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield all keys with their values."""
+        yield from self._section.items()
 
     def one_of(self, key: str, supported: tuple[Any, ...], default: Any = None) -> Any:
         """Return a value that must be among the supported ones."""
@@ -184,6 +193,8 @@ def checked(weight: QuantizedWeight) -> QuantizedWeight:
     """Return a weight whose values are finite, or raise ValueError."""
     if not bool(weight.scales.isfinite().all()):
         raise ValueError("has scales that are not finite")
+    if weight.minimums is not None and not bool(weight.minimums.isfinite().all()):
+        raise ValueError("has biases that are not finite")
     if weight.table is not None and not bool(weight.table.isfinite().all()):
         raise ValueError("has a table of values that are not finite")
     if weight.kind is CodeKind.FP8:

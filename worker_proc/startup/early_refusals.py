@@ -13,7 +13,7 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.parallel.share import Share, refuse
 from worker_proc.quantization.headers import read_object
-from worker_proc.quantization.methods import KEY, check_method
+from worker_proc.quantization.methods import KEY, check_method, method_of
 from worker_proc.startup.model_types import model_types
 
 _LENGTH = "max_position_embeddings"
@@ -78,7 +78,7 @@ def refuse_config(directory: str) -> dict[str, Any]:
         )
     for section in (config, config.get("text_config")):
         if isinstance(section, dict) and isinstance(section.get(KEY), dict):
-            check_method(path, section[KEY].get("quant_method"), model_type)
+            check_method(path, method_of(section[KEY]), model_type)
     return config
 
 

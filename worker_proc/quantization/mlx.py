@@ -1,0 +1,126 @@
+"""Checkpoints of MLX, as mlx-lm writes them: affine codes of 2 to 8 bits.
+
+A layer has `weight`, uint32 `[outputs, words]`, and `scales` and `biases`, `[outputs, groups]`. A
+weight is code · scale + bias. The words of an output, from the lowest bits of the first one on, are
+the codes of its inputs, which may cross from a word to the next. Embeddings are such layers, too.
+The weights of all experts of a mixture are one tensor with a dimension more, under names of their
+own. config.json has `quantization`, with settings of all layers, and of some by their names.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.methods import MLX
+from worker_proc.quantization.scheme import (
+    CheckpointFormat,
+    ReadTensor,
+    Settings,
+    checked,
+    require,
+    require_matrix,
+    require_type,
+)
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUP_SIZES = (32, 64, 128)
+_EXPERTS = re.compile(r"(.*\.)switch_mlp\.(gate|up|down)_proj")
+_MIXTRAL_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
+_SAME_NAMES = frozenset(
+    {
+        *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4"),
+        *("glm4_moe", "granite", "helium", "hunyuan_v1_dense", "internlm3", "llama", "mistral"),
+        *("mixtral", "nemotron", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+"""Types of models of which mlx-lm changes no weight but by stacking experts."""
+
+
+class AffineScheme:
+    """Whole numbers, each with the scale and the least value of its group."""
+
+    codes_rows = False
+
+    def __init__(self, num_bits: int, group_size: int) -> None:
+        self.kind = CodeKind.INT4 if num_bits <= CodeKind.INT4.bits else CodeKind.INT8
+        self._num_bits, self._group_size = num_bits, group_size
+
+    def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
+        num_outputs, num_words = require_matrix(stored, "weight", "U32")
+        num_inputs, rest = divmod(num_words * 32, self._num_bits)
+        if rest or num_inputs % self._group_size:
+            raise ValueError(
+                f"has rows of {num_words} words, which are not codes of {self._num_bits} bits in"
+                f" groups of {self._group_size}"
+            )
+        for name in ("scales", "biases"):
+            tensor = require(stored, name, (num_outputs, num_inputs // self._group_size))
+            require_type(tensor, name, "F32", "BF16", "F16")
+        return num_outputs, num_inputs
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        codes = unpack_bits(tensors["weight"], self._num_bits)
+        scales, minimums = tensors["scales"].float(), tensors["biases"].float()
+        zeros = torch.zeros_like(scales)
+        weight = QuantizedWeight(
+            self.kind, codes, scales, zeros, self._group_size, minimums=minimums
+        )
+        return checked(weight)
+
+
+def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Return codes as uint8, `[rows, words * 32 / num_bits]`, the first one in the lowest bits."""
+    octets = words.contiguous().view(torch.uint8)
+    size = math.lcm(num_bits, 8) // 8
+    packs = octets.unflatten(1, (-1, size))
+    joined = torch.zeros(packs.shape[:2], dtype=torch.int64)
+    for place in range(size):
+        joined |= packs[:, :, place].long() << 8 * place
+    codes = torch.empty((*packs.shape[:2], 8 * size // num_bits), dtype=torch.uint8)
+    for place in range(codes.shape[2]):
+        codes[:, :, place] = (joined >> num_bits * place) & (2**num_bits - 1)
+    return codes.flatten(1)
+
+
+def name_of_expert(layer: str, number: int) -> str:
+    """Return the name that the layer of one expert has in other checkpoints."""
+    found = _EXPERTS.fullmatch(layer)
+    if found is None:
+        raise ValueError("has weights of several matrices")
+    before, part = found.groups()
+    if before.endswith("block_sparse_moe."):
+        return f"{before}experts.{number}.{_MIXTRAL_NAMES[part]}"
+    return f"{before}experts.{number}.{part}_proj"
+
+
+def read_mlx(settings: Settings, model_type: str) -> CheckpointFormat:
+    """Return the format that the settings describe."""
+    if model_type not in _SAME_NAMES:
+        raise UnsupportedModel(
+            f"checkpoints of MLX of {model_type} are not read: mlx-lm stores some of its weights in"
+            " another way; those of other libraries, or of bf16, are"
+        )
+    common = _read_scheme(settings)
+    own = {
+        name: _read_scheme(settings.section(name))
+        for name, value in settings.items()
+        if isinstance(value, dict)
+    }
+    return CheckpointFormat(
+        MLX,
+        ("weight",),
+        frozenset({"scales", "biases"}),
+        lambda layer: own.get(layer, common),
+        name_of_expert=name_of_expert,
+    )
+
+
+def _read_scheme(settings: Settings) -> AffineScheme:
+    settings.one_of("mode", ("affine",), "affine")
+    return AffineScheme(settings.one_of("bits", _BITS), settings.one_of("group_size", _GROUP_SIZES))
