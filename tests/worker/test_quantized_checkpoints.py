@@ -21,7 +21,7 @@ from protocol.config import Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
-from tests.worker.checkpoints import SHAPE
+from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts, make_runner
 from tests.worker.quantized_checkpoints import (
@@ -57,8 +57,9 @@ from worker_proc.modules.grouped_experts import GroupedExperts
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.build import compiler
 from worker_proc.native.packed_weights import GROUPED, Format
+from worker_proc.quantization.compressed_tensors import IntScheme
 from worker_proc.quantization.files import QuantizedFiles
-from worker_proc.quantization.headers import read_headers
+from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.startup.early_refusals import refuse_config
 from worker_proc.startup.load_runner import load_model_runner
 
@@ -568,6 +569,76 @@ def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         with pytest.raises((CheckpointError, UnsupportedModel), match=reason) as caught:
             open_files(tmp_path / "coded")
         assert str(own) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt", "hf_quant_config.json"])
+def test_checkpoints_that_round_the_cache_alone_are_plain(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their weights are read, and the scales of keys and values are not used."""
+    build_checkpoint(tmp_path, LlamaConfig(**WIDE))
+    cache = {"num_bits": 8, "type": "float"}
+    names = [f"model.layers.{number}.self_attn" for number in range(2)]
+    if kind == "compressed-tensors":
+        settings = {"quant_method": kind, "format": "dense", "config_groups": {}}
+        change_config(tmp_path, quantization_config=settings | {"kv_cache_scheme": cache})
+        scales = {f"{name}.{key}_scale": torch.ones(1) for name in names for key in "kv"}
+    else:
+        settings = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+        scales = {
+            f"{name}.{key}_proj.{key}_scale": torch.ones(()) for name in names for key in "kv"
+        }
+        if kind == "modelopt":
+            change_config(tmp_path, quantization_config=settings | {"quant_method": kind})
+        else:
+            content = json.dumps({"quantization": settings})
+            (tmp_path / kind).write_text(content)
+    plain = load_file(tmp_path / "model.safetensors")
+    save_file(plain | scales, tmp_path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("INFO"):
+        loaded = load(tmp_path)
+    assert "suggests that the KV cache is rounded, which is not done" in caplog.text
+    assert loaded.codes is None
+    found = loaded.model.state_dict()
+    assert all(torch.equal(found[name], one.to(found[name].dtype)) for name, one in plain.items())
+
+
+@pytest.mark.parametrize("packing", [gptq(4, 128, is_symmetric=True), awq(128)])
+def test_settings_that_auto_round_leaves_out_have_its_defaults(
+    packing: Layout, tmp_path: Path
+) -> None:
+    layout = auto_round(packing)
+    settings = {key: value for key, value in layout.settings.items() if key != "group_size"}
+    settings["extra_config"] = {"model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 128}}
+    write_quantized(tmp_path, replace(layout, settings=settings))
+    assert len(open_files(tmp_path).weights) == 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("zeros", "reason"),
+    [
+        (torch.full((64, 2), 200, dtype=torch.int32), "has zero points that are not from -128 to"),
+        (torch.zeros(64, 2), "has weight_zero_point stored as F32 instead of I8 or I32"),
+    ],
+)
+def test_zero_points_are_whole_numbers_within_the_codes(zeros: torch.Tensor, reason: str) -> None:
+    scheme = IntScheme(8, 32, is_packed=False, is_symmetric=False, codes_rows=False)
+    tensors = {
+        "weight": torch.zeros(64, 64, dtype=torch.int8),
+        "weight_scale": torch.ones(64, 2),
+        "weight_zero_point": zeros,
+    }
+    names = {torch.int8: "I8", torch.int32: "I32", torch.float32: "F32"}
+    stored = {
+        name: StoredTensor("", names[one.dtype], tuple(one.shape)) for name, one in tensors.items()
+    }
+
+    def check() -> None:
+        scheme.shape(stored, tensors.__getitem__)
+        scheme.read(tensors)
+
+    with pytest.raises(ValueError, match=reason):
+        check()
 
 
 def test_rotations_within_weights_are_accepted(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _LEAST: dict[str, int] = {
 """Integer keys of config.json, and the smallest valid value of each."""
 _UNUSED_BUFFER = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$|(^|\.)decoder\.version$"
-    r"|\.num_batches_tracked$"
+    r"|\.num_batches_tracked$|\.[kqv]_scale$"
 )
 _UNUSED_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$")
 
@@ -158,6 +158,7 @@ def is_unused_buffer(name: str, tensor: StoredTensor | None) -> bool:
     """Return whether a stored tensor is one that no forward reads.
 
     Old versions of transformers stored tensors that models compute now; batch norms count batches.
+    Scales of queries, keys and values are those of a KV cache that is rounded with them.
     """
     if _UNUSED_BUFFER.search(name):
         return True

@@ -74,6 +74,7 @@ from worker_proc.loading.text_model import (
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.quantization.files import QuantizedFiles, WeightFiles
+from worker_proc.quantization.formats import is_quantized
 from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.quantization.model import load_quantized, load_state
 from worker_proc.quantization.report import CodesReport
@@ -387,7 +388,8 @@ def _reader(checked: CheckedModel) -> _Read:
 def _from_pretrained(
     directory: str, inspected: InspectedModel, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    if is_part_for_texts(inspected.config):
+    states_format = is_quantized(directory)  # which `take_format` has removed: weights are plain
+    if states_format or is_part_for_texts(inspected.config):
         options = options | {"config": copy.deepcopy(inspected.config)}
     model, info = auto_class(inspected.config).from_pretrained(
         directory,

@@ -31,8 +31,8 @@ _SHARED = ("shared_experts", "shared_expert")
 """What is computed beside the chosen experts."""
 _TERMS = ("gate_up_proj_adapter_list", "gate_up_proj")
 """A list of low-rank products, and the matrix to whose products they are added."""
-_WHOLE = ("linear",)
-"""Matrices of a layer beside its mixers and its layers: in Zamba, behind the shared layer."""
+_BEHIND_SHARED_LAYER = "linear"
+"""The matrix of a layer of Zamba for the rows of the shared layer, which every rank has whole."""
 _ROUTERS = ("gate.", "router.", "shared_expert_gate.")
 """Of experts; all ranks choose alike."""
 _AROUND_EXPERTS = ("fc1_latent_proj.", "fc2_latent_proj.weight")
@@ -117,6 +117,6 @@ def _matrices(
 
 def _has_other_matrices(module: nn.Module, layer: str, mixers: Collection[str]) -> bool:
     """Return whether a layer has matrices outside of its mixers, of those that are divided."""
-    within = tuple(f"{one}." for one in (*mixers, *(f"{layer}.{name}" for name in _WHOLE)))
+    within = tuple(f"{one}." for one in (*mixers, f"{layer}.{_BEHIND_SHARED_LAYER}"))
     names = [key for key, values in module.named_parameters() if values.dim() > 1]
     return any(not f"{layer}.{name}".startswith(within) for name in names)

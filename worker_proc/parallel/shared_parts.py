@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from worker_proc.errors import UnsupportedModel
+
 
 class SharedParts:
     """The weights that several modules have, and a rank's part of each: it is made once."""
@@ -28,6 +30,10 @@ class SharedParts:
         after = dict(module.named_parameters(remove_duplicate=False))
         for name in before.keys() & after.keys():
             part = self._parts.setdefault(before[name], after[name])
-            assert part.shape == after[name].shape
+            if part.shape != after[name].shape:
+                raise UnsupportedModel(
+                    f"several modules have the weight {name}, and are not divided alike:"
+                    f" {list(part.shape)} and {list(after[name].shape)}"
+                )
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, part)

@@ -12,12 +12,15 @@ _PACKING = "packing_format"
 _GPTQ = ("auto_round:auto_gptq", "auto_gptq")
 _AWQ = ("auto_round:auto_awq", "auto_awq")
 _PLAIN_BITS = 16
+_DEFAULTS = {"bits": 4, "group_size": 128}
+"""Of AutoRound, where settings are missing."""
 
 
 def read_auto_round(settings: Settings) -> CheckpointFormat:
     """Return the format that the settings describe."""
     settings.one_of("data_type", ("int",), "int")
-    own = [(key, settings.get(key)) for key in ("bits", "group_size")]
+    settings = settings.with_defaults(_DEFAULTS)
+    own = [(key, settings.get(key)) for key in _DEFAULTS]
     for layer in settings.sections("extra_config") if settings.get("extra_config") else ():
         bits = layer.get("bits")
         if type(bits) is int and bits >= _PLAIN_BITS:

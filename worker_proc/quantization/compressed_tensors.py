@@ -34,6 +34,7 @@ from worker_proc.quantization.scheme import (
     num_groups,
     require,
     require_matrix,
+    require_type,
 )
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight, unpack_int32
 
@@ -83,9 +84,11 @@ class IntScheme:
             scales += [(), (1,), (1, 1), (num_outputs,)]
         require(stored, "weight_scale", *scales)
         if not self._is_symmetric and self._is_packed:
-            require(stored, "weight_zero_point", (-(-num_outputs // per_word), groups))
+            zeros = require(stored, "weight_zero_point", (-(-num_outputs // per_word), groups))
+            require_type(zeros, "weight_zero_point", "I32")
         elif not self._is_symmetric:
-            require(stored, "weight_zero_point", *scales)
+            zeros = require(stored, "weight_zero_point", *scales)
+            require_type(zeros, "weight_zero_point", "I8", "I32")
         return num_outputs, num_inputs
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
@@ -108,6 +111,8 @@ class IntScheme:
             zeros = packed.t()[:num_outputs].float().contiguous()
         else:
             zeros = by_group(tensors["weight_zero_point"]) + half
+            if not bool(((zeros >= 0) & (zeros < 2 * half)).all()):
+                raise ValueError(f"has zero points that are not from {-half} to {half - 1}")
         return checked(QuantizedWeight(self.kind, codes, scales, zeros, group_size))
 
 
@@ -156,8 +161,12 @@ def _scheme_of(groups: list[_Group], layer: str) -> Scheme:
     raise CheckpointError(f"{layer} is stored as codes, and no target of config_groups names it")
 
 
-def read_compressed_tensors(settings: Settings) -> CheckpointFormat:
-    """Return the format that the settings describe."""
+def read_compressed_tensors(settings: Settings) -> CheckpointFormat | None:
+    """Return the format that the settings describe; None: only the KV cache is to be rounded."""
+    has_cache = settings.get("kv_cache_scheme") is not None
+    if has_cache and not (settings.get("config_groups") or settings.get("sparsity_config")):
+        _check_transforms(settings)
+        return None
     name = settings.one_of("format", (*_FORMATS, _MIXED))
     _check_transforms(settings)
     if settings.get("sparsity_config"):

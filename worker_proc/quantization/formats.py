@@ -1,6 +1,7 @@
 """Reads `quantization_config` of config.json: which format a checkpoint is stored in."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,8 @@ from worker_proc.quantization.modelopt import read_modelopt, settings_beside
 from worker_proc.quantization.mxfp4 import read_mxfp4
 from worker_proc.quantization.scheme import CheckpointFormat, Settings
 
-_READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
+_log = logging.getLogger("troika.worker")
+_READERS: dict[str, Callable[[Settings], CheckpointFormat | None]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
@@ -65,7 +67,13 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
     check_method(path, method, config.model_type)
     if method == MLX:
         return read_mlx(settings, config.model_type)
-    return _READERS[method](settings)
+    format = _READERS[method](settings)
+    if format is None:
+        _log.info(
+            "the checkpoint suggests that the KV cache is rounded, which is not done;"
+            " --kv-cache-dtype has the setting"
+        )
+    return format
 
 
 def is_quantized(directory: str) -> bool:

@@ -21,14 +21,17 @@ from worker_proc.quantization.scheme import UNUSED_PARTS, CheckpointFormat, Sett
 _ALGORITHM = "quant_algo"
 _MIXED, _MXFP8 = "MIXED_PRECISION", "MXFP8"
 _PLAIN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+_CACHE_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
 _SECTION = "quantization"
 """Of hf_quant_config.json, or of a `quantization_config` that has its content."""
 
 
-def read_modelopt(settings: Settings) -> CheckpointFormat:
-    """Return the format that the settings describe."""
+def read_modelopt(settings: Settings) -> CheckpointFormat | None:
+    """Return the format that the settings describe; None: only the KV cache is to be rounded."""
     if settings.get(_SECTION) is not None:
         settings = settings.section(_SECTION)
+    if settings.get(_ALGORITHM) is None and any(settings.get(key) for key in _CACHE_KEYS):
+        return None
     algorithm = settings.one_of(_ALGORITHM, (*_PLAIN, _MXFP8, _MIXED))
     if algorithm == _MIXED:
         for layer in settings.sections("quantized_layers"):

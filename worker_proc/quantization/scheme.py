@@ -116,6 +116,11 @@ class Settings:
         value = self._section.get(key)
         return default if value is None else value
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Settings":
+        """Return settings that have values for keys which are missing here."""
+        stated = {key: value for key, value in self._section.items() if value is not None}
+        return Settings(self._path, self._name, {**defaults, **stated})
+
     def section(self, key: str) -> "Settings":
         """Return the object below a key."""
         return Settings(self._path, f"{self._name}.{key}", self._section.get(key))
