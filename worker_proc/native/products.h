@@ -108,17 +108,24 @@ class RowInputs {
   const Unit* inputs_[(R + kPerPointer - 1) / kPerPointer];
 };
 
+struct DoNothing {
+  [[gnu::always_inline]] void operator()() const {}
+};
+
 // Adds products of R rows and units [first, last) of the panels of some pairs to their sums, and those of
-// the units a group further on to the sums behind them, if there are two groups.
-template <typename T, int kGroups, int R, int P, class W>
+// the units a group further on to the sums behind them, if there are two groups. `meanwhile` is called
+// for each step of units.
+template <typename T, int kGroups, int R, int P, class W, class F = DoNothing>
 [[gnu::always_inline]] inline void add_products(const W& w, RowInputs<R>& inputs, int64_t pair,
                                                 int64_t first, int64_t last, WeightsAhead& ahead,
-                                                SumsOf<T> (&sums)[kGroups * R][P]) {
+                                                SumsOf<T> (&sums)[kGroups * R][P],
+                                                const F& meanwhile = {}) {
   constexpr int64_t kSecondGroup = (kGroups - 1) * W::kGroupUnits;
   static_assert(kGroups == 1 || (kGroups == 2 && W::kMakesVectors));
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
   for (; first < last; first += kUnitStep) {
     for (int group = 0; group < kGroups; group++) ahead.fetch<kSecondCache>();
+    meanwhile();
     if constexpr (W::kMakesVectors)
       if (!w.has_exceptions(pair, first)) {
         static_assert(P == 2);
@@ -188,16 +195,17 @@ template <typename T, int kGroups, int R, int P, class W>
 }
 
 // The sums of R rows and the panels of some pairs.
-template <typename T, int R, int P, class W>
+template <typename T, int R, int P, class W, class F = DoNothing>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
-                                                WeightsAhead& ahead, SumsOf<T> (&sums)[R][P]) {
+                                                WeightsAhead& ahead, SumsOf<T> (&sums)[R][P],
+                                                const F& meanwhile = {}) {
   RowInputs<R> inputs(rows);
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++) sums[r][p] = SumsOf<T>{};
   if constexpr (W::kGroupUnits == 0) {
-    add_products<T, 1>(w, inputs, pair, 0, w.num_units, ahead, sums);
+    add_products<T, 1>(w, inputs, pair, 0, w.num_units, ahead, sums, meanwhile);
   } else {
     int64_t first = 0;
     // A product waits for the one before it in its group. Of one or two rows, there are too few others.
@@ -327,10 +335,74 @@ void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t
     for (int p = 0; p < num_pairs; p++, at += 2) own_out(row + r, pair + p, at[0], at[1]);
 }
 
+#ifdef __AVX512BF16__
+
+// The sums of some rows and one pair.
+struct TileSums {
+  Vec values[kMostRows][2];
+  int64_t row = 0;
+  int count = 0;
+};
+
+// Computes R rows, from `sums.row` on. Row by row, the sums before are passed on meanwhile: much of what
+// is done with them takes other units of a core than products do.
+template <int R, class Out>
+[[gnu::noinline]] void multiply_tile(const Panels& w, const UnitRows& rows, int64_t pair,
+                                     WeightsAhead& ahead, const TileSums& before, TileSums& sums,
+                                     const Out& out) {
+  const Out own_out = out;  // a store could change these, as far as the compiler knows
+  const int64_t row = before.row;
+  const int count = before.count;
+  int num_passed = 0;
+  const auto pass_row_on = [&]() __attribute__((always_inline)) {
+    if (num_passed == count) return;
+    const auto& [low, high] = before.values[num_passed];
+    own_out(row + num_passed, pair, low, high);
+    num_passed++;
+  };
+  Vec own[R][2];
+  sum_products<Bf16>(w, {rows.data + sums.row * rows.stride, rows.stride}, pair, ahead, own, pass_row_on);
+  while (num_passed < count) pass_row_on();  // where there are fewer steps of units than rows
+  sums.count = R;
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) sums.values[r][p] = own[r][p];
+}
+
+constexpr int kLeastTileRows = 10;  // from which on tiles are large, so that there are few such functions
+
+// The same as multiply_tiles_of, where the tiles are large.
+template <class Out>
+void multiply_large_tiles(const Panels& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t tile,
+                          int64_t num_tiles, int64_t pair, WeightsAhead& ahead, const Out& out) {
+  static_assert(kLeastTileRows == 10 && kMostRows == 12);
+  TileSums sums[2];
+  for (; tile < num_tiles; tile++) {
+    const TileSums& before = sums[tile % 2];
+    TileSums& own = sums[(tile + 1) % 2];
+    own.row = row + num_rows * tile / num_tiles;
+    switch (row + num_rows * (tile + 1) / num_tiles - own.row) {
+      case 10: multiply_tile<10>(w, rows, pair, ahead, before, own, out); break;
+      case 11: multiply_tile<11>(w, rows, pair, ahead, before, own, out); break;
+      case 12: multiply_tile<12>(w, rows, pair, ahead, before, own, out); break;
+    }
+  }
+  const TileSums& last = sums[num_tiles % 2];
+  for (int r = 0; r < last.count; r++) out(last.row + r, pair, last.values[r][0], last.values[r][1]);
+}
+
+#endif
+
 // Rows [row, row + num_rows) of a pair, in tiles [tile, num_tiles) of few rows each.
 template <typename T, class W, class Out>
 void multiply_tiles_of(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t tile,
                        int64_t num_tiles, int64_t pair, WeightsAhead& ahead, const Out& out) {
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same<T, Bf16>::value && std::is_same<W, Panels>::value)
+    if (num_tiles - tile > 1 && num_rows / num_tiles >= kLeastTileRows)
+      return multiply_large_tiles(w, rows, row, num_rows, tile, num_tiles, pair, ahead, out);
+#endif
   for (; tile < num_tiles; tile++) {
     const int64_t first = row + num_rows * tile / num_tiles;
     const int64_t last = row + num_rows * (tile + 1) / num_tiles;
