@@ -68,8 +68,10 @@ class WorkerLoop:
         self._begun: deque[tuple[int, float]] = deque()
         """Tokens and time of each step that is not answered yet."""
         self._step_ended_at = 0.0
-        self._may_prepare = False
+        self._may_prepare = True
         """Whether steps may have used memory since the runner had prepared all of it."""
+        self._has_stepped = False
+        """Whether a step has ended in this turn."""
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         adapters = None if runner.adapters is None else make_adapters(runner.adapters)
         services = (grammars, adapters, offload)
@@ -126,8 +128,7 @@ class WorkerLoop:
             for reply in self._shim.take_prepared():
                 self._send(reply)
         self._check_silence()
-        if not ready:
-            self._prepare_memory()
+        self._prepare_memory(is_idle=not ready)
         return True
 
     @property
@@ -153,9 +154,12 @@ class WorkerLoop:
     def _quiet_at(self) -> float:
         return self._step_ended_at + QUIET_S
 
-    def _prepare_memory(self) -> None:
-        """Allocate memory of later steps, for a few milliseconds, when no step comes."""
-        if self._may_prepare and self._clock.monotonic() >= self._quiet_at:
+    def _prepare_memory(self, *, is_idle: bool) -> None:
+        """Allocate memory of later steps: after each one, and for some ms when none comes."""
+        if self._has_stepped:
+            self._has_stepped = False
+            self._shim.prepare_memory(is_idle=False)
+        elif is_idle and self._may_prepare and self._clock.monotonic() >= self._quiet_at:
             self._may_prepare = self._shim.prepare_memory()
 
     def _handle_link_events(self) -> None:
@@ -206,7 +210,7 @@ class WorkerLoop:
             now = self._clock.monotonic()
             self._step_timer.observe(num_tokens, now - max(began, self._step_ended_at))
             self._step_ended_at = now
-            self._may_prepare = True
+            self._may_prepare = self._has_stepped = True
             self._reporter.step_completed()  # also on ranks that do not reply
 
     def _send(self, reply: WorkerToCore) -> None:

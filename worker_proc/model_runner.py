@@ -132,8 +132,8 @@ class ModelRunner:
         if self._drafter is not None:
             self._drafter.sleep()
 
-    def prepare_memory(self) -> bool:
-        return self._pool.allocate_ahead(self._mirror.highest_block)
+    def prepare_memory(self, *, is_idle: bool = True) -> bool:
+        return self._pool.allocate_ahead(self._mirror.highest_block, is_idle=is_idle)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(step).finish()

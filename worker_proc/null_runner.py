@@ -164,7 +164,7 @@ class NullRunner:
         self._mirror.reset()
         self.sleep()
 
-    def prepare_memory(self) -> bool:
+    def prepare_memory(self, *, is_idle: bool = True) -> bool:
         return False
 
     def leave(self) -> None:

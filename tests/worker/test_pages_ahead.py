@@ -9,6 +9,7 @@ import torch
 from worker_proc.kv import kv_tensors, pages_ahead
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.kv.kv_tensors import HostMemory
+from worker_proc.kv.pages_ahead import PIECE_BYTES, PagesAhead
 
 NUM_BLOCKS = 128
 BLOCK_BYTES = 2**20
@@ -17,6 +18,17 @@ ALL_BYTES = NUM_BLOCKS * (BLOCK_BYTES + BLOCK_BYTES // 2)
 
 CPU = torch.device("cpu")
 HUGE_PAGE_BYTES = 2**21
+
+
+class FakeMemory:
+    """Notes up to which block it got pages."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.tensor = torch.empty(num_blocks, block_bytes, dtype=torch.uint8, device="meta")
+        self.ends: list[int] = []
+
+    def allocate(self, first: int, end: int) -> None:
+        self.ends.append(end)
 
 
 def can_allocate() -> bool:
@@ -68,13 +80,18 @@ def allocate_all(pool: KVPool, highest_block: int) -> int:
 
 def test_as_many_blocks_as_are_used_get_pages_after_them(pool: KVPool) -> None:
     before = resident_bytes(pool)
-    assert not pool.allocate_ahead(0)
-    assert resident_bytes(pool) == before
     assert allocate_all(pool, 15) > 2  # never much at a time
     assert is_within(resident_bytes(pool) - before, 15)
     assert not pool.allocate_ahead(15)
     allocate_all(pool, 16)
     assert is_within(resident_bytes(pool) - before, 17)
+
+
+def test_an_unused_pool_gets_one_piece_of_each_tensor(pool: KVPool) -> None:
+    before = resident_bytes(pool)
+    allocate_all(pool, 0)
+    assert 3 * BLOCK_BYTES <= resident_bytes(pool) - before <= 3 * HUGE_PAGE_BYTES
+    assert not pool.allocate_ahead(0)
 
 
 def test_blocks_up_to_those_in_use_are_not_touched(pool: KVPool) -> None:
@@ -91,6 +108,21 @@ def test_content_is_kept(pool: KVPool) -> None:
     allocate_all(pool, 8)
     assert (keys[:12] == 7).all()
     assert not keys[12:].any()
+
+
+def test_a_busy_worker_allocates_what_it_uses_until_a_piece_of_each_tensor_is_ahead() -> None:
+    block_bytes = PIECE_BYTES // 64
+    memories = [FakeMemory(1000, block_bytes) for _ in range(16)]
+    ahead = PagesAhead(memories)  # type: ignore[arg-type]
+    for highest_block in (8, 16):
+        ahead.keep_up(highest_block)
+        ahead.keep_up(highest_block)  # nothing was used since
+    assert [memory.ends for memory in memories] == [[73]] * 8 + [[]] * 8
+    for highest_block in (64, 65, 72):
+        ahead.keep_up(highest_block)
+    assert [memory.ends for memory in memories] == [[73, 137]] * 16
+    ahead.keep_up(80)
+    assert [memory.ends for memory in memories] == [[73, 137, 201]] * 4 + [[73, 137]] * 12
 
 
 def test_no_more_than_the_bound_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ class FakeRunner:
         self.num_resets = self.num_leaves = 0
         self.num_sleeps = 0
         self.missing_pieces = 1
+        self.num_between_steps = 0
         self.executed_at = self.prepared_at = 0.0
         self.error: Exception | None = None
 
@@ -73,7 +74,10 @@ class FakeRunner:
     def on_wait(self, report: object) -> None:
         pass
 
-    def prepare_memory(self) -> bool:
+    def prepare_memory(self, *, is_idle: bool = True) -> bool:
+        if not is_idle:
+            self.num_between_steps += 1
+            return True
         self.prepared_at = self.prepared_at or time.monotonic()
         self.missing_pieces -= 1
         return self.missing_pieces > 0
@@ -404,7 +408,8 @@ def test_no_hello_is_sent_to_a_core_that_has_adopted(bench: Bench) -> None:
 
 
 def test_memory_is_prepared_in_pieces_when_no_step_comes(bench: Bench, runner: FakeRunner) -> None:
-    runner.missing_pieces = 3
+    bench.until(lambda: runner.missing_pieces == 0)  # also before the first step
+    runner.missing_pieces, runner.prepared_at = 3, 0.0
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))
     bench.send(9, step(0))
@@ -414,6 +419,19 @@ def test_memory_is_prepared_in_pieces_when_no_step_comes(bench: Bench, runner: F
     assert bench.loop._poll_ms() is None  # nothing is missing until another step comes
     bench.send(9, step(1))
     bench.until(lambda: runner.missing_pieces < 0)
+
+
+def test_memory_is_prepared_after_each_step_behind_its_reply(
+    bench: Bench, runner: FakeRunner
+) -> None:
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: bench.replies)
+    bench.until(lambda: runner.num_between_steps == 1)
+    bench.send(9, step(1))
+    bench.until(lambda: runner.num_between_steps == 2)
+    bench.until(lambda: len(bench.replies) == 2)
 
 
 def test_a_core_that_is_silent_is_asked_again_and_one_that_beats_is_not(

@@ -51,7 +51,7 @@ class KVPool:
             made = [self._allocate(shape, num_host_blocks, dtype) for shape in pair if shape]
             self.tensors.append(KVTensors(made[0].tensor, made[-1].tensor))
             on_host += (memory for memory in made if isinstance(memory, HostMemory))
-        self._pages_ahead = PagesAhead(on_host)
+        self._pages_ahead = PagesAhead(on_host, torch.get_num_threads())
 
     @property
     def all_tensors(self) -> list[torch.Tensor]:
@@ -98,9 +98,17 @@ class KVPool:
             torch.cuda.empty_cache()
         self.is_asleep = True
 
-    def allocate_ahead(self, highest_block: int) -> bool:
-        """Allocate pages of the next unused blocks; return whether more are missing."""
-        return not self.is_asleep and self._pages_ahead.allocate(highest_block)
+    def allocate_ahead(self, highest_block: int, *, is_idle: bool = True) -> bool:
+        """Allocate pages of the next unused blocks; return whether more are missing.
+
+        Unless the worker is idle, they are about as many as the last steps have used.
+        """
+        if self.is_asleep:
+            return False
+        if is_idle:
+            return self._pages_ahead.allocate(highest_block)
+        self._pages_ahead.keep_up(highest_block)
+        return True
 
     def wake(self) -> None:
         """Make the tensors usable again; they are zero after a sleep."""

@@ -1,7 +1,9 @@
 """Tensors of the paged KV cache, their memory, and the number of blocks that fit."""
 
+import ctypes
 import math
 import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -50,6 +52,8 @@ MIN_BLOCKS = 2
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels may access it, too
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostMemory:
@@ -74,10 +78,16 @@ class HostMemory:
         return memoryview(self._pages)[index * num_bytes : (index + 1) * num_bytes]
 
     def allocate(self, first: int, end: int) -> None:
-        """Allocate the pages of rows `first` to `end` now; raise OSError if the kernel cannot."""
+        """Allocate the pages of rows `first` to `end` now; raise OSError if the kernel cannot.
+
+        Other threads can run meanwhile, which `mmap.madvise` prevents.
+        """
         row_bytes = self.tensor[0].nbytes
         begin = first * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        self._pages.madvise(_POPULATE_WRITE, begin, end * row_bytes - begin)
+        address = self.tensor.data_ptr() + begin
+        if _libc.madvise(address, end * row_bytes - begin, _POPULATE_WRITE) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def release(self) -> None:
         """Return the memory to the system; its content is lost."""

@@ -1,7 +1,9 @@
 """Allocates pages of the KV cache before a step needs them."""
 
 import logging
+import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from worker_proc.kv.kv_tensors import HostMemory
 
@@ -9,6 +11,8 @@ MAX_AHEAD_BYTES = 512 * 1024**2
 """Of pages that are allocated and that no request has used."""
 PIECE_BYTES = 2 * 1024**2
 """Of one tensor, at a time: a huge page, which takes a virtual machine up to 5 ms."""
+CATCH_UP = 2
+"""Bytes that are allocated between steps for each one that a step was the first to use."""
 
 _log = logging.getLogger("troika.worker")
 
@@ -21,42 +25,80 @@ class PagesAhead:
     never used are taken in ascending order, so the next ones are known.
     """
 
-    def __init__(self, memories: Sequence[HostMemory]) -> None:
-        """Take tensors whose rows are blocks, as many in each."""
+    def __init__(self, memories: Sequence[HostMemory], num_threads: int = 1) -> None:
+        """Take tensors whose rows are blocks, as many in each.
+
+        The system takes as long for `num_threads` pieces at once as for one.
+        """
         self._memories = memories
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "pages-ahead")
         self._num_blocks = len(memories[0].tensor) if memories else 0
         block_bytes = [memory.tensor[0].nbytes for memory in memories]
         self._max_ahead = MAX_AHEAD_BYTES // max(sum(block_bytes), 1)
         self._piece = max(PIECE_BYTES // max(block_bytes, default=1), 1)
-        self._first_missing = 0
-        """The first block after those in use that lacks pages in some tensor."""
-        self._next_memory = 0
-        """The first tensor in which it lacks them."""
+        self._round = range(0)
+        """The blocks that get pages now, in one tensor after another."""
+        self._next_memory = len(memories)
+        """The first tensor in which they lack them."""
+        self._highest_paid = 0
+        """The highest block in use when pages were allocated between steps."""
 
     def forget(self) -> None:
         """Start over: the memory was returned to the system."""
-        self._first_missing = self._next_memory = 0
+        self._round = range(0)
+        self._next_memory = len(self._memories)
+        self._highest_paid = 0
 
     def allocate(self, highest_block: int) -> bool:
-        """Allocate a piece, and return whether another one is missing.
+        """Allocate a piece for each thread while no step comes; return whether more is missing.
 
-        `highest_block` is the highest in use; as many blocks after it should have pages.
+        `highest_block` is the highest in use. As many blocks after it should have pages, and at
+        least one piece of each tensor.
         """
-        if self._first_missing <= highest_block:
-            self._first_missing, self._next_memory = highest_block + 1, 0
-        num_ahead = min(highest_block, self._max_ahead)
-        wanted = min(highest_block + 1 + num_ahead, self._num_blocks)
-        if self._first_missing >= wanted or not self._memories:
-            return False
-        end = min(self._first_missing + self._piece, wanted)
+        num_ahead = min(max(highest_block, self._piece), self._max_ahead)
+        return self._advance(highest_block, num_ahead, self._num_threads)
+
+    def keep_up(self, highest_block: int) -> None:
+        """Allocate pieces between steps, for the blocks that they were the first to use.
+
+        So a worker that is always busy has one piece of each tensor ahead of use, and no step pays
+        for those of all tensors at once.
+        """
+        num_new = highest_block - self._highest_paid
+        if num_new <= 0:
+            return
+        self._highest_paid = highest_block
+        num_pieces = math.ceil(CATCH_UP * num_new * len(self._memories) / self._piece)
+        self._advance(highest_block, min(self._piece, self._max_ahead), num_pieces)
+
+    def _advance(self, highest_block: int, num_ahead: int, num_pieces: int) -> bool:
+        """Allocate at most `num_pieces`, until `num_ahead` blocks after the highest have pages."""
+        num_memories = len(self._memories)
+        if self._round.stop <= highest_block:
+            self._round, self._next_memory = range(highest_block, highest_block + 1), num_memories
+        wanted = min(highest_block + 1 + num_ahead, self._num_blocks) if num_memories else 0
+        pieces: list[tuple[HostMemory, range]] = []
+        while len(pieces) < num_pieces:
+            if self._next_memory == num_memories:
+                first = self._round.stop
+                if first >= wanted:
+                    break
+                self._round = range(first, min(first + self._piece, self._num_blocks))
+                self._next_memory = 0
+            pieces.append((self._memories[self._next_memory], self._round))
+            self._next_memory += 1
         try:
-            self._memories[self._next_memory].allocate(self._first_missing, end)
+            for _ in self._threads.map(_allocate, pieces):
+                pass
         except OSError as error:  # Linux before 5.14, or no memory is left
             _log.debug("pages are allocated when they are written: %s", error)
             self._memories = ()
-            return False
-        self._next_memory += 1
-        if self._next_memory == len(self._memories):
             self._next_memory = 0
-            self._first_missing = end
-        return self._first_missing < wanted
+            return False
+        return self._next_memory < num_memories or self._round.stop < wanted
+
+
+def _allocate(piece: tuple[HostMemory, range]) -> None:
+    memory, blocks = piece
+    memory.allocate(blocks.start, blocks.stop)

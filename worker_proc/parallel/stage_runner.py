@@ -92,8 +92,8 @@ class StageRunner:
         self._pool.sleep()
         self._mirror.forget_blocks()
 
-    def prepare_memory(self) -> bool:
-        return self._pool.allocate_ahead(self._mirror.highest_block)
+    def prepare_memory(self, *, is_idle: bool = True) -> bool:
+        return self._pool.allocate_ahead(self._mirror.highest_block, is_idle=is_idle)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(step).finish()
