@@ -37,7 +37,7 @@ IN_FLOAT32 = ("llama", "gemma3", "qwen3_moe", "bailing_hybrid")
 """Models of different kinds that the default tests compute in float32, too."""
 SLOW_IN_BFLOAT16 = (
     *("kimi_linear", "bailing_hybrid", "hy_v4", "glm5_next", "zaya", "qwen4_exp"),
-    *("diffllama", "hrm_text", "deepseek_v4"),
+    *("diffllama", "hrm_text", "deepseek_v4", "granitemoeshared", "glm4_moe"),
 )
 
 

@@ -1,12 +1,13 @@
 """Makes a router of experts compute each row independently of the other rows.
 
 The module that chooses the experts stays transformers' own. Its weights are packed, and it is
-called with rows in multiples of 16, few enough for one thread. Otherwise torch would compute some
-values of a sigmoid in vectors and others one by one, depending on their positions; the two round
-differently.
+called with 16 rows or more, whose values fill whole vectors, few enough for one thread. Otherwise
+torch would compute some values of a sigmoid in vectors and others one by one, depending on their
+positions; the two round differently.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ ROUTER_NAMES = ("gate", "router")
 """The names that a router has next to its experts."""
 _TOKENS = "input_ids"
 ROW_STEP = 16
+VECTOR = 64  # a multiple of the values that torch computes in one pass
 ONE_THREAD_VALUES = 32_768
 """With fewer values, torch computes an elementwise function in one thread."""
 NUM_TRIAL_ROWS = 19
@@ -40,7 +42,8 @@ class RowBlocks:
     def __init__(self, function: Callable[..., Outputs], width: int) -> None:
         """`width` is the greatest number of values that it returns for a row."""
         self._function = function
-        self._most = max((ONE_THREAD_VALUES - 1) // (width * ROW_STEP), 1) * ROW_STEP
+        self._step = math.lcm(ROW_STEP, VECTOR // math.gcd(VECTOR, width))
+        self._most = max((ONE_THREAD_VALUES - 1) // (width * self._step), 1) * self._step
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Outputs:
         """Return tensors with a row for each row of `[..., hidden_size]`.
@@ -52,7 +55,7 @@ class RowBlocks:
         found, end = [], 0
         for rows in hidden.split(self._most, dim=-2):
             count = rows.shape[-2]
-            missing = -count % ROW_STEP
+            missing = -count % self._step
             start, end = end, end + count
             own = [
                 pad(arg.reshape(1, -1)[:, start:end], (0, missing)) if _are_tokens(arg) else arg

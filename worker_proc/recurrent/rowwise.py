@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import activations
 
 PIECE = 16_384
 """Number of values computed at once: fewer than torch would divide among threads."""
@@ -22,9 +23,11 @@ _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         *(torch.sigmoid, torch.Tensor.sigmoid, torch.exp, torch.Tensor.exp),
         *(torch.log, torch.Tensor.log, torch.log1p, torch.Tensor.log1p),
         *(torch.tanh, torch.Tensor.tanh, functional.softplus, functional.silu),
-        *(functional.logsigmoid, functional.sigmoid, functional.tanh),
+        *(functional.logsigmoid, functional.sigmoid, functional.tanh, functional.mish),
     )
 )
+_ACTIVATIONS = frozenset((activations.__name__, nn.modules.activation.__name__))
+"""The files whose modules without parameters are functions of single values."""
 
 _NAMES = frozenset(function.__name__ for function in _FUNCTIONS)
 
@@ -68,8 +71,23 @@ def compute_rowwise(module: nn.Module) -> None:
     """
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
-    if code is None or not _NAMES.intersection(code.co_names):
-        return
+    if code is not None and _NAMES.intersection(code.co_names):
+        _enter(module)
+
+
+@torch.inference_mode()
+def compute_activations_rowwise(model: nn.Module) -> None:
+    """Let those activations be computed by `rowwise` that call such functions (quick GELU)."""
+    for module in model.modules():
+        if type(module).__module__ not in _ACTIVATIONS or [*module.parameters()]:
+            continue
+        with RowwiseFunctions() as functions:
+            module(torch.ones(1))
+        if functions.sizes:
+            _enter(module)
+
+
+def _enter(module: nn.Module) -> None:
     own: Callable[..., Any] = module.forward
 
     def entered(*args: Any, **kwargs: Any) -> Any:

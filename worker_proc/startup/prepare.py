@@ -64,7 +64,7 @@ from worker_proc.parallel.stages import (
     places,
 )
 from worker_proc.quantization.formats import is_quantized
-from worker_proc.recurrent.rowwise import compute_rowwise
+from worker_proc.recurrent.rowwise import compute_activations_rowwise, compute_rowwise
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.refusals import (
     check_cache,
@@ -126,6 +126,9 @@ def prepare_model(
     _pack(loaded, library, proofs, progress, role="fused", formats=formats, rounded=quantization)
     if draft is not None:
         _pack(draft, library, proofs, progress, role="fused_draft")  # never rounded
+    if library is not None:
+        for one in filter(None, (loaded, draft)):
+            compute_activations_rowwise(one.model)  # those that no kernel computes
     return_freed_memory()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
