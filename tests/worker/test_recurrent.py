@@ -16,6 +16,8 @@ from tests.worker.recurrent_models import KINDS, RECURRENT
 from tests.worker.test_not_finite import run
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.inputs import StepInputs
+from worker_proc.modules import recurrent_proof
+from worker_proc.modules.recurrent_proof import MAX_ERROR
 from worker_proc.recurrent import delta_rule
 from worker_proc.recurrent.layers import recurrent_layers
 from worker_proc.recurrent.sizing import choose_num_state_blocks
@@ -38,6 +40,20 @@ def test_few_state_blocks_are_shared_by_many_requests(architecture: Any, serve: 
     assert runner.facts.num_state_blocks == FEW
     for options in ({}, {"max_num_batched_tokens": 16}):
         assert drive(runner, served.prompts, GREEDY, **options).output_token_ids == served.expected
+
+
+def test_few_rows_may_differ_more_by_rounding() -> None:
+    expected = torch.ones(3, 40, 4)
+    for errors, is_accepted in (
+        ([5e-3], True),
+        ([5e-3] * 4, False),
+        ([0.02], False),
+        ([float("nan")], False),
+    ):
+        found = expected.clone()
+        for row, error in enumerate(errors):
+            found[-1, row] += error
+        assert (recurrent_proof._greatest_error(found, expected) <= MAX_ERROR) == is_accepted
 
 
 def test_states_are_lost_in_sleep_and_needed_no_more(serve: Serve) -> None:
