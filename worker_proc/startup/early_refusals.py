@@ -24,6 +24,21 @@ _NOT_COMPUTED = {
     "xlnet": "scores of attention with products of queries and relative positions are not supported"
 }
 """Reasons to refuse model types whose code in transformers fails before it reveals them."""
+_NOT_FROM_TEXT = {
+    **dict.fromkeys(
+        ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"),
+        "transformers computes no text with this model without an image",
+    ),
+    "diffusion_gemma": "it writes blocks of tokens by diffusion, not token by token",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "it drafts tokens from the states of another model and writes no texts alone",
+    ),
+    "pi0": "it computes the movements of a robot and writes no texts",
+    "shieldgemma2": "it classifies images and writes no texts",
+    "voxtral_realtime": "it computes each token from a piece of sound",
+}
+"""Reasons to refuse the generating models of other types: they continue no text alone."""
 _UNSCALED = ("default", "llama3")
 """Types of rotary embeddings that do not extend the context."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
@@ -69,6 +84,8 @@ def refuse_config(directory: str) -> dict[str, Any]:
         )
     if model_type in _NOT_COMPUTED:
         raise UnsupportedModel(f"{model_type}: {_NOT_COMPUTED[model_type]}")
+    if model_type in _NOT_FROM_TEXT and _writes_texts(config):
+        raise UnsupportedModel(f"{model_type}: {_NOT_FROM_TEXT[model_type]}")
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{model_type}: encoder-decoder models are not supported")
     if found is not None and model_type not in found.generating and _writes_texts(config):
