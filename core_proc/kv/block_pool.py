@@ -1,7 +1,7 @@
 """KV blocks: reference counts, the queue of free blocks, and the cached contents.
 
 Free blocks are allocated from the front of a queue. Blocks without a hash return to the front,
-cached ones to the end, so cached contents live as long as there are other blocks to take.
+cached ones to the end, so cached contents survive as long as other blocks are free.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,26 +14,26 @@ class BlockPool:
     """Reference counts, the free queue and the map from content hash to blocks."""
 
     def __init__(self, num_blocks: int, recorder: EventRecorder | None = None) -> None:
-        """Create `num_blocks` blocks, the null block included."""
+        """Create `num_blocks` blocks, including the null block."""
         assert num_blocks >= 2, f"num_blocks {num_blocks} must be at least 2"
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.num_freed = 0
-        """Blocks that have become free so far: an upper bound of the growth of `num_free`."""
+        """Number of blocks freed since the start: an upper bound for the growth of `num_free`."""
         self._recorder = recorder
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks_of: dict[bytes, list[int]] = {}
-        """Equal contents are not merged, so several blocks may have one hash."""
+        """Equal contents are not merged, so several blocks may have the same hash."""
         self._watched: frozenset[bytes] | None = None
-        # The free queue: a ring linked in both directions, with the null block as its anchor. So a
-        # cache hit takes its block out of the middle without a search.
+        # The free queue: a ring linked in both directions, with the null block as its anchor, so
+        # that a cache hit can remove its block from the middle without a search.
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can hold."""
+        """Number of blocks that requests can hold."""
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
@@ -65,7 +65,7 @@ class BlockPool:
             ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop a reference to each block of a table, the tail first: shared heads live longest."""
+        """Drop a reference to each block of a table, tail first: shared heads live longest."""
         hashes, ref_counts = self._hashes, self._ref_counts
         following, preceding = self._next, self._prev
         front, last_plain = following[NULL_BLOCK], NULL_BLOCK
@@ -92,7 +92,7 @@ class BlockPool:
         self.num_freed += num_plain + len(cached)
 
     def cached_run(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Find a block for each of these contents, up to the first that is not cached."""
+        """Return a block for each of these contents, up to the first that is not cached."""
         run = []
         for block_hash in block_hashes:
             blocks = self._blocks_of.get(block_hash)
@@ -106,7 +106,7 @@ class BlockPool:
         return blocks[0] if blocks else None
 
     def remember(self, block_id: int, block_hash: bytes) -> bool:
-        """Cache a full block's content; returns whether it was not cached before."""
+        """Cache a full block's content; return whether it was not cached before."""
         assert self._hashes[block_id] is None
         assert self._ref_counts[block_id] > 0
         self._hashes[block_id] = block_hash
@@ -138,16 +138,16 @@ class BlockPool:
         self._watched = None
 
     def watch(self, block_hashes: Iterable[bytes]) -> None:
-        """Watch these contents, instead of any others, from now on."""
+        """Watch these contents from now on, instead of any others."""
         self._watched = frozenset(block_hashes)
 
     @property
     def is_watched_unchanged(self) -> bool:
-        """Whether no block with a watched content has been cached or forgotten since `watch`."""
+        """True if no block with a watched content has been cached or forgotten since `watch`."""
         return self._watched is not None
 
     def count_free(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these blocks no table holds."""
+        """Return how many of these blocks are free."""
         ref_counts = self._ref_counts
         return [ref_counts[block_id] for block_id in block_ids].count(0)
 

@@ -1,4 +1,4 @@
-"""Records what is stored in the prefix cache, and what is removed."""
+"""Records the contents that enter the prefix cache and those that leave it."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,12 @@ HASH_BYTES = 32
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
-    """Return the key of a block's content: in each KV group the same tokens have other KV."""
+    """Return the key of a block's content; the same tokens have other KV in each KV group."""
     return block_hash if group == 0 else block_hash + bytes([group])
 
 
 class _Content(NamedTuple):
-    """The content of one block. Kept small: there may be one for every block of the pool."""
+    """The content of a block. Kept small, since there may be one for every block of the pool."""
 
     block_hash: bytes
     parent_hash: bytes | None
@@ -28,7 +28,7 @@ class _Content(NamedTuple):
 
 
 _MAX_UNTAKEN = 100_000
-"""Most records since the last `take`, unless twice the stored contents are more."""
+"""The most records since the last `take`, or twice the stored contents if that is more."""
 
 _Record = _Content | BlocksRemoved | AllBlocksCleared
 
@@ -36,7 +36,8 @@ _Record = _Content | BlocksRemoved | AllBlocksCleared
 class EventRecorder:
     """Events since the last `take`, and the contents for a snapshot.
 
-    Several blocks may have one content: it is stored with the first, and removed with the last.
+    Several blocks may have the same content: it is stored with the first, and removed with the
+    last.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -67,7 +68,7 @@ class EventRecorder:
     def _note(self, record: _Record) -> None:
         self._records.append(record)
         if len(self._records) > max(_MAX_UNTAKEN, 2 * len(self._stored)):
-            # `take` was not called for long: to start again from nothing is shorter.
+            # `take` has not been called for long: starting over is shorter.
             self._records = [AllBlocksCleared(), *self._stored.values()]
 
     def cleared(self) -> None:
@@ -75,16 +76,16 @@ class EventRecorder:
         self._records.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
-        """Return the events since the last call; neighbours of one kind are joined."""
+        """Return the events since the last call; adjacent events of one kind are merged."""
         records, self._records = self._records, []
         return list(self._merged(records))
 
     def snapshot(self) -> Iterator[KVEvent]:
-        """Return events that bring an empty cache to the state at the call, made one by one."""
+        """Yield events that bring an empty cache to its state at the time of the call."""
         return self._merged(list(self._stored.values()))
 
     def _merged(self, records: Iterable[_Record]) -> Iterator[KVEvent]:
-        """Join events of one kind; events of different groups may change places."""
+        """Merge events of one kind; events of different groups may change their order."""
         latest: dict[int, BlocksStored | BlocksRemoved] = {}
         for item in records:
             if isinstance(item, AllBlocksCleared):
@@ -114,11 +115,11 @@ class EventRecorder:
 
 
 _MAX_JOINED = 256
-"""Most hashes in one event."""
+"""The most hashes in one event."""
 
 
 def _join(last: BlocksStored | BlocksRemoved, event: BlocksStored | BlocksRemoved) -> bool:
-    """Join an event to the last one of its group, if it continues that; returns whether."""
+    """Merge an event with the last one of its group if it continues it; return whether it does."""
     if len(last.block_hashes) >= _MAX_JOINED:
         return False
     if isinstance(last, BlocksStored) and isinstance(event, BlocksStored):

@@ -1,18 +1,18 @@
-"""The blocks of a pool in host memory: which are free, and which are free from the next step on."""
+"""The blocks of a pool in host memory: free ones, and those that the next step frees."""
 
 from collections.abc import Iterable
 
 
 class HostBlocks:
-    """Numbers the blocks from 0, and uses as few of them as possible."""
+    """Numbers blocks from 0, and uses as few different ones as possible."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._num_touched = 0
-        """Leading blocks that have been used; the others are not in `_free` yet."""
+        """Number of leading blocks that have been used; the others are not in `_free` yet."""
         self._free: list[int] = []
         self._leaving: list[int] = []
-        """Blocks that are free from the next step on: this one still reads them."""
+        """Blocks that are free from the next step on, since the current step still reads them."""
 
     @property
     def num_free(self) -> int:
@@ -20,7 +20,7 @@ class HostBlocks:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that may be written in the present step."""
+        """Number of blocks that may be written in the current step."""
         return len(self._free) + self._num_blocks - self._num_touched
 
     def take(self) -> int:
@@ -41,6 +41,6 @@ class HostBlocks:
         self._free, self._leaving, self._num_touched = [], [], 0
 
     def check_invariants(self, held: list[int]) -> None:
-        """Compare the books with the blocks that requests hold."""
+        """Compare the free lists with the blocks that requests hold."""
         assert sorted(held + self._free + self._leaving) == list(range(self._num_touched))
         assert self._num_touched <= self._num_blocks

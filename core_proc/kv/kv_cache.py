@@ -1,7 +1,7 @@
 """KV cache manager: block tables that grow with the computed tokens, and the prefix cache.
 
-It decides whether something fits, and never which request should get it. A block is cached once
-it is full and its tokens are known, under the hash of all tokens up to its end. So a hit on block i
+It decides whether blocks fit, but never which request gets them. A block is cached once it is full
+and its tokens are known, under the hash of all tokens up to its end. A hit on block i therefore
 implies the whole prefix.
 
 Layers with a sliding window form KV groups, whose tables take blocks from the same pool. Blocks
@@ -27,17 +27,17 @@ from protocol.kv_events import KVEvent
 log = logging.getLogger("troika.core")
 
 _HASHED_AT_ONCE = 2**15
-"""Tokens; about a millisecond."""
+"""In tokens; takes about a millisecond."""
 
 Tables = list[list[int]]
-"""Block ids, one list per KV group, all equally long; the last one of state blocks, if any."""
+"""Block ids, one list per KV group, all of equal length; the last has state blocks, if any."""
 
 
 class KVCacheManager:
-    """Gives blocks to requests, and takes them back."""
+    """Allocates blocks to requests and frees them."""
 
     def __init__(self, options: SchedulerOptions, offload: Offload | None = None) -> None:
-        """`offload`: where else blocks are kept, if anywhere."""
+        """`offload` manages blocks outside the pool, if any."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
         self.groups = tuple(group for group in options.kv_groups if not group.is_state)
@@ -56,12 +56,12 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Held share of the usable KV blocks, 0 to 1."""
+        """Share of the usable KV blocks that is held, 0 to 1."""
         return 1.0 - self.pool.num_free / self.pool.num_usable
 
     @property
     def has_slot(self) -> bool:
-        """Whether one more request can have a state block, if it needs one."""
+        """True if another request can have a state block, or needs none."""
         return self.states is None or self.states.num_available > 0
 
     def kv_tables(self, tables: Tables) -> Tables:
@@ -69,21 +69,21 @@ class KVCacheManager:
         return tables if self.states is None else tables[:-1]
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one table that hold `num_tokens` tokens; the last may be filled in part."""
+        """Return the number of blocks for `num_tokens` tokens in a table, rounded up."""
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether one request can have `num_tokens` computed in an otherwise empty cache."""
+        """Return whether a request can have `num_tokens` computed in an otherwise empty cache."""
         num_blocks = self.num_blocks_for(num_tokens)
         most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
         return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
 
     def may_read_cache(self, request: Request) -> bool:
-        """Whether the request may use hits: some must compute all of their tokens."""
+        """Return whether the request may use hits; some must compute all of their tokens."""
         return self.enable_prefix_caching and not request.sampling_params.computes_whole_prompt
 
     def prepare(self, request: Request) -> bool:
-        """Hash some more blocks of a waiting request; returns whether all are hashed."""
+        """Hash further blocks of a waiting request; return whether all are hashed."""
         if not self.may_read_cache(request):
             return True
         num_full = request.num_tokens // self.block_size
@@ -92,7 +92,7 @@ class KVCacheManager:
         return most >= num_full
 
     def find_cached_prefix(self, request: Request) -> Tables:
-        """Find the longest cached prefix: equally long tables, NULL_BLOCK where a window passed."""
+        """Return the longest cached prefix as tables, with NULL_BLOCK where a window has passed."""
         num_groups = len(self.groups) + (self.states is not None)
         if not self.may_read_cache(request):
             return [[] for _ in range(num_groups)]
@@ -103,7 +103,7 @@ class KVCacheManager:
         return self._common_hits(request, num_groups, limit)
 
     def _common_hits(self, request: Request, num_groups: int, limit: int) -> Tables:
-        """Find the longest prefix, up to `limit` blocks, that the first groups all have."""
+        """Return the longest prefix, up to `limit` blocks, that the first groups have in common."""
         while True:
             hits = [self._hits(request, group, limit) for group in range(num_groups)]
             shortest = min(map(len, hits), default=limit)
@@ -138,7 +138,7 @@ class KVCacheManager:
         return [NULL_BLOCK] * (end - len(run)) + run[::-1]
 
     def without_passed(self, hits: Tables, start: int) -> Tables:
-        """Drop the hits that no token from position `start` on attends to, or begins from."""
+        """Drop the hits that no token from position `start` on attends to or begins from."""
         num_hit = len(hits[0])
         if self.states is not None and start > num_hit * self.block_size:
             hits = [*hits[:-1], [NULL_BLOCK] * num_hit]
@@ -158,16 +158,16 @@ class KVCacheManager:
 
     @property
     def is_prefix_unchanged(self) -> bool:
-        """Whether `find_cached_prefix` would find what it could find at the last `watch_prefix`."""
+        """True if `find_cached_prefix` would find the same as at the last `watch_prefix`."""
         is_unchanged = self.pool.is_watched_unchanged
         return is_unchanged and (self.states is None or self.states.pool.is_watched_unchanged)
 
     def _first_seen(self, window: int | None, num_computed: int) -> int:
-        """First entry of a table that tokens from position `num_computed` on attend to."""
+        """Return the first entry that tokens from position `num_computed` on attend to."""
         return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached contents; refused (False) while any block is held."""
+        """Forget all cached contents; return False, changing nothing, while any block is held."""
         pools = [self.pool] if self.states is None else [self.pool, self.states.pool]
         if any(pool.num_free != pool.num_usable for pool in pools):
             return False
@@ -179,13 +179,13 @@ class KVCacheManager:
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> Iterator[KVEvent]:
-        """Return events that bring an empty cache to the current state, made one by one."""
+        """Yield events that bring an empty cache to the current state."""
         return iter(()) if self._recorder is None else self._recorder.snapshot()
 
     def num_missing_blocks(
         self, hits: Tables, start: int, num_tokens: int, num_reserved: int
     ) -> int:
-        """Count the free KV blocks that `admit` would lack; negative: that it would leave."""
+        """Return how many free KV blocks `admit` would lack; negative: how many it would leave."""
         num_wanted = 0
         for group, table in zip(self.groups, self.kv_tables(hits), strict=True):
             first_new = self._first_new(group, table, start)
@@ -199,7 +199,7 @@ class KVCacheManager:
         return num_wanted - self.pool.num_free
 
     def _first_new(self, group: KVGroup, hits: list[int], start: int) -> int:
-        """First entry of a new table that needs a block of its own, if computing begins there."""
+        """Return the first entry that needs a new block if computation begins at `start`."""
         return max(len(hits), self._first_seen(group.window, start))
 
     def admit(
@@ -212,11 +212,11 @@ class KVCacheManager:
         num_reserved: int = 0,
         headroom: int = 0,
     ) -> bool:
-        """Give a request its first blocks; False, with no change, if they do not fit.
+        """Allocate a request's first blocks; return False, with no change, if they do not fit.
 
-        Computing begins at position `start`; KV between the hits and it comes from elsewhere before
-        that. `num_tokens` need slots now; the blocks for `num_reserved` must fit, too, but are not
-        taken yet, and `headroom` blocks must stay free. There must be a state block, if it needs
+        Computation begins at position `start`; KV between the hits and `start` is copied in before.
+        `num_tokens` need slots now. The blocks for `num_reserved` must fit, too, but are not taken
+        yet, and `headroom` blocks must stay free. There must be a state block if the request needs
         one: `has_slot`.
         """
         assert not request.block_tables
@@ -229,12 +229,12 @@ class KVCacheManager:
     def find_loadable(
         self, request: Request, hits: Tables, is_stored: Callable[[bytes, int], bool]
     ) -> tuple[Tables, int]:
-        """Return the hits that a load begins from, and how many blocks are cached after it.
+        """Return the hits from which a load begins, and the number of leading blocks after it.
 
-        `is_stored` takes a hash and a KV group, or the number after the last one for a state.
+        `is_stored` takes a hash and a KV group, or the number after the last group for a state.
 
-        With recurrent layers these blocks end where a state is stored. Their KV may be cached
-        already, beyond `hits`, which end at a state.
+        With recurrent layers, these blocks end at a stored state. Their KV may be cached already
+        beyond `hits`, which end at a cached state.
         """
         num_hit = len(hits[0])
         if self.states is None:
@@ -259,7 +259,7 @@ class KVCacheManager:
         end: int,
         is_stored: Callable[[bytes, int], bool],
     ) -> int:
-        """Count the leading blocks, up to `end`, whose KV is a hit or stored."""
+        """Return the number of leading blocks, up to `end`, whose KV is a hit or stored."""
         if not self.groups:
             return end
         hashes = request.block_hashes
@@ -269,7 +269,7 @@ class KVCacheManager:
                 while index < end and is_stored(hashes[index], number):
                     index += 1
                 end = index
-        # Layers with a window need the blocks that it still sees from the end on.
+        # Layers with a window need the blocks that it still sees at the end.
         windows = [(n, g.window) for n, g in enumerate(self.groups) if g.window is not None]
         while windows and end > len(hits[0]):
             missing = [
@@ -286,7 +286,7 @@ class KVCacheManager:
         return end
 
     def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
-        """Give a waiting request its hits, and blocks that a load fills, if `headroom` is left."""
+        """Give a waiting request its hits, and blocks for a load, if `headroom` blocks are left."""
         if not self.has_slot:
             return False
         hits = self.without_passed(hits, num_tokens)
@@ -319,9 +319,9 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
         """Extend the tables to slots for the first `num_tokens`.
 
-        Returns the new blocks of each group; empty if it needs none; None, and nothing is taken, if
+        Returns the new blocks of each group; empty if none are needed; None, with no change, if
         they do not fit. `again`: the same step has granted it tokens before, which still attend to
-        all that their window shows them.
+        everything in their window.
         """
         tables, pool = request.block_tables, self.pool
         if self._has_windows and not again:
@@ -347,8 +347,8 @@ class KVCacheManager:
     def _free_passed(self, request: Request) -> None:
         """Free the blocks that no window reaches from the next token on.
 
-        Steps in flight may still read these blocks. That is safe: the worker runs steps strictly
-        in order, so the next holder of a block writes to it after them.
+        Steps in flight may still read these blocks. That is safe: the worker runs steps strictly in
+        order, so the next holder of a block writes to it later.
         """
         for group, table in zip(self.groups, self.kv_tables(request.block_tables), strict=True):
             end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
@@ -363,7 +363,7 @@ class KVCacheManager:
         return len(request.block_tables[0]) * self.block_size
 
     def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
-        """Count the KV blocks that no other request holds, without those in `besides`."""
+        """Return how many KV blocks only these requests hold, not counting those in `besides`."""
         tables = (table for r in requests for table in self.kv_tables(r.block_tables))
         held = Counter(block_id for table in tables for block_id in table)
         for block_id in {NULL_BLOCK}.union(*self.kv_tables(besides)):
@@ -372,9 +372,9 @@ class KVCacheManager:
         return sum(ref_count(block_id) == count for block_id, count in held.items())
 
     def num_lasting_blocks(self, request: Request) -> int:
-        """Count the request's blocks that others hold too, and so keep cached.
+        """Return how many of the request's blocks others also hold, and thus keep cached.
 
-        With recurrent layers these are the ones up to the last snapshot among them.
+        With recurrent layers, these are the blocks up to the last snapshot among them.
         """
         num_blocks = len(request.block_hashes)
         if self.groups:
@@ -386,9 +386,9 @@ class KVCacheManager:
         return num_blocks
 
     def forget_uncomputed(self, request: Request) -> None:
-        """Drop the hashes of blocks that were to be filled by a step that will not be sent.
+        """Drop the hashes of blocks that a step would have filled which will not be sent.
 
-        A block that another request holds too was a hit, and has been filled.
+        A block that another request also holds was a hit, and has been filled.
         """
         first = request.num_computed_tokens // self.block_size
         for table in self.kv_tables(request.block_tables):
@@ -398,13 +398,13 @@ class KVCacheManager:
         request.num_hashed_blocks = min(first, request.num_hashed_blocks)
 
     def free(self, request: Request) -> None:
-        """Free all blocks, though steps in flight may still write to them: see `_free_passed`."""
+        """Free all blocks, although steps in flight may still write to them: see `_free_passed`."""
         try:
             self.remember_full_blocks(request, request.num_computed_tokens)
             if self.states is not None:
                 self.states.remember(request)
         except AssertionError:
-            raise  # the books are wrong
+            raise  # the bookkeeping is wrong
         except Exception:
             # The hashes are not needed, but the blocks must be freed.
             log.exception("blocks of request %d are not cached", request.req_id)
@@ -412,7 +412,7 @@ class KVCacheManager:
         self.discard(request)
 
     def discard(self, request: Request) -> None:
-        """Free all blocks, and cache no more of them than was cached before."""
+        """Free all blocks without caching any further ones."""
         for table in self.kv_tables(request.block_tables):
             self.pool.free(live_blocks(table))
         if self.states is not None:
@@ -421,10 +421,10 @@ class KVCacheManager:
         request.num_hashed_blocks = 0
 
     def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Cache the full blocks among the first tokens, as far as their ids are known.
+        """Cache the full blocks among the first tokens whose ids are known.
 
-        This happens when the step is scheduled: in one step the worker writes all KV before it
-        attends, so a later admission of the same step may already hit these blocks.
+        This happens when the step is scheduled: in a step the worker writes all KV before it
+        attends, so a later admission in the same step may already hit these blocks.
         """
         if not self.enable_prefix_caching:
             return
@@ -454,7 +454,7 @@ class KVCacheManager:
             self.cache_states()
 
     def cache_states(self) -> None:
-        """Cache the states of steps that were sent, as far as the tokens before them are known."""
+        """Cache the states of sent steps whose preceding tokens are known."""
         states = self.states
         if states is None:
             return
@@ -464,7 +464,7 @@ class KVCacheManager:
                 self._extend_hashes(request, min(num_blocks, num_known))
                 states.remember(request)
             except AssertionError:
-                raise  # the books are wrong
+                raise  # the bookkeeping is wrong
             except Exception:
                 log.exception("states of request %d are not cached", request.req_id)
                 states.give_up(request)
@@ -491,5 +491,5 @@ def live_blocks(table: list[int]) -> list[int]:
 
 
 def prefix_root(request: Request) -> bytes:
-    """What a request's prefix depends on besides its tokens."""
+    """Return everything that a request's prefix depends on besides its tokens."""
     return kv_events.prefix_root(request.cache_salt, request.adapter_id, request.adapter_digest)

@@ -1,4 +1,4 @@
-"""Whether reading KV blocks takes less time than computing them, as measured.
+"""Measures whether reading KV blocks takes less time than computing them.
 
 The stores of this machine have one cost, and each other machine has its own.
 """
@@ -8,14 +8,14 @@ from collections import deque
 from protocol.core_worker import ModelRunnerOutput
 
 _LEAST_TOKENS = 64
-"""Prompt tokens of a step from which the cost of one is measured."""
+"""Fewest prompt tokens in a step that is used to measure the cost of computing a token."""
 _RISE, _FALL = 0.2, 0.5
-"""Weights of a measurement: a faster load counts more, because slow ones are rarely tried again."""
+"""Weights of a measurement: a faster load counts more, because slow ones are rarely retried."""
 _TRIAL_EVERY = 16
-"""Of the loads that do not seem to pay, one in this many is made: the reason may have gone."""
+"""One in this many loads that do not pay is made, since the reason may have ended."""
 _MOST_SOURCES = 256
 _SLOWEST = 2.0
-"""A machine counts as slower than computing by this factor at most: whatever slows it may end."""
+"""A machine counts as at most this many times slower than computing, since the cause may end."""
 _LEAST_LIMIT_MS = 1000
 _LONGEST_LIMIT_MS = 10_000
 
@@ -26,9 +26,9 @@ class LoadCosts:
     def __init__(self) -> None:
         self._computed_ns = 0.0
         self._loaded_ns: dict[str, float] = {}
-        """By machine; empty: this one."""
+        """By machine; empty: this machine."""
         self._num_refused: dict[str, int] = {}
-        """Loads that did not seem to pay, likewise."""
+        """Number of loads that did not pay, by machine."""
         self._steps: deque[tuple[int, int]] = deque()
         """All tokens, and prompt tokens, of each step in flight."""
 
@@ -37,16 +37,16 @@ class LoadCosts:
         return self._computed_ns == 0.0 or self._loaded_ns.get(source, 0.0) < self._computed_ns
 
     def try_load(self, source: str = "") -> bool:
-        """Return whether to read what is stored; of loads that do not pay, a few are tried."""
+        """Return whether to read stored blocks; a few of the loads that do not pay are tried."""
         if self.pays(source):
             return True
         num_refused = self._num_refused[source] = self._num_refused.get(source, 0) + 1
         return num_refused % _TRIAL_EVERY == 0
 
     def limit_ms(self, num_tokens: int) -> int:
-        """Return for how long tokens are read from another machine, at most; 0: no limit is known.
+        """Return the longest time for reading tokens from another machine; 0: it is not known.
 
-        In this time they could be computed.
+        It is the time in which they could be computed.
         """
         if self._computed_ns == 0.0:
             return 0
@@ -54,7 +54,7 @@ class LoadCosts:
         return min(max(computed_ms, _LEAST_LIMIT_MS), _LONGEST_LIMIT_MS)
 
     def loaded(self, num_tokens: int, load_ns: int, source: str = "") -> None:
-        """Take in the duration of a load, and how many tokens have come."""
+        """Record the duration of a load and its number of tokens."""
         if load_ns <= 0:
             return
         token_ns = load_ns / max(num_tokens, 1)
@@ -70,13 +70,13 @@ class LoadCosts:
         self._steps.append((num_tokens, num_prompt_tokens))
 
     def step_ended(self, output: ModelRunnerOutput) -> None:
-        """Take in the duration of the oldest step in flight, if it has mostly computed prompts."""
+        """Record the duration of the oldest step in flight, if it mostly computed prompts."""
         num_tokens, num_prompt_tokens = self._steps.popleft()
         if output.forward_ns and num_prompt_tokens >= max(_LEAST_TOKENS, num_tokens // 2):
             self._computed_ns = _mean(self._computed_ns, output.forward_ns / num_tokens)
 
     def workers_lost(self) -> None:
-        """Forget the steps in flight, which are never answered."""
+        """Forget the steps in flight, which will never be answered."""
         self._steps.clear()
 
 

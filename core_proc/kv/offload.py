@@ -1,8 +1,9 @@
-"""Blocks outside the workers' memory: which exist, and which are to be written or read.
+"""Blocks outside the workers' memory: which exist, and which will be written or read.
 
 Workers keep full blocks in stores that they share (`worker_proc/offload`), under the hashes of the
-prefix cache. The core asks an index what they probably hold, and decides what is read before a
-request is admitted. Nothing depends on the outcome: blocks that do not come are computed.
+prefix cache. The core asks an index for their probable contents, and decides which blocks are read
+before a request is admitted. Nothing depends on the outcome: blocks that do not arrive are
+computed.
 """
 
 from collections.abc import Sequence
@@ -16,22 +17,22 @@ from core_proc.request import Request
 from protocol.core_worker import NULL_BLOCK, BlocksLoaded, FindBlocks, LoadBlocks, StoreBlocks
 
 MAX_LOADS = 8
-"""Requests whose blocks may be read at a time; further ones wait for a place."""
+"""The most requests whose blocks are read at a time; further ones wait for a place."""
 LEAST_TOKENS = 64
 """Fewest tokens worth reading: the shortest load takes as long as computing them."""
 _MOST_PENDING = 2**14
-"""Most blocks to be written with one message; further ones are not written."""
+"""The most blocks to write in one message; further ones are not written."""
 
 
 class Index(Protocol):
-    """What a store probably holds: see `protocol/stores/index.py`."""
+    """The probable contents of a store: see `protocol/stores/index.py`."""
 
     def __contains__(self, key: bytes, /) -> bool: ...
 
     def discard(self, key: bytes, /) -> None: ...
 
     def clear(self) -> None:
-        """Forget it."""
+        """Forget all contents."""
 
 
 class _Load(NamedTuple):
@@ -41,15 +42,15 @@ class _Load(NamedTuple):
     entries: list[int]
     """The table entry of each block."""
     num_hit: int
-    """Leading entries that are not read."""
+    """Number of leading entries that are not read."""
     num_cached: int
-    """Leading blocks after which the request could be computed without the load."""
+    """Number of leading blocks that are computed even without the load."""
     end: int
-    """Leading blocks that exist after the load."""
+    """Number of leading blocks that exist after the load."""
 
 
 class Offload:
-    """The stores of one engine, and the transfers of the step that is being put together."""
+    """The stores of one engine, and the transfers of the step that is being built."""
 
     def __init__(
         self,
@@ -60,15 +61,15 @@ class Offload:
         reads_machines: bool = False,
         server_here: str = "",
     ) -> None:
-        """Take the index of each store. `reads_machines`: workers can read those of others, too.
+        """`indexes` has each store's index; with `reads_machines`, workers read other machines.
 
-        `server_here`: the address at which others read the stores of this machine.
+        `server_here` is the address at which others read the stores of this machine.
         """
         self._indexes = indexes
         self._most_loads = most_loads
         self.least_tokens = least_tokens
         self._new: list[tuple[int, bytes]] = []
-        """Blocks whose contents were cached since the last step, which no store has."""
+        """Blocks whose contents were cached since the last step, and which no store has."""
         self._new_states: list[tuple[int, bytes]] = []
         self._unsent: list[LoadBlocks] = []
         self._loads: dict[int, _Load] = {}
@@ -79,7 +80,7 @@ class Offload:
         self.num_stored_states = 0
         self.num_loaded_states = 0
         self.num_remote_tokens = 0
-        """Of the tokens that were loaded, those that came from other machines."""
+        """The part of the loaded tokens that came from other machines."""
 
     def has(self, block_hash: bytes, group: int) -> bool:
         """Return whether a store probably has a block of a KV group."""
@@ -87,7 +88,7 @@ class Offload:
         return any(key in index for index in self._indexes)
 
     def reaches(self, request: Request, block_hash: bytes, group: int) -> bool:
-        """Whether a store has it, or the machine that the request comes from."""
+        """Return whether a store has the block, or the machine from which the request comes."""
         key = group_key(block_hash, group)
         return self.remote.has(request, key) or self.has(block_hash, group)
 
@@ -97,13 +98,13 @@ class Offload:
             self._new.append((block_id, key))
 
     def state_cached(self, block_id: int, key: bytes) -> None:
-        """Write a state block that has entered the prefix cache, as `cached` does."""
+        """Write a state block that has entered the prefix cache, like `cached`."""
         if len(self._new_states) < _MOST_PENDING and key not in self._indexes[0]:
             self._new_states.append((block_id, key))
 
     @property
     def num_places(self) -> int:
-        """How many more requests may have their blocks read now."""
+        """Number of further requests whose blocks may be read now."""
         return self._most_loads - len(self._loads)
 
     def begin(
@@ -117,8 +118,8 @@ class Offload:
     ) -> None:
         """Read the blocks of a request's tables after the first `num_hit`.
 
-        With `has_state` the last table is that of its state block, which is read too; then fewer
-        blocks may be of use without the load: `num_cached`.
+        With `has_state`, the last table is that of its state block, which is read too. Fewer blocks
+        may then be useful without the load: `num_cached`.
         """
         entries, block_ids, keys = [], [], []
         tables, end = request.block_tables, len(request.block_tables[0])
@@ -143,9 +144,10 @@ class Offload:
         self._unsent.append(message)
 
     def end(self, answer: BlocksLoaded, block_size: int) -> int | None:
-        """Return how many tokens of a request have KV after a load; None: the load was forgotten.
+        """Return how many tokens of a request have KV after a load; None: it was forgotten.
 
-        A block that did not come is written again once it is computed: one of the ranks lacks it.
+        A block that did not arrive is written again once it is computed, because one of the ranks
+        lacks it.
         """
         load = self._loads.pop(answer.req_id, None)
         if load is None:
@@ -161,12 +163,12 @@ class Offload:
         for key in missing:
             for index in self._indexes:
                 index.discard(key)
-        # KV without the state at its end spares no token.
+        # KV without the state at its end saves no token.
         is_of_use = not load.message.state_key or not missing
         num_tokens = (end - load.num_cached) * block_size if is_of_use else 0
         self.num_loaded_tokens += num_tokens
         num_remote = num_tokens * min(answer.num_remote_blocks, num_blocks) // max(num_blocks, 1)
-        if answer.has_remote_state:  # all of these tokens would be computed without it
+        if answer.has_remote_state:  # without it, all of these tokens would be computed
             num_remote = num_tokens
         self.num_remote_tokens += num_remote
         source, limit_ns = load.message.source, load.message.limit_ms * 1_000_000
@@ -179,7 +181,7 @@ class Offload:
         return end * block_size
 
     def clear(self) -> None:
-        """Find no block again that was written so far."""
+        """Find none of the blocks again that have been written so far."""
         self._new.clear()
         self._new_states.clear()
         self.remote.clear()
@@ -187,7 +189,7 @@ class Offload:
             index.clear()
 
     def workers_lost(self) -> None:
-        """Forget all transfers; what is in the stores remains."""
+        """Forget all transfers; the stores keep their contents."""
         self._new.clear()
         self._new_states.clear()
         self._unsent.clear()
@@ -198,7 +200,7 @@ class Offload:
     def take_messages(
         self, pool: BlockPool, state_pool: BlockPool | None = None
     ) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
-        """Return what is to be sent after the steps that were decided so far."""
+        """Return the messages to send after the steps that have been decided so far."""
         messages: list[StoreBlocks | LoadBlocks | FindBlocks] = [*self.remote.take_messages()]
         new = _still_cached(self._new, pool)
         states = [] if state_pool is None else _still_cached(self._new_states, state_pool)
@@ -214,7 +216,7 @@ class Offload:
 
 
 def _still_cached(blocks: list[tuple[int, bytes]], pool: BlockPool) -> list[tuple[int, bytes]]:
-    """Leave out the blocks that have lost their content: a step may write to them already."""
+    """Leave out blocks that have lost their content: a step may write to them already."""
     return [(block_id, key) for block_id, key in blocks if pool.hash_of(block_id) == key]
 
 

@@ -1,7 +1,7 @@
-"""Which KV blocks of moved requests the machines have that these were moved from.
+"""KV blocks of moved requests on the machines from which they were moved.
 
-A request that was moved names the block server of the machine that it comes from. Workers ask it,
-once for each request, before the request is admitted. The answer is a hint, as an index is.
+A moved request names the block server of the machine from which it comes. Workers ask it, once for
+each request, before the request is admitted. The answer is a hint, like an index.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from protocol.stores.block_link import MAX_KEYS
 
 
 class RemoteBlocks:
-    """The questions and answers, by request."""
+    """Questions and answers, by request."""
 
     def __init__(self, *, is_on: bool, here: str = "") -> None:
-        """`is_on`: whether workers can reach other machines; `here`: the block server of this one.
+        """`is_on`: workers can reach other machines; `here`: this machine's block server.
 
-        What is stored on this machine is read from the stores.
+        Blocks stored on this machine are read from the stores.
         """
         self._is_on = is_on
         self._here = here
         self._asked: dict[int, Sequence[bytes]] = {}
-        """Keys of which the answer is missing."""
+        """Keys in questions without an answer, by request."""
         self._found: dict[int, frozenset[bytes]] = {}
-        """Of requests that do not ask again; empty where nothing is to be read."""
+        """Keys that were found, by request; such requests do not ask again."""
         self._trials: set[int] = set()
-        """Requests for which blocks are read although that has not paid before."""
+        """Requests whose blocks are read although that did not pay before."""
         self._unsent: list[FindBlocks] = []
 
     def may_ask(self, request: Request) -> bool:
-        """Whether it is not known yet what its machine has."""
+        """Return whether the request's machine has yet to be asked for blocks."""
         is_new = request.req_id not in self._found and request.req_id not in self._asked
         return self._is_on and request.blocks_at not in ("", self._here) and is_new
 
@@ -40,7 +40,7 @@ class RemoteBlocks:
     ) -> None:
         """Ask for the blocks after the first `num_here`; states count as the last group.
 
-        `is_trial`: what is found is read although that has not paid before.
+        `is_trial`: the blocks are read although that did not pay before.
         """
         if is_trial:
             self._trials.add(request.req_id)
@@ -50,7 +50,7 @@ class RemoteBlocks:
         self._unsent.append(FindBlocks(request.req_id, request.blocks_at, keys))
 
     def answered(self, answer: BlocksFound) -> None:
-        """Take in an answer; one that was forgotten is ignored."""
+        """Record an answer; ignore one to a forgotten question."""
         keys = self._asked.pop(answer.req_id, None)
         if keys is None:
             return
@@ -59,7 +59,7 @@ class RemoteBlocks:
         self._found[answer.req_id] = frozenset(found)
 
     def give_up(self, request: Request) -> None:
-        """Read nothing more from there: it does not pay, or a block did not come."""
+        """Read no further blocks from there: it does not pay, or a block did not arrive."""
         self._found[request.req_id] = frozenset()
         self._trials.discard(request.req_id)
 
@@ -73,18 +73,18 @@ class RemoteBlocks:
         return key in self._found.get(request.req_id, ())
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._asked.pop(request.req_id, None)
         self._found.pop(request.req_id, None)
         self._trials.discard(request.req_id)
 
     def clear(self) -> None:
-        """Read nothing that was stored so far."""
+        """Read no blocks that have been stored so far."""
         self._found = dict.fromkeys([*self._found, *self._asked], frozenset[bytes]())
         self._asked.clear()
 
     def workers_lost(self) -> None:
-        """Ask again what was not answered."""
+        """Ask unanswered questions again."""
         self._asked.clear()
         self._unsent.clear()
 

@@ -1,18 +1,18 @@
 """State blocks: where the states of recurrent layers are, and which of them can be hit.
 
-A state stands for all tokens before it, and a step replaces it. So a running request needs exactly
+A state summarizes all preceding tokens, and a step replaces it. So a running request needs exactly
 one block, its own, however long it is: the last entry of its state table. When the table grows, the
 block moves along to the new last entry.
 
 A hit needs the state at its very end, so some states are kept: snapshots, at multiples of
 `mamba_block_size` tokens and at the last block boundary before the prompt's last token, where the
-next turn of a chat begins. They are kept in blocks that nothing else needs: these are handed out
-when the rest of a step is decided, and are free again, with their contents cached, as soon as the
-step was sent. So snapshots never delay an admission, and the oldest ones are replaced first.
+next turn of a chat begins. They use blocks that nothing else needs: these are allocated when the
+rest of a step is decided, and are free again, with their contents cached, as soon as the step has
+been sent. Snapshots therefore never delay an admission, and the oldest ones are replaced first.
 
 Within a step the worker does not order requests. So a snapshot can be hit from the next step on,
-and a block that is read in a step is held until its end. `protocol/core_worker.py` states the rules
-of the table.
+and a block that is read in a step is held until its end. `protocol/core_worker.py` defines the
+rules of the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from protocol.core_worker import NULL_BLOCK
 
 
 class StateBlocks:
-    """Gives state blocks to requests, and takes them back.
+    """Allocates state blocks to requests and frees them.
 
     The state table of a request is the last of its block tables. Each of its entries that is not
     null counts as a reference to the block.
@@ -43,20 +43,20 @@ class StateBlocks:
         self._group = len(options.kv_groups) - 1
         self._keeps_snapshots = options.enable_prefix_caching
         self._spacing = options.mamba_block_size // options.block_size
-        """Blocks between two snapshots."""
+        """Number of blocks between two snapshots."""
         self._grown: dict[Request, int] = {}
-        """Requests whose tables the present step has extended, with the first entry that may become
+        """Requests whose tables the current step has extended, with the first entry that may become
         a snapshot."""
         self._reading: dict[Request, int] = {}
-        """Requests admitted in the latest step, with the entry that they began from."""
+        """Requests admitted in the latest step, with the entry from which they began."""
         self._begins: dict[Request, int] = {}
-        """Requests admitted in the present step with a table that ends in that entry."""
+        """Requests admitted in the current step with a table that ends in that entry."""
         self._unhashed: dict[Request, list[int]] = {}
         """Entries with snapshots of earlier steps that are not cached yet."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that requests to be admitted can have: snapshots are given up for them."""
+        """Number of blocks available to new requests, for which snapshots are dropped."""
         return self.pool.num_free + sum(map(len, self._unhashed.values()))
 
     @property
@@ -82,13 +82,13 @@ class StateBlocks:
     # A step: begin, admit or grow, and keep snapshots ---------------------------------------------
 
     def begin_step(self) -> None:
-        """Release what only the step before has read."""
+        """Release blocks that only the previous step has read."""
         for request, entry in self._reading.items():
             self._release_entry(request, entry)
         self._reading.clear()
 
     def admit(self, request: Request, hit: list[int], start: int, num_entries: int) -> list[int]:
-        """Return the table of a request that begins at `start`: from a snapshot, or from the host.
+        """Return the table of a request that begins at `start`, from a snapshot or from the host.
 
         There must be an available block. If the snapshot is the only one, the request takes it
         over, and its content is no longer cached.
@@ -118,7 +118,7 @@ class StateBlocks:
         return table
 
     def grow(self, request: Request, num_new: int) -> list[int]:
-        """Extend the table, and return what was appended: the request's own block moves along."""
+        """Extend the table by moving the request's own block along; return the appended entries."""
         table = request.block_tables[-1]
         if self._keeps_snapshots:
             self._grown.setdefault(request, len(table) - 1)
@@ -136,9 +136,9 @@ class StateBlocks:
     def end_of_drafts(self, request: Request) -> int:
         """Return the position at which the drafts of the next step must end.
 
-        They add one entry to the table at most: then all entries from the first draft on have a
-        block, whichever drafts are right. And they pass no end of a snapshot, so that a snapshot
-        holds the state of known tokens.
+        They add at most one entry to the table, so that all entries from the first draft on have a
+        block, whichever drafts are right. They also do not pass the end of a snapshot, so that a
+        snapshot holds the state of known tokens.
         """
         end = (len(request.block_tables[-1]) + 1) * self._block_size
         if not self._keeps_snapshots:
@@ -147,7 +147,7 @@ class StateBlocks:
         return min(end, (request.num_tokens // spacing + 1) * spacing)
 
     def keep_snapshots(self) -> list[Request]:
-        """Place snapshots in free blocks, as far as there are any, when the step is decided.
+        """Place snapshots in free blocks, as far as there are any, when the step has been decided.
 
         Returns the requests whose tables have changed.
         """
@@ -163,7 +163,7 @@ class StateBlocks:
         return changed
 
     def _wanted_entries(self, request: Request, first: int) -> list[int]:
-        """Return the entries to keep, from `first` to the last but one, the latest first."""
+        """Return the entries to keep, from `first` to the last but one, latest first."""
         prompt_end = (request.num_prompt_tokens - 1) // self._block_size
         return [
             entry
@@ -190,13 +190,14 @@ class StateBlocks:
     # Snapshots of earlier steps -------------------------------------------------------------------
 
     def blocks_to_hash(self) -> dict[Request, int]:
-        """Return the requests with snapshots that are not cached, and how many blocks to hash."""
+        """Return requests with snapshots that are not cached, and the number of blocks to hash."""
         return {request: max(entries) + 1 for request, entries in self._unhashed.items()}
 
     def remember(self, request: Request) -> None:
-        """Cache the request's snapshots as far as their hashes are known, and release them.
+        """Cache the request's snapshots whose hashes are known, and release them.
 
-        Not before the step that writes them was sent: a hit may follow in the next one.
+        This must not happen before the step that writes them has been sent, since a hit may follow
+        in the next step.
         """
         entries = self._unhashed.pop(request, [])
         num_hashes = len(request.block_hashes)
@@ -220,16 +221,16 @@ class StateBlocks:
     # Loads --------------------------------------------------------------------------------------
 
     def hold(self, num_entries: int) -> list[int]:
-        """Return the table of a waiting request for whose block a state is read.
+        """Return the table of a waiting request whose block a state is loaded to.
 
         There must be an available block.
         """
         return [NULL_BLOCK] * (num_entries - 1) + [self._allocate()]
 
     def remember_loaded(self, request: Request) -> None:
-        """Cache the state that has come to the block of a waiting request, unless it is cached.
+        """Cache the state that was loaded for a waiting request, unless it is cached already.
 
-        If it is from another machine, it is stored on this one.
+        If it comes from another machine, it is stored on this one.
         """
         table = request.block_tables[-1]
         entry = len(table) - 1
@@ -252,7 +253,7 @@ class StateBlocks:
     # The end ------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Free all blocks of a request, though steps in flight may still write to them.
+        """Free all blocks of a request, although steps in flight may still write to them.
 
         That is safe: their next holder begins with zeros, or with a copy, in a later step.
         """

@@ -14,7 +14,7 @@ log = logging.getLogger("troika.core")
 
 
 def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
-    """Return the stores of workers with these facts; None: they keep blocks nowhere else."""
+    """Return the stores of workers with these facts; None: they keep no blocks outside the pool."""
     if not facts.kv_layout:
         return None
     indexes = []
@@ -39,17 +39,17 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
 
 
 def _layouts_of_ranks(kv_layout: str, parallel: ParallelConfig) -> list[str]:
-    """Return the layout of each rank: that of its stage, where stages have different ones."""
+    """Return the layout of each rank, which is that of its stage if stages differ."""
     layouts = kv_layout.split(OF_STAGES)
     per_layout = parallel.num_ranks // len(layouts)
     return [layout for layout in layouts for _ in range(per_layout)]
 
 
 class RankIndexes:
-    """What all ranks probably have of one store: a block is of use if none of them lacks it.
+    """The probable contents of one store over all ranks: a block is useful if every rank has it.
 
-    Their blocks have different sizes where stages have different layers, so that a full store of
-    one rank has lost blocks that another one still has.
+    Block sizes differ if stages have different layers, so that a full store of one rank has lost
+    blocks that another one still has.
     """
 
     def __init__(self, ranks: Sequence[Index]) -> None:

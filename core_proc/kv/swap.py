@@ -1,7 +1,7 @@
-"""Preemption by swap: a victim's KV is copied to the host and back instead of computed again.
+"""Preemption by swap: a victim's KV is copied to the host and back instead of recomputed.
 
-The core decides, and knows which of the host's blocks hold what; the worker copies, in the order
-of the steps. Tokens are the same either way. With recurrent layers the state is copied, too.
+The core decides, and tracks the contents of the host's blocks; the worker copies, in step order.
+Tokens are the same either way. With recurrent layers, the state is copied, too.
 """
 
 from core_proc.kv.host_blocks import HostBlocks
@@ -15,7 +15,7 @@ NO_BLOCK = -1
 
 
 class StepCopies:
-    """The copies of the step that is being put together, of one kind of blocks."""
+    """The copies of one kind of blocks in the step that is being built."""
 
     def __init__(self) -> None:
         self.out = BlockCopies()
@@ -40,7 +40,7 @@ _NO_COPIES = StepCopies(), StepCopies()
 
 
 class Swapper:
-    """The host's blocks, and the copies of the step that is being put together."""
+    """The host's blocks, and the copies of the step that is being built."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._block_size = options.block_size
@@ -62,7 +62,7 @@ class Swapper:
         return self._host_states.num_free
 
     def prefers(self, victim: Request, num_lost_tokens: int) -> bool:
-        """Whether a copy is possible, and cheaper than computing `num_lost_tokens` again."""
+        """Return whether a copy is possible, and cheaper than recomputing `num_lost_tokens`."""
         if not self._is_on or victim.num_computed_tokens == 0:
             return False
         end = self._num_entries(victim)
@@ -84,7 +84,7 @@ class Swapper:
         return tables[:-1] if self._has_states else tables
 
     def take_out(self, victim: Request) -> None:
-        """Copy out what the victim has computed, before its blocks are freed.
+        """Copy out the computed part of a victim, before its blocks are freed.
 
         Its own state block must have the state after its computed tokens.
         """
@@ -119,7 +119,7 @@ class Swapper:
         self.drop(request)
 
     def cancel(self, request: Request) -> None:
-        """Cancel the copies into the blocks of a request that releases them before the step."""
+        """Cancel copies into the blocks of a request that releases them before the step."""
         tables = self._kv_tables(request)
         self._copies.cancel_into([block_id for table in tables for block_id in table])
         if self._has_states and request.block_tables:
@@ -137,7 +137,7 @@ class Swapper:
         request.swapped_out = None
 
     def take_copies(self) -> tuple[StepCopies, StepCopies]:
-        """Return the copies of the step: of KV blocks, and of state blocks."""
+        """Return the copies of the step, for KV blocks and for state blocks."""
         if not self._is_on:
             return _NO_COPIES
         copies = self._copies, self._state_copies

@@ -1,1 +1,1 @@
-"""What the scheduler is built from: queues, admission, due requests, victims, drafts."""
+"""The parts of the scheduler: queues, admission, due requests, victims, drafts."""

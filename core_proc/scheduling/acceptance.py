@@ -1,14 +1,14 @@
-"""How many of the drafts were right, lately."""
+"""The recent acceptance rate of drafts."""
 
 from dataclasses import dataclass
 
 _PRIOR_POSITIONS = 2.0
-"""Drafts of the request itself that count as much as those of all others."""
+"""Weight of the prior rate, in drafts of the request itself."""
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Drafts that were right, of those whose predecessors in the step were right, too."""
+    """Counts of right drafts, and of drafts whose predecessors in the step were all right."""
 
     right: float = 0.0
     tested: float = 0.0

@@ -1,4 +1,4 @@
-"""Whether a waiting request may begin to run, and with how many tokens: slots, budget, blocks."""
+"""Decides whether a waiting request may run, and with how many tokens: slots, budget, blocks."""
 
 from typing import NamedTuple
 
@@ -10,41 +10,41 @@ from core_proc.scheduling.step import ScheduledStep
 
 
 class Candidate(NamedTuple):
-    """A waiting request, and what it need not compute."""
+    """A waiting request, and the part of it that need not be computed."""
 
     request: Request
     hits: Tables
     start: int
-    """Position where computing begins. At least one token is computed, for the logits."""
+    """Position at which computation begins. At least one token is computed, for the logits."""
     num_cached: int
-    """Tokens whose KV exists: one more than `start` where all of it does."""
+    """Number of tokens whose KV exists: one more than `start` if all of it does."""
 
 
 class Capacity(NamedTuple):
-    """What a candidate can use, now or after some preemptions."""
+    """The resources that a candidate can use, now or after some preemptions."""
 
     budget: int
     num_running: int
     num_gained: int = 0
-    """Blocks, besides those that are free now."""
+    """Number of blocks in addition to those that are free now."""
 
 
 class _Refusal(NamedTuple):
-    """The request that was refused last. Its `candidate` holds while its prefix is unchanged."""
+    """The last refused request. Its `candidate` is valid while its prefix is unchanged."""
 
     candidate: Candidate
     num_missing: int
-    """Free blocks that it lacked even for its first token."""
+    """Number of free blocks that it lacked even for its first token."""
     num_freed: int
     """`BlockPool.num_freed` at that time."""
 
 
 class Admission:
-    """The rules of admission. Which request is asked for, and when, is the scheduler's decision.
+    """The rules of admission; the scheduler decides which request is considered, and when.
 
-    A request that is refused stays in front of the queue, and would be looked up in every step: the
-    search costs milliseconds for a long prompt. So the last refusal is kept until something has
-    changed that could let the request in.
+    A refused request stays at the front of the queue, and would be looked up in every step, which
+    takes milliseconds for a long prompt. So the last refusal is kept until something has changed
+    that could make the request fit.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Admission:
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at a time."""
+        """The most requests that run at a time."""
         most, states = self._options.max_num_seqs, self._kv.states
         return most if states is None else min(most, states.pool.num_usable)
 
     def has_slot(self, num_running: int) -> bool:
-        """Whether one more request may run alongside those that run now."""
+        """Return whether another request may run alongside those that run now."""
         return num_running < self._options.max_num_seqs and self._kv.has_slot
 
     def candidate(self, request: Request) -> Candidate:
-        """Look for KV of the request in the prefix cache and on the host."""
+        """Look up the request's KV in the prefix cache and on the host."""
         refusal = self._current_refusal(request)
         if refusal is not None:
             return refusal.candidate
@@ -85,7 +85,7 @@ class Admission:
         return refusal if self._kv.is_prefix_unchanged else None
 
     def knows(self, request: Request) -> bool:
-        """Whether `candidate` returns what it returned when the request was refused."""
+        """Return whether `candidate` returns the same as when the request was refused."""
         return self._current_refusal(request) is not None
 
     def refuse(self, candidate: Candidate) -> None:
@@ -98,10 +98,10 @@ class Admission:
         self._refusal = _Refusal(candidate, num_missing, self._kv.pool.num_freed)
 
     def still_refuses(self, request: Request) -> bool:
-        """Whether a request that was refused for want of blocks certainly lacks them still.
+        """Return whether a request that was refused for lack of blocks certainly still lacks them.
 
-        What it lacks shrinks by one for every block that is freed, at most: a hit that others take
-        up meanwhile needs no free block any more, but is not one of the free ones either.
+        Its shortage shrinks by at most one for each block that is freed: a hit that others take in
+        the meantime needs no free block any more, but is no longer free either.
         """
         refusal = self._current_refusal(request)
         if refusal is None:
@@ -117,7 +117,7 @@ class Admission:
         num_left = request.num_tokens - candidate.start
         num_new = step.limit_prompt(step.limit(request, num_left))
         if num_new > budget:
-            # Without chunking it waits for a step that holds all of it; if none can, it is cut.
+            # Without chunking it waits for a step that holds all of it; if no step can, it is cut.
             if not options.enable_chunked_prefill and budget < options.token_budget:
                 return 0
             num_new = budget
@@ -134,7 +134,7 @@ class Admission:
         return self._watermark_blocks if num_running else 0
 
     def headroom(self, num_running: int) -> int:
-        """Return the free blocks that a load leaves: the next one of each running request."""
+        """Return the free blocks that a load must leave: the next one of each running request."""
         return max(self._headroom(num_running), num_running * len(self._kv.groups))
 
     def take_blocks(self, candidate: Candidate, num_new: int, num_running: int) -> bool:
@@ -153,9 +153,9 @@ class Admission:
     def num_lacking(
         self, candidate: Candidate, step: ScheduledStep, capacity: Capacity
     ) -> int | None:
-        """Return how many blocks are lacking to admit the request with this capacity.
+        """Return how many blocks are missing to admit the request with this capacity.
 
-        Below 1: it can be admitted. None: it lacks a slot or tokens, whatever the blocks.
+        Below 1: it can be admitted. None: it lacks a slot or tokens, regardless of blocks.
         """
         num_new = self.first_chunk(candidate, step, capacity.budget)
         if num_new == 0 or capacity.num_running >= self.num_slots:

@@ -1,4 +1,4 @@
-"""How requests stop running, preempted or ended, and what changes in each object then."""
+"""Removes requests that are preempted or have ended, and updates all objects involved."""
 
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.kv.swap import Swapper
@@ -14,7 +14,7 @@ from protocol.sampling import FinishReason
 
 
 class Departures:
-    """Takes requests out of the running queue, or out of both; the scheduler decides which."""
+    """Takes requests out of the running queue, or of both queues; the scheduler decides which."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Departures:
         self._failures: list[Failure] = []
 
     def preempt(self, victim: Request, *, may_swap: bool = True) -> None:
-        """Take the blocks of a running request; it waits again, with its outputs kept."""
-        # With drafts in flight it is not known yet of which tokens its state will be.
+        """Take the blocks of a running request; it waits again, keeping its outputs."""
+        # With drafts in flight, it is not known yet which tokens its state will include.
         can_swap = self._kv.states is None or not victim.num_drafts_in_flight
         self._speculation.forget(victim)
         if may_swap and can_swap and self._victims.is_swapped(victim):
             self._swapper.take_out(victim)
-        # Steps in flight still owe it these: they arrive while it waits.
+        # Steps in flight still owe these tokens, which arrive while the request waits.
         victim.num_late_tokens = victim.num_pending_tokens
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -58,7 +58,7 @@ class Departures:
         self.preempted_req_ids.append(victim.req_id)
 
     def lose(self, request: Request) -> None:
-        """Let a running request wait again: its worker is gone, with its KV and steps in flight."""
+        """Make a running request wait again after its worker was lost with its KV and steps."""
         self._speculation.forget(request)
         self._requeue(request)
 
@@ -70,7 +70,7 @@ class Departures:
         self._queues.requeue(request)
 
     def fail(self, failure: Failure) -> None:
-        """End a request because something that concerns it alone has failed."""
+        """End a request because of a failure that affects only this request."""
         self.finish(failure.request, FinishReason.ERROR)
         self._failures.append(failure)
 
@@ -86,7 +86,7 @@ class Departures:
         self.num_ended += 1
         if request.block_tables and request not in self._loads:
             if reason is FinishReason.ERROR:
-                # What it was to compute may not come, and its hashing may be what has failed.
+                # Its pending computation may never complete, and its hashing may be what failed.
                 self._kv.forget_uncomputed(request)
                 self._kv.discard(request)
             else:
@@ -98,5 +98,5 @@ class Departures:
         self._policy.left(request)
 
     def forget_named(self) -> None:
-        """Name no more requests: a message has, or its worker is gone."""
+        """Clear the named requests: a message has named them, or the worker is gone."""
         self.preempted_req_ids, self.finished_req_ids = [], []

@@ -1,15 +1,15 @@
-"""How many drafts each request gets: as many as pay for themselves.
+"""Limits the number of drafts of each request to those that pay for themselves.
 
-With k drafts, of which each is right with probability a, a step brings 1 + a + ... + a^k tokens. It
-takes 1 + gap + k x price of the time of a step without drafts. The number that brings most tokens
-in its time is chosen, for each request by its own acceptance; none where no number gains enough.
-Price and gap are measured: the price is what a draft adds to a step (its share of the draft model's
-time, and its row in the verification), the gap is the time between steps, since a step with drafts
-is not decided before the results of the last one.
+With k drafts, each of which is right with probability a, a step brings 1 + a + ... + a^k tokens. It
+takes 1 + gap + k x price times as long as a step without drafts. For each request, the number that
+brings the most tokens per time at its own acceptance is chosen, or none if no number gains enough.
+Price and gap are measured. The price is the time that a draft adds to a step: its share of the
+draft model's time, and its row in the verification. The gap is the time between steps, since a step
+with drafts is not decided before the results of the last one.
 
 While drafts do not pay, no request gets any, and nothing is computed for them, except for one
-request at a time that tries them. Trials are begun only while all of them together have taken no
-more than a small share of the time.
+request at a time that tries them. Trials begin only while all of them together have taken no more
+than a small share of the time.
 """
 
 from collections.abc import Sequence
@@ -23,48 +23,50 @@ from core_proc.scheduling.step_costs import DecodeTimes, StepTime, size_class
 from protocol.core_worker import ModelRunnerOutput
 
 LEAST_GAIN = 1.03
-"""Speed with drafts, relative to that without, from which on they are worth it."""
+"""The least speed with drafts, relative to that without, at which they are used."""
 REVIEW_EVERY = 16
-"""Steps between two looks at all running requests."""
+"""Number of steps between two reviews of all running requests."""
 TRIAL_SHARE = 1 / 64
 """Share of the worker's time that trials may take."""
 TRIAL_DRAFTS = 2
 TRIAL_POSITIONS = 4
-"""Drafts that are enough to judge a trial. A trial without a right draft ends after two steps."""
+"""Number of drafts that is enough to judge a trial. A trial without a right draft ends after two
+steps."""
 TRIAL_STEPS = 64
-"""A trial ends after these, if the request gets too few drafts to judge."""
+"""Number of steps after which a trial ends if the request gets too few drafts to judge."""
 _FIRST_TRIAL_STEPS = 4
 _MOST_CREDIT_STEPS = 256
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 256
-"""Steps after a trial that has failed; twice as many after the next one."""
+"""Number of steps after a failed trial, doubled after the next one."""
 _RETRY_TOKENS = 32
-"""After these a request whose drafts were wrong gets one again; twice as many each time."""
+"""Number of tokens after which a request with wrong drafts gets one again, doubled each time."""
 _MOST_RETRY_DOUBLINGS = 5
 _OWN_MEMORY, _COMMON_MEMORY = 0.9, 0.98
-"""Weight of what was known before, at each verification."""
+"""Weight of earlier observations, at each verification."""
 _WEIGHT = 0.2
 _MOST_MEASURING = 8
-"""Steps in a row that go without drafts, to measure what a step takes without them."""
+"""Consecutive steps without drafts, to measure the time of a step without them."""
 
 
 @dataclass(slots=True)
 class _Extra:
-    """What drafts add to a step, relative to the time of a step without them."""
+    """The additional time of a step with drafts, relative to a step without them."""
 
     price: float
     gap: float
 
 
 class StepKind(NamedTuple):
-    """What is known of a step when it is sent."""
+    """Properties of a step that are known when it is sent."""
 
     num_tokens: int
     num_sampling: int
     num_drafts: int
     num_drafting: int
-    """Requests with drafts."""
+    """Number of requests with drafts."""
     catches_up: bool
-    """A request may get drafts again: the draft model computes what it has left out."""
+    """True if a request may get drafts again: the draft model then computes the tokens it
+    skipped."""
 
     @property
     def only_decodes(self) -> bool:
@@ -80,7 +82,7 @@ class DraftLimits:
         self._has_model = options.has_draft_model
         self._num_stages = options.pipeline_parallel_size
         self.is_active = not self._has_model
-        """Whether drafts pay at present for a request of which nothing is known."""
+        """True if drafts currently pay for a request without observations."""
         self.changed: dict[int, Request] = {}
         """Requests whose limit the worker does not know yet."""
         self._times = DecodeTimes()
@@ -89,20 +91,20 @@ class DraftLimits:
         self._common = Acceptance() if self._has_model else Acceptance(3.0, 4.0)
         self._prompt_token_ns = 0.0
         self._credit_ns: float | None = None
-        """What trials may take now; None until the time of a step is known."""
+        """Time that trials may take now; None until the time of a step is known."""
         self._trial: Request | None = None
         self._trial_steps = 0
         self._is_review_due = False
         self._num_steps = 0
         self._num_unmeasured = 0
-        """Steps since it became unknown what a step takes without drafts."""
+        """Steps since the time of a step without drafts became unknown."""
         self._trial_from = 0
         self._trial_pause = _FIRST_PAUSE
 
     # What a request gets ------------------------------------------------------------------------
 
     def admitted(self, request: Request, num_running: int) -> None:
-        """Set the limit of a request that is introduced to the worker, which assumes the most."""
+        """Set the limit of a request that is introduced; the worker assumes the maximum."""
         if request.sampling_params.pooling is not None:
             return
         request.draft_limit = self._most
@@ -110,7 +112,7 @@ class DraftLimits:
             self._set(request, self._depth(request, num_running) if self.is_active else 0)
 
     def verified(self, request: Request, num_drafts: int, num_right: int, num_running: int) -> None:
-        """Note how many drafts were right, and set the request's limit by it."""
+        """Record how many drafts were right, and set the request's limit accordingly."""
         if not self.is_adaptive:
             return
         acceptance = request.acceptance = request.acceptance or Acceptance()
@@ -142,13 +144,13 @@ class DraftLimits:
         return self._common.right / self._common.tested if self._common.tested else 0.0
 
     def _in_step(self, num_running: int) -> int:
-        """Return how many of the running requests a step has: those in flight share them."""
+        """Return the number of running requests in a step; steps in flight share them."""
         return -(-num_running // self._num_stages)
 
     def _best_depth(self, rate: float, num_running: int) -> int:
         num_drafting = self._in_step(num_running)
         extra = self._extra(num_drafting)
-        # Where the price is not known for about this number of requests, it is found out first.
+        # If the price is not known for about this number of requests, it is measured first.
         is_known = any(2 * size >= num_drafting for size in self._extras)
         most = self._most if is_known else min(self._most, TRIAL_DRAFTS)
         best, best_speed = 0, LEAST_GAIN
@@ -162,7 +164,7 @@ class DraftLimits:
         return best
 
     def _extra(self, num_drafting: int) -> _Extra:
-        """Return what was measured with this number of requests, or the next smaller one."""
+        """Return the measurement for this number of requests, or for the next smaller one."""
         sizes = [size for size in self._extras if size <= num_drafting]
         if sizes:
             return self._extras[max(sizes)]
@@ -171,7 +173,7 @@ class DraftLimits:
     # All requests -------------------------------------------------------------------------------
 
     def review(self, running: Sequence[Request]) -> None:
-        """Look at all running requests now and then: whether they get drafts, and which tries."""
+        """Review all running requests from time to time: who gets drafts, and who tries them."""
         if not self.is_adaptive:
             return
         self._num_steps += 1
@@ -204,7 +206,7 @@ class DraftLimits:
             self._trial = None
 
     def _begin_trial(self, running: Sequence[Request]) -> None:
-        """Let the request try drafts for which the draft model has least to compute."""
+        """Begin a trial with the request for which the draft model has least to compute."""
         plain = self._times.of(self._in_step(len(running)))
         if plain is None or self._credit_ns is None or self._num_steps < self._trial_from:
             return
@@ -246,15 +248,15 @@ class DraftLimits:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether steps go without drafts for a while, since their time without them is unknown."""
+        """True while steps run without drafts to measure their time."""
         return 0 < self._num_unmeasured % (4 * _MOST_MEASURING) <= _MOST_MEASURING
 
     def step_ended(self, kind: StepKind, output: ModelRunnerOutput, num_right: int) -> None:
-        """Take in the times of a step, which has brought `num_right` right drafts."""
+        """Record the times of a step, which has brought `num_right` right drafts."""
         if not self.is_adaptive or output.forward_ns == 0:
             return
         self._times.step()
-        compute_ns = max(1, output.forward_ns - output.draft_ns)  # it is divided by
+        compute_ns = max(1, output.forward_ns - output.draft_ns)  # a divisor, so not 0
         if not kind.only_decodes:
             if kind.num_tokens >= 2 * kind.num_sampling + 16:
                 per_token = compute_ns / kind.num_tokens
@@ -269,7 +271,7 @@ class DraftLimits:
                 self._measure(kind, output, plain)
             self._num_unmeasured = 0
         elif self.is_active and kind.num_sampling and (kind.only_decodes or self.is_measuring):
-            self._num_unmeasured += 1  # prompts in every step must not keep drafts off for long
+            self._num_unmeasured += 1  # prompts in every step must not prevent drafts for long
 
     def _measure(self, kind: StepKind, output: ModelRunnerOutput, plain: StepTime) -> None:
         size = size_class(kind.num_drafting)
@@ -287,7 +289,7 @@ class DraftLimits:
     def _pay(
         self, kind: StepKind, output: ModelRunnerOutput, num_right: int, plain: StepTime
     ) -> None:
-        """Add a share of the step's time to the credit for trials, and take what they have cost."""
+        """Add a share of the step's time to the credit for trials, and subtract their cost."""
         if self._credit_ns is None:
             self._credit_ns = _FIRST_TRIAL_STEPS * plain.compute_ns
             self._is_review_due = True

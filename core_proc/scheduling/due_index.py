@@ -1,7 +1,7 @@
-"""When a running request must be looked at: why a steady step visits few of the requests that run.
+"""Tracks when running requests must be visited, so that a steady step visits few of them.
 
-A request that decodes into a block that it holds needs no decision: it gets one token a step. It is
-due when that block is full, or when its end is near.
+A request that decodes into a block that it holds needs no decision: it gets one token in each step.
+It is due when that block is full, or when its end is near.
 """
 
 from operator import attrgetter
@@ -12,7 +12,7 @@ _admission_index = attrgetter("admission_index")
 
 
 class DueIndex:
-    """Running requests by due step; entries that disagree with `due_at` are skipped then."""
+    """Running requests by due step; entries that disagree with `due_at` are skipped."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -30,7 +30,7 @@ class DueIndex:
         return due
 
     def enter(self, request: Request, num_quiet_steps: int = 0) -> None:
-        """Make a request due again, `num_quiet_steps` later than in the next step."""
+        """Make a request due again, after `num_quiet_steps` further steps."""
         request.due_at = self.now + 1 + num_quiet_steps
         self._entries.setdefault(request.due_at, []).append(request)
 

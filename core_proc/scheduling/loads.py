@@ -1,4 +1,4 @@
-"""Requests whose KV is being loaded: another process writes to blocks that are held for them."""
+"""Requests whose KV is being loaded: another process writes to blocks held for them."""
 
 import heapq
 from collections.abc import Iterable
@@ -16,17 +16,17 @@ from core_proc.scheduling.request_queues import RequestQueues
 from protocol.core_worker import BlocksFound, BlocksLoaded
 
 _LOOKED_UP_AT_ONCE = 2**14
-"""Tokens of requests that are looked up and set aside in one step, which takes one or two ms."""
+"""Number of tokens of requests that are looked up and set aside in a step; takes 1 to 2 ms."""
 
 _MOST_STALE_ROWS = 64
 """Stale rows that the heap may hold, beyond one for each live row, before it is rebuilt."""
 
 
 class Outcome(Enum):
-    """What has become of a waiting request that might load KV."""
+    """The outcome for a waiting request that might load KV."""
 
     COMPUTE = auto()
-    """The request is to be computed, from its hits in the prefix cache on."""
+    """The request will be computed, from its hits in the prefix cache on."""
     WAIT = auto()
     """The request waits for its stored blocks, or until they can be loaded; others are admitted."""
     LATER = auto()
@@ -34,17 +34,17 @@ class Outcome(Enum):
 
 
 class _Stored(NamedTuple):
-    """What a request need not compute after a load."""
+    """The part of a request that need not be computed after a load."""
 
     hits: Tables
     """Blocks that are not read."""
     num_blocks: int
     num_cached: int
-    """Leading blocks that it need not compute without the load either."""
+    """Number of leading blocks that need not be computed even without the load."""
 
 
 class Loads:
-    """The loads under way, which hold blocks even if their requests have ended."""
+    """The loads in progress, which hold blocks even if their requests have ended."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Loads:
         policy: Policy,
         offload: Offload | None = None,
     ) -> None:
-        """`offload`: where blocks are loaded from; None: only `hold` begins a load."""
+        """`offload` is the source of loads; None: only `hold` begins a load."""
         self._kv = kv
         self._queues = queues
         self._admission = admission
@@ -69,7 +69,7 @@ class Loads:
         self._num_looked_up = 0
         """Tokens of requests that were set aside in this step."""
         self._asking: dict[int, Request] = {}
-        """Requests that wait for another machine's answer: which of their blocks it has."""
+        """Requests that wait for another machine's answer about their blocks."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -83,18 +83,19 @@ class Loads:
 
     @property
     def num_to_run(self) -> int:
-        """Requests that will run after their loads: their slots are kept for them."""
+        """Number of requests that will run after their loads; their slots are kept for them."""
         return sum(not request.is_finished for request in self._requests.values())
 
     @property
     def num_in_slots(self) -> int:
-        """Requests that run, or will when their blocks have been loaded."""
+        """Number of requests that run, or will run when their blocks have been loaded."""
         return len(self._queues.running) + self.num_to_run
 
     def begin(self, request: Request) -> Outcome:
         """Load the stored blocks of the request that would be admitted next, if that pays.
 
-        One without a slot is not looked up: it stays in front, and may take one by preemption.
+        A request without a slot is not looked up: it stays at the front, and may get a slot by
+        preemption.
         """
         offload = self._offload
         if offload is None or not request.may_load or self._admission.still_refuses(request):
@@ -130,7 +131,7 @@ class Loads:
         heapq.heappush(self._rows, (self._policy.order(request), number, request.req_id))
 
     def begin_step(self) -> None:
-        """Let as many requests wait to be admitted, or loaded, as there are places for loads."""
+        """Return requests to the queue, to be admitted or loaded, for each free place for loads."""
         self._num_looked_up = 0
         num_places = 0 if self._offload is None else self._offload.num_places
         while self._rows and num_places > 0:
@@ -144,7 +145,7 @@ class Loads:
         return req_id not in self._aside or self._aside[req_id][0] != number
 
     def _take_back(self, req_id: int) -> None:
-        """Let a request that was set aside wait at its place."""
+        """Return a request that was set aside to its place in the queue."""
         _, request = self._aside.pop(req_id)
         self._queues.unblock(request)
 
@@ -159,7 +160,7 @@ class Loads:
             self._offload.remote.forget(request)
 
     def _ask(self, request: Request, offload: Offload) -> bool:
-        """Ask the machine that a request comes from for blocks; False: it is not worth it."""
+        """Ask the request's previous machine for blocks; return False if that is not worthwhile."""
         if request.swapped_out is not None or not self._kv.may_read_cache(request):
             return False
         hits = self._kv.find_cached_prefix(request)
@@ -178,7 +179,7 @@ class Loads:
         return True
 
     def found(self, answer: BlocksFound) -> None:
-        """Let a request be admitted, or loaded, whose machine has answered, or does not."""
+        """Return a request to the queue when its machine has answered, or has failed to."""
         assert self._offload is not None
         self._offload.remote.answered(answer)
         request = self._asking.pop(answer.req_id, None)
@@ -186,9 +187,9 @@ class Loads:
             self._queues.unblock(request)
 
     def _find_stored(self, request: Request, offload: Offload) -> _Stored | None:
-        """Return what a request has in the prefix cache and in the stores.
+        """Return the request's content in the prefix cache and in the stores.
 
-        None: too few are stored, or loading them takes longer than computing.
+        None: too little is stored, or loading takes longer than computing.
         """
         if request.swapped_out is not None or not self._kv.may_read_cache(request):
             return None
@@ -209,11 +210,11 @@ class Loads:
         return _Stored(hits, num_blocks, len(cached[0]))
 
     def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
-        """Block a waiting request, and give it blocks for its first `num_tokens`, whole blocks.
+        """Block a waiting request, and allocate blocks for its first `num_tokens`, whole blocks.
 
-        `hits` are cached already and must not be written to. Steps in flight may still write to
-        the others: the load must come after them. False, and nothing has changed, if the blocks do
-        not fit with `headroom` blocks left free: until the load ends they cannot be taken back.
+        `hits` are cached already and must not be written to. Steps in flight may still write to the
+        other blocks, so the load must come after them. Returns False, with no change, if the blocks
+        do not fit with `headroom` blocks left free: they cannot be taken back before the load ends.
         """
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self._kv.enable_prefix_caching, "loaded KV lands in the prefix cache"
@@ -226,7 +227,7 @@ class Loads:
         return True
 
     def answered(self, answer: BlocksLoaded) -> None:
-        """Take in what was read from the stores; a load that was forgotten is ignored."""
+        """Record the result of a read from the stores; ignore a load that was forgotten."""
         assert self._offload is not None
         num_tokens = self._offload.end(answer, self._kv.block_size)
         request = self._requests.get(answer.req_id)
@@ -238,7 +239,7 @@ class Loads:
             self.end(request, num_tokens)
 
     def end(self, request: Request, num_tokens: int) -> None:
-        """Put the KV of the first `num_tokens` (0: none has come) into the prefix cache.
+        """Put the KV of the first `num_tokens` (0: none has arrived) into the prefix cache.
 
         Until this call the blocks are held, because they are written to. A load that is unknown,
         because the workers were lost, is ignored.

@@ -1,7 +1,7 @@
-"""Which running requests are preempted so that a more important one can be admitted.
+"""Chooses running requests to preempt so that a more important request can be admitted.
 
-Nothing is preempted unless that of all less important requests would make enough room. An attempt
-that would have failed is not repeated until something has changed.
+Nothing is preempted unless preempting all less important requests would make enough room. An
+attempt that would have failed is not repeated until something has changed.
 """
 
 import math
@@ -18,17 +18,17 @@ from core_proc.scheduling.victims import VictimChoice
 
 
 class _Futile(NamedTuple):
-    """An attempt that would have failed. The counts are from then."""
+    """An attempt that would have failed, with the counts at that time."""
 
     request: Request
     num_moves: int
     num_freed: int
     num_lacking: float
-    """Blocks; infinite if no running request is less important."""
+    """Number of missing blocks; infinite if no running request is less important."""
 
 
 class RoomMaking:
-    """Decides for the front of the waiting queue, which was not admitted; it preempts nothing."""
+    """Decides for the front of the waiting queue, which was not admitted; preempts nothing."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RoomMaking:
         self._futile: _Futile | None = None
 
     def choose_victims(self, request: Request, step: ScheduledStep) -> Iterator[Request]:
-        """Yield the requests to preempt, each after the one before it has been preempted."""
+        """Yield the requests to preempt; each must be preempted before the next one is chosen."""
         if step.new_reqs or self._is_futile(request):
             return
         lesser = self._victims.less_important(request, self._queues.running)
@@ -68,7 +68,7 @@ class RoomMaking:
     def _would_suffice(
         self, candidate: Candidate, lesser: list[Request], step: ScheduledStep
     ) -> bool:
-        """Whether the candidate could be admitted without any of the less important requests."""
+        """Return whether the candidate could be admitted if no less important request ran."""
         without_them = Capacity(
             step.budget + step.num_granted_to(lesser),
             self._loads.num_in_slots - len(lesser),
@@ -87,7 +87,7 @@ class RoomMaking:
         self._futile = _Futile(request, self._queues.num_moves, freed, num_lacking)
 
     def _is_futile(self, request: Request) -> bool:
-        """Whether nothing has changed that would let preemptions make room for the request."""
+        """Return whether nothing has changed that would make preemptions sufficient."""
         futile = self._futile
         if futile is None or futile[:2] != (request, self._queues.num_moves):
             return False

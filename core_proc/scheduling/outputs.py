@@ -1,4 +1,4 @@
-"""What the worker's answer to a step changes: tokens are appended, and requests end."""
+"""Processes the worker's answer to a step: tokens are appended, and requests end."""
 
 from itertools import islice
 
@@ -14,7 +14,7 @@ from protocol.core_worker import ModelRunnerOutput
 class OutputUpdate:
     """Appends the tokens of a step to the requests that sampled in it, in mirror order.
 
-    Tokens of requests that have ended meanwhile are dropped.
+    Tokens of requests that have ended in the meantime are dropped.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class OutputUpdate:
         self.num_generation_tokens = 0
 
     def append(self, sampling: list[Request], output: ModelRunnerOutput) -> list[StepResult]:
-        """Append one token to each request, and end those that it finishes."""
+        """Append one token to each request, and end the requests that are complete."""
         num_tokens = len(output.sampled_token_ids)
         assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
         results: list[StepResult] = []
@@ -52,7 +52,7 @@ class OutputUpdate:
     def append_verified(
         self, sampling: list[Request], output: ModelRunnerOutput
     ) -> list[StepResult]:
-        """Append several tokens to requests with drafts; those after a request's end are cut."""
+        """Append tokens to requests with drafts; tokens after a request's end are dropped."""
         counts = output.num_sampled_tokens or [1] * len(sampling)
         drafts = output.num_draft_tokens or [0] * len(sampling)
         tokens = iter(output.sampled_token_ids)

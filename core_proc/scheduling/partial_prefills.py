@@ -1,7 +1,7 @@
-"""How many prompts are computed over several steps at the same time, and the limits on that.
+"""Limits the number of prompts that are computed over several steps at the same time.
 
-Without a limit all long prompts that are admitted share the tokens of each step, and all of their
-first tokens come late.
+Without a limit, all admitted long prompts share the tokens of each step, and all of their first
+tokens are late.
 """
 
 from core_proc.options import SchedulerOptions
@@ -9,7 +9,7 @@ from core_proc.request import Request
 
 
 class PartialPrefills:
-    """Running requests whose prompts are computed in part."""
+    """Running requests whose prompts are partially computed."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._most = options.max_num_partial_prefills
@@ -28,11 +28,11 @@ class PartialPrefills:
         return request in self._members
 
     def is_long(self, request: Request) -> bool:
-        """Whether the limit on long prompts applies to the request."""
+        """Return whether the limit on long prompts applies to the request."""
         return self._most_long > 0 and request.num_prompt_tokens > self._threshold
 
     def follow(self, request: Request) -> None:
-        """Count a running request while its prompt is computed in part."""
+        """Count a running request while its prompt is partially computed."""
         if request.num_computed_tokens >= request.num_tokens:
             self.drop(request)
         elif request not in self._members:
@@ -46,7 +46,7 @@ class PartialPrefills:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more prompt may begin without ending in the same step."""
+        """True if another prompt may begin without ending in the same step."""
         return self._most == 0 or len(self._members) < self._most
 
     @property

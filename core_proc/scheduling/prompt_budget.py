@@ -1,9 +1,8 @@
-"""Limits a step's prompt tokens, so that decoding requests get their tokens at a target interval.
+"""Limits a step's prompt tokens, so that decoding requests get tokens at a target interval.
 
 A decoding request gets one token per step, so the duration of a step is the gap between two of its
-tokens. The time that a prompt token adds is measured, and a step gets as many prompt tokens as fit
-into the target. With fewer prompt tokens the gaps are shorter, and the prompt's first token comes
-later.
+tokens. The time added by a prompt token is measured, and a step gets as many prompt tokens as fit
+in the target. With fewer prompt tokens the gaps are shorter, but the prompt's first token is later.
 """
 
 from collections import deque
@@ -14,15 +13,14 @@ from core_proc.scheduling.step_costs import DecodeTimes
 from protocol.core_worker import ModelRunnerOutput
 
 LEAST_TOKENS = 16
-"""Prompt tokens that a step always computes, even if decoding alone takes longer than the
-target."""
+"""Prompt tokens that a step always computes, even if decoding alone exceeds the target."""
 _FIRST_TOKENS = 64
 """Prompt tokens of the first step, when no time is known yet."""
 _AIM = 0.85
-"""Share of the target that is aimed at, as the duration of steps varies."""
+"""Share of the target that is aimed at, since the duration of steps varies."""
 _FALL = 0.1
-"""Weight of a step in which a token took less time than before. A longer time counts at once, as it
-grows with the position in a prompt, and steps in flight are already too long."""
+"""Weight of a step in which a token took less time than before. A longer time counts fully, because
+the time grows with the position in a prompt, and steps in flight are already too long."""
 
 
 class _Step(NamedTuple):
@@ -38,13 +36,13 @@ class PromptBudget:
         self.is_on = self._target_ns > 0
         self._decode_times = DecodeTimes()
         self._decode_ns = 0.0
-        """Of the last step without prompt tokens."""
+        """Time of the last step without prompt tokens."""
         self._token_ns = 0.0
         self._steps: deque[_Step] = deque()
-        """For each step in flight."""
+        """The steps in flight."""
 
     def num_tokens(self, num_decoding: int) -> int | None:
-        """Return the most prompt tokens of a step; None: any number, as nothing decodes."""
+        """Return the most prompt tokens of a step; None: no limit, since nothing decodes."""
         if num_decoding == 0:
             return None
         if self._token_ns == 0.0:
@@ -61,7 +59,7 @@ class PromptBudget:
             self._steps.append(_Step(num_tokens - num_prompt_tokens, num_prompt_tokens))
 
     def step_ended(self, output: ModelRunnerOutput) -> None:
-        """Take in the duration of the oldest step in flight."""
+        """Record the duration of the oldest step in flight."""
         if not self.is_on:
             return
         num_decoded, num_prompt_tokens = self._steps.popleft()
@@ -69,11 +67,11 @@ class PromptBudget:
         if output.forward_ns == 0 or num_decoded == 0:
             return
         if num_prompt_tokens == 0:
-            # Drafts count as rows here: with them the last step's time is used, mostly.
+            # Drafts count as rows here, so with drafts the last step's time is usually used.
             self._decode_times.observe(num_decoded, output.forward_ns, output.wait_ns)
             self._decode_ns = float(output.forward_ns + output.wait_ns)
         elif num_prompt_tokens >= LEAST_TOKENS:
-            # A wait is not counted: the worker has waited for other reasons than this step.
+            # A wait is not counted: it has other causes than this step.
             added_ns = output.forward_ns - self._decoding_ns(num_decoded)
             token_ns = max(added_ns, 0.1 * output.forward_ns) / num_prompt_tokens
             if self._token_ns == 0.0:
@@ -84,5 +82,5 @@ class PromptBudget:
                 self._token_ns += (token_ns - self._token_ns) * _FALL
 
     def workers_lost(self) -> None:
-        """Forget the steps in flight, which are never answered."""
+        """Forget the steps in flight, which will never be answered."""
         self._steps.clear()

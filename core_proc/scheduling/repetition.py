@@ -9,16 +9,16 @@ _LONGEST_PROBE = 4
 
 
 def first_length(detection: RepetitionDetection) -> int:
-    """Return the number of outputs from which on there can be a repetition."""
+    """Return the least number of outputs that can be a repetition."""
     return detection.min_pattern_size * detection.min_count
 
 
 def ends_in_repetition(
     token_ids: "array[int]", num_outputs: int, detection: RepetitionDetection
 ) -> bool:
-    """Whether the last outputs are `min_count` times one pattern of an allowed size.
+    """Return whether the last outputs are `min_count` repetitions of a pattern of allowed size.
 
-    In nearly all texts the last tokens do not occur shortly before, and one search shows it.
+    In nearly all texts the last tokens do not occur shortly before, which a single search shows.
     """
     count, smallest = detection.min_count, detection.min_pattern_size
     largest = min(detection.max_pattern_size, num_outputs // count)
@@ -26,13 +26,13 @@ def ends_in_repetition(
         return False
     tail = token_ids[-largest * count :].tobytes()
     end = len(tail)
-    # In a repeated pattern its last tokens occur one pattern earlier, too.
+    # In a repeated pattern, its last tokens also occur one pattern earlier.
     probe = tail[-min(_LONGEST_PROBE, smallest * (count - 1)) * _ITEM_BYTES :]
     searched_from = end - len(probe) - largest * _ITEM_BYTES
     searched_to = end - smallest * _ITEM_BYTES
     while (place := tail.rfind(probe, searched_from, searched_to)) >= 0:
         size = end - len(probe) - place
-        # The pair of the last two patterns is compared first, as most differ there.
+        # The last two patterns are compared first, since most candidates differ there.
         if (
             size % _ITEM_BYTES == 0
             and tail[-size:] == tail[-2 * size : -size]

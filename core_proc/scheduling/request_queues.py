@@ -1,4 +1,4 @@
-"""The two queues of unfinished requests: those that wait, and those that run."""
+"""The queues of waiting and of running requests."""
 
 from itertools import count
 
@@ -9,16 +9,16 @@ from protocol.sampling import FinishReason
 
 
 class RequestQueues:
-    """Every unfinished request is in exactly one queue, which agrees with its status.
+    """Every unfinished request is in exactly one queue, according to its status.
 
     The waiting queue is in the policy's order, the running queue in order of admission. A request
-    leaves the running queue by its status alone, and all that have left are removed together when
-    the queue is read next: so the end of n requests costs n, and not n squared.
+    leaves the running queue by a change of its status; all requests that have left are removed
+    together when the queue is read next, so that the end of n requests costs O(n) instead of O(n²).
     """
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self.requests: dict[int, Request] = {}
-        """Both queues, by request id."""
+        """The requests of both queues, by id."""
         self.waiting = waiting
         self.due_index = DueIndex()
         self.num_moves = 0
@@ -30,7 +30,7 @@ class RequestQueues:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that run: a new list once some have left, so iteration is not disturbed."""
+        """The running requests; a new list after some have left, safe for iteration."""
         if self._some_left:
             self._some_left = False
             running = RequestStatus.RUNNING
@@ -43,7 +43,7 @@ class RequestQueues:
         self.requests[request.req_id] = request
 
     def start(self, request: Request) -> None:
-        """Move a request from the waiting to the end of the running queue."""
+        """Move a request from the waiting queue to the end of the running queue."""
         running = self.running
         self.waiting.remove(request)
         request.become(RequestStatus.RUNNING)
@@ -57,13 +57,13 @@ class RequestQueues:
         self.waiting.push(request)
 
     def change_waiting(self, request: Request, status: RequestStatus) -> None:
-        """Give a waiting request another waiting status: blocked, or no longer blocked."""
+        """Change a waiting request to another waiting status: blocked, or no longer blocked."""
         self.waiting.remove(request)
         request.become(status)
         self.waiting.push(request)
 
     def unblock(self, request: Request) -> None:
-        """Let a blocked request wait to be admitted, at its old place."""
+        """Return a blocked request to its old place in the queue."""
         has_run = request.num_cached_tokens is not None
         self.change_waiting(request, RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING)
 

@@ -1,4 +1,4 @@
-"""What the scheduler reports of its requests."""
+"""The scheduler's results for requests."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from protocol.sampling import FinishReason
 
 
 class StepResult(msgspec.Struct, gc=False):
-    """The tokens that one step brought to one request, and its end."""
+    """The tokens that one step brought to a request, and its end."""
 
     request: Request
     new_token_ids: list[int]
@@ -23,7 +23,7 @@ class StepResult(msgspec.Struct, gc=False):
         """Set and return the reason if this last token ends it; stop tokens precede the length."""
         request, params = self.request, self.request.sampling_params
         is_eos = token_id in eos_token_ids
-        # Before min_tokens, EOS is sampled only where a grammar allows nothing else.
+        # Before min_tokens, EOS is sampled only if a grammar allows nothing else.
         is_complete = is_eos and params.grammar is not None
         may_stop = is_complete or request.num_output_tokens >= params.min_tokens
         if may_stop and token_id in request.stop_token_ids:
@@ -44,7 +44,7 @@ class StepResult(msgspec.Struct, gc=False):
 
 
 class Failure(NamedTuple):
-    """A request that ended because something that concerns it alone has failed."""
+    """A request that ended because of a failure that affects only this request."""
 
     request: Request
     error: str

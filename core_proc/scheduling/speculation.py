@@ -1,10 +1,10 @@
-"""Speculative decoding as the scheduler sees it: several tokens of a request in one step.
+"""The scheduler's part of speculative decoding: several tokens of a request in one step.
 
 After each step the worker reports how many tokens it has guessed (drafts). The next step grants
-these too, computes all of them at once, and keeps those that agree with what it samples. So a step
-brings one token, and one more for each right draft. Positions whose drafts were wrong do not count
-as computed. A request with drafts is not scheduled again until its tokens are known, as its length
-is not known before; one without drafts is scheduled ahead of its tokens as always.
+these too, computes all of them at once, and keeps those that agree with its samples. A step brings
+one token, and one more for each right draft. Positions whose drafts were wrong do not count as
+computed. A request with drafts is not scheduled again until its tokens are known, because its
+length is not known before; one without drafts is scheduled ahead of its tokens as always.
 """
 
 from collections import deque
@@ -30,33 +30,33 @@ class Speculation:
         self._with_drafts: set[Request] = set()
         """Running requests with drafts to verify, or in flight."""
         self._granted: dict[Request, int] = {}
-        """Drafts in the step that is being put together."""
+        """Number of drafts by request, in the step that is being built."""
         self._steps: deque[StepKind] = deque()
-        """For each step in flight."""
+        """The steps in flight."""
         self._num_right = 0
 
     # A step -------------------------------------------------------------------------------------
 
     def holds_back(self, num_running: int) -> bool:
-        """Whether a step would leave out most requests: they wait for the one in flight."""
+        """Return whether most requests would be left out, waiting for the step in flight."""
         return 2 * len(self._with_drafts) > num_running and not self.limits.is_measuring
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a running request waits until its tokens are known."""
+        """Return whether a running request waits until its tokens are known."""
         if request.num_drafts_in_flight:
             return True
         return request.num_draft_tokens > 0 and not self.limits.is_measuring
 
     def is_quiet(self, request: Request) -> bool:
-        """Whether the request decodes like one without speculation."""
+        """Return whether the request decodes like one without speculation."""
         return request not in self._with_drafts
 
     def num_drafts(self, request: Request, kv: KVCacheManager, room: int) -> int:
-        """Return how many drafts to verify besides the one known token that is left to compute.
+        """Return how many drafts to verify in addition to the one known token left to compute.
 
-        None without blocks for them, as no request is preempted for a guess; none that could only
-        be cut at the request's end; at most `room`, so that the requests after it get a token; none
-        after the position where a state must be that of known tokens.
+        None if there are no blocks for them, since no request is preempted for a guess. None that
+        would be cut at the request's end. At most `room`, so that the following requests get a
+        token. None after the position at which a state must be that of known tokens.
         """
         if self.limits.is_measuring:
             return 0
@@ -69,7 +69,7 @@ class Speculation:
         return max(0, num_drafts)
 
     def granted(self, request: Request, num_drafts: int) -> None:
-        """Note that the current step verifies `num_drafts`; the others are dropped."""
+        """Record that the current step verifies `num_drafts`; the others are dropped."""
         request.num_drafts_in_flight = num_drafts
         request.num_draft_tokens = 0
         if num_drafts:
@@ -79,7 +79,7 @@ class Speculation:
             self._with_drafts.discard(request)
 
     def sent(self, num_tokens: int, sampling: Sequence[Request]) -> dict[int, int]:
-        """Note that the step is sent; returns the changed limits, which go with it."""
+        """Record that the step is sent; return the changed limits, which are sent with it."""
         if not self.is_on:
             return {}
         changed = {
@@ -112,7 +112,7 @@ class Speculation:
             for position in range(num_accepted):
                 self.accepted_per_position[position] += 1
             self.limits.verified(request, num_drafts, num_accepted, num_running)
-        # The worker may have made more before it got the present limit.
+        # The worker may have made more before it received the current limit.
         request.num_draft_tokens = min(num_draft_tokens, request.draft_limit)
         if request.num_draft_tokens:
             self._with_drafts.add(request)
@@ -128,7 +128,7 @@ class Speculation:
     def forget(self, request: Request) -> None:
         """Stop counting drafts in flight as computed, because the request leaves the worker.
 
-        Right drafts still arrive as late tokens; their KV is not relied on.
+        Right drafts still arrive as late tokens, but their KV is not used.
         """
         request.num_computed_tokens -= request.num_drafts_in_flight
         request.num_drafts_in_flight = 0
@@ -140,7 +140,7 @@ class Speculation:
         self._granted.pop(request, None)
 
     def workers_lost(self) -> None:
-        """Forget the steps in flight, which are never answered."""
+        """Forget the steps in flight, which will never be answered."""
         self._steps.clear()
 
     @property

@@ -1,4 +1,4 @@
-"""The grants of one step, while the scheduler puts it together."""
+"""The grants of one step, while the scheduler builds it."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOut
 from protocol.message import pack_token_ids
 
 _MAX_NEW_IDS = 1_500_000
-"""Token and block ids in the data of one step's new requests. An id takes at most 5 bytes, so they
-fill half a frame; the other half is left to the data of requests that the worker knows."""
+"""Token and block ids in the data of a step's new requests. An id takes at most 5 bytes, so they
+fill half a frame; the other half is left for data of requests that the worker knows."""
 _MAX_PARAMS_IDS = 4096
-"""Most that the sampling parameters and numbers of one new request take, in ids."""
+"""The most that the sampling parameters and numbers of a new request take, in ids."""
 _MAX_SCORED_TOKENS = 16_384
-"""Tokens of requests with prompt logprobs in one step: a frame holds 50,000 of these answers."""
+"""Tokens of requests with prompt logprobs in one step; a frame holds 50,000 of their answers."""
 _MAX_POOLED = 128
 """Vectors in the answer to one step: half a frame at most, see `MAX_EMBEDDING_SIZE`."""
 
@@ -31,7 +31,7 @@ class ScheduledStep:
         self._total = budget
         self.budget = budget
         self.threshold = threshold
-        """No request gets more tokens than this; 0: no such limit."""
+        """The most tokens for one request; 0: no limit."""
         self.sampling: list[Request] = []
         """Requests that reach the end of their tokens, and so sample one, in mirror order."""
         self.granted: dict[int, int] = {}
@@ -40,14 +40,14 @@ class ScheduledStep:
         """New blocks of requests that the worker knows, by request id."""
         self.new_reqs: list[NewRequestData] = []
         self.num_pooled = 0
-        """Requests among `sampling` that return a vector."""
+        """Number of requests in `sampling` that return a vector."""
         self.ran_out_of_blocks = False
-        """A request was preempted for want of blocks, so none is admitted."""
+        """True if a request was preempted for lack of blocks; then none is admitted."""
         self.prompt_left: int | None = None
-        """Prompt tokens that may still be granted; None: any number."""
+        """Prompt tokens that may still be granted; None: no limit."""
         self.num_prompt_tokens = 0
         self.num_behind = 0
-        """Running requests after the one that is being visited."""
+        """Number of running requests after the one that is being visited."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
 
@@ -56,13 +56,13 @@ class ScheduledStep:
         return self._total - self.budget
 
     def extend(self, num_tokens: int) -> None:
-        """Make the step larger, and lift the threshold."""
+        """Enlarge the step, and remove the threshold."""
         self._total += num_tokens
         self.budget += num_tokens
         self.threshold = 0
 
     def limit(self, request: Request, num_tokens: int) -> int:
-        """Cut the number of all tokens left to the threshold, and to what a frame can return.
+        """Limit the tokens left to the threshold, and to the capacity of the answer's frame.
 
         0: its vector would be one too many in the answer.
         """
@@ -76,21 +76,21 @@ class ScheduledStep:
         return num_tokens
 
     def limit_prompt(self, num_tokens: int) -> int:
-        """Cut a number of prompt tokens to what the decoding requests leave time for."""
+        """Limit prompt tokens to the time that decoding requests leave."""
         return num_tokens if self.prompt_left is None else min(num_tokens, self.prompt_left)
 
     def grant_prompt(self, num_tokens: int) -> None:
-        """Note that some of the granted tokens are of a prompt, or computed again like one."""
+        """Record that granted tokens belong to a prompt, or are recomputed like one."""
         self.num_prompt_tokens += num_tokens
         if self.prompt_left is not None:
             self.prompt_left -= num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
-        """Whether the message has room for a new request with `num_blocks` in its tables."""
+        """Return whether the message has room for a new request with `num_blocks` in its tables."""
         return _num_ids(request, num_blocks) <= self._new_ids_left
 
     def advance(self, requests: list[Request]) -> int:
-        """Grant one token to each of these, in order, while the budget lasts; returns how many."""
+        """Grant one token to each request, in order, while the budget lasts; return the number."""
         if len(requests) > self.budget:
             requests = requests[: self.budget]
         for request in requests:
@@ -116,13 +116,13 @@ class ScheduledStep:
         )
 
     def undo_introduce(self, request: Request) -> bool:
-        """Undo `introduce`; returns whether the request had been introduced in this step."""
+        """Undo `introduce`; return whether the request had been introduced in this step."""
         before = len(self.new_reqs)
         self.new_reqs = [new for new in self.new_reqs if new.req_id != request.req_id]
         return len(self.new_reqs) < before
 
     def grant(self, request: Request, num_tokens: int) -> None:
-        """Grant tokens, which may be more for a request that has some already."""
+        """Grant tokens, possibly in addition to earlier ones of the same request."""
         self.budget -= num_tokens
         if request.sampling_params.prompt_logprobs is not None:
             self._scored_left -= num_tokens
@@ -139,7 +139,7 @@ class ScheduledStep:
         self.grown[request.req_id] = new_blocks
 
     def put_states(self, requests: Sequence[Request]) -> None:
-        """Take over state tables that have changed since they were put into the step.
+        """Update state tables that have changed since they were added to the step.
 
         An entry that the worker knows from an earlier step holds the same block as before.
         """
@@ -154,7 +154,7 @@ class ScheduledStep:
             appended[:] = table[len(table) - len(appended) :]
 
     def withdraw(self, request: Request) -> int:
-        """Undo a grant, which still counts in the request's computed tokens; returns its tokens."""
+        """Undo a grant, which still counts in the request's computed tokens; return its tokens."""
         num_tokens = self.num_granted_to([request])
         if request.num_tokens - (request.num_computed_tokens - num_tokens) > 1:
             self.grant_prompt(-num_tokens)
@@ -195,7 +195,7 @@ class ScheduledStep:
 
 
 def _num_ids(request: Request, num_blocks: int) -> int:
-    """Return an upper bound of the size of a new request's data, in ids."""
+    """Return an upper bound for the size of a new request's data, in ids."""
     params = request.sampling_params
     num_params = 64 + len(params.stop_token_ids) + 3 * len(params.logit_bias)
     if params.grammar is not None:  # a character has at most 4 bytes

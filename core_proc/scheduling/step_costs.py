@@ -1,4 +1,4 @@
-"""How long steps take, as measured: the worker reports each step's time with its results.
+"""Measured durations of steps: the worker reports each step's time with its results.
 
 Nothing here reads a clock, so the same results lead to the same decisions.
 """
@@ -9,7 +9,7 @@ _WEIGHT = 0.2
 """Weight of the newest step in a mean."""
 _LEAST_STEPS = 3
 _STALE_AFTER = 1024
-"""Steps after which a time counts as unknown: other processes come and go, and texts grow."""
+"""Steps after which a time counts as unknown, because load and text lengths change."""
 
 
 class StepTime(NamedTuple):
@@ -35,7 +35,7 @@ class _Kind:
         self.last_step = step
         weight = max(_WEIGHT, 1 / self.num_steps)
         self.num_requests += (num_requests - self.num_requests) * weight
-        if self.num_steps > _LEAST_STEPS:  # one late step must not count as the usual one
+        if self.num_steps > _LEAST_STEPS:  # one late step must not count as typical
             compute_ns = min(compute_ns, int(2 * self.compute_ns))
             wait_ns = min(wait_ns, int(2 * self.wait_ns) + 10_000)
         self.compute_ns += (compute_ns - self.compute_ns) * weight
@@ -58,7 +58,7 @@ class DecodeTimes:
         kind.observe(self._step, num_requests, compute_ns, wait_ns)
 
     def of(self, num_requests: int) -> StepTime | None:
-        """Return the time with this number of requests; None while too few steps have shown it.
+        """Return the time with this number of requests; None: too few steps have been observed.
 
         Between two known numbers it is interpolated.
         """
@@ -84,6 +84,6 @@ class DecodeTimes:
 
 
 def size_class(number: int) -> int:
-    """Round down to three significant bits: numbers of a class differ by a quarter at most."""
+    """Round down to three significant bits: numbers of a class differ by at most a quarter."""
     shift = max(0, number.bit_length() - 3)
     return number >> shift << shift

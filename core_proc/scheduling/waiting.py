@@ -13,11 +13,11 @@ _Row = tuple[Key, int, Request]
 class WaitingQueue:
     """New, blocked and preempted requests.
 
-    Heaps with lazy removal: an aborted request leaves at once, its row when it reaches the top, or
-    when dead rows outnumber live ones. So neither an abort nor a look at the front depends on the
-    length. There is a heap for each kind that the front may exclude: long prompts where no more of
-    them may begin, and new requests under a pause. Blocked requests are in no heap; as keys are
-    constant, they return to their old place.
+    These are heaps with lazy removal: an aborted request leaves at once, its row when it reaches
+    the top, or when dead rows outnumber live ones. The time of an abort, and of a look at the
+    front, therefore does not depend on the length. There is a heap for each kind that the front may
+    exclude: long prompts if no more of them may begin, and new requests during a pause. Blocked
+    requests are in no heap; since keys are constant, they return to their old place.
     """
 
     def __init__(self, policy: Policy, is_long: Callable[[Request], bool]) -> None:
@@ -38,7 +38,7 @@ class WaitingQueue:
         return request in self._row_of or request in self._blocked
 
     def push(self, request: Request) -> None:
-        """Enter a request at its place, or aside if its status is a blocked one."""
+        """Add a request at its place, or aside if its status is a blocked one."""
         assert request not in self
         self.num_prompt_tokens += request.num_prompt_tokens
         key = self._policy.order(request)
@@ -51,11 +51,11 @@ class WaitingQueue:
 
     @property
     def num_admissible(self) -> int:
-        """Requests that are not blocked."""
+        """Number of requests that are not blocked."""
         return len(self._row_of)
 
     def front(self, *, with_long: bool = True, with_new: bool = True) -> Request | None:
-        """Return the next request without taking it: of all, or without long or new ones."""
+        """Return the next request without removing it: of all, or without long or new ones."""
         rows = [
             row
             for (is_long, is_new), heap in self._heaps.items()
@@ -87,7 +87,7 @@ class WaitingQueue:
         return [row for row in rows if self._row_of.get(row[2]) == row[1]]
 
     def in_order(self) -> list[Request]:
-        """List all requests, front first (sorts them: for tests and displays)."""
+        """Return all requests, front first (sorts them: for tests and displays)."""
         rows = self._live(itertools.chain(*self._heaps.values()))
         rows += [(self._policy.order(request), -1, request) for request in self._blocked]
         return [row[2] for row in sorted(rows, key=lambda row: row[:2])]

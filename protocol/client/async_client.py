@@ -55,7 +55,7 @@ MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 ADAPTER_TIMEOUT_S = 120.0
-"""Longest wait for an adapter's load, which may wait for other loads."""
+"""Longest wait for an adapter to load; other adapters may be loaded first."""
 _NO_EQUAL_ENGINE = RequestError(
     ErrorCode.ENGINE_FAILED,
     "the engine that began the request is gone, and none with its fingerprint has served in time",
@@ -82,17 +82,17 @@ class AsyncEngineClient:
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
-        """Name the core's address (see `channel.client_address`); nothing connects yet.
+        """Set the core's address (see `channel.client_address`); nothing connects yet.
 
         Args:
-            max_open_requests: past it `submit` raises Overloaded.
-            max_open_tokens: the same for the tokens of all open prompts together.
+            max_open_requests: above this number, `submit` raises Overloaded.
+            max_open_tokens: likewise for the total tokens of all open prompts.
             stall_timeout_s: open requests fail after this time without a serving engine.
-            allow_inexact_resume: requests also continue at an engine with other facts than the one
-                that has begun them; else they wait for as long, and fail.
-            numbers: unused numbers of requests, where clients of several replicas share them.
-            is_replica: there are other clients to which requests can be moved.
-            room: what bounds open requests, where clients of several replicas share it.
+            allow_inexact_resume: requests also continue at an engine with other facts than those of
+                the one that began them; otherwise they wait for that time, and fail.
+            numbers: yields unused request numbers; shared by the clients of several replicas.
+            is_replica: True if there are other clients to which requests can be moved.
+            room: limits on open requests; shared by the clients of several replicas.
             keys: for a tcp address: see `protocol.transport.curve.read_client_keys`.
             make_link: takes the arguments of `CoreLink`.
         """
@@ -119,32 +119,32 @@ class AsyncEngineClient:
         self._open = OpenRequests(ledger, self._link.send, is_replica=is_replica)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
-        """Facts of the model; kept while the engine recovers."""
+        """The model's facts; kept while the engine recovers."""
         self.status: Status | None = None
         self.last_status_time = 0.0
-        """When `status` arrived, on the monotonic clock."""
+        """Time at which `status` arrived, on the monotonic clock."""
         self.num_other_requests = 0
-        """Requests of other clients at the core, when `status` arrived."""
+        """Requests of other clients at the core when `status` arrived."""
         self.last_progress_time = clock.monotonic()
-        """When a status showed more steps than the one before, or that none were to be computed."""
+        """Time of the last status that showed further steps, or that there were none to compute."""
 
     @property
     def connected(self) -> bool:
-        """Whether messages reach the core; it may be recovering nevertheless."""
+        """True while messages reach the core, which may nevertheless be recovering."""
         return self._link.is_agreed
 
     @property
     def blocks_at(self) -> str:
-        """Where other machines read the KV blocks that are stored beside the core; empty: nowhere.
+        """Address at which other machines read the KV blocks on the core's machine, or "".
 
-        It is that of the last status, so the core may be gone.
+        It is taken from the last status, so the core may no longer exist.
         """
         status = self.status
         return "" if status is None else blocks_address_seen_at(status.blocks_at, self._address)
 
     @property
     def is_open(self) -> bool:
-        """Whether it was started, and not closed since."""
+        """True from `start` until `close`."""
         return self._link.is_open
 
     @property
@@ -154,18 +154,18 @@ class AsyncEngineClient:
 
     @property
     def link_problem(self) -> str:
-        """Why the core is not connected, if that is known."""
+        """The reason why the core is not connected, if known."""
         return self._link.problem
 
     @property
     def serves(self) -> bool:
-        """Whether the core is connected and has its workers."""
+        """True if the core is connected and has its workers."""
         status = self.status
         return self.connected and status is not None and status.state is EngineState.READY
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the engine's facts; empty before there are any."""
+        """Fingerprint of the engine's facts; empty until they are known."""
         return self._open.fingerprint
 
     @property
@@ -175,26 +175,26 @@ class AsyncEngineClient:
 
     @property
     def num_unstarted_tokens(self) -> int:
-        """Tokens to compute of the prompts of open requests that have no output token yet."""
+        """Prompt tokens left to compute for open requests that have no output token yet."""
         return self._open.ledger.num_unstarted_tokens
 
     @property
     def num_fenced_frames(self) -> int:
-        """Frames of another incarnation of the core, dropped."""
+        """Frames dropped because they came from another incarnation of the core."""
         return self._link.num_fenced_frames
 
     @property
     def num_bad_frames(self) -> int:
-        """Frames with a body that could not be decoded, dropped."""
+        """Frames dropped because their bodies could not be decoded."""
         return self._link.num_bad_frames
 
     @property
     def num_inexact(self) -> int:
-        """Requests that an engine with another fingerprint began, and that this one continues."""
+        """Requests begun by an engine with another fingerprint and continued by this one."""
         return self._open.num_inexact
 
     async def start(self) -> None:
-        """Begin to connect; returns at once."""
+        """Begin to connect, without waiting for the connection."""
         self.connect()
 
     def connect(self) -> None:
@@ -205,7 +205,7 @@ class AsyncEngineClient:
 
     @property
     def pauses(self) -> bool:
-        """Whether this client has requested a pause that is still wanted or in force."""
+        """True if this client has requested a pause that is still pending or in force."""
         return self._controls.pauses
 
     def begin_paused(self, action: ControlAction, mode: PauseMode) -> None:
@@ -239,9 +239,9 @@ class AsyncEngineClient:
         self._status_event.set()
 
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until the engine serves: its state is READY.
+        """Wait until the engine is READY.
 
-        TimeoutError: not within `timeout_s`. RequestFailed: it is not open, or was closed.
+        Raises TimeoutError after `timeout_s`, and RequestFailed if the client is not open.
         """
         async with deadline(timeout_s, "the engine has not been ready"):
             while True:
@@ -255,13 +255,13 @@ class AsyncEngineClient:
     def submit(
         self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> RequestStream:
-        """Accept a request: from here on it survives restarts of everything but this process.
+        """Accept a request; from now on it survives restarts of everything but this process.
 
-        `params` has an explicit seed. The caller may change `prompt_token_ids` afterwards. A prompt
+        `params` must have an explicit seed. The caller may change `prompt_token_ids` afterwards. A prompt
         of many thousands of ids may be packed beforehand, in slices: see `PromptPacking`.
 
         Raises:
-            InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
+            InvalidRequest: a value is out of bounds, or the model cannot serve the request.
             Overloaded: the engine does not accept requests now.
             EngineFailed: no engine has served for longer than `stall_timeout_s`.
         """
@@ -276,10 +276,10 @@ class AsyncEngineClient:
         pooling: Pooling = Pooling(),  # noqa: B008 - immutable
         **options: Unpack[RequestOptions],
     ) -> "array[float]":
-        """Return the vector of a prompt, an array of type "f"; it survives what `submit` survives.
+        """Return a prompt's embedding, an array of type "f"; survives restarts like `submit`.
 
-        A task that is cancelled meanwhile aborts the request. RequestFailed: as `submit`, or the
-        request has failed.
+        Cancelling the calling task aborts the request. Raises the errors of `submit`, and
+        RequestFailed if the request fails.
         """
         return await vector_of(self.submit(prompt_token_ids, pooling_params(pooling), **options))
 
@@ -290,9 +290,10 @@ class AsyncEngineClient:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AddRequest:
-        """Accept a request as `submit` does, and deliver its outputs to the caller's own receiver.
+        """Accept a request like `submit`, but deliver its outputs to the caller's own receiver.
 
-        Returns the request as it was accepted. For `adopt` it names the place of its KV blocks.
+        Returns the accepted request in the form that `adopt` needs, including the address of its KV
+        blocks.
         """
         add, body = self._check(prompt_token_ids, params, options)
         self._open.accept(add, body, receiver)
@@ -301,12 +302,12 @@ class AsyncEngineClient:
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
         """Continue a request that an earlier incarnation of this client accepted.
 
-        `add` is as it was accepted, with the outputs that are known; its number is replaced.
-        Returns the new number, for `cancel`; raises Overloaded if too much is open.
+        `add` is the accepted request with its known outputs; its number is replaced. Returns the
+        new number, for `cancel`. Raises Overloaded if too much is open.
         """
         request_id = self._open.ledger.next_request_id()
         add = msgspec.structs.replace(add, request_id=request_id, resent=True)
-        # The host's clock: monotonic clocks do not compare across reboots.
+        # Wall-clock time, because monotonic clocks cannot be compared across reboots.
         self._open.adopt(add, receiver, age_s=max(0.0, self._clock.time() - add.arrival_time))
         return request_id
 
@@ -315,7 +316,7 @@ class AsyncEngineClient:
         return list(self._open.ledger)
 
     def expect_cached(self, request_id: int, num_tokens: int) -> None:
-        """Expect that a part of a new request's prompt is cached: see `num_unstarted_tokens`."""
+        """Expect part of a new request's prompt to be cached; see `num_unstarted_tokens`."""
         self._open.ledger.expect_cached(request_id, num_tokens)
 
     def held_ids(self) -> list[int]:
@@ -323,11 +324,11 @@ class AsyncEngineClient:
         return self._open.held_ids()
 
     def entry(self, request_id: int) -> Entry | None:
-        """Return an open request; None: it has ended."""
+        """Return an open request, or None if it has ended."""
         return self._open.entry(request_id)
 
     def release(self, request_id: int) -> None:
-        """Let a request that is held continue here, inexactly."""
+        """Continue a held request here, inexactly."""
         self._open.release(request_id)
 
     def move(
@@ -338,10 +339,11 @@ class AsyncEngineClient:
         is_exact: bool = True,
         blocks_at: str = "",
     ) -> bool:
-        """Let a request continue at another replica; False: it has ended, or was moved too often.
+        """Move a request to another replica; False if it has ended or was moved too often.
 
-        Not `is_exact`: even if that one cannot continue it exactly. `blocks_at`: where it reads the
-        blocks of this one's machine.
+        Without `is_exact`, it moves even if the other replica cannot continue it exactly.
+        `blocks_at` is the address at which the other replica reads the blocks of this one's
+        machine.
         """
         if not self._open.move(request_id, other._open, is_exact=is_exact, blocks_at=blocks_at):
             return False
@@ -371,7 +373,7 @@ class AsyncEngineClient:
         return check_request(add, self.facts, prompt_token_ids)
 
     def cancel(self, request_id: int) -> None:
-        """Abort a request, if it is open."""
+        """Abort a request if it is open."""
         self._open.cancel(request_id)
 
     async def pause(
@@ -379,23 +381,24 @@ class AsyncEngineClient:
     ) -> bool:
         """Pause scheduling; requests are still accepted, and a restarted core is paused again.
 
-        Returns whether the engine is paused: not while it drains. TimeoutError: whether it was
-        paused is not known. RequestFailed: the client is not open. ValueError: `mode` is not a
-        pause.
+        Returns whether the engine is paused: False while it drains. After a TimeoutError it may or
+        may not be paused. Raises RequestFailed if the client is not open, and ValueError if `mode`
+        is not a pause.
         """
         if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
             raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
         return (await self._ask(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """End any pause or sleep, also of other clients; errors as `pause`."""
+        """End any pause or sleep, including those of other clients; same errors as `pause`."""
         return (await self._ask(timeout_s, ControlAction.RESUME)).ok
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """Pause everything and let the workers release the KV cache's memory.
+        """Pause everything and have the workers release the memory of the KV cache.
 
-        The memory is free soon after. Returns False while the engine drains, or if it was resumed
-        before. Requests keep their tokens and compute KV again. Errors as `pause`.
+        The memory is free soon afterwards. Returns False while the engine drains, or if it was
+        resumed first. Requests keep their tokens, and their KV is computed again. Same errors as
+        `pause`.
         """
         return (await self._ask(timeout_s, ControlAction.SLEEP)).ok
 
@@ -404,20 +407,21 @@ class AsyncEngineClient:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        """Drop all cached prefixes, as after a change of the weights; errors as `pause`.
+        """Drop all cached prefixes, as after a change of the weights; same errors as `pause`.
 
-        Returns whether it was done: not while a block is in use, unless `reset_running_requests`
-        preempts the running requests, which then compute their KV again.
+        Returns False if a block is in use. With `reset_running_requests`, running requests are
+        preempted first, and their KV is computed again.
         """
-        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
+        reset = bool(reset_running_requests)  # must be encodable if it is sent again
         return (await self._ask(timeout_s, ControlAction.RESET_PREFIX_CACHE, reset=reset)).ok
 
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
-        """Have the workers load an adapter, or check it where they have no room; errors as `pause`.
+        """Have the workers load an adapter, or only check it if they have no room for it.
 
-        One that is refused, because workers died of its load, is tried again. Returns what is wrong
-        with it; empty: requests can use it. RequestQuarantined: workers died of this load, too.
-        RequestFailed: it was not tried, as the engine is starting or too many are being loaded.
+        Returns an error message, or "" if requests can use the adapter. An adapter that was refused
+        because workers died while loading it is tried again; RequestQuarantined: workers died
+        again. RequestFailed: it was not tried, because the engine is starting or too many adapters
+        are loading. Otherwise the same errors as `pause`.
         """
         done = await self._ask(timeout_s, ControlAction.LOAD_ADAPTER, adapter=adapter)
         if done.error and done.code is not ErrorCode.INVALID:
@@ -429,7 +433,7 @@ class AsyncEngineClient:
     async def unload_adapter(
         self, adapter: Adapter, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        """Have the workers drop an adapter once no request has it; errors as `pause`."""
+        """Have the workers drop an adapter once no request uses it; same errors as `pause`."""
         return (await self._ask(timeout_s, ControlAction.UNLOAD_ADAPTER, adapter=adapter)).ok
 
     async def _ask(
@@ -461,12 +465,12 @@ class AsyncEngineClient:
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.
 
-        The feed begins with number `next_seq`, or with AllBlocksCleared and a snapshot, whose
-        events have no numbers. Another snapshot follows when events were missed, as with a new
-        core. It fails with ConnectionError if no engine has served for `stall_timeout_s`.
+        The feed begins at event `next_seq`, or with AllBlocksCleared and a snapshot, whose events
+        have no numbers. If events are missed, for example because the core is new, another snapshot
+        follows. The feed fails with ConnectionError if no engine has served for `stall_timeout_s`.
 
-        ValueError: `next_seq` is not a number of an event. RequestFailed: the client is not open.
-        RuntimeError: there is a feed already.
+        Raises ValueError if `next_seq` is not an event number, RequestFailed if the client is not
+        open, and RuntimeError if there is a feed already.
         """
         self._require_open()
         try:
@@ -505,7 +509,7 @@ class AsyncEngineClient:
             self._link.send_backlog(self._open.resend(fingerprint))
             if self._feed is not None:
                 self._feed.subscribe()
-        elif status.facts is not None:  # else it is a successor that is starting
+        elif status.facts is not None:  # otherwise a successor is starting
             self._controls.follow(status)
             self._open.follow(fingerprint)
         self._status_event.set()
@@ -517,7 +521,7 @@ class AsyncEngineClient:
         elif isinstance(message, UnreadableOutputs):
             self._open.repair(message.request_ids)
         elif isinstance(message, Refused):
-            if message.request_id is None:  # not a request, or the core would have named it
+            if message.request_id is None:  # not about a request: the core would have named it
                 self._link.request_resync()
             else:
                 self._open.refuse(message.request_id, message.error)
@@ -527,7 +531,7 @@ class AsyncEngineClient:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, KVEventBatch):
-            if self._feed is None:  # cancelled meanwhile
+            if self._feed is None:  # cancelled in the meantime
                 self._link.send(encode(KVEventsTaken()))
             else:
                 self._feed.take(message)
@@ -536,7 +540,7 @@ class AsyncEngineClient:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
-        self._stalled_s += TICK_S  # ticks and not the clock, as in the link
+        self._stalled_s += TICK_S  # counts ticks rather than reading the clock, as the link does
         if self._stalled_s > self._stall_timeout_s:
             self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
@@ -549,7 +553,7 @@ class AsyncEngineClient:
 
 
 def _shows_progress(status: Status, before: Status | None, num_open: int) -> bool:
-    """Whether the core has sent steps since the last status, or has none to send."""
+    """Return whether the core has sent steps since the last status, or has none to send."""
     stats = status.stats
     is_idle = num_open + stats.num_running_reqs + stats.num_waiting_reqs == 0
     is_paused = status.pause_mode is not PauseMode.RUNNING

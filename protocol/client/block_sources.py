@@ -1,14 +1,14 @@
-"""Where a replica reads the KV blocks of the replica that had the request before."""
+"""Finds the address at which a replica reads the KV blocks of a request's previous replica."""
 
 from protocol.client.replica import Replica
 from protocol.config.addresses import is_remote
 
 
 def blocks_for(reader: Replica, other: Replica) -> str:
-    """Return the address at which a replica reads the blocks of another one's machine.
+    """Return the address at which `reader` reads the blocks on another replica's machine.
 
-    Empty: it has them in its own stores, or cannot use them. The other replica may be gone: the
-    block server of its machine may live.
+    Empty if it has them in its own stores or cannot use them. The other replica may be gone while
+    the block server of its machine is still running.
     """
     if not _has_equal_blocks(reader, other) or _shares_stores(reader, other):
         return ""
@@ -16,14 +16,14 @@ def blocks_for(reader: Replica, other: Replica) -> str:
 
 
 def reaches_blocks(reader: Replica, other: Replica) -> bool:
-    """Whether a replica reads the blocks that another one has written."""
+    """Return whether `reader` can read the blocks that another replica has written."""
     if not _has_equal_blocks(reader, other):
         return False
     return _shares_stores(reader, other) or bool(other.client.blocks_at)
 
 
 def _shares_stores(one: Replica, other: Replica) -> bool:
-    """Whether both are on one machine: this one, or another that serves its blocks."""
+    """Return whether both are on the same machine: this one, or another that serves its blocks."""
     if not (is_remote(one.address) or is_remote(other.address)):
         return True
     here = one.client.blocks_at

@@ -1,6 +1,6 @@
-"""Keeps the prefix index in step with the replicas' caches, from their cores' KV events.
+"""Keeps the prefix index in step with the replicas' caches, using KV events of their cores.
 
-With events the index also knows the prompts of other clients, and drops what was evicted.
+With events, the index also knows the prompts of other clients and drops evicted prefixes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class CacheFollowers:
         self._index = index
         self._is_enabled = is_enabled
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """By number of the replica."""
+        """By replica number."""
 
     def begin(self, replica: Replica) -> None:
         """Follow a replica that has joined, in the running event loop."""
@@ -39,7 +39,7 @@ class CacheFollowers:
             task.cancel()
 
     def follows(self, replica: Replica) -> bool:
-        """Whether events report this replica's cache; they begin with its present contents."""
+        """Return whether events report this replica's cache, beginning with its contents."""
         return self._is_enabled and replica.client.connected
 
     def close(self) -> None:
@@ -49,19 +49,19 @@ class CacheFollowers:
 
 
 async def _follow(replica: Replica, index: PrefixIndex) -> None:
-    """Apply the events of a replica until it is cancelled, or there are none."""
+    """Apply a replica's events until cancelled, or until there are none."""
     while True:
         try:
             num_applied = 0
             async for _, event in replica.client.kv_events():
                 _apply(event, replica, index)
                 num_applied += 1
-                if num_applied % _EVENTS_AT_ONCE == 0:  # arrived ones are read without a pause
+                if num_applied % _EVENTS_AT_ONCE == 0:  # arrived events are read without a pause
                     await asyncio.sleep(0)
         except ValueError as refusal:
             log.warning("replica %d: its cache is not followed: %s", replica.number, refusal)
             return
-        except ConnectionError:  # no engine has served for long
+        except ConnectionError:  # no engine has served for too long
             index.forget(replica.number)
         except RequestFailed:  # the client is closed
             return
@@ -83,6 +83,6 @@ def _apply(event: KVEvent, replica: Replica, index: PrefixIndex) -> None:
 
 
 def _leading_group(groups: list[KVGroup]) -> int:
-    """Return the group whose blocks give the length of a cached prefix: one without a window."""
+    """Return a group without a window; its blocks determine the length of a cached prefix."""
     whole = (number for number, group in enumerate(groups) if group.window is None)
     return next((number for number in whole if not groups[number].is_state), 0)

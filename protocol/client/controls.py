@@ -1,8 +1,8 @@
-"""The controls of one client that are unanswered or in force. No sockets here, as in the ledger.
+"""The controls of one client that are unanswered or in force. Opens no sockets.
 
-No sockets here, as in the ledger. A pause belongs to the client that requested it: a new core does
-not know it, so the client sends it before any request. While a core lives, its status is the truth:
-a pause that another client has ended or changed no longer belongs to this one.
+A pause belongs to the client that requested it: a new core does not know it, so the client sends it
+before any request. While a core lives, its status is authoritative: a pause that another client has
+ended or changed no longer belongs to this one.
 """
 
 from protocol.adapters import Adapter
@@ -10,20 +10,20 @@ from protocol.api_core import Control, ControlAction, ControlDone, PauseMode, St
 
 _PAUSES = frozenset({ControlAction.PAUSE, ControlAction.SLEEP})
 _LASTING = _PAUSES | {ControlAction.RESUME}
-"""Actions that change the state of a pause."""
+"""Actions that change whether the core is paused."""
 
 
 class Controls:
-    """The controls of one client, in the order in which they were requested."""
+    """The controls of one client, in the order of the requests."""
 
     def __init__(self) -> None:
         self._next_number = 0
         self._unanswered: dict[int, Control] = {}
         self._in_force: Control | None = None
         self._repeated = 0
-        """Number of the control that restores it in a new core."""
+        """Number of the control that restores the pause in a new core."""
         self._epoch = 0
-        """Of the core that last received the controls."""
+        """Epoch of the core that last received the controls."""
 
     def ask(
         self,
@@ -33,7 +33,7 @@ class Controls:
         reset_running_requests: bool = False,
         adapter: Adapter | None = None,
     ) -> Control:
-        """Enter a control. It is sent now, and to every new core until it is answered."""
+        """Record a control to be sent now, and to every new core until it is answered."""
         self._next_number += 1
         control = Control(
             self._next_number, action, pause_mode, reset_running_requests, adapter=adapter
@@ -43,20 +43,20 @@ class Controls:
 
     @property
     def pauses(self) -> bool:
-        """Whether a pause is in force, or requested."""
+        """True if a pause is in force or requested."""
         unanswered = self._unanswered.values()
         return self._in_force is not None or any(each.action in _PAUSES for each in unanswered)
 
     def begin_paused(self, action: ControlAction, pause_mode: PauseMode) -> None:
-        """Send a pause to the first core, as to a new one."""
+        """Send a pause to the first core as if it had been in force before."""
         self._in_force = Control(0, action, pause_mode)
 
     def give_up(self, number: int) -> None:
-        """Stop waiting for an answer; whether the core executed the control is not known."""
+        """Stop waiting for an answer; the core may or may not have executed the control."""
         self._unanswered.pop(number, None)
 
     def take(self, done: ControlDone) -> None:
-        """Enter an answer."""
+        """Process an answer."""
         control = self._unanswered.pop(done.number, None)
         if control is None or control.action not in _LASTING:
             return
@@ -68,7 +68,7 @@ class Controls:
     def follow(self, status: Status) -> None:
         """Drop the pause if a later status of the same core shows that it no longer holds.
 
-        A status from before an answer is harmless: a control is in force only from its answer on.
+        A status sent before an answer does no harm: a control is in force only after its answer.
         """
         control = self._in_force
         if control is None or status.is_sleeping:

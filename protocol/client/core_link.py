@@ -1,12 +1,12 @@
 """A client's end of the link to the core: it connects, agrees on an epoch, and detects silence.
 
-Messages are sent only after a `Status` with the core's epoch, and earlier ones are not kept: the
-user of the link sends everything open again when a new epoch is agreed on. So every failure (a lost
-connection, a silent core, a queue that does not empty, a message that neither end can read) has one
-remedy: forget the epoch, send `Connect`, and begin anew with the answer.
+Messages are sent only after a `Status` with the core's epoch. Earlier ones are not kept: the user
+of the link sends everything open again when a new epoch is agreed on. So there is one remedy for
+every failure (a lost connection, a silent core, a queue that does not empty, a message that one end
+cannot read): forget the epoch, send `Connect`, and start again with the answer.
 
-What the socket does not take waits in the outbox. Behind the outbox is the backlog: messages that
-are made only when there is room for them, in each turn of the loop for a slice of time.
+Messages that the socket does not accept wait in the outbox. The backlog follows the outbox: its
+messages are encoded only when there is room for them, for a slice of time in each turn of the loop.
 """
 
 import asyncio
@@ -37,23 +37,23 @@ STATUS_TIMEOUT_S = 5.0
 """Longest silence before the link connects again. A core reports every second, and drops slow
 clients."""
 RELINK_TIMEOUT_S = 2.0
-"""Time without a connection after which the socket is replaced: some errors end its own
+"""Time without a connection after which the socket is replaced, because some errors end its own
 reconnecting."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
 _SLICE_S = 0.002
-"""Longest time for which sending the backlog holds the host's event loop."""
+"""Longest time for which sending the backlog blocks the host's event loop."""
 RESYNC_PAUSE_S = 60.0
-"""Shortest time between two reconnections on account of unreadable messages."""
+"""Shortest time between two reconnections caused by unreadable messages."""
 
 
 def _no_pid() -> int:
-    """Return 0, the pid of no process: another machine's pid would mean nothing to the core."""
+    """Return 0, which is no process: the pid of another machine would mean nothing to the core."""
     return 0
 
 
 class UnreadableOutputs(NamedTuple):
-    """Outputs of these requests have arrived and cannot be decoded."""
+    """Outputs of these requests have arrived but cannot be decoded."""
 
     request_ids: list[int]
 
@@ -77,12 +77,13 @@ class CoreLink:
         getpid: Callable[[], int] = os.getpid,
         keys: ClientKeys | None = None,
     ) -> None:
-        """Name the core's address; nothing connects yet.
+        """Set the core's address; nothing connects yet.
 
-        With more than `outbox_limit` messages, kept while the socket's queue is full, the link
-        begins anew. `on_status` gets every status, and whether it begins an epoch: then send
-        everything. `on_message` gets all other messages of the agreed epoch. The core watches
-        process `getpid()`, unless it may be on another machine, for which `keys` are needed.
+        If the socket's queue is full and more than `outbox_limit` messages wait, the link starts
+        again. `on_status` receives every status, and whether it begins an epoch, in which case
+        everything must be sent. `on_message` receives all other messages of the agreed epoch. The
+        core watches process `getpid()`, unless `keys` are given, since the core may then be on
+        another machine.
         """
         self._address = address
         self._keys = keys
@@ -98,7 +99,7 @@ class CoreLink:
         self._is_look_due = False
         self._is_linked = False
         self._awaits_status = False
-        # Counted in ticks: time in which this loop was blocked is not the core's silence.
+        # Counted in ticks: while this loop was blocked, the core was not necessarily silent.
         self._silent_s = 0.0
         self._unlinked_s = 0.0
         self._wants_resync = False
@@ -106,22 +107,22 @@ class CoreLink:
         self.epoch = NO_EPOCH
         self.is_open = False
         self.num_fenced_frames = 0
-        """Frames of another epoch than the one agreed on, dropped."""
+        """Frames dropped because their epoch is not the one agreed on."""
         self.num_bad_frames = 0
-        """Bodies that could not be decoded; of outputs all readable rows are taken."""
+        """Bodies that could not be decoded; all readable rows of outputs are used."""
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the core's epoch is known: otherwise messages are dropped."""
+        """True if the core's epoch is known; until then messages are dropped."""
         return self.epoch != NO_EPOCH
 
     @property
     def problem(self) -> str:
-        """Why there is no connection, if that is known."""
+        """The reason why there is no connection, if known."""
         return self._channel.problem if self.is_open else ""
 
     def open(self) -> None:
-        """Begin to connect; returns at once."""
+        """Begin to connect, without waiting for the connection."""
         self._loop = asyncio.get_running_loop()
         self._is_look_due = False
         self._context = self._make_context()
@@ -151,7 +152,7 @@ class CoreLink:
                 self._flush_soon(_RETRY_S)
 
     def send_backlog(self, bodies: Iterator[bytes]) -> None:
-        """Send many messages, each of them made when there is room for it; `send` goes before.
+        """Send many messages, encoding each when there is room for it; `send` takes precedence.
 
         They replace an earlier backlog, and are dropped with the epoch.
         """
@@ -173,12 +174,12 @@ class CoreLink:
     def request_resync(self) -> None:
         """Have everything sent again at the next tick, because one of the ends lost a message.
 
-        At most once in `RESYNC_PAUSE_S`, as the message may be unreadable every time.
+        This happens at most once in `RESYNC_PAUSE_S`, as the message may be unreadable every time.
         """
         self._wants_resync = True
 
     def _replace_channel(self) -> None:
-        """Replace the socket; if the system has no room for one, the next tick tries again."""
+        """Replace the socket; if the system lacks resources for one, the next tick tries again."""
         try:
             channel = self._make_channel()
         except (OSError, zmq.ZMQError):
@@ -212,7 +213,7 @@ class CoreLink:
         self._backlog = iter(())
 
     def _greet(self) -> None:
-        """Begin again: the core drops this client's requests and answers with its epoch."""
+        """Start again: the core drops this client's requests and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
         if self._wants_resync:
@@ -240,7 +241,7 @@ class CoreLink:
             self._loop.call_later(delay_s, self._flush)
 
     def _flush(self) -> None:
-        """Send what waits in the outbox, then a slice of the backlog."""
+        """Send the outbox, then a slice of the backlog."""
         self._is_flush_due = False
         while self._outbox and self._try_send(self._outbox[0]):
             self._outbox.popleft()
@@ -288,7 +289,7 @@ class CoreLink:
             return
         epoch = received.header.epoch
         if isinstance(message, Status):
-            if epoch < self.epoch:  # left over from the core's predecessor
+            if epoch < self.epoch:  # left over from the previous core
                 self.num_fenced_frames += 1
                 return
             self._awaits_status = False
@@ -304,7 +305,7 @@ class CoreLink:
             self._on_message(message)
 
     def _on_unreadable(self, received: Received) -> None:
-        """Take the readable rows of outputs, and have only the others sent again."""
+        """Use the readable rows of outputs, and have only the others sent again."""
         if received.header.epoch != self.epoch:
             return
         rows = readable_outputs(received.body)

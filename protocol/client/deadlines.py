@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def deadline(timeout_s: float, complaint: str) -> AsyncIterator[None]:
-    """Bound the body's time; past it a TimeoutError has the complaint and the bound."""
+    """Limit the body's time; the TimeoutError states the complaint and the limit."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -7,10 +7,10 @@ RETRY_AFTER_S = 1.0
 
 
 class RequestFailed(Exception):
-    """One request was refused or has failed; `error` has the code, the text and the field."""
+    """A request was refused or has failed; `error` has the code, the text and the field."""
 
     is_refusal = False
-    """Whether the core refused the request, of which nothing was computed or accepted before."""
+    """True if the core refused the request before accepting or computing anything."""
 
     def __init__(self, error: RequestError) -> None:
         super().__init__(f"{error.code}: {error.message}")
@@ -18,11 +18,11 @@ class RequestFailed(Exception):
 
 
 class InvalidRequest(RequestFailed):
-    """A value is out of its bounds, or the model cannot serve it: the request would fail again."""
+    """A value is out of bounds, or the model cannot serve the request: it would fail again."""
 
 
 class Overloaded(RequestFailed):
-    """The request is valid, but not accepted now: send it again after `retry_after_s`."""
+    """The request is valid but not accepted now; send it again after `retry_after_s`."""
 
     def __init__(self, error: RequestError, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(error)
@@ -30,7 +30,7 @@ class Overloaded(RequestFailed):
 
 
 class RequestQuarantined(RequestFailed):
-    """Workers have died of the request, or of loads of its adapter; it is refused for some time."""
+    """Workers died of the request, or while loading its adapter; it is refused for some time."""
 
 
 class EngineFailed(RequestFailed):
@@ -48,7 +48,7 @@ _KINDS: dict[ErrorCode, type[RequestFailed]] = {
 
 
 def failure_of(error: RequestError) -> RequestFailed:
-    """Make the exception for an error; codes without a class of their own are InvalidRequest."""
+    """Make the exception for an error; InvalidRequest if its code has no class."""
     return _KINDS.get(error.code, InvalidRequest)(error)
 
 

@@ -1,9 +1,9 @@
 """The home of a session: the replica that gets all of its requests, the same in all processes.
 
-This is consistent hashing (Karger et al., 1997). A replica has some points on a circle, which
-follow from its address, and the home of a session is the replica with the next point after that of
-the session. So processes that have seen replicas join in another order agree, and only the sessions
-of a replica that joins or leaves have another home.
+This is consistent hashing (Karger et al., 1997). The address of a replica determines its points on
+a circle, and the home of a session is the replica with the next point after the session's. So
+processes agree even if they have seen replicas join in different orders, and only the sessions of a
+replica that joins or leaves change their home.
 """
 
 from bisect import bisect
@@ -12,24 +12,24 @@ from hashlib import blake2b
 from itertools import chain
 
 _NUM_POINTS = 64
-"""Points of each replica on the circle. More points spread the sessions more evenly."""
+"""Points per replica on the circle. More points distribute the sessions more evenly."""
 
 
 class Homes:
-    """The points of all replicas. To find a home takes O(log replicas).
+    """The points of all replicas. Finding a home takes O(log replicas).
 
-    The circle is made anew after a change, when a home is looked for: without sessions never.
+    The circle is rebuilt at the first lookup after a change, so never without sessions.
     """
 
     def __init__(self) -> None:
         self._addresses: dict[int, str] = {}
         self._of_replica: dict[int, list[tuple[int, int]]] = {}
-        """Its points, each with the number of the replica, once they were needed."""
+        """The points of each replica with its number; computed when first needed."""
         self._circle: list[tuple[int, int]] = []
-        """All points, sorted; empty: to be made."""
+        """All points, sorted; empty: to be rebuilt."""
 
     def add(self, number: int, address: str) -> None:
-        """Enter a replica."""
+        """Add a replica."""
         self._addresses[number] = address
         self._of_replica.pop(number, None)
         self._circle = []
@@ -40,7 +40,7 @@ class Homes:
         self._circle = []
 
     def of(self, session: str) -> Iterator[int]:
-        """Yield the replicas in the order in which they are the session's home."""
+        """Yield the replicas in the order in which they would be the session's home."""
         circle = self._circle = self._circle or self._make_circle()
         first = bisect(circle, (_point(session), -1))
         seen = set()

@@ -1,7 +1,7 @@
 """A client's subscription to the core's KV events: each event once and in order, or a new snapshot.
 
-No sockets here: batches go in; events to read and messages to send come out. The core sends few
-batches ahead of the reader, so that a slow reader is bounded and keeps its position.
+Opens no sockets: batches go in; events to read and messages to send come out. The core sends only a
+few batches ahead of the reader, so that a slow reader needs bounded memory and keeps its position.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ Send = Callable[[SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken], None]
 class KVEventFeed:
     """An asynchronous iterator of (number, event).
 
-    Events of a snapshot, which begins with AllBlocksCleared, have the number None. A snapshot
-    follows after a restart of the core, or if events were missed. The iterator raises ValueError
-    if the engine records no events, and ConnectionError when the client is closed.
+    A snapshot begins with AllBlocksCleared, and its events have the number None. A snapshot follows
+    after a restart of the core, or if events were missed. The iterator raises ValueError if the
+    engine records no events, and ConnectionError when the client is closed.
     """
 
     def __init__(
         self, next_seq: int | None, numbers: Iterator[int], send: Send, end: Callable[[], None]
     ) -> None:
-        """Subscribe from event `next_seq` on; None: with a snapshot.
+        """Subscribe from event `next_seq`, or with a snapshot if that is None.
 
-        `numbers` are those of subscriptions, each of them new to this connection; `end` is called
-        once, when the feed is cancelled or fails.
+        `numbers` yields subscription numbers that are new to this connection; `end` is called once,
+        when the feed is cancelled or fails.
         """
         self._next_seq = next_seq
         self._numbers = numbers
@@ -43,7 +43,7 @@ class KVEventFeed:
         self._end = end
         self._unread: deque[tuple[int | None, KVEvent]] = deque()
         self._num_untaken = 0
-        """Batches that arrived and were not acknowledged by KVEventsTaken."""
+        """Batches that have arrived but are not yet acknowledged by KVEventsTaken."""
         self._in_snapshot = False
         self._is_cancelled = False
         self._error: Exception | None = None
@@ -74,7 +74,7 @@ class KVEventFeed:
 
     @property
     def num_unread(self) -> int:
-        """Events that have arrived and were not read yet."""
+        """Events that have arrived but are not yet read."""
         return len(self._unread)
 
     def cancel(self) -> None:
@@ -88,7 +88,7 @@ class KVEventFeed:
             self._changed.set()
 
     def take(self, batch: KVEventBatch) -> None:
-        """Enter a batch, if it is the expected one."""
+        """Add a batch if it is the expected one."""
         self._num_untaken += 1
         if self._is_next(batch):
             if batch.first_seq is None:
@@ -106,7 +106,7 @@ class KVEventFeed:
         self._num_untaken = 0
 
     def _is_next(self, batch: KVEventBatch) -> bool:
-        """Whether a batch is the expected one; after a gap, subscribe again under a new number."""
+        """Return whether a batch is the expected one; after a gap, subscribe again."""
         if batch.subscription != self._subscription:  # an earlier one, of this feed or another
             return False
         if batch.first_seq is None:

@@ -1,22 +1,21 @@
 """The client's ledger: the source of truth about every request that it has accepted.
 
 Theory of operation. A request enters by `accept` and leaves by `fail`, or by the output of `take`
-that has a finish reason. In between the ledger holds what cannot be computed again: the prompt, the
-resolved parameters, the tokens that were delivered, and when it was accepted. Core and workers
-are caches of this, so every repair is the same message: `resumed`, the request with the tokens that
-are known, under which the core replaces what it has.
+that has a finish reason. Until then the ledger holds everything that cannot be computed again: the
+prompt, the resolved parameters, the delivered tokens, and the time of acceptance. Core and workers
+are caches of it, so every repair is the same message: `resumed`, the request with its known tokens,
+which replaces the core's copy.
 
 Exactly once, by index: with n tokens known, an output that starts at n is new; one that starts
-lower is a repetition, compared with the known tokens and cut; one that starts higher shows a gap.
-Prompt logprobs are compared by position in the same way.
+lower is a repetition, which is compared with the known tokens and cut; one that starts higher shows
+a gap. Prompt logprobs are compared by position in the same way.
 
 Invariants: known tokens only grow, and a caller gets each of them once, in order; a contradiction
-(other tokens at a known index) fails the request and changes no token. A gap asks for one repair:
+(other tokens at a known index) fails the request and changes no token. A gap causes one repair:
 further outputs after the same gap are ignored until `allow_repairs`, which runs about once a
-second, and after `REPAIR_MESSAGES_MAX` repairs without an output that fits the request fails.
-Entries are in order of acceptance, and a resend goes through them in this order. Ages are
-differences of this process's clock, so that the core can order requests of all its clients
-without comparing clocks.
+second; after `REPAIR_MESSAGES_MAX` repairs without an output that fits, the request fails. Entries
+are in order of acceptance, and a resend follows this order. Ages are differences of this process's
+clock, so that the core can order requests of all its clients without comparing clocks.
 """
 
 import contextlib
@@ -47,40 +46,41 @@ from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
 MOVES_MAX = 3
-"""How often a request may move to another replica without an output in between."""
+"""Maximum number of moves to other replicas without an output in between."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """What `submit` takes besides the prompt and its sampling parameters."""
+    """Options of `submit` besides the prompt and its sampling parameters."""
 
     priority: int
-    """Lower is sooner, under the priority policy; 0 by default."""
+    """Lower values run sooner under the priority policy; 0 by default."""
     cache_salt: str
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Requests share cached prefixes only with requests that have the same salt."""
     tenant: str
-    """The account of the request: the fair policy shares the engine among tenants."""
+    """The request's account; the fair policy shares the engine among tenants."""
     adapter: Adapter | None
-    """The LoRA adapter that computes it together with the model; none by default."""
+    """The LoRA adapter to apply; none by default."""
     resent: bool
-    """Whether the request is part of one that was accepted: it is then not refused for a full queue
-    or draining."""
+    """True for part of an accepted request, which is not refused because of a full queue or
+    draining."""
 
 
 class RoutedOptions(RequestOptions, total=False):
     """Further options of a client with several replicas."""
 
     affinity: str
-    """Requests with an equal value go to one replica while it serves; empty: to any."""
+    """Requests with the same value go to the same replica while it serves; empty: to any
+    replica."""
 
 
 def check_request(
     add: AddRequest, facts: ModelFacts, prompt: PromptIds | None = None
 ) -> tuple[AddRequest, bytes]:
-    """Check a request as the core will, before it is accepted; RequestFailed names the bound.
+    """Check a request as the core will, before it is accepted; RequestFailed states the limit.
 
     Structs check no bounds when they are built, so the encoded request is decoded again. Returns
-    the request, which shares no objects with the caller's, and its body for the wire; a long prompt
-    is packed in both. `prompt` is that of a request without one.
+    the request, which shares no objects with the caller's, and its encoded body; a long prompt is
+    packed in both. `prompt` is the prompt of a request that has none.
     """
     if not isinstance(add.sampling_params, SamplingParams):
         problem = (
@@ -108,21 +108,21 @@ def check_request(
 
 
 def _packed(prompt: PromptIds) -> tuple[bytes, int | None]:
-    """Return the packed ids and their known bound; empty: the ids are not packed."""
+    """Return the packed ids and their known bound; empty if the ids are not packed."""
     if isinstance(prompt, PackedPrompt):
         return prompt
     if PACKED_FROM_TOKENS <= len(prompt) <= MAX_TOKEN_IDS:
-        # Ids that can be packed are kept in that form, without an object for each of them.
+        # Ids that can be packed stay packed, so that no object is needed for each of them.
         with contextlib.suppress(TypeError, OverflowError):
             return pack_token_ids(prompt), None
     return b"", None
 
 
 class Room:
-    """Bounds on what is open at once, shared by several ledgers."""
+    """Limits on what is open at once, shared by several ledgers."""
 
     def __init__(self, max_open: int, max_open_tokens: int | None = None) -> None:
-        """Bound the open requests, and the tokens of their prompts."""
+        """Limit the number of open requests, and the total tokens of their prompts."""
         self._max_open = max_open
         self._max_open_tokens = max_open_tokens
         self.num_open = 0
@@ -142,7 +142,7 @@ class Room:
 
 
 class Entry:
-    """One open request, and what is known of its outputs."""
+    """An open request and its known outputs."""
 
     __slots__ = (
         *("accepted_at", "add", "next_prompt_position", "num_expected_cached", "num_moves"),
@@ -154,26 +154,26 @@ class Entry:
         self.accepted_at = accepted_at
         self.output_token_ids = array("i", add.output_token_ids)
         self.num_repairs = 0
-        """Since the last output without a gap."""
+        """Repairs since the last output without a gap."""
         self.num_moves = 0
-        """To other replicas, since the last output."""
+        """Moves to other replicas since the last output."""
         self.next_prompt_position = 0
         self.num_expected_cached = 0
-        """Tokens of the prompt that the core is expected to have cached."""
+        """Prompt tokens that the core is expected to have cached."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything that was computed has been delivered."""
+        """True if any computed output has been delivered."""
         return bool(self.output_token_ids) or self.next_prompt_position > 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and the known outputs."""
+        """Number of tokens of the prompt and the known outputs."""
         return self.add.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt plus the largest possible number of outputs."""
+        """Number of prompt tokens plus the maximum number of outputs."""
         return self.add.num_prompt_tokens + self.add.sampling_params.max_tokens
 
     @property
@@ -184,7 +184,7 @@ class Entry:
         return self.add.num_prompt_tokens - self.num_expected_cached
 
     def resumed(self, now: float) -> AddRequest:
-        """The request as it is sent to a core that does not know it."""
+        """Return the request to send to a core that does not know it."""
         return msgspec.structs.replace(
             self.add,
             output_token_ids=list(self.output_token_ids),
@@ -193,7 +193,7 @@ class Entry:
         )
 
     def new_prompt_logprobs(self, parts: list[PromptLogprobs]) -> list[PromptLogprobs] | None:
-        """Remove repetitions: a prompt that is computed again returns its logprobs once more."""
+        """Remove repetitions: a recomputed prompt returns its logprobs once more."""
         news = []
         for part in parts:
             num_again = max(0, self.next_prompt_position - part.first_position)
@@ -215,14 +215,14 @@ class Ledger:
         numbers: Iterator[int] | None = None,
         room: Room | None = None,
     ) -> None:
-        """Bound open requests and the tokens of their prompts; `clock` is in monotonic seconds.
+        """Limit the open requests and their prompt tokens; `clock` is in monotonic seconds.
 
-        `numbers`, unused numbers of requests, and `room` are those that several ledgers share.
+        `numbers` (unused request numbers) and `room` may be shared by several ledgers.
         """
         self.room = Room(max_open, max_open_tokens) if room is None else room
         self.clock = clock
         self.num_unstarted_tokens = 0
-        """To be computed, of the prompts that have no output token yet."""
+        """Tokens left to compute of the prompts that have no output token yet."""
         self._entries: dict[int, Entry] = {}
         self._repairing: set[int] = set()
         """Requests repaired since the last `allow_repairs`."""
@@ -236,20 +236,20 @@ class Ledger:
         return next(self._numbers)
 
     def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
-        """Enter a request accepted `age_s` ago; Overloaded past one of the bounds."""
+        """Add a request accepted `age_s` ago; Overloaded if it exceeds a limit."""
         assert add.request_id not in self._entries
         self.room.require(add.num_prompt_tokens)
         self.enter(Entry(add, self.clock() - age_s))
 
     def enter(self, entry: Entry) -> None:
-        """Enter a request that was accepted, without a bound."""
+        """Add an accepted request without checking limits."""
         self.room.num_open += 1
         self.room.num_prompt_tokens += entry.add.num_prompt_tokens
         self.num_unstarted_tokens += entry.num_unstarted_tokens
         self._entries[entry.add.request_id] = entry
 
     def expect_cached(self, request_id: int, num_tokens: int) -> None:
-        """Expect that a part of a new request's prompt need not be computed.
+        """Expect part of a new request's prompt to be cached.
 
         A request that was too large to be resumed has ended already.
         """
@@ -261,11 +261,11 @@ class Ledger:
         self.num_unstarted_tokens += entry.num_unstarted_tokens - before
 
     def get(self, request_id: int) -> Entry | None:
-        """Return an open request; None: it has ended."""
+        """Return an open request, or None if it has ended."""
         return self._entries.get(request_id)
 
     def fail(self, request_id: int) -> bool:
-        """Remove a request; returns whether it was open."""
+        """Remove a request; return whether it was open."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
@@ -275,22 +275,22 @@ class Ledger:
         return True
 
     def __iter__(self) -> Iterator[int]:
-        """Ids of everything open, oldest first."""
+        """Ids of all open requests, oldest first."""
         return iter(self._entries)
 
     def resumed(self, request_id: int, now: float) -> AddRequest | None:
-        """An open request for a core that does not know it, with its age at `now`."""
+        """Return an open request, with its age at `now`, for a core that does not know it."""
         entry = self._entries.get(request_id)
         return None if entry is None else entry.resumed(now)
 
     def allow_repairs(self) -> None:
-        """Let gaps that are still open be repaired again; called about once a second."""
+        """Allow gaps that are still open to be repaired again; called about once a second."""
         self._repairing.clear()
 
     def take(self, output: RequestOutput) -> RequestOutput | AddRequest | None:
-        """Enter one output of the core; return its new part, or None if nothing in it is new.
+        """Record an output of the core; return its new part, or None if nothing in it is new.
 
-        If tokens are missing before it, the request is returned, to be sent again. RequestFailed:
+        If tokens before it are missing, the request is returned, to be sent again. RequestFailed:
         the output contradicts the ledger, or there were too many repairs; the request is removed.
         """
         entry = self._entries.get(output.request_id)
@@ -299,7 +299,7 @@ class Ledger:
         known = entry.output_token_ids
         num_again = len(known) - output.first_index
         if num_again < 0:
-            # One repair at a time: outputs that were under way already are not further gaps.
+            # One repair at a time: outputs that were already in flight are not further gaps.
             return None if output.request_id in self._repairing else self.repair(output.request_id)
         if num_again:
             return self._take_overlapping(output, entry, num_again)
@@ -337,7 +337,7 @@ class Ledger:
         )
 
     def repair(self, request_id: int) -> AddRequest | None:
-        """Return an open request to be resent; RequestFailed: too many repairs, it is removed."""
+        """Return an open request to be resent; RequestFailed: too many repairs; it is removed."""
         entry = self._entries.get(request_id)
         if entry is None:
             return None

@@ -12,7 +12,7 @@ from protocol.client.errors import RequestFailed, failure_of
 
 _CLOSE_TIMEOUT_S = 3.0
 _JOIN_TIMEOUT_S = 1.0
-"""Together with the timeout above, less than the 5 s in which everything closes."""
+"""The sum of both timeouts is less than the 5 s in which everything closes."""
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class LoopThread:
     """The loop runs until `close`; work after that fails with `RequestFailed`."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread; RuntimeError if the system has no room for it."""
+        """Start the thread; RuntimeError if the system cannot create one."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._lock = threading.Lock()
@@ -34,8 +34,8 @@ class LoopThread:
             raise
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine in the loop; past `timeout_s`, or at an interrupt, it is cancelled."""
-        with self._lock:  # work that enters the loop before its shutdown is cancelled by it
+        """Run a coroutine in the loop; cancel it after `timeout_s` or at an interrupt."""
+        with self._lock:  # the loop's shutdown cancels work that enters before it
             if not self._is_open:
                 work.close()
                 raise _failure("the client is closed")
@@ -45,7 +45,7 @@ class LoopThread:
         except concurrent.futures.CancelledError:
             raise _failure("the client was closed") from None
         except TimeoutError:
-            if future.cancel() and timeout_s is not None:  # the work has raised no error of its own
+            if future.cancel() and timeout_s is not None:  # the work itself has raised no error
                 raise TimeoutError(f"no result within {timeout_s:g} s") from None
             raise
         except BaseException:
@@ -53,7 +53,7 @@ class LoopThread:
             raise
 
     def call(self, function: Callable[[], None]) -> None:
-        """Let the loop call a function soon; does nothing after `close`."""
+        """Have the loop call a function soon; does nothing after `close`."""
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(function)
@@ -61,8 +61,8 @@ class LoopThread:
     def close(self, last: Callable[[], Awaitable[None]]) -> None:
         """Await `last` in the loop, cancel everything else in it, and end the thread. Idempotent.
 
-        TimeoutError: the loop is blocked; its thread ends when that is over. In a fork of the
-        starting process, which has no such thread, it does nothing.
+        TimeoutError: the loop is blocked; its thread ends later. Does nothing in a fork, which does
+        not have the thread.
         """
         with self._lock:
             if not self._is_open or os.getpid() != self._owner_pid:

@@ -1,4 +1,4 @@
-"""The status of several replicas as that of one engine."""
+"""Merges the statuses of several replicas into that of one engine."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _BEST_FIRST = (
 
 
 def merged_status(statuses: Sequence[Status]) -> Status | None:
-    """Return the status of all replicas together; None: there is none."""
+    """Return the combined status of all replicas; None if there is none."""
     if len(statuses) < 2:
         return statuses[0] if statuses else None
     best = min(statuses, key=lambda status: _BEST_FIRST.index(status.state))
@@ -24,7 +24,7 @@ def merged_status(statuses: Sequence[Status]) -> Status | None:
 
 
 _SHARES = ("kv_cache_usage", "state_cache_usage")
-"""Shares of a replica's memory: the share of all replicas is their mean."""
+"""Fractions of a replica's memory, which are averaged over the replicas."""
 
 
 def _sum(stats: Sequence[EngineStats]) -> EngineStats:

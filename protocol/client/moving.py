@@ -1,8 +1,9 @@
 """Moves open requests between replicas.
 
-A request leaves a replica whose core is gone for `failover_s`, or without workers for much longer,
-one that retires, one that cannot continue it exactly, and one that has computed its prompt for
-others (`prefill`). It continues from what the ledger has: outputs continue at the next token.
+Requests leave a replica whose core is gone for `failover_s`, or which has had no workers for much
+longer, and one that retires. A request also leaves a replica that cannot continue it exactly, or
+that has computed its prompt for others (`prefill`). It continues from the ledger: its outputs
+continue at the next token.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from protocol.client.replica import Replica
 from protocol.transport.runtime import Clock
 
 _SLICE_S = 0.002
-"""Longest time for which moving requests holds the host's event loop."""
+"""Longest time for which moving requests blocks the host's event loop."""
 
 log = logging.getLogger("troika.client")
 
@@ -35,11 +36,11 @@ class RequestMover:
         failover_s: float,
         allow_inexact: bool,
     ) -> None:
-        """Move requests of `replicas`, a list that its owner changes.
+        """Move requests between `replicas`, a list that its owner may change.
 
         Args:
             failover_s: seconds without a core after which the requests of a replica are moved.
-            allow_inexact: where no replica continues a request exactly, any other one may.
+            allow_inexact: any other replica may continue a request if none can do so exactly.
         """
         self._replicas = replicas
         self._placement = placement
@@ -48,12 +49,12 @@ class RequestMover:
         self._failover_s = failover_s
         self._allow_inexact = allow_inexact
         self.num_moved = 0
-        """Requests that continued at another replica."""
+        """Requests that were continued by another replica."""
         self.num_handed_over = 0
-        """Requests that continued where they are decoded, after a prefill replica."""
+        """Requests that moved from a prefill replica to one that decodes."""
 
     def tick(self) -> None:
-        """Move what has to be moved, for a slice of time; what is left follows soon.
+        """Move the requests that must move, for a slice of time; the rest follow soon.
 
         Called every `TICK_S` in the event loop.
         """
@@ -69,7 +70,7 @@ class RequestMover:
     # From replicas that compute prompts ---------------------------------------------------------
 
     def _hand_over_some(self) -> None:
-        """Let requests that have their first token be decoded elsewhere, for a slice of time."""
+        """Move requests that have a token to be decoded elsewhere, for a slice of time."""
         deadline = self._clock.monotonic() + _SLICE_S
         self._prefill.tick()
         for request in self._prefill.due():
@@ -78,7 +79,7 @@ class RequestMover:
                 return
 
     def _hand_over(self, request: Begun) -> None:
-        """Let a request be decoded where its blocks can be read, if there is such a replica."""
+        """Move a request to a replica that decodes and can read its blocks, if there is one."""
         request_id, replica, names, affinity, _ = request
         entry, facts = replica.client.entry(request_id), replica.client.facts
         if entry is None or facts is None:
@@ -100,10 +101,10 @@ class RequestMover:
                 self.num_handed_over += 1
                 self._placement.enter(target, request_id, names, chosen.num_cached_tokens)
 
-    # From replicas that do not finish them ------------------------------------------------------
+    # From replicas that cannot finish them ------------------------------------------------------
 
     def _move_some(self, lost: Replica, num_before: int) -> None:
-        """Move requests for a slice of time, oldest first; `num_before` were moved before them."""
+        """Move requests for a slice of time, oldest first; `num_before` were moved earlier."""
         deadline = self._clock.monotonic() + _SLICE_S
         while lost.leaving and self._clock.monotonic() < deadline:
             self._move(lost.leaving.popleft(), lost)
@@ -116,7 +117,7 @@ class RequestMover:
             lost.rest()
 
     def _move(self, request_id: int, lost: Replica) -> None:
-        """Let a request continue at the least loaded suitable replica, if there is one."""
+        """Move a request to the least loaded suitable replica, if there is one."""
         entry = lost.client.entry(request_id)
         if entry is None:
             return

@@ -1,10 +1,11 @@
 """A client's open requests: the ledger, each request's receiver, and the effects of messages.
 
-No sockets here: `send` takes messages for the core. It may drop them, since everything open is sent
-again as soon as the core's next epoch is agreed on: `resend` then yields it for the link's backlog.
+Opens no sockets: `send` accepts messages for the core. It may drop them, since everything open is
+sent again as soon as the core's next epoch is agreed on: `resend` then yields the messages for the
+link's backlog.
 
-A request that has begun is sent only to an engine with the fingerprint of the one that began it;
-otherwise it is held back, until it is moved, or released to continue inexactly.
+A request that has begun is sent only to an engine with the fingerprint of the one that began it.
+Otherwise it is held until it is moved, or released to continue inexactly.
 """
 
 from collections import deque
@@ -32,19 +33,19 @@ class Receiver(Protocol):
     """Receives the outputs of one request."""
 
     def deliver(self, output: RequestOutput) -> None:
-        """Take new tokens; an output with a `finish_reason` is the last."""
+        """Receive new tokens; an output with a `finish_reason` is the last."""
 
     def fail(self, error: RequestFailed) -> None:
         """The request has ended with an error."""
 
     def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
-        """An engine with another fingerprint computes the request from here on.
+        """An engine with another fingerprint computes the request from now on.
 
-        Not `is_exact`: outputs were delivered before, and further ones may not fit them exactly.
+        Without `is_exact`, later outputs may not match those delivered before.
         """
 
     def stored_at(self, blocks_at: str) -> None:
-        """The request was moved: from here on its KV blocks are read at this address."""
+        """The request was moved; from now on its KV blocks are read at this address."""
 
 
 class OpenRequests:
@@ -59,29 +60,30 @@ class OpenRequests:
         self._is_replica = is_replica
         self._receivers: dict[int, Receiver] = {}
         self._unsent: deque[int] = deque()
-        """Requests of a resend that were not sent yet, oldest first; new ones queue behind them."""
+        """Requests of a resend that are not sent yet, oldest first; new ones are appended."""
         self._held: dict[int, float] = {}
-        """Requests that the core cannot continue exactly, and for how many seconds."""
+        """Requests that the core cannot continue exactly, with the seconds for which each is
+        held."""
         self.fingerprint = ""
-        """Of the facts of the core; empty: not known yet."""
+        """Fingerprint of the core's facts; empty: not known yet."""
         self.num_inexact = 0
-        """Requests of engines with another fingerprint that continued at this one."""
+        """Requests begun by engines with another fingerprint and continued by this one."""
 
     def __len__(self) -> int:
         return len(self._receivers)
 
     def accept(self, add: AddRequest, body: bytes, receiver: Receiver) -> None:
-        """Enter a checked request, and send it as `body`; Overloaded if too much is open."""
+        """Add a checked request and send it as `body`; Overloaded if too much is open."""
         if self._enter(add, receiver, 0.0):
             self._send(body)
 
     def adopt(self, add: AddRequest, receiver: Receiver, age_s: float) -> None:
-        """Enter a request that an earlier incarnation of this client accepted, and continue it."""
+        """Add and continue a request that an earlier incarnation of this client accepted."""
         if self._enter(add, receiver, age_s):
             self._resume(add.request_id)
 
     def _enter(self, add: AddRequest, receiver: Receiver, age_s: float) -> bool:
-        """Return whether it may be sent now: during a resend, older requests come first."""
+        """Return whether it may be sent now: during a resend, older requests are sent first."""
         self.ledger.accept(add, age_s)
         self._receivers[add.request_id] = receiver
         failpoint("ledger.after_accept")
@@ -96,7 +98,7 @@ class OpenRequests:
             self._send(encode(AbortRequests([request_id])))
 
     def entry(self, request_id: int) -> Entry | None:
-        """Return an open request; None: it has ended."""
+        """Return an open request, or None if it has ended."""
         return self.ledger.get(request_id)
 
     def move(
@@ -107,11 +109,12 @@ class OpenRequests:
         is_exact: bool = True,
         blocks_at: str = "",
     ) -> bool:
-        """Let a request continue at the core of another client; here it ends.
+        """Move a request to the core of another client; here it ends.
 
-        Not `is_exact`: even if the other engine cannot continue it exactly. `blocks_at`: where that
-        one reads the blocks of the machine here. False: it has ended, or was moved `MOVES_MAX`
-        times since its last output. Then the cores where it was have died of it, perhaps.
+        Without `is_exact`, it moves even if the other engine cannot continue it exactly.
+        `blocks_at` is the address at which the other engine reads the blocks of this machine.
+        Returns False if the request has ended, or was moved `MOVES_MAX` times since its last
+        output: it may have killed the cores that had it.
         """
         entry = self.ledger.get(request_id)
         if entry is None or entry.num_moves >= MOVES_MAX:
@@ -120,7 +123,7 @@ class OpenRequests:
         receiver = self._receivers.pop(request_id)
         self._send(encode(AbortRequests([request_id])))
         entry.num_moves += 1
-        if blocks_at:  # else it may still need those of the machine before
+        if blocks_at:  # otherwise it may still need the blocks of the previous machine
             entry.add = msgspec.structs.replace(entry.add, blocks_at=blocks_at)
         entry.num_repairs = entry.num_expected_cached = 0
         other.ledger.enter(entry)
@@ -134,7 +137,7 @@ class OpenRequests:
         return True
 
     def note_place(self, request_id: int, blocks_at: str) -> None:
-        """Pass the place of its KV blocks on to the receiver of a request that was moved here."""
+        """Tell the receiver of a request that was moved here where its KV blocks are."""
         if (receiver := self._receivers.get(request_id)) is not None:
             receiver.stored_at(blocks_at)
 
@@ -145,14 +148,14 @@ class OpenRequests:
         return self._unsent_bodies(self.ledger.clock())
 
     def _unsent_bodies(self, now: float) -> Iterator[bytes]:
-        """Yield requests with their ages at one time for all, so that their order is exact."""
+        """Yield requests with their ages at the same time, so that their order is exact."""
         while self._unsent:
             body = self._body_to_resume(self._unsent.popleft(), now)
             if body is not None:
                 yield body
 
     def _resume(self, request_id: int) -> None:
-        """Send a request that the core does not know, unless it is to be held."""
+        """Send a request that the core does not know, unless it must be held."""
         body = self._body_to_resume(request_id, self.ledger.clock())
         if body is not None:
             self._send(body)
@@ -172,9 +175,9 @@ class OpenRequests:
     # Fingerprints -------------------------------------------------------------------------------
 
     def follow(self, fingerprint: str) -> None:
-        """The same core has new facts: hold or send its requests accordingly.
+        """Hold or send requests after the facts of the same core have changed.
 
-        Those that it could not continue with the facts before, it gets now if these are equal.
+        Requests that it could not continue with the old facts are sent if the new facts match.
         """
         if fingerprint == self.fingerprint:
             return
@@ -193,14 +196,14 @@ class OpenRequests:
         return [request_id for request_id in self._held if self.ledger.get(request_id) is not None]
 
     def release(self, request_id: int) -> None:
-        """Let a request that is held continue inexactly."""
+        """Continue a held request inexactly."""
         entry = self.ledger.get(request_id)
         if self._held.pop(request_id, None) is not None and entry is not None:
             self._bind(entry)
             self._resume(request_id)
 
     def fail_held(self, elapsed_s: float, limit_s: float, error: RequestError) -> None:
-        """Count the time for which requests are held, and end those that are held for too long."""
+        """Add to the time for which requests are held, and end those held for too long."""
         for request_id in list(self._held):
             self._held[request_id] += elapsed_s
             if self.ledger.get(request_id) is None:
@@ -210,7 +213,7 @@ class OpenRequests:
                 self.refuse(request_id, error)
 
     def _bind(self, entry: Entry, *, is_exact: bool | None = None) -> None:
-        """Note that the core computes a request from here on."""
+        """Note that the core computes a request from now on."""
         if entry.add.fingerprint == self.fingerprint:
             return
         if is_exact is None:
@@ -219,10 +222,10 @@ class OpenRequests:
         entry.add = msgspec.structs.replace(entry.add, fingerprint=self.fingerprint)
         self._receivers[entry.add.request_id].rebind(self.fingerprint, is_exact=is_exact)
 
-    # What the core sends ------------------------------------------------------------------------
+    # Messages of the core ------------------------------------------------------------------------
 
     def take(self, output: RequestOutput) -> None:
-        """Deliver what is new in an output of the core, or repair what is missing before it."""
+        """Deliver the new part of an output, or repair the gap before it."""
         try:
             news = self.ledger.take(output)
         except RequestFailed as failure:
@@ -238,7 +241,7 @@ class OpenRequests:
             receiver.deliver(news)
 
     def repair(self, request_ids: Iterable[int]) -> None:
-        """Send the requests again that miss an output; too many repairs end a request."""
+        """Send requests with a missing output again; too many repairs end a request."""
         for request_id in request_ids:
             try:
                 add = self.ledger.repair(request_id)
@@ -249,10 +252,10 @@ class OpenRequests:
                 self._send_again(add)
 
     def refuse(self, request_id: int, error: RequestError) -> None:
-        """Enter a refusal by the core.
+        """Process a refusal by the core.
 
-        Where there are others, a request that a core refuses because it drains stays open: it was
-        accepted here, and is moved as soon as the core's status shows the reason.
+        With other replicas, a request that a draining core refuses stays open: it was accepted
+        here, and it is moved as soon as the core's status shows that it drains.
         """
         if self._is_replica and error.code is ErrorCode.DRAINING:
             return
@@ -264,7 +267,7 @@ class OpenRequests:
             self._receivers.pop(request_id).fail(failure)
 
     def fail_all(self, error: RequestError) -> None:
-        """End everything here and in the core."""
+        """End all requests here and in the core."""
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
             self.ledger.fail(request_id)

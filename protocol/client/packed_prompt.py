@@ -1,7 +1,7 @@
-"""Packs long prompts into the form of the wire, in slices.
+"""Packs long prompts into their encoded form, in slices.
 
-To pack and check a million ids takes tens of milliseconds. A client whose event loop serves other
-requests too does this beforehand, slice by slice; what is left for `submit` is a few copies.
+Packing and checking a million ids takes tens of milliseconds. A client whose event loop also serves
+other requests does this beforehand, slice by slice, which leaves only a few copies for `submit`.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TOKEN_IDS, has_ids_from, pack_token_ids
 
 _SLICE_IDS = 2**15
-"""Ids in a slice, which takes about a millisecond."""
+"""Ids per slice; a slice takes about a millisecond."""
 
 
 class PackedPrompt(NamedTuple):
-    """A prompt as packed ids, all of which are below `id_bound`."""
+    """A prompt as packed ids, all of which are less than `id_bound`."""
 
     packed: bytes
     id_bound: int
@@ -28,12 +28,12 @@ PromptIds = list[int] | PackedPrompt
 
 
 def prompt_length(prompt: PromptIds) -> int:
-    """Return the number of a prompt's tokens."""
+    """Return the number of tokens in a prompt."""
     return len(prompt) if isinstance(prompt, list) else len(prompt.packed) // 4
 
 
 def extended(prompt: PromptIds, token_ids: list[int]) -> PromptIds:
-    """Return a prompt with further ids at its end."""
+    """Return a prompt with further ids appended."""
     if isinstance(prompt, list):
         return prompt + token_ids
     id_bound = max(prompt.id_bound, max(token_ids, default=0) + 1)
@@ -44,7 +44,7 @@ class PromptPacking:
     """The packing of one prompt, whose ids are 32-bit numbers."""
 
     prompt: PackedPrompt
-    """Known when all `steps` are done."""
+    """Set once all `steps` are done."""
 
     def __init__(self, token_ids: list[int], facts: ModelFacts) -> None:
         self._token_ids = token_ids
@@ -52,11 +52,11 @@ class PromptPacking:
 
     @staticmethod
     def is_due(token_ids: list[int]) -> bool:
-        """Whether a prompt is sent packed: it is long, but within the limit on any prompt."""
+        """Return whether a prompt is sent packed: if it is long but within the limit on prompts."""
         return PACKED_FROM_TOKENS <= len(token_ids) <= MAX_TOKEN_IDS
 
     def steps(self) -> Iterator[None]:
-        """Pack and check; yields after each slice. InvalidRequest: an id is too large."""
+        """Pack and check, yielding after each slice; InvalidRequest if an id is too large."""
         id_bound = self._facts.vocab_size
         pieces: list[bytes] = []
         highest = 0

@@ -1,7 +1,7 @@
-"""Chooses the replica of a request: of those that can compute it, the one that the policy prefers.
+"""Chooses the replica of a request: the one that the policy prefers among the suitable ones.
 
-It joins what is known about replicas: which serve and which retire (`replica_set`), what they have
-cached and what they have to do (`routing`), and which compute prompts for others (`prefill`).
+It combines the knowledge about replicas: which serve and which retire (`replica_set`), their cached
+prefixes and their load (`routing`), and which compute prompts for others (`prefill`).
 """
 
 import random
@@ -21,7 +21,7 @@ from protocol.core_worker import ModelFacts
 
 
 class Placement:
-    """Chooses replicas, and notes which prefixes they will have cached."""
+    """Chooses replicas, and records the prefixes that they will have cached."""
 
     def __init__(
         self,
@@ -32,28 +32,28 @@ class Placement:
         *,
         follows_events: bool,
     ) -> None:
-        """`follows_events`: the index also gets the KV events of the cores."""
+        """`follows_events`: the index also receives the KV events of the cores."""
         self._set = replicas
         self._replicas = replicas.replicas
         self._prefill = prefill
         self._router = Router(policy, self._replicas, rng)
         self._follows_events = follows_events
         self._piece_tokens = 0
-        """Of a prompt's piece; 0: no replica's block size is known yet."""
+        """Tokens per piece of a prompt; 0: no replica's block size is known yet."""
         for replica in self._replicas:
             self.join(replica)
 
     @property
     def index(self) -> PrefixIndex:
-        """What the replicas have cached, as far as it is known here."""
+        """The known cached prefixes of the replicas."""
         return self._router.index
 
     def join(self, replica: Replica) -> None:
-        """Let a replica be the home of sessions."""
+        """Add a replica as a possible home of sessions."""
         self._router.homes.add(replica.number, replica.address)
 
     def leave(self, replica: Replica) -> None:
-        """Forget a replica that is closed."""
+        """Forget a closed replica."""
         self.index.forget(replica.number)
         self._router.homes.remove(replica.number)
 
@@ -62,7 +62,7 @@ class Placement:
         if self._router.policy is not RoutingPolicy.PREFIX_AWARE:
             return []
         if not self._piece_tokens:
-            # Of a replica that serves, if there is one.
+            # Block size of a replica that serves, if there is one.
             by_service = sorted(self._replicas, key=lambda each: not each.serves)
             known = (each.client.facts for each in by_service)
             facts = next((facts for facts in known if facts is not None), None)
@@ -83,14 +83,14 @@ class Placement:
         """Return the replica for a request, and how many tokens of its prompt it has cached.
 
         The replica serves, has the fingerprint, and holds a context of `num_tokens` tokens, if any
-        does. Otherwise it is one for which the request waits.
+        does. Otherwise the request waits for the returned replica.
 
         Args:
-            names: of the pieces of the prompt.
-            fingerprint: of the engine that has begun the request; empty: none has.
-            num_tokens: of the context so far.
+            names: names of the prompt's pieces.
+            fingerprint: fingerprint of the engine that began the request; empty: none did.
+            num_tokens: length of the context so far.
             affinity: see `Router.home`; empty: the request has none.
-            num_prompt_tokens: of a prompt that another replica may compute.
+            num_prompt_tokens: length of a prompt that another replica may compute.
         """
 
         def continues(number: int) -> bool:
@@ -106,14 +106,14 @@ class Placement:
         substitute = self._set.substitute()
         if substitute is not None and (not fingerprint or continues(substitute.number)):
             return substitute, 0
-        # The request waits for the one that was lost last.
+        # The request waits for the replica that was lost last.
         present = [each for each in self._replicas if not each.is_closed]
         return min(present, key=lambda one: (one.is_retired, one.serves, one.lateness)), 0
 
     def preferred(
         self, names: Sequence[bytes], affinity: str, may: Callable[[int], bool] | None
     ) -> Candidate | None:
-        """Return the home of a value of affinity, or else the replica that the policy prefers."""
+        """Return the home of an affinity value, or else the replica that the policy prefers."""
         if affinity:
             return self._router.home(affinity, names, self._piece_tokens, may)
         return self._router.choose(names, self._piece_tokens, may)
@@ -126,12 +126,12 @@ class Placement:
         num_cached: int,
         affinity: str = "",
     ) -> None:
-        """Note that a request is at a replica, which caches its prompt."""
+        """Record that a request is at a replica, which caches its prompt."""
         self._prefill.enter(request_id, replica, names, affinity)
         facts = replica.client.facts
         if names and facts is not None:
             replica.client.expect_cached(request_id, num_cached)
-            # Events name all blocks, of which a piece has several.
+            # Events name all blocks, several of which form a piece.
             block_tokens = facts.block_size if self._follows_events else self._piece_tokens
             most = facts.num_gpu_blocks * facts.block_size // block_tokens
             self.index.add(replica.number, names, most)
@@ -152,15 +152,15 @@ class Placement:
 
 
 def holds(facts: ModelFacts | None, num_tokens: int) -> bool:
-    """Whether a context of this length fits, and one token more."""
+    """Return whether a context of this length, and one more token, fits."""
     return facts is not None and num_tokens < facts.max_model_len
 
 
 def continues(replica: Replica, entry: Entry, longest: int) -> bool:
-    """Whether a replica can continue or begin a request exactly.
+    """Return whether a replica can continue or begin a request exactly.
 
-    `longest` is the longest context at the replica where it is. If that is another one, it must not
-    end the request here or there.
+    `longest` is the longest context at the request's present replica. If the replica is another
+    one, the request must not reach the limit of either.
     """
     client = replica.client
     if client.facts is None:

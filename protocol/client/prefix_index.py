@@ -1,16 +1,16 @@
-"""Which replicas have which prefixes cached, as far as this client knows.
+"""Records which replicas have which prefixes cached, as far as this client knows.
 
-A prompt is cut into pieces of 64 tokens, or of one block if that is longer. A piece is named by the
-hash of all tokens up to its end, as the core's blocks are. A replica gets the names of the prompts
-that were sent to it, and forgets those that were not used for the longest time once it has more of
-them than its cache has room for, as the cache itself does. If its KV events are followed, it gets
-the names of stored blocks and loses those of removed ones.
+A prompt is divided into pieces of 64 tokens, or of one block if that is longer. A piece is named by
+the hash of all tokens up to its end, like the core's blocks. A replica gets the names of the
+prompts that were sent to it. Once it has more names than its cache can hold pieces, it forgets the
+least recently used, as the cache itself does. If its KV events are followed, it gets the names of
+stored blocks and loses those of removed ones.
 
-So memory is bounded. A name may be wrong: requests of other clients have displaced the prefix, or
-the request was cancelled. Then a prefix is computed that was expected to be cached.
+So memory is bounded. A name may be wrong if requests of other clients have displaced the prefix, or
+if the request was cancelled. Then a prefix is computed that was expected to be cached.
 
-A replica that has a piece mostly has all pieces before it: the lengths of prefixes are found by
-bisection, and a piece that is missing in between makes a length too short or too long.
+A replica that has a piece mostly has all previous pieces: the lengths of prefixes are found by
+bisection, and a missing piece in between makes a length too short or too long.
 """
 
 from array import array
@@ -23,21 +23,21 @@ from protocol.kv_events import prefix_hash, prefix_root
 from protocol.message import pack_token_ids
 
 MAX_PIECES = 1024
-"""Most pieces of a prompt that get names; tokens after these are not compared."""
+"""Maximum number of named pieces in a prompt; later tokens are not compared."""
 _LEAST_PIECE_TOKENS = 64
 _NAME_BYTES = 8
 _NOTHING: OrderedDict[bytes, None] = OrderedDict()
 
 
 def piece_tokens(block_size: int) -> int:
-    """Return the tokens of a piece: whole blocks, at least 64 tokens."""
+    """Return the number of tokens in a piece: whole blocks, at least 64 tokens."""
     return block_size * -(-_LEAST_PIECE_TOKENS // block_size)
 
 
 def piece_names(
     prompt: PromptIds, num_tokens: int, cache_salt: str = "", adapter: Adapter | None = None
 ) -> list[bytes]:
-    """Return the names of a prompt's whole pieces of `num_tokens` tokens each."""
+    """Return the names of a prompt's complete pieces of `num_tokens` tokens each."""
     packed = memoryview(_packed(prompt, MAX_PIECES * num_tokens))
     adapter_of = (adapter.adapter_id, adapter.digest) if adapter is not None else (0, b"")
     prefix = prefix_hash(prefix_root(cache_salt, *adapter_of))
@@ -50,7 +50,7 @@ def piece_names(
 
 
 def name_of(block_hash: bytes) -> bytes:
-    """Return the name of the prefix that has a hash."""
+    """Return the name of the prefix with this hash."""
     return block_hash[:_NAME_BYTES]
 
 
@@ -65,29 +65,29 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._known: dict[int, OrderedDict[bytes, None]] = {}
-        """Of each replica, the one last used at the end."""
+        """Names of each replica, the most recently used last."""
         self._holders: dict[bytes, list[int]] = {}
 
     def __len__(self) -> int:
-        """Names of all replicas together."""
+        """Number of names of all replicas."""
         return sum(map(len, self._known.values()))
 
     def longest(self, names: Sequence[bytes], serves: Callable[[int], bool]) -> int:
-        """Return how many pieces of a prompt some replica that serves has cached."""
+        """Return the largest number of pieces of a prompt that any serving replica has cached."""
         return _length(names, lambda name: any(map(serves, self.holders(name))))
 
     def num_cached(self, replica: int, names: Sequence[bytes]) -> int:
-        """Return how many pieces of a prompt a replica has cached."""
+        """Return the number of pieces of a prompt that a replica has cached."""
         return _length(names, self._known.get(replica, _NOTHING).__contains__)
 
     def holders(self, name: bytes) -> Sequence[int]:
-        """Return the replicas that have a piece and all before it."""
+        """Return the replicas that have a piece and all previous ones."""
         return self._holders.get(name, ())
 
     def add(self, replica: int, names: Sequence[bytes], most: int) -> None:
-        """Enter consecutive pieces that a replica has, or will have; it keeps at most `most`."""
+        """Add consecutive pieces that a replica has, or will have; it keeps at most `most`."""
         known = self._known.setdefault(replica, OrderedDict())
-        for name in reversed(names):  # so that the last pieces are forgotten first
+        for name in reversed(names):  # the last pieces are forgotten first
             if name not in known:
                 known[name] = None
                 self._holders.setdefault(name, []).append(replica)
@@ -104,7 +104,7 @@ class PrefixIndex:
                 self._drop(replica, name)
 
     def forget(self, replica: int) -> None:
-        """Forget what a replica has: its cache is empty."""
+        """Forget all pieces of a replica whose cache is empty."""
         for name in self._known.pop(replica, ()):
             self._drop(replica, name)
 

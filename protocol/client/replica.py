@@ -8,36 +8,37 @@ from protocol.client.routing import Load
 
 TICK_S = 0.1
 _WITHOUT_WORKERS = 10
-"""A core without workers is waited for this many times as long as one that is lost: it mostly gets
-them back, and knows which requests they have died of. Workers that were killed from outside, and
-whose successors load the model first, are not waited for any longer than a core."""
+"""A core without workers is waited for this many times as long as a lost core: it usually gets them
+back, and it knows which requests they died of. Workers that were killed from outside and must load
+the model again are waited for only as long as a core."""
 _NUM_RESTS = 10
-"""Ticks between two tries to move requests that no other replica takes."""
+"""Ticks between two attempts to move requests that no other replica accepts."""
 
 
 class Replica:
-    """One core with its workers, as a client sees it."""
+    """A core with its workers, as a client sees it."""
 
     def __init__(self, number: int, address: str, client: AsyncEngineClient) -> None:
         self.number = number
         self.address = address
         self.client = client
         self.is_retired = False
-        """Whether it gets no new requests, and is left by those that it has."""
+        """True if it gets no new requests and its open requests are moved."""
         self.is_closed = False
         self.lost_s = 0.0
-        """Without a connection. Counted in ticks: while the loop was blocked, nothing is known."""
+        """Seconds without a connection, counted in ticks: while the loop is blocked, nothing is
+        known."""
         self.unready_s = 0.0
-        """Without workers, or draining."""
+        """Seconds without workers, or draining."""
         self.leaving: deque[int] = deque()
         """Requests that are being moved."""
         self._num_rests = 0
         self._cache_epoch = 0
-        """Of the core whose cache the index describes."""
+        """Epoch of the core whose cache the index describes."""
 
     @property
     def serves(self) -> bool:
-        """Whether it gets new requests."""
+        """True if it gets new requests."""
         return self.client.serves and not self.is_retired
 
     def close(self) -> None:
@@ -47,7 +48,7 @@ class Replica:
 
     @property
     def lateness(self) -> tuple[bool, float, float]:
-        """Smallest for the replica that will probably serve first, of those that do not."""
+        """Sort key, smallest for the replica that will probably serve first of the others."""
         return self.client.facts is None, self.lost_s, self.unready_s
 
     def load(self) -> Load:
@@ -58,13 +59,13 @@ class Replica:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it finishes the requests that it has, and takes no others."""
+        """True if it finishes its requests and accepts no others."""
         status = self.client.status
         is_ending = status is not None and status.state is EngineState.DRAINING
         return is_ending or self.is_retired
 
     def rest(self) -> None:
-        """Try no moves for a while, because no other replica took a request."""
+        """Attempt no moves for a while, because no other replica accepted a request."""
         self._num_rests = _NUM_RESTS
 
     @property
@@ -78,9 +79,9 @@ class Replica:
         self.unready_s = 0.0 if self.client.serves else self.unready_s + TICK_S
 
     def has_lost_cache(self, failover_s: float) -> bool:
-        """Whether the core or its workers were replaced or lost since the last tick."""
+        """Return whether the core or its workers were replaced or lost since the last tick."""
         client = self.client
-        if not client.connected:  # often for a moment, to the same core
+        if not client.connected:  # often briefly, and again to the same core
             return self.lost_s >= failover_s
         is_new, self._cache_epoch = client.epoch != self._cache_epoch, client.epoch
         return is_new or not client.serves
@@ -88,7 +89,7 @@ class Replica:
     def ids_to_move(self, failover_s: float) -> list[int]:
         """Return the requests that cannot continue here, oldest first.
 
-        Those of a replica that drains could not all finish in time.
+        A draining replica could not finish all of its requests in time.
         """
         client = self.client
         if not client.num_open_requests:

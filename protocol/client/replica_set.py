@@ -1,9 +1,9 @@
 """The replicas of an engine. Their number may change: new ones join, and others leave.
 
-Each replica has a number, by which routing knows it. A replica whose address is not named any more
-retires: it gets no new requests once one that is named serves, and its open ones are moved. Once it
-has none it is closed, and the next replica to join gets its number. While there is no replica,
-requests wait at one without a core.
+Each replica has a number, by which routing knows it. A replica whose address is no longer listed
+retires: it gets no new requests once a listed one serves, and its open requests are moved. Once it
+has none, it is closed, and the next replica to join gets its number. While there is no replica,
+requests wait at a placeholder without a core.
 """
 
 import logging
@@ -14,15 +14,15 @@ from protocol.client.replica import Replica
 from protocol.config.addresses import is_remote
 
 _SILENCE_S = 10.0
-"""Without a connection, after which a line reports it."""
+"""Seconds without a connection after which a replica is reported."""
 _MOST_CHARACTERS = 500
-"""Of a description of what differs."""
+"""Maximum length of a description of differences."""
 NO_CORE = "inproc://no-core"
 """An address at which nothing listens, in no other process either."""
 
 
 class ReplicaSet:
-    """The replicas by number; the list itself stays the same."""
+    """The replicas by number; the list itself is never replaced."""
 
     def __init__(
         self, addresses: Sequence[str], make_client: Callable[[str], AsyncEngineClient]
@@ -32,21 +32,21 @@ class ReplicaSet:
         self._named = list(dict.fromkeys(addresses)) or [NO_CORE]
         self.replicas: list[Replica] = []
         self._num_inexact_before = 0
-        """Of replicas that have left."""
+        """Count of the replicas that have left."""
         self._fingerprints: dict[Replica, str] = {}
-        """Of the replicas that have served."""
+        """Fingerprints of the replicas that have served."""
         self._silent: set[Replica] = set()
-        """Replicas of which it was reported that they are not connected."""
+        """Replicas that were reported as not connected."""
         self.join(self._named)
 
     @property
     def num_inexact(self) -> int:
-        """Requests that an engine with another fingerprint has continued."""
+        """Requests that were continued by an engine with another fingerprint."""
         present = (each.client.num_inexact for each in self.replicas if not each.is_closed)
         return self._num_inexact_before + sum(present)
 
     def join(self, addresses: Sequence[str]) -> list[Replica]:
-        """Make replicas for these addresses; returns them."""
+        """Add and return replicas for these addresses."""
         joined = []
         vacant = (each.number for each in list(self.replicas) if each.is_closed)
         for address in addresses:
@@ -57,9 +57,9 @@ class ReplicaSet:
         return joined
 
     def keep_only(self, addresses: Sequence[str]) -> list[str]:
-        """Let the replicas retire that are not named; returns the addresses that have none yet.
+        """Retire the replicas that are not listed; return the addresses that have no replica yet.
 
-        One that is named again before it was closed stays.
+        A replica that is listed again before it was closed stays.
         """
         self._named = list(dict.fromkeys(addresses)) or [NO_CORE]
         present = [replica for replica in self.replicas if not replica.is_closed]
@@ -69,16 +69,16 @@ class ReplicaSet:
         return [address for address in self._named if address not in known]
 
     def substitute(self) -> Replica | None:
-        """Return a retired replica that gets requests because none of those that are named serves.
+        """Return a retired replica that gets requests because no listed one serves.
 
-        None: one of them does, or there is none to wait for.
+        None if a listed one serves, or if there is no replica to wait for.
         """
         if self._named == [NO_CORE] or any(replica.serves for replica in self.replicas):
             return None
         return next((replica for replica in self.replicas if replica.client.serves), None)
 
     def close_retired(self) -> Iterator[Replica]:
-        """Close the replicas that have retired and hold no requests any more; yields them."""
+        """Close and yield the retired replicas that no longer hold requests."""
         for replica in self.replicas:
             is_done = replica.is_retired and not replica.client.num_open_requests
             if is_done and not replica.is_closed and replica is not self.substitute():
@@ -88,7 +88,7 @@ class ReplicaSet:
                 yield replica
 
     def silences(self) -> Iterator[tuple[int, str]]:
-        """Yield a severity and a line for each replica of another machine that is lost or back."""
+        """Yield a severity and a line for each remote replica that is lost or back."""
         for replica in self.replicas:
             is_silent = replica.lost_s > _SILENCE_S and not replica.is_closed
             if is_silent is (replica in self._silent) or not is_remote(replica.address):
@@ -119,6 +119,6 @@ def _difference(replica: Replica, other: Replica) -> str:
     facts, others = replica.client.facts, other.client.facts
     changes = "" if facts is None or others is None else facts.decisive_changes(others)
     return (
-        f"replica {replica.number} computes otherwise than replica {other.number}, and a request"
-        f" that one of them has begun does not go on at the other: {changes[:_MOST_CHARACTERS]}"
+        f"replica {replica.number} computes differently from replica {other.number}, so a request"
+        f" begun by one of them cannot continue at the other: {changes[:_MOST_CHARACTERS]}"
     )

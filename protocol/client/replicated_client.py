@@ -94,20 +94,20 @@ class ReplicatedClient:
         rng: random.Random | None = None,
         make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
     ) -> None:
-        """Name the cores' addresses (see `run_dir.core_addresses`); nothing connects yet.
+        """Set the cores' addresses (see `run_dir.core_addresses`); nothing connects yet.
 
         Args:
-            policy: how a replica is chosen for a request.
+            policy: how to choose a replica for a request.
             failover_s: seconds without a core after which the requests of a replica are moved.
-            max_open_requests: of all replicas together, as the other bounds.
+            max_open_requests: for all replicas together, like the other limits.
             max_open_tokens, stall_timeout_s: see `AsyncEngineClient`.
-            allow_inexact_resume: see there; a replica that continues exactly is taken first.
-            follow_kv_events: whether the cores publish them, so that prompts of other clients and
+            allow_inexact_resume: see there; a replica that continues exactly is preferred.
+            follow_kv_events: True if the cores publish them, so that prompts of other clients and
                 evictions are known.
-            prefill_replicas: how many of the replicas, the first ones, compute long prompts for
+            prefill_replicas: this number of replicas, the first ones, compute long prompts for
                 the others.
             keys: for replicas with tcp addresses: see `AsyncEngineClient`.
-            may_change: whether `set_addresses` is called later; then there may be none at first.
+            may_change: True if `set_addresses` is called later; `addresses` may then be empty.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
         is_only = len(addresses) == 1 and not may_change
@@ -145,18 +145,18 @@ class ReplicatedClient:
         )
         self._timer: asyncio.TimerHandle | None = None
         self._pause: tuple[ControlAction, PauseMode] | None = None
-        """The last pause that was requested; None once its end was requested."""
+        """The last requested pause; None once its end was requested."""
 
     @property
     def clients(self) -> list[AsyncEngineClient]:
-        """The client of each replica, by number; those of replicas that have left are closed."""
+        """The client of each replica, by number; clients of replicas that have left are closed."""
         return [replica.client for replica in self._replicas]
 
     # State of all replicas ----------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
-        """Whether any core is connected."""
+        """True if any core is connected."""
         return any(client.connected for client in self.clients)
 
     @property
@@ -166,24 +166,24 @@ class ReplicatedClient:
 
     @property
     def num_moved(self) -> int:
-        """Requests that continued at another replica."""
+        """Requests that were continued by another replica."""
         return self._mover.num_moved
 
     @property
     def num_handed_over(self) -> int:
-        """Requests that continued where they are decoded, after a prefill replica."""
+        """Requests that moved from a prefill replica to one that decodes."""
         return self._mover.num_handed_over
 
     @property
     def num_inexact(self) -> int:
-        """Requests that an engine with another fingerprint has continued."""
+        """Requests that were continued by an engine with another fingerprint."""
         return self._set.num_inexact
 
     @property
     def facts(self) -> ModelFacts | None:
-        """Facts of the model: those of a replica that serves, else of one that has served.
+        """Facts of the model: of a replica that serves, or otherwise of one that has served.
 
-        None: no replica has served yet, or all that have served have left.
+        None if no replica has served yet, or if all that have served have left.
         """
         present = (each.client for each in self._replicas if not each.is_closed)
         known = [client for client in present if client.facts is not None]
@@ -191,7 +191,7 @@ class ReplicatedClient:
 
     @property
     def status(self) -> Status | None:
-        """The sums of all replicas that are connected, with the best of their states."""
+        """The combined status of all connected replicas, with the best of their states."""
         if self._only is not None:
             return self._only.status
         return merged_status(
@@ -200,19 +200,19 @@ class ReplicatedClient:
 
     @property
     def last_status_time(self) -> float:
-        """When the last status of any replica arrived, on the monotonic clock."""
+        """Time at which the last status of any replica arrived, on the monotonic clock."""
         return max(client.last_status_time for client in self.clients)
 
     @property
     def last_progress_time(self) -> float:
-        """When the replica with requests that has made no progress for longest last made some."""
+        """Time of the last progress of the busy replica that has been stuck longest."""
         busy = [c.last_progress_time for c in self.clients if c.num_open_requests]
         return min(busy, default=max(client.last_progress_time for client in self.clients))
 
     # Connecting ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to connect to all replicas; returns at once."""
+        """Begin to connect to all replicas, without waiting for the connections."""
         self._loop = asyncio.get_running_loop()
         for replica in self._replicas:
             self._connect(replica)
@@ -224,11 +224,11 @@ class ReplicatedClient:
         self._followers.begin(replica)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Name the replicas anew: new ones join, and those that are not named any more retire.
+        """Set the addresses: new replicas join, and those no longer listed retire.
 
-        A retired replica gets no new requests once another one serves; those that it has are moved,
-        exactly. A pause by this client holds at new ones, too. ValueError: one is not valid, and
-        nothing has changed.
+        A retired replica gets no new requests once another one serves, and its open requests are
+        moved, exactly. A pause by this client also applies to new replicas. ValueError: an address
+        is not valid; nothing has changed.
         """
         assert self._may_change
         for address in addresses:
@@ -268,7 +268,7 @@ class ReplicatedClient:
             await client.close()
 
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until one of the replicas serves; errors as `AsyncEngineClient.wait_ready`."""
+        """Wait until one of the replicas serves; same errors as `AsyncEngineClient.wait_ready`."""
         if self._only is not None:
             return await self._only.wait_ready(timeout_s)
         async with deadline(timeout_s, "no replica has been ready"):
@@ -299,9 +299,9 @@ class ReplicatedClient:
         params: SamplingParams,
         **options: Unpack[RoutedOptions],
     ) -> AddRequest:
-        """Accept a request for a receiver of the caller's, as `submit` does for a stream.
+        """Accept a request like `submit`, but deliver its outputs to the caller's own receiver.
 
-        Returns the request as it was accepted.
+        Returns the accepted request.
         """
         affinity = options.pop("affinity", "")
         accepted = cast(RequestOptions, options)
@@ -330,7 +330,7 @@ class ReplicatedClient:
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
         """Continue a request that an earlier incarnation of this client accepted.
 
-        It goes to a replica that continues it exactly; while none serves, it waits.
+        It goes to a replica that continues it exactly; until one serves, it waits.
         """
         if self._only is not None:
             return self._only.adopt(add, receiver)
@@ -348,7 +348,7 @@ class ReplicatedClient:
         return number
 
     def cancel(self, request_id: int) -> None:
-        """Abort a request, if it is open."""
+        """Abort a request if it is open."""
         for client in self.clients:
             client.cancel(request_id)
 
@@ -401,7 +401,7 @@ class ReplicatedClient:
         return await self._all(reset)
 
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
-        """Have the workers of all replicas load an adapter; returns what is wrong with it."""
+        """Have the workers of all replicas load an adapter; return an error message, or ""."""
         errors = await self._of_all(lambda c: c.load_adapter(adapter, timeout_s=timeout_s))
         if self._only is not None:
             return errors[0]
@@ -417,9 +417,9 @@ class ReplicatedClient:
         return all((await self._of_all(control)).values())
 
     async def _of_all(self, control: Callable[[AsyncEngineClient], Awaitable[T]]) -> dict[int, T]:
-        """Send a control to all replicas; returns the answers by replica.
+        """Send a control to all replicas; return the answers by replica.
 
-        Once all have answered, or have left, the first error is raised.
+        The first error is raised once all have answered or left.
         """
         if self._only is not None:
             return {0: await control(self._only)}
@@ -436,7 +436,7 @@ class ReplicatedClient:
 
 
 def _of_replica(number: int, error: BaseException) -> BaseException:
-    """Return an error of the same kind, whose text names the replica."""
+    """Return an error of the same kind whose text names the replica."""
     if isinstance(error, RequestFailed):
         text = f"replica {number}: {error.error.message}"[:MAX_TEXT]
         return failure_of(msgspec.structs.replace(error.error, message=text))

@@ -13,7 +13,8 @@ from protocol.client.errors import RequestFailed, failure_of
 from protocol.message import unpack_floats
 
 _MERGED_PAST = 16
-"""Unread outputs past which they are merged: then only tokens (4 bytes each) and logprobs grow."""
+"""Number of unread outputs above which they are merged: then only tokens (4 bytes each) and
+logprobs take more memory."""
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 class RequestStream:
     """The tokens of one request: an asynchronous iterator of `RequestOutput`.
 
-    Unread outputs are merged: a slow reader gets fewer of them. The last output has a
+    Unread outputs are merged, so a slow reader gets fewer of them. The last output has a
     `finish_reason`. A refused or failed request raises `RequestFailed`.
     """
 
@@ -34,17 +35,17 @@ class RequestStream:
         self._cancel = cancel
         self._pending: list[RequestOutput] = []
         self._packed = array("i")
-        """Tokens in front of those of `_pending[0]`, which belong to it."""
+        """Tokens of `_pending[0]` that precede its own."""
         self._num_unread = 0
         self._error: RequestFailed | None = None
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
         self.resumed_inexactly = False
-        """Whether an engine with another fingerprint has continued outputs of the one before."""
+        """True if an engine with another fingerprint has continued earlier outputs."""
 
     @property
     def num_unread(self) -> int:
-        """Tokens that have arrived and were not read yet."""
+        """Tokens that have arrived but are not yet read."""
         return self._num_unread
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -106,7 +107,7 @@ class RequestStream:
 
 
 async def vector_of(stream: RequestStream) -> "array[float]":
-    """Return the vector of a request with `pooling`; a cancelled task aborts the request."""
+    """Return the embedding of a request with `pooling`; a cancelled task aborts the request."""
     try:
         async for output in stream:
             if output.embedding is not None:

@@ -1,12 +1,12 @@
 """Chooses a replica for a request.
 
-A request costs its replica the tokens that are computed before its first output: those of the
-requests before it, and those of its own prompt that are not cached. `prefix_aware` takes the
-replica where the sum is smallest, so that a cached token counts as much as a waiting one. Few
-replicas are compared, however many there are: some of those that have the longest prefix, some that
-have half of it, and two drawn at random. Two random choices spread requests almost as well as a
-comparison of all. Besides, several API processes, which do not know each other's requests, then do
-not all choose the same replica.
+The cost of a request at a replica is the number of tokens computed before its first output: those
+of earlier requests, and the uncached tokens of its own prompt. `prefix_aware` chooses the replica
+with the smallest sum, so that a cached token counts as much as a waiting one. Few replicas are
+compared, however many there are: some with the longest prefix, some with half of it, and two drawn
+at random. Two random choices distribute requests almost as well as a comparison of all. Moreover,
+several API processes, which do not know each other's requests, then do not all choose the same
+replica.
 """
 
 import random
@@ -19,8 +19,8 @@ from protocol.client.prefix_index import PrefixIndex
 from protocol.config import RoutingPolicy
 
 OPEN_REQUEST_TOKENS = 16
-"""Tokens that an open request counts for besides its prompt: it takes part in every step until it
-ends."""
+"""Tokens that an open request counts for in addition to its prompt: it takes part in every step
+until it ends."""
 OTHER_REQUEST_TOKENS = 128
 """Tokens that another client's request counts for, because its prompt is not known here."""
 _NUM_DRAWN = 2
@@ -28,17 +28,17 @@ _MOST_HOLDERS = 3
 """Replicas drawn from those with the longest prefix, and from those with half of it."""
 
 _MOST_HOMES = 16
-"""Replicas tried as the home of a session before the policy routes the request: if as many do not
-serve, most others do not either."""
+"""Replicas tried as the home of a session before the policy routes the request: if none of them
+serves, most others do not either."""
 
 
 class Load(NamedTuple):
-    """The work of a replica, as far as one client knows it."""
+    """The load of a replica, as far as one client knows it."""
 
     num_open_requests: int
     """Open requests of this client."""
     num_unstarted_tokens: int
-    """Uncached prompt tokens of those of these requests that have no output yet."""
+    """Uncached prompt tokens of those open requests that have no output yet."""
     num_other_requests: int
     """Running and waiting requests of other clients, as of the last status."""
 
@@ -54,10 +54,10 @@ class Target(Protocol):
 
     @property
     def serves(self) -> bool:
-        """Whether it gets new requests."""
+        """True if it gets new requests."""
 
     def load(self) -> Load:
-        """Return what it has to do."""
+        """Return its load."""
 
 
 class Candidate(NamedTuple):
@@ -70,20 +70,20 @@ class Candidate(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Tokens to compute before the request's first output, compared with other replicas.
+        """Tokens to compute before the request's first output, for comparison of replicas.
 
-        Its prompt is as long at all of them, so only its cached tokens count.
+        The length of the prompt is the same for all, so only its cached tokens count.
         """
         return self.load.num_tokens - self.num_cached_tokens
 
 
 def cheapest(candidates: Iterable[Candidate]) -> Candidate:
-    """Return the replica with the lowest cost; among equals, the first."""
+    """Return the replica with the lowest cost; the first among equals."""
     return min(candidates, key=lambda candidate: candidate.cost)
 
 
 class Router:
-    """Chooses replicas by a policy, and remembers what they have cached."""
+    """Chooses replicas by a policy, and records their cached prefixes."""
 
     def __init__(
         self, policy: RoutingPolicy, targets: Sequence[Target], rng: random.Random
@@ -94,7 +94,7 @@ class Router:
         self._targets = targets
         self._rng = rng
         self._turns: dict[str, int] = {}
-        """Of the requests of each kind, where the next one goes."""
+        """The replica at which the search for the next request of each kind begins."""
 
     def choose(
         self,
@@ -103,13 +103,13 @@ class Router:
         may: Callable[[int], bool] | None = None,
         kind: str = "",
     ) -> Candidate | None:
-        """Return a replica that serves for a request; None: there is none.
+        """Return a replica that serves, for a request; None if no suitable replica serves.
 
         Args:
-            names: of the pieces of its prompt.
-            piece_tokens: of each piece.
-            may: whether the request can be computed at a replica; by default at all of them.
-            kind: requests that may be computed at the same replicas; they take turns.
+            names: names of the pieces of its prompt.
+            piece_tokens: number of tokens in each piece.
+            may: returns whether a replica can compute the request; by default all can.
+            kind: names the requests that the same replicas may compute; they take turns.
         """
 
         def serves(number: int) -> bool:
@@ -138,10 +138,10 @@ class Router:
         piece_tokens: int,
         may: Callable[[int], bool] | None = None,
     ) -> Candidate | None:
-        """Return the replica for requests with this value; None: none serves. All processes agree.
+        """Return the replica for requests with this affinity, or None; all processes agree.
 
         Each value has an order of replicas, and its requests go to the first one that serves. So
-        only those of a lost replica go elsewhere, and return with it.
+        only the requests of a lost replica go elsewhere, and they return with it.
         """
         for number in islice(self.homes.of(affinity), _MOST_HOMES):
             if self._targets[number].serves and (may is None or may(number)):
@@ -157,7 +157,7 @@ class Router:
     def _drawn(
         self, numbers: Sequence[int], count: int, serves: Callable[[int], bool]
     ) -> dict[int, None]:
-        """Draw some replicas that serve; all of them, if there are no more."""
+        """Draw up to `count` replicas that serve."""
         found: dict[int, None] = {}
         for _ in range(min(count, len(numbers))):
             in_turn = _in_turn(numbers, self._rng.randrange(len(numbers)), serves)
@@ -169,7 +169,7 @@ class Router:
 
 
 def _in_turn(numbers: Sequence[int], first: int, serves: Callable[[int], bool]) -> Iterator[int]:
-    """Yield the replicas that serve, beginning with that of index `first`."""
+    """Yield the replicas that serve, beginning at index `first`."""
     for index in range(first, first + len(numbers)):
         number = numbers[index % len(numbers)]
         if serves(number):

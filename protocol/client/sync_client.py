@@ -23,7 +23,7 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.transport.curve import ClientKeys
 
 _CALL_TIMEOUT_S = 5.0
-"""Deadline of calls that the loop answers at once."""
+"""Deadline for calls that the loop answers at once."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,9 +47,10 @@ class SyncStream:
             raise StopIteration from None
 
     def result(self, timeout_s: float) -> RequestOutput:
-        """Wait for the end and return all tokens in one output, also those read before.
+        """Wait for the end; return all tokens in one output, including those already read.
 
-        After a TimeoutError call it again. RequestFailed: it has failed, or was cancelled.
+        May be called again after a TimeoutError. RequestFailed: the request has failed or was
+        cancelled.
         """
         return self._client.run(self._collect(), timeout_s)
 
@@ -86,7 +87,7 @@ def _blocking(
 
 
 class EngineClient:
-    """A `ReplicatedClient` in a background thread with a loop of its own."""
+    """A `ReplicatedClient` in a background thread with its own event loop."""
 
     def __init__(self, address: str | Sequence[str], *, keys: ClientKeys | None = None) -> None:
         """Connect to the core at `address`, or to the cores of several replicas.
@@ -109,13 +110,13 @@ class EngineClient:
         self.close()
 
     def wait_ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until the engine serves; TimeoutError past `timeout_s`."""
+        """Wait until the engine serves; TimeoutError after `timeout_s`."""
         return self.run(self._client.wait_ready(timeout_s), timeout_s + 1.0)
 
     def submit(
         self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> SyncStream:
-        """Accept a request, and return its stream; see `ReplicatedClient.submit`."""
+        """Accept a request and return its stream; see `ReplicatedClient.submit`."""
 
         async def submit() -> RequestStream:
             return self._client.submit(prompt_token_ids, params, **options)
@@ -130,7 +131,7 @@ class EngineClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> "array[float]":
-        """Return the vector of a prompt; past `timeout_s` the request is aborted: TimeoutError."""
+        """Return the embedding of a prompt; after `timeout_s`, abort it and raise TimeoutError."""
         work = self._client.embed(prompt_token_ids, pooling, **options)
         return self.run(work, timeout_s)
 
@@ -148,14 +149,14 @@ class EngineClient:
     def close(self) -> None:
         """Disconnect and end the thread; calls of other threads fail. Idempotent.
 
-        TimeoutError: the client's loop is blocked; its thread ends when that is over.
+        TimeoutError: the client's loop is blocked; its thread ends later.
         """
         self._thread.close(self._client.close)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine in the client's loop; past `timeout_s` it is cancelled."""
+        """Run a coroutine in the client's loop; cancel it after `timeout_s`."""
         return self._thread.run(work, timeout_s)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Let the loop call a function soon; does nothing if the client is closed."""
+        """Have the loop call a function soon; does nothing if the client is closed."""
         self._thread.call(function)

@@ -203,7 +203,7 @@ def test_replicas_that_compute_otherwise_are_reported_once(
     """Also those whose successor does; what differs is named."""
 
     def lines() -> list[str]:
-        return [one for one in caplog.messages if "computes otherwise" in one]
+        return [one for one in caplog.messages if "computes differently" in one]
 
     with_facts(cores[1], max_model_len=77)
 
@@ -217,7 +217,7 @@ def test_replicas_that_compute_otherwise_are_reported_once(
             await until(lambda count=num_lines: len(lines()) == count)
             await ticks(client)
             assert len(lines()) == num_lines
-            assert lines()[-1].startswith("replica 1 computes otherwise than replica 0")
+            assert lines()[-1].startswith("replica 1 computes differently from replica 0")
             assert f"checkpoint '{checkpoint}' instead of ''" in lines()[-1]
 
     play(cores, act)
