@@ -48,7 +48,7 @@ RESYNC_PAUSE_S = 60.0
 
 
 def _no_pid() -> int:
-    """Return 0, which is no process: the pid of another machine would mean nothing to the core."""
+    """Return 0 instead of a pid: a pid of another machine would mean nothing to the core."""
     return 0
 
 

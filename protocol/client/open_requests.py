@@ -137,7 +137,7 @@ class OpenRequests:
         return True
 
     def note_place(self, request_id: int, blocks_at: str) -> None:
-        """Tell the receiver of a request that was moved here where its KV blocks are."""
+        """Pass the address of its KV blocks to the receiver of a request that was moved here."""
         if (receiver := self._receivers.get(request_id)) is not None:
             receiver.stored_at(blocks_at)
 

@@ -14,7 +14,7 @@ class Change(NamedTuple):
     inputs: torch.Tensor | None = None
     """int64: the column of the file that stands at each place."""
     values: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Returns what a checkpoint has, for values that are not codes; its shape may differ."""
+    """Returns what a checkpoint has, for values that are not codes; the shape may differ."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result, for a tensor of a shape."""
