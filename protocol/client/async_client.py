@@ -257,8 +257,8 @@ class AsyncEngineClient:
     ) -> RequestStream:
         """Accept a request; from now on it survives restarts of everything but this process.
 
-        `params` must have an explicit seed. The caller may change `prompt_token_ids` later. A prompt
-        of many thousands of ids may be packed beforehand, in slices: see `PromptPacking`.
+        `params` must have an explicit seed. The caller may change `prompt_token_ids` later. A
+        prompt of many thousands of ids may be packed beforehand, in slices: see `PromptPacking`.
 
         Raises:
             InvalidRequest: a value is out of bounds, or the model cannot serve the request.
