@@ -1,1 +1,1 @@
-"""The routes: OpenAI's API with the extensions of vLLM."""
+"""The routes: OpenAI's API with vLLM's extensions."""

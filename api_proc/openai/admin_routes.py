@@ -30,7 +30,7 @@ class Done(msgspec.Struct, omit_defaults=True):
 
     status: str
     message: str = ""
-    """How the effect differs from what a client may expect."""
+    """Differences between the effect and a client's possible expectations."""
 
 
 class Paused(msgspec.Struct):
@@ -54,7 +54,7 @@ class SleepState(msgspec.Struct):
 
 
 async def pause(state: ApiState, connection: Connection) -> None:
-    """POST /pause?mode=new|all: admit no new requests, or compute nothing, the default."""
+    """POST /pause?mode=new|all: admit no new requests, or compute nothing (default)."""
     state.require_facts()
     name = _query(connection, "mode", "all")
     if name not in _MODES:
@@ -71,7 +71,7 @@ async def resume(state: ApiState, connection: Connection) -> None:
 
 
 async def wake_up(state: ApiState, connection: Connection) -> None:
-    """POST /wake_up?tags=weights&tags=kv_cache: end a sleep, unless only the weights are named."""
+    """POST /wake_up?tags=weights&tags=kv_cache: end a sleep, unless only weights are named."""
     state.require_facts()
     tags = _queries(connection, "tags")
     if not set(tags) <= set(_TAGS):
@@ -125,12 +125,12 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
 
 
 def _query(connection: Connection, name: str = "", default: str = "") -> str:
-    """Return the one parameter that the route has, if any; any other is rejected."""
+    """Return the value of the route's only parameter; reject any others."""
     return [default, *_queries(connection, name)][-1]
 
 
 def _queries(connection: Connection, name: str) -> list[str]:
-    """Return all values of the one parameter that the route has; any other is rejected."""
+    """Return all values of the route's only parameter; reject any others."""
     query: bytes = connection.scope["query_string"]
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     for given, _ in pairs:
@@ -141,7 +141,7 @@ def _queries(connection: Connection, name: str) -> list[str]:
 
 
 async def _require(work: Awaitable[bool], reason: str) -> None:
-    """Wait for the engine's response; a 409 with `reason` where it rejects the command."""
+    """Wait for the engine's response; raise a 409 with `reason` if it rejects the command."""
     try:
         is_done = await work
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""The fields of a body that ask for beam search, and those that cannot be combined with it."""
+"""Body fields that request beam search, and those that cannot be combined with it."""
 
 from typing import Annotated, Any, Protocol
 
@@ -28,11 +28,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
 }
-"""Fields that beam search does not know, with the values that ask for nothing."""
+"""Fields that beam search does not support, with the values that have no effect."""
 
 
 class Searched(Protocol):
-    """The fields of a body that are read here."""
+    """The body fields that are read here."""
 
     n: int | None
     best_of: int | None
@@ -50,7 +50,7 @@ class Searched(Protocol):
 
 
 def check_beam_search(body: Searched) -> None:
-    """Reject what has a meaning only with beam search, or none with it."""
+    """Reject fields that need beam search, or that cannot be combined with it."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise invalid("length_penalty", "needs use_beam_search")

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages become a prompt, text becomes a message."""
+"""POST /v1/chat/completions: turns messages into a prompt, and text into a message."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from protocol.sampling import MAX_GRAMMAR_CHARS, FinishReason, SamplingParams
 
 
 async def tokenize_chat(state: ApiState, body: ChatBody, facts: ModelFacts) -> list[Prompt]:
-    """Return the prompt, within the model's context; the body keeps its messages."""
+    """Return the prompt, which fits into the model's context; the body keeps its messages."""
     use = body.tool_use
     tools = None
     if use is not None:
@@ -74,9 +74,9 @@ def _make_parser(
 def _constrain(
     state: ApiState, body: ChatBody, prompt_token_ids: list[int], params: SamplingParams
 ) -> SamplingParams:
-    """Confine the output to calls that the request demands, and to strict arguments.
+    """Constrain the output to the calls that the request demands, and to strict arguments.
 
-    A grammar that the parameters have already confines the content only.
+    If the parameters already have a grammar, it applies to the content only.
     """
     use, content = body.tool_use, params.grammar
     if content is None and (use is None or not use.needs_grammar):
@@ -98,7 +98,7 @@ def _constrain(
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Chunks with a message's role first and then its text."""
+    """Chunks that begin with the message's role, followed by its text."""
 
     plain_choice: ClassVar = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null')
     echoes_prompt: ClassVar = False

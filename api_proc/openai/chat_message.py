@@ -1,4 +1,4 @@
-"""Translates the events of an output into OpenAI's messages and their pieces."""
+"""Translates the events of an output into OpenAI messages and message deltas."""
 
 import hashlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _ID_CHARACTERS = 24
 
 
 def call_ids(key: str, dialect: Dialect) -> Callable[[int], str]:
-    """Return a function that makes the ids of calls; equal keys give equal ids."""
+    """Return a function that makes ids of calls; equal keys give equal ids."""
 
     def make_id(index: int) -> str:
         digest = hashlib.blake2b(f"{key} {index}".encode(), digest_size=16).hexdigest()
@@ -38,7 +38,7 @@ def call_ids(key: str, dialect: Dialect) -> Callable[[int], str]:
 
 
 def chat_delta(events: list[Event]) -> ChatDelta:
-    """Return the events of one step as a single piece of a message."""
+    """Return the events of one step as a single message delta."""
     calls: dict[int, ToolCallDelta] = {}
     for event in events:
         if isinstance(event, ToolCallStart):
@@ -57,9 +57,9 @@ def chat_delta(events: list[Event]) -> ChatDelta:
 
 
 def plain_delta(events: list[Event]) -> bytes | None:
-    """Return the JSON of a single piece of text up to the end of that text, as chunks contain it.
+    """Return the JSON of a text-only delta up to the end of the text, as chunks contain it.
 
-    None: the events are more than that. It saves most of the time of `chat_delta`.
+    None if the events contain anything else. This saves most of the time of `chat_delta`.
     """
     shown = [event for event in events if not isinstance(event, ToolCallEnd)]
     if not shown:
@@ -77,7 +77,7 @@ def plain_delta(events: list[Event]) -> bytes | None:
 
 
 def assistant_message(events: list[Event]) -> AssistantMessage:
-    """Return the events of a whole output as a message."""
+    """Return the events of a complete output as a message."""
     calls: list[ToolCall] = []
     arguments: list[list[str]] = []
     for event in events:

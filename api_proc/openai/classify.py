@@ -30,11 +30,11 @@ _BYTES_PER_LABEL = 32
 
 
 class ClassifyBody(PooledBody, kw_only=True):
-    """Body of POST /classify. None: the server's default."""
+    """Body of POST /classify. None means the server's default."""
 
     input: Texts
     use_activation: bool | None = None
-    """False: the scores of the classification head as they are."""
+    """False: return the raw scores of the classification head."""
     add_special_tokens: bool | None = None
 
 
@@ -62,7 +62,7 @@ _decode = BodyDecoder(ClassifyBody)
 
 
 async def classify(state: ApiState, connection: Connection) -> None:
-    """Handle one request; its texts are computed together with all other requests."""
+    """Handle one request; its texts are batched with all other requests."""
     async with decoded_in_turn(state, connection, _decode) as (body, facts, turn):
         adapter = state.require_model(body.model)
         if facts.num_labels == 0:

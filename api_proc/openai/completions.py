@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as text or token ids, answers as text."""
+"""POST /v1/completions: accepts prompts as text or token ids, and returns text."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -21,7 +21,7 @@ from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
 from protocol.core_worker import ModelFacts, TokenLogprobs
 
 MAX_SEQUENCES = 2048
-"""Bound on the prompts times n of one request."""
+"""Maximum number of prompts multiplied by n in one request."""
 
 
 class _PromptItems(NamedTuple):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector for each text, pooled from the model's hidden states."""
+"""POST /v1/embeddings: one vector per text, pooled from the model's hidden states."""
 
 import time
 from base64 import b64encode
@@ -36,11 +36,11 @@ from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
 MAX_RESPONSE_BYTES = 2**25
 PromptName = Annotated[str, Meta(max_length=256)]
 _BYTES_PER_NUMBER = {"float": 22, "base64": 6}
-"""Approximate size of a number in the response."""
+"""Approximate size of a number in the response, in bytes."""
 
 
 class EmbeddingBody(PooledBody, kw_only=True):
-    """Body of POST /v1/embeddings. None: the server's default."""
+    """Body of POST /v1/embeddings. None means the server's default."""
 
     input: PromptText | PromptItems
     encoding_format: Literal["float", "base64"] | None = None
@@ -49,11 +49,11 @@ class EmbeddingBody(PooledBody, kw_only=True):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     prompt_name: PromptName | None = None
-    """Name of one of the checkpoint's prompts, whose text is put in front of each input."""
+    """Name of one of the checkpoint's prompts, whose text is prepended to each input."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """One vector; in base64 it is float32, little-endian."""
+    """One vector; base64 encodes little-endian float32."""
 
     object: str = "embedding"
     index: int
@@ -75,12 +75,12 @@ _decode = BodyDecoder(EmbeddingBody)
 
 
 async def create_embeddings(state: ApiState, connection: Connection) -> None:
-    """Handle one request; its vectors are computed together with all other requests."""
+    """Handle one request; its vectors are batched with all other requests."""
     async with decoded_in_turn(state, connection, _decode) as (body, facts, turn):
         adapter = state.require_model(body.model)
         pooling = _pooling(state, body, facts)
         inputs = _inputs(body)
-        # Before any work: requests that wait for their turns hold what their answers will take.
+        # Checked before any work: waiting requests reserve the memory for their answers.
         connection.reserve(_response_bytes(body, len(inputs), pooling, facts))
         await turn.rest()
         prompts = await connection.while_connected(_tokenize(state, body, inputs, facts))
@@ -97,7 +97,7 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
 def _response_bytes(
     body: EmbeddingBody, num_inputs: int, pooling: Pooling, facts: ModelFacts
 ) -> int:
-    """Return about what the response takes; a 400 if that is too much."""
+    """Return the approximate size of the response; raise a 400 if it is too large."""
     encoding_format = body.encoding_format or "float"
     size = pooling.dimensions or facts.embedding_size
     most = MAX_RESPONSE_BYTES // _BYTES_PER_NUMBER[encoding_format] // size
@@ -165,7 +165,7 @@ def _render(encoding_format: str, index: int, packed: bytes) -> bytes:
 def _response(
     model: str, connection: Connection, usage: EmbeddingUsage, vectors: list[bytes]
 ) -> list[bytes]:
-    """Return the response in pieces of some vectors each."""
+    """Return the response in pieces of several vectors each."""
     response = EmbeddingList(
         id="embd-" + connection.request_id,
         created=int(time.time()),

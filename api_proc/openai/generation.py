@@ -39,7 +39,7 @@ MakeParser = Callable[[TokenIds, str], OutputParser | None]
 class Generation:
     """All sequences of one HTTP request, or one connection's readers of a session.
 
-    At its exit all sequences end, except those of a session whose client may come back.
+    On exit all sequences end, except those of a session whose client may return.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Generation:
     ) -> None:
         """`make_parser` returns the parser of a sequence's text, given its prompt and a key.
 
-        `adapter` is for sequences that are submitted here.
+        `adapter` applies to sequences that are submitted here.
         """
         self._adapter = adapter
         self._make_parser = make_parser
@@ -67,7 +67,7 @@ class Generation:
         self.position: StreamPosition | None = None
         """The end of an earlier answer, which this one continues."""
         self.on_skipped: Callable[[OutputSequence, Delta], None] | None = None
-        """Gets the deltas that the earlier answer contained."""
+        """Receives the deltas that the earlier answer contained."""
         self._state = state
         self._connection = connection
         self._session = session
@@ -77,12 +77,12 @@ class Generation:
         self._failure: RequestFailed | None = None
         """Set when the deadline has passed."""
         self._readers: list[HistoryReader] = []
-        """With a session."""
+        """Used with a session."""
         self._streams: list[RequestStream | BeamStream] = []
-        """Without one."""
+        """Used without a session."""
         self._prompts_read: dict[int, asyncio.Event] = {}
-        """In a stream with the logprobs of its prompts: set when those of a prompt have arrived, by
-        its first sequence, which alone has them."""
+        """In a stream with prompt logprobs: set when those of a prompt have arrived. Only the
+        prompt's first sequence has them."""
         self._body = body
         self._metrics = state.metrics
         self.arrival = time.monotonic()
@@ -118,16 +118,16 @@ class Generation:
             is_known = is_stream or connection.has_client_id
             self._sessions.detach(session, is_known=is_known, is_sent=is_sent)
         self._state.open_requests.remove(self)
-        self.response = self.on_skipped = None  # they refer to it: memory would be freed late
+        self.response = self.on_skipped = None  # their references would delay freeing memory
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the client can read the rest over another connection."""
+        """True if the client can read the rest over another connection."""
         return self._session is not None
 
     @property
     def secret(self) -> str | None:
-        """32 random hexadecimal digits, the same after a restart; None: there is no journal."""
+        """32 random hexadecimal digits that are kept across restarts; None without a journal."""
         return None if self._session is None else self._session.accepted.secret
 
     @property
@@ -141,13 +141,13 @@ class Generation:
             stream.cancel()
 
     def _fail_for_good(self, error: RequestFailed) -> None:
-        """End with an error, which another connection to the session receives too."""
+        """End with an error that other connections to the session also receive."""
         self.fail(error)
         if self._session is not None:
             self._sessions.fail(self._session, error)
 
     def _expire(self) -> None:
-        """End with an error, because the time that the client allowed is over."""
+        """End with an error because the client's time limit has passed."""
         assert self._body.timeout is not None
         self._failure = deadline_error(self._body.timeout)
         if self._preparing is not None:
@@ -161,14 +161,14 @@ class Generation:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that were received and not sent to the client yet."""
+        """Tokens that have arrived but are not yet sent to the client."""
         return sum(sequence.stream.num_unread for sequence in self.sequences)
 
     def begin_session(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
-        """Take the prompts; begin a session, if there is a journal and the client can return."""
+        """Set the prompts; begin a session if there is a journal and the client can return."""
         self.prompts = prompts
         knows_id = bool(self._body.stream) or self._connection.has_client_id
-        # A beam search consists of other requests than those of the client.
+        # The requests of a beam search are not those of the client.
         if self._state.sessions is not None and knows_id and not self._body.use_beam_search:
             request_id = self._connection.request_id
             decoded = DecodedRequest(self._body, prompts)
@@ -178,9 +178,10 @@ class Generation:
             self.created = self._session.accepted.created  # the same for all its connections
 
     async def prepare(self, work: Coroutine[Any, Any, list[Prompt]]) -> list[Prompt]:
-        """Make the prompts, until the client has disconnected or the deadline has passed.
+        """Make the prompts, until the client disconnects or the deadline passes.
 
-        Returns none if the generation is cancelled. RequestFailed: the deadline has passed.
+        Returns no prompts if the generation is cancelled. Raises RequestFailed if the deadline has
+        passed.
         """
         self._preparing = asyncio.ensure_future(work)
         try:
@@ -199,13 +200,13 @@ class Generation:
         self._is_accepted = True
         if self._session is not None:
             if self._deadline is not None:
-                self._deadline.cancel()  # the session has its own, which outlives the connection
+                self._deadline.cancel()  # the session's own deadline outlives the connection
             await self._sessions.accept(self._session)
 
     def submit(
         self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams
     ) -> Iterator[None]:
-        """Send one prompt to the core, for each of its sequences; yields after each of them.
+        """Send a prompt to the core for each of its sequences, yielding after each.
 
         `prompt_token_ids` are those of `prompt`, which may be packed.
         """
@@ -220,7 +221,7 @@ class Generation:
         for i in range(num_sequences):
             nth = params
             if i:
-                # What concerns the prompt, which is the same, comes with the first sequence.
+                # Prompt logprobs are the same for all sequences and come with the first one.
                 seed = nth_seed(params.seed, i)
                 nth = msgspec.structs.replace(
                     params, seed=seed, prompt_logprobs=None, return_progress=False
@@ -241,7 +242,7 @@ class Generation:
 
     @property
     def _options(self) -> RoutedOptions:
-        """What the core gets besides the parameters; by default an adapter is its own tenant."""
+        """Return the core's options besides the parameters; an adapter is its own tenant."""
         options = self._body.request_options
         if self._adapter is not None:
             options["adapter"] = self._adapter
@@ -252,7 +253,7 @@ class Generation:
         return options
 
     def _affinity(self, key: str, cache_salt: str) -> str:
-        """Return the value that decides on the replica; empty: there is none."""
+        """Return the value that determines the replica; empty: none does."""
         if key == "cache_salt":
             return cache_salt
         value: bytes = dict(self._connection.scope["headers"]).get(key.lower().encode(), b"")
@@ -261,12 +262,12 @@ class Generation:
     def _search(
         self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams
     ) -> None:
-        """Make a beam search of one prompt; its requests are sent as it proceeds."""
+        """Start a beam search for one prompt; it sends its requests as it proceeds."""
         if params.grammar is not None:
             message = "cannot be combined with tools or formats that confine the answer"
             raise invalid("use_beam_search", message)
         client = self._state.client
-        facts = self._state.require_facts()  # the last replica may have left by now
+        facts = self._state.require_facts()  # the last replica may have left in the meantime
         check_request(AddRequest(0, [], params), facts, prompt)
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
@@ -286,7 +287,7 @@ class Generation:
     def resume(self, position: StreamPosition) -> None:
         """Read the session's sequences from a position on instead of submitting new ones.
 
-        ApiError: one of them has ended before it.
+        ApiError: one of them ended before that position.
         """
         assert self._session is not None
         for num_sent, history in zip(position.num_sent, self._session.histories, strict=True):
@@ -311,7 +312,7 @@ class Generation:
         tokenizer = text.tokenizer
         parser = None
         if self._make_parser is not None:
-            # The same key after a restart of the API, and another one for a later request.
+            # The key is the same after a restart of the API, but differs for a later request.
             key = f"{self._connection.request_id} {self.created} {len(self.sequences)}"
             parser = self._make_parser(prompt_token_ids, key)
         detokenizer = tokenizer.detokenizer(
@@ -347,11 +348,11 @@ class Generation:
         self._end_all(FinishReason.ABORT)
 
     def note_failure(self, failure: RequestFailed) -> None:
-        """Count the sequences that have not ended as what the failure makes of them."""
+        """Count the sequences that have not ended, by the failure's finish reason."""
         self._end_all(counted_as(failure))
 
     def _end_all(self, reason: FinishReason | None) -> None:
-        """End the sequences that have not, but for those of a session, which counts them itself.
+        """End the open sequences; those of a session are counted by the session itself.
 
         Without a reason they were refused, and are not counted.
         """
@@ -400,7 +401,7 @@ class Generation:
         return self._read(sequence, sequence.stream)
 
     async def _with_prompt(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
-        """Iterate over the deltas, after those that show how much of the prompt is computed."""
+        """Iterate over the deltas, preceded by those that show the progress of the prompt."""
         num_computed = 0
         async for output in sequence.stream:
             if not output.token_ids and output.finish_reason is None:
@@ -447,7 +448,7 @@ class Generation:
                     yield delta
 
     async def _wait_for_prompt(self, sequence: OutputSequence) -> None:
-        """Let the first sequence of a prompt, which has its logprobs, begin before the others."""
+        """Wait until the prompt's first sequence, which has its logprobs, has begun."""
         place = sequence.index % self._body.num_sequences
         was_read = self._prompts_read[sequence.index - place]
         if place == 0:

@@ -22,9 +22,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int | None
     """None while the engine starts."""
     root: str
-    """What is loaded: the model, or the directory of an adapter."""
+    """Path of the loaded model, or the directory of an adapter."""
     parent: str | None
-    """The model that an adapter belongs to; None for the model."""
+    """The model to which an adapter belongs; None for the model itself."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -58,22 +58,22 @@ class Readiness(msgspec.Struct, kw_only=True):
     exact_resume: bool | None
     exact_resume_reason: str | None
     decoder: str | None
-    """What computes the layers: native or modules."""
+    """Implementation of the layers: native or modules."""
     speculation: str | None
-    """What guesses tokens ahead, if anything does."""
+    """The method of speculative decoding, if any."""
     quantization: str | None
-    """How weights were rounded when they were loaded: w8a16, w4a16 or w8a8."""
+    """Quantization of the weights at loading: w8a16, w4a16 or w8a8."""
     kv_cache_dtype: str | None
-    """Codes of keys and values in the KV cache: int8 or fp8."""
+    """Data type of quantized keys and values in the KV cache: int8 or fp8."""
     api_servers: int
-    """API processes that should run."""
+    """Configured number of API processes."""
     api_servers_ready: int
     """API processes that answer in time."""
     replicas: list[str]
     """The state of each replica of the engine."""
     fingerprints: list[str]
     """Fingerprint of each replica; empty: not known. Requests that have begun continue only at a
-    replica with an equal one."""
+    replica with the same fingerprint."""
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
@@ -83,7 +83,7 @@ async def list_models(state: ApiState, connection: Connection) -> None:
 
 
 async def show_model(state: ApiState, connection: Connection) -> None:
-    """GET /v1/models/{name}; raises a 404 for another model."""
+    """GET /v1/models/{name}; raises a 404 for any other model."""
     name = connection.scope["path_params"]["name"]
     state.require_model(name)
     await connection.send(200, encode(_model_card(state, name)))
@@ -95,9 +95,9 @@ async def livez(state: ApiState, connection: Connection) -> None:
 
 
 async def readyz(state: ApiState, connection: Connection) -> None:
-    """GET /readyz: new requests are accepted, by every API process that answers.
+    """GET /readyz: every API process that answers accepts new requests.
 
-    One that is dead or hangs takes no connections from the common socket.
+    A dead or hanging process accepts no connections from the common socket.
     """
     body = await _readiness(state, connection)
     await _send_readiness(connection, body, is_good=body.ready)
@@ -139,7 +139,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
     others: dict[int, bool] = {}
     if state.peers is not None and not connection.is_forwarded:
         for answer in await state.peers.ask_all("GET", "/readyz"):
-            if answer.index != state.ids.index:  # a predecessor takes no connections
+            if answer.index != state.ids.index:  # its predecessor accepts no connections
                 others.setdefault(answer.index, answer.status == 200)
     has_status = state.client.status is not None
     age_s = time.monotonic() - state.client.last_status_time

@@ -1,4 +1,4 @@
-"""POST /invocations, SageMaker's one route for a model: the fields of a body choose the route."""
+"""POST /invocations, SageMaker's only route to a model: the body's fields choose the route."""
 
 import msgspec
 
@@ -19,7 +19,7 @@ _BY_FIELD = {
     **dict.fromkeys(("text_1", "queries", "items", "data_1"), create_scores),
     "input": create_embeddings,
 }
-"""The route that handles a body with this field; the first one counts."""
+"""The route that handles a body with this field; the first match counts."""
 
 
 class InvocationBody(msgspec.Struct):
@@ -30,7 +30,7 @@ _decode = BodyDecoder(InvocationBody)
 
 
 async def invoke(state: ApiState, connection: Connection) -> None:
-    """POST /invocations; `input` is classified by a model with labels, and else embedded."""
+    """POST /invocations; classifies `input` if the model has labels, and otherwise embeds it."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
     with Turn(state.large_requests) as turn:
         _, names = await _decode.in_turn(raw, turn)

@@ -1,4 +1,4 @@
-"""Open requests: how many, which ones, whether they make progress, and abort by id."""
+"""Open requests: their number, progress and ids, and aborting them by id."""
 
 import time
 from typing import Annotated, TypeVar
@@ -24,12 +24,12 @@ class Load(msgspec.Struct, kw_only=True):
     """Response of /load and /v1/load."""
 
     server_load: int
-    """HTTP requests that wait for the engine, of all API processes that answer."""
+    """HTTP requests that wait for the engine, in all API processes that answer."""
     num_requests_running: int
     """Sequences of all clients of the engine."""
     num_requests_waiting: int
     kv_cache_usage: float
-    """0 to 1."""
+    """A fraction from 0 to 1."""
 
 
 class Progress(msgspec.Struct, kw_only=True):
@@ -74,7 +74,7 @@ async def load(state: ApiState, connection: Connection) -> None:
 
 
 async def slots(state: ApiState, connection: Connection) -> None:
-    """GET /slots: the oldest open requests; their ids, which can abort them, for admins only."""
+    """GET /slots: the oldest open requests; only admins see the ids, which can abort them."""
     found = state.open_requests.slots(with_ids=state.config.api.enable_admin_routes)
     if state.peers is not None:
         for slot in found:
@@ -88,7 +88,8 @@ async def slots(state: ApiState, connection: Connection) -> None:
 async def healthz(state: ApiState, connection: Connection) -> None:
     """GET /healthz: 503 if requests are unfinished and no step was computed for a minute.
 
-    Load alone never makes it fail: a busy engine computes steps, a paused one has none to compute.
+    Load alone never makes it fail: a busy engine computes steps, and a paused one has none to
+    compute.
     """
     stats, client = state.engine_stats(), state.client
     num_unfinished = max(client.num_open_requests, stats.num_running_reqs + stats.num_waiting_reqs)
@@ -119,9 +120,10 @@ async def abort_requests(state: ApiState, connection: Connection) -> None:
 async def _ask_others(
     state: ApiState, connection: Connection, path: str, kind: type[T], body: bytes | None = None
 ) -> list[T]:
-    """Return the answers of the other API processes, unless one of them asks.
+    """Return the answers of the other API processes; none if one of them is asking.
 
-    The method is POST with a body, else GET. A report is due soon, an action may take longer.
+    The method is POST with a body, and otherwise GET. A report is due soon; an action may take
+    longer.
     """
     if state.peers is None or connection.is_forwarded:
         return []

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of both routes. JSON has no infinity, so -9999 is the lowest."""
+"""Log-probabilities in the formats of both routes. JSON has no infinity: -9999 is the lowest."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ LOWEST = -9999.0
 
 
 def clamp(logprob: float) -> float:
-    """Replace -inf and NaN by the lowest value."""
+    """Replace -inf and NaN with the lowest value."""
     return logprob if logprob > LOWEST else LOWEST
 
 
@@ -31,9 +31,9 @@ def completion_logprobs(
     offsets: list[int],
     num_top: int,
 ) -> objects.CompletionLogprobs:
-    """Return the lists for consecutive tokens, the token itself among its candidates.
+    """Return the lists for consecutive tokens; each token is among its candidates.
 
-    The entry of a token without logprob is None, as for the first token of a prompt.
+    The entry of a token without a logprob, such as the first of a prompt, is None.
     """
     result = objects.CompletionLogprobs(offsets, [], [], [])
     for token_id, entry in zip(token_ids, entries, strict=True):
@@ -93,7 +93,7 @@ def prompt_logprobs(
 
 
 def prompt_offsets(tokenizer: TextTokenizer, token_ids: list[int]) -> list[int]:
-    """Return the number of characters of a prompt's text before each of its tokens."""
+    """Return the number of characters before each token in the prompt's text."""
     detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
     offsets, num_chars = [], 0
     for token_id in token_ids:

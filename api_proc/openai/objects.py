@@ -1,4 +1,4 @@
-"""Response bodies in OpenAI's shape, with vLLM's optional additions."""
+"""Response bodies in OpenAI's format, with vLLM's optional additions."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,7 +13,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of the whole request; each prompt counts once for any `n`."""
+    """Token counts of the whole request; each prompt counts once, whatever `n` is."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -24,12 +24,12 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt is computed, in tokens, as llama.cpp's server reports it."""
+    """Computed part of a prompt, in tokens, in the format of llama.cpp's server."""
 
     total: int
     cache: int
     processed: int
-    """Computed tokens, those found in the cache included."""
+    """Number of computed tokens, including cached ones."""
     time_ms: int
     """Milliseconds since the request arrived."""
 
@@ -44,7 +44,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One candidate at one position of the prompt."""
+    """A candidate at one position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -55,7 +55,7 @@ PromptLogprobList = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One sequence, or a piece of one."""
+    """A sequence, or a part of one."""
 
     index: int
     text: str
@@ -63,14 +63,14 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     resumed_inexactly: bool | UnsetType = UNSET
-    """True: outputs of one engine were continued by another with other facts."""
+    """True if one engine's output was continued by another with different facts."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Answer of /v1/completions, or one chunk of it."""
+    """Response of /v1/completions, or one chunk of it."""
 
     id: str
     object: str = "text_completion"
@@ -105,7 +105,7 @@ class ToolCallFunction(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call of a tool that the model has made."""
+    """A tool call made by the model."""
 
     id: str
     function: ToolCallFunction
@@ -118,7 +118,7 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """A piece of a call; only the first has its id, type and name."""
+    """A part of a call; only the first has its id, type and name."""
 
     index: int
     id: str | None = None
@@ -127,7 +127,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """`reasoning` is vLLM's newer name of `reasoning_content`."""
+    """`reasoning` is vLLM's newer name for `reasoning_content`."""
 
     content: str | None
     role: str = "assistant"
@@ -138,7 +138,7 @@ class AssistantMessage(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True, frozen=True):
-    """A piece of the message; only the first has a role."""
+    """A part of the message; only the first has a role."""
 
     role: str | None = None
     content: str | None = None
@@ -168,7 +168,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     id: str
     object: str = "chat.completion"

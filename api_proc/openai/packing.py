@@ -1,4 +1,4 @@
-"""Long prompts are packed in the turn of their request, before they are submitted."""
+"""Packs long prompts in their request's turn, before they are submitted."""
 
 import time
 
@@ -12,7 +12,7 @@ _SLICE_S = 0.002
 async def packed_in_turn(
     prompts: list[list[int]], facts: ModelFacts, turn: Turn
 ) -> list[PromptIds]:
-    """Return prompts in the form in which they are submitted; RequestFailed: an id is too large."""
+    """Return prompts in the form to submit; RequestFailed if an id is too large."""
     forms: list[PromptIds] = []
     began = time.perf_counter()
     for token_ids in prompts:

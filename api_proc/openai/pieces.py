@@ -1,17 +1,17 @@
-"""Splits an output into pieces that become text one at a time, so that unread tokens stay ids."""
+"""Splits an output into pieces that are decoded one at a time, so that unread tokens stay ids."""
 
 from collections.abc import AsyncIterator, Iterator
 
 from protocol.api_core import RequestOutput
 
 _MOST_TOKENS = 256
-"""Most tokens of a piece."""
+"""Maximum number of tokens in a piece."""
 _MOST_LOGPROBS = 16
-"""Most tokens of a piece whose tokens have log-probabilities."""
+"""Maximum number of tokens in a piece with log-probabilities."""
 
 
 def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
-    """Split an output after its first `num_first` tokens, and wherever a piece gets too large."""
+    """Split an output after its first `num_first` tokens, and into pieces of limited size."""
     size = _MOST_TOKENS if output.logprobs is None else _MOST_LOGPROBS
     num_tokens = len(output.token_ids)
     if num_first <= 0 and num_tokens <= size:
@@ -41,7 +41,7 @@ def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
 async def chained(
     first: RequestOutput, rest: AsyncIterator[RequestOutput]
 ) -> AsyncIterator[RequestOutput]:
-    """Iterate over an output that was read already, and then over the rest."""
+    """Iterate over an output that has already been read, and then over the rest."""
     yield first
     async for output in rest:
         yield output

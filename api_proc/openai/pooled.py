@@ -1,4 +1,4 @@
-"""What the routes for embeddings, scores and labels share: each prompt gets a vector."""
+"""Common code of the routes for embeddings, scores and labels: each prompt gets a vector."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class PooledBody(msgspec.Struct, kw_only=True):
-    """What the bodies of all these routes have. None: the server's default."""
+    """Fields that the bodies of all these routes have. None means the server's default."""
 
     model: str | None = None
     user: Tenant | None = None
@@ -53,7 +53,7 @@ class PooledPrompt(NamedTuple):
 
     token_ids: list[int]
     second_text_start: int = 0
-    """Position at which the second text of a pair starts; see `Pooling`."""
+    """Position at which the second text of a pair begins; see `Pooling`."""
 
 
 def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:
@@ -65,7 +65,7 @@ def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:
 async def decoded_in_turn(
     state: ApiState, connection: Connection, decode: BodyDecoder[Body]
 ) -> AsyncIterator[tuple[Body, ModelFacts, Turn]]:
-    """Read and decode the body of a request, whose turn lasts to the end of the block."""
+    """Read and decode the body of a request, whose turn lasts until the end of the block."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = await state.accepting()
     with Turn(state.large_requests) as turn:
@@ -86,13 +86,13 @@ def require_vectors(facts: ModelFacts) -> None:
 
 
 def kept_length(truncate_prompt_tokens: int | None, facts: ModelFacts) -> int | None:
-    """Return the length to which a prompt is cut, if at all; -1 stands for the model's context."""
+    """Return the length to which a prompt is cut, or None; -1 means the model's context."""
     check_truncation(truncate_prompt_tokens)
     return facts.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
 
 class PooledRequests:
-    """All vectors of one HTTP request. At its exit those that are not computed are aborted."""
+    """All vectors of one HTTP request. On exit, those that are not computed are aborted."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PooledRequests:
         self._streams: list[RequestStream] = []
         self._num_read = 0
         self._end: FinishReason | None = FinishReason.ABORT
-        """Of the prompts without a vector, at the exit; None: they were refused."""
+        """Finish reason on exit of the prompts without a vector; None: they were refused."""
         self._is_cancelled = False
         self._arrival = time.monotonic()
 
@@ -167,9 +167,10 @@ class PooledRequests:
     async def compute(
         self, facts: ModelFacts, turn: Turn, take: Callable[[int, bytes], T], *, param: str
     ) -> list[T] | None:
-        """Return what `take` makes of each prompt's vector; None: the client has disconnected.
+        """Return the result of `take` for each prompt; None: the client has disconnected.
 
-        A vector is float32, little-endian; `take` gets its number, too. `param` is named in errors.
+        `take` is called with the prompt's number and its vector, as little-endian float32. Errors
+        name `param`.
         """
         with self:
             try:

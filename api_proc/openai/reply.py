@@ -1,4 +1,4 @@
-"""Renders the answer of a generation: whole bodies and server-sent events."""
+"""Renders the response to a generation request: complete bodies and server-sent events."""
 
 import time
 from collections.abc import Callable
@@ -28,19 +28,19 @@ from api_proc.text.tokenizer import TextTokenizer
 
 
 class Answer(Protocol):
-    """Renders the answer of one route, either with `collect` and `body` or as a stream."""
+    """Renders the response of one route, either with `collect` and `body` or as a stream."""
 
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Take a part of an answer that is not streamed."""
+        """Add a delta to a response that is not streamed."""
 
     def body(self) -> bytes:
-        """Return the whole answer; it may be called in a thread."""
+        """Return the complete body; may be called in a thread."""
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         """Return the events for a delta; only the last one contains its tokens."""
 
     def skip(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Take a delta whose events the client has already received."""
+        """Skip a delta whose events the client has already received."""
 
     def last_frames(self) -> bytes:
         """Return the events after all deltas."""
@@ -49,30 +49,30 @@ class Answer(Protocol):
         """Return the events that end a stream with an error."""
 
     async def keep(self) -> None:
-        """Store the answer for later requests; called before its last bytes are sent."""
+        """Store the response for later requests; called before its last bytes are sent."""
 
 
 MakeAnswer = Callable[[ApiState, Connection, Any, Generation], Answer]
-"""Returns the renderer of a request's answer, given its body."""
+"""Returns the renderer of a request's response, given its body."""
 
 EndedSequence = tuple[OutputSequence, Delta]
 """A sequence and all of its deltas, joined."""
 
 
 class Format(Protocol):
-    """The shape of one route's answers; chats and completions differ in their choices."""
+    """The format of one route's responses; chats and completions differ in their choices."""
 
     @property
     def head(self) -> msgspec.Struct:
-        """A chunk with an empty list of choices."""
+        """Return a chunk with an empty list of choices."""
 
     @property
     def plain_choice(self) -> tuple[bytes, bytes]:
-        """JSON before and after the text in the choice of a chunk that has nothing else."""
+        """Return the JSON before and after the text in the choice of a text-only chunk."""
 
     @property
     def echoes_prompt(self) -> bool:
-        """Whether the first text begins with the prompt."""
+        """True if the first text begins with the prompt."""
 
     def opening(self, sequence: OutputSequence) -> dict[str, Any] | None:
         """Return the fields of the chunk before the first text, if there is one."""
@@ -81,7 +81,7 @@ class Format(Protocol):
         """Return a chunk's choice."""
 
     def whole(self, answers: list[EndedSequence], usage: Usage) -> msgspec.Struct:
-        """Return the whole answer."""
+        """Return the complete response."""
 
 
 def chunk_answers(
@@ -107,7 +107,7 @@ def chunk_answers(
 
 
 class Reply:
-    """The answer of a completion or a chat: choices, streamed as chunks."""
+    """The response of a completion or a chat: choices, streamed as chunks."""
 
     def __init__(self, form: Format, body: SamplingBody, generation: Generation) -> None:
         self._form = form
@@ -125,7 +125,7 @@ class Reply:
             generation.request_id, list(num_sent), is_resumable=generation.is_resumable
         )
         self._begun = {i for i, count in enumerate(num_sent) if count is not None}
-        """Sequences that have begun, in this answer or an earlier one."""
+        """Sequences that have begun, in this response or an earlier one."""
         self._deltas: dict[int, list[Delta]] = {}
         head = objects.encode(form.head)
         assert head.endswith(b"]}")
@@ -140,10 +140,10 @@ class Reply:
         return self._ids.tag(events, sequence.index, len(delta.token_ids))
 
     def skip(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Nothing to do: no later chunk depends on it."""
+        """Do nothing: later chunks do not depend on it."""
 
     def _events(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
-        """Most chunks consist of text alone and are put together from prepared bytes."""
+        """Return a delta's events; text-only ones are assembled from prepared bytes."""
         form = self._form
         events = []
         is_first = sequence.index not in self._begun
@@ -171,7 +171,7 @@ class Reply:
         return events
 
     def last_frames(self) -> bytes:
-        """Return an event with the usage and without choices, if it was asked for, and the end."""
+        """Return an event with the usage and no choices, if requested, and the end."""
         if not self._with_usage or self._is_usage_sent:
             return DONE_FRAME
         return self._ids.tag_usage(self._frame(with_usage=True, choices=[])) + DONE_FRAME
@@ -180,7 +180,7 @@ class Reply:
         return b"data: %b\n\n%b" % (error.body(), DONE_FRAME)
 
     async def keep(self) -> None:
-        """Nothing to do: completions and chats are not stored."""
+        """Do nothing: completions and chats are not stored."""
 
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
         self._deltas.setdefault(sequence.index, []).append(delta)
@@ -204,7 +204,7 @@ class Reply:
         return objects.encode(self._form.whole(answers, self._usage()))
 
     def _best(self, answers: list[EndedSequence]) -> list[EndedSequence]:
-        """Return the most likely answers to each prompt, numbered anew."""
+        """Return the most likely answers to each prompt, renumbered."""
         best: list[EndedSequence] = []
         for first in range(0, len(answers), self._num_each):
             ranked = sorted(answers[first : first + self._num_each], key=_mean_logprob)
@@ -228,7 +228,7 @@ class Reply:
         num_prompt_tokens = sum(sequence.num_prompt_tokens for sequence in firsts)
         num_output_tokens = sum(sequence.num_output_tokens for sequence in sequences)
         if self._is_echo_alone:
-            num_output_tokens = 0  # the sampled tokens are in no answer
+            num_output_tokens = 0  # no answer contains the sampled tokens
         num_cached_tokens = sum(sequence.num_cached_tokens for sequence in firsts)
         counters = [sequence.reasoning for sequence in sequences if sequence.reasoning is not None]
         num_reasoning_tokens = sum(counter.num_tokens for counter in counters)

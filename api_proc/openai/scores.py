@@ -1,6 +1,7 @@
-"""POST /score and /rerank: how well texts belong together.
+"""POST /score and /rerank: the similarity or relevance of texts.
 
-A classification head scores each pair of texts; an embedding model has the cosine of their vectors.
+A classification head scores each pair of texts; for an embedding model, the score is the cosine of
+their vectors.
 """
 
 import asyncio
@@ -46,14 +47,14 @@ Texts = PromptText | Annotated[list[PromptText], Meta(min_length=1, max_length=M
 
 
 class ScoringBody(PooledBody, kw_only=True):
-    """What the bodies of both routes have. None: the server's default."""
+    """Fields that the bodies of both routes have. None means the server's default."""
 
     use_activation: bool | None = None
-    """False: the scores of the classification head as they are."""
+    """False: return the raw scores of the classification head."""
 
 
 class ScoreBody(ScoringBody, kw_only=True):
-    """Body of POST /score: one text or several, and as many texts beside them, or one for all."""
+    """Body of POST /score: one or more texts, and as many others, or a single one."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -69,14 +70,14 @@ class Document(msgspec.Struct):
 
 
 class RerankBody(ScoringBody, kw_only=True):
-    """Body of POST /rerank, as Jina and Cohere have it."""
+    """Body of POST /rerank, in the format of Jina and Cohere."""
 
     query: PromptText
     documents: Annotated[list[PromptText | Document], Meta(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """Return only the best ones; 0: all."""
+    """Maximum number of results, the best first; 0: all."""
     return_documents: bool | None = None
-    """False: results without the documents' texts."""
+    """False: omit the documents' texts from the results."""
 
 
 class Score(msgspec.Struct, kw_only=True):
@@ -99,7 +100,7 @@ class ScoreList(msgspec.Struct, kw_only=True):
 
 
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One document, by its place in the request."""
+    """One document, identified by its position in the request."""
 
     index: int = -1
     document: Document | None = None
@@ -116,7 +117,7 @@ class Reranking(msgspec.Struct, kw_only=True):
 
 
 class _Pairs(msgspec.Struct, frozen=True):
-    """The texts of a request, what it asks for, and the fields that held the texts."""
+    """The texts of a request, its options, and the fields that held the texts."""
 
     body: ScoringBody
     first: list[str]
@@ -126,7 +127,7 @@ class _Pairs(msgspec.Struct, frozen=True):
 
     @property
     def longest_field(self) -> str:
-        """The field with the longest text, which is named where a pair of them does not fit."""
+        """The field with the longest text, which errors name if a pair of texts does not fit."""
         longest = [max(map(len, texts)) for texts in (self.first, self.second)]
         return self.fields[longest[1] >= longest[0]]
 
@@ -238,7 +239,7 @@ def _check(facts: ModelFacts) -> None:
 
 
 async def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
-    """Return the cosine of each pair of vectors of length 1; other requests get a turn at each."""
+    """Return the cosine of each pair of unit vectors; other requests get a turn after each."""
     first, second = vectors[:num_first], vectors[num_first:]
     first = first * len(second) if num_first == 1 else first
     cosines = []
@@ -249,7 +250,7 @@ async def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
 
 
 async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[PooledPrompt]:
-    """Return a prompt for each pair; of an embedding model one for each text."""
+    """Return a prompt for each pair; for an embedding model, one for each text."""
     keep = kept_length(pairs.body.truncate_prompt_tokens, facts)
     options = EncodeOptions(True, facts.max_model_len, keep, 0)
     if facts.num_labels == 0:
@@ -273,9 +274,9 @@ async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[P
 async def _templated(
     state: ApiState, query: str, document: str, options: EncodeOptions, param: str
 ) -> list[int]:
-    """Return the ids of a pair that the configured chat template renders.
+    """Return the ids of a pair, rendered with the configured chat template.
 
-    `param` is the field to name where they are too many.
+    `param` is the field to name if there are too many.
     """
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     return await state.text.encode_chat(

@@ -1,6 +1,6 @@
-"""The path of a generation request: body, prompt, sequences, answer.
+"""The path of a generation request: body, prompt, sequences, response.
 
-Chats and completions share it; a `GenerationApi` holds what differs between them.
+Chats and completions share it; a `GenerationApi` holds the differences between them.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ from protocol.process.failpoints import failpoint
 from protocol.sampling import Grammar, SamplingParams
 
 _SEND_BYTES = 16 * 1024
-"""Events are sent once they have this size together."""
+"""Events are sent once their total size reaches this number of bytes."""
 _SLICE_S = 0.002
 _MANY_PARTS = 8192
-"""Tokens with their candidates that take about ten milliseconds to render."""
+"""Number of tokens with candidates that takes about ten milliseconds to render."""
 _PARTS_PER_SEQUENCE = 16
 
 log = logging.getLogger("troika.api")
@@ -51,7 +51,7 @@ MakeParams = Callable[[TokenIds], SamplingParams]
 
 @dataclass(frozen=True)
 class GenerationApi(Generic[Body]):
-    """One route that generates text."""
+    """A route that generates text."""
 
     path: str
     decode: BodyDecoding[Body]
@@ -64,7 +64,7 @@ class GenerationApi(Generic[Body]):
     make_parser: Callable[[ApiState, Body, TokenIds, str], OutputParser | None] | None = None
     """Returns the parser of a sequence's text, if it has one; see `Generation`."""
     constrain: Callable[[ApiState, Body, TokenIds, SamplingParams], SamplingParams] | None = None
-    """Adds what the output of a prompt is confined to."""
+    """Adds the constraints on the output of a prompt."""
     parse_position: ParsePosition = parse_event_id
 
     async def serve(self, state: ApiState, connection: Connection) -> None:
@@ -94,7 +94,7 @@ class GenerationApi(Generic[Body]):
                     raise from_request_error(failure.error, self.prompt_param) from failure
                 if generation.cancelled:
                     return
-                if await self._resume(state, connection, raw):  # a duplicate was accepted meanwhile
+                if await self._resume(state, connection, raw):  # a duplicate has been accepted
                     return
                 generation.begin_session(self.path, raw, prompts)
                 raw = b""
@@ -114,7 +114,7 @@ class GenerationApi(Generic[Body]):
         return DecodedRequest(body, self.restore_prompts(body, token_ids))
 
     async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
-        """Continue the answer to a request that was accepted before; False: it was not."""
+        """Continue the response to a request that was accepted earlier; False: it was not."""
         last_event_id = connection.last_event_id
         if state.sessions is None:
             if last_event_id is not None:
@@ -163,8 +163,8 @@ class GenerationApi(Generic[Body]):
     ) -> None:
         """Send all prompts to the core, in slices, unless a journal contains the request.
 
-        Another connection may read a request of the journal, which must be complete for it.
-        `forms` are the prompts as they are submitted.
+        Another connection may read a request of the journal, which must therefore be complete.
+        `forms` are the prompts in the form to submit.
         """
         began = time.perf_counter()
         try:
@@ -198,7 +198,7 @@ class GenerationApi(Generic[Body]):
             generation.note_failure(failure)
             error = name_field(failure.error, body)
             await _fail(connection, answer, from_request_error(error, self.prompt_param))
-        except ApiError as error:  # of the client's position; the request itself has not failed
+        except ApiError as error:  # about the client's position; the request itself has not failed
             await _fail(connection, answer, error, is_final=False)
         except Exception:
             if not (body.stream and connection.response_started):
@@ -207,7 +207,7 @@ class GenerationApi(Generic[Body]):
             await _fail(connection, answer, internal())
 
     def _position(self, session: Session, last_event_id: str | None) -> StreamPosition:
-        """Return the place where the answer continues."""
+        """Return the position at which the response continues."""
         if not session.body.stream or last_event_id is None:
             return StreamPosition([None] * len(session.histories))
         limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
@@ -217,7 +217,7 @@ class GenerationApi(Generic[Body]):
 async def _whole(
     state: ApiState, body: SamplingBody, generation: Generation, answer: Answer
 ) -> bytes:
-    """Render an answer; one with very many parts is rendered in a thread, one at a time."""
+    """Render a response; one with very many parts is rendered in a thread, one at a time."""
     num_candidates = 1 + max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
     num_tokens = sum(
         sequence.num_output_tokens + len(sequence.prompt_logprobs)
@@ -245,7 +245,7 @@ async def _send_stream(connection: Connection, generation: Generation, answer: A
 
 
 async def _send_step(connection: Connection, answer: Answer, step: Step) -> None:
-    """Render and send the events of one step, in pieces of at most about `_SEND_BYTES`."""
+    """Render and send the events of one step, in pieces of about `_SEND_BYTES` at most."""
     pieces: list[bytes] = []
     num_bytes = 0
     for i, (sequence, delta) in enumerate(step, start=1):
@@ -263,9 +263,9 @@ async def _send_step(connection: Connection, answer: Answer, step: Step) -> None
 async def _fail(
     connection: Connection, answer: Answer, error: ApiError, *, is_final: bool = True
 ) -> None:
-    """Send an error as an event if the status line has been sent, else raise it.
+    """Send an error as an event if the status line has been sent; otherwise raise it.
 
-    `is_final`: the answer has this end for other connections too.
+    `is_final`: the response ends this way for other connections too.
     """
     if not connection.response_started:
         raise error

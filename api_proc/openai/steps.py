@@ -1,4 +1,4 @@
-"""Steps of a generation: the deltas of its sequences that arrived together, and larger ones."""
+"""Steps of a generation: the deltas of its sequences that arrived together, and merged ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -9,14 +9,14 @@ Step = list[tuple[OutputSequence, Delta]]
 """Deltas that arrived together, in their order."""
 
 _STARTED_TOGETHER = 64
-"""Readers of sequences that begin in one iteration of the event loop."""
+"""Number of sequence readers that start in one iteration of the event loop."""
 
 
 async def merged(
     sequences: Sequence[OutputSequence],
     deltas_of: Callable[[OutputSequence], AsyncIterator[Delta]],
 ) -> AsyncIterator[Step]:
-    """Merge the deltas of sequences; one task reads each, and waits until its delta is taken."""
+    """Merge the deltas of sequences; one task reads each, and waits until its delta is used."""
     queue: asyncio.Queue[tuple[OutputSequence, Delta] | Exception | None]
     queue = asyncio.Queue(maxsize=len(sequences))
 

@@ -1,8 +1,8 @@
-"""Structured output: the fields that confine an answer become one grammar for the engine.
+"""Structured output: the fields that constrain an output become one grammar for the engine.
 
-The forms of several servers are understood: OpenAI's `response_format`, vLLM's `structured_outputs`
-and `guided_*`, llama.cpp's `grammar` and `json_schema`. The worker compiles the grammar; what it
-rejects is answered with a 400 that names the field here.
+The formats of several servers are supported: OpenAI's `response_format`, vLLM's
+`structured_outputs` and `guided_*`, llama.cpp's `grammar` and `json_schema`. The worker compiles
+the grammar; if it rejects the grammar, the answer is a 400 that names the field here.
 """
 
 import json
@@ -21,7 +21,7 @@ MAX_CHOICES = 4096
 MAX_TAGS = 128
 
 Schema = dict[str, Any] | bool | str
-"""A JSON schema, or the JSON text of one."""
+"""A JSON schema, or a string that contains one."""
 Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 _CONSTRAINTS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -33,7 +33,7 @@ _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """`response_format.json_schema`. The output always follows it, whatever `strict` is."""
+    """`response_format.json_schema`. The output always follows it, regardless of `strict`."""
 
     schema: Schema | None = None
     name: str | None = None
@@ -42,7 +42,7 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class TagStructure(msgspec.Struct, frozen=True):
-    """One kind of tag in a structural tag: its content follows a schema."""
+    """A kind of tag in a structural tag: its content follows a schema."""
 
     begin: str
     end: str
@@ -75,7 +75,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class Constrained(Protocol):
-    """The fields of a body that confine its answer."""
+    """The body fields that constrain its output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -89,7 +89,7 @@ class Constrained(Protocol):
 
 
 def grammar_of(body: Constrained) -> Grammar | None:
-    """Return the grammar of a body; a 400 if a constraint is empty, or there are several."""
+    """Return the grammar of a body; a 400 if a constraint is empty, or if there are several."""
     params = _constraining(body)
     if not params:
         return None
@@ -102,10 +102,10 @@ def grammar_of(body: Constrained) -> Grammar | None:
 
 
 def name_field(error: RequestError, body: Constrained) -> RequestError:
-    """Return an error about the grammar with the field that it comes from."""
+    """Return an error about the grammar, with the name of the field that it came from."""
     if error.param != "grammar":
         return error
-    param = next(iter(_constraining(body)), "tools")  # their calls may be confined, too
+    param = next(iter(_constraining(body)), "tools")  # their calls may be constrained, too
     return RequestError(error.code, f"{param}: {error.message}", param)
 
 
@@ -186,7 +186,7 @@ def _or_object(schema: Schema | None) -> Schema:
 def _from_schema(
     schema: Schema, param: str, whitespace: str | None = None, *, compact: bool = False
 ) -> Grammar:
-    """Return the grammar of a schema; `compact`: without whitespace between the tokens of JSON."""
+    """Return the grammar of a schema; `compact`: without whitespace between JSON tokens."""
     value = _decoded(schema, param)
     if compact or whitespace is not None:
         if not isinstance(value, dict):
@@ -253,7 +253,7 @@ def _from_structural_tag(form: ResponseFormat, param: str) -> Grammar:
 
 
 def _check_length(text: str, param: str) -> None:
-    """Reject a long text, before it is decoded to many times its size."""
+    """Reject a long text before it is decoded to many times its size."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise invalid(param, f"has {len(text)} characters, more than {MAX_GRAMMAR_CHARS}")
 
@@ -265,7 +265,7 @@ def _filled(text: str, param: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a string literal of Lark."""
+    """Return a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 

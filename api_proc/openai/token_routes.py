@@ -26,10 +26,10 @@ from protocol.api_core import ErrorCode
 from protocol.core_worker import ModelFacts
 
 MAX_TOKENS = 2**20
-"""Longest text that is tokenized, where the model's context is shorter."""
+"""Maximum number of tokens in a text if the model's context is shorter."""
 _SLICE_TOKENS = 4096
 _NO_FOREIGN: dict[str, str] = {}
-"""No field constrains an output, as there is none."""
+"""No fields constrain an output, since there is no output."""
 
 _decode_tokenize = BodyDecoder(TokenizeBody)
 _decode_detokenize = BodyDecoder(DetokenizeBody)
@@ -101,7 +101,7 @@ async def _tokenize(state: ApiState, body: TokenizeBody, facts: ModelFacts, turn
 async def _in_slices(
     token_ids: list[int], convert: Callable[[list[int]], list[Any]], turn: Turn
 ) -> bytes:
-    """Encode a list with what `convert` makes of the ids, and let other tasks run in between."""
+    """Encode a list with the results of `convert` for the ids; other tasks run in between."""
     parts: list[bytes] = []
     for start in range(0, len(token_ids), _SLICE_TOKENS):
         if start:
@@ -159,7 +159,7 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
 
 
 async def _highest(token_ids: list[int], turn: Turn) -> int:
-    """Return the highest of the ids, and let other tasks run in between."""
+    """Return the highest of the ids, letting other tasks run in between."""
     highest = 0
     for start in range(0, len(token_ids), _SLICE_TOKENS):
         if start:

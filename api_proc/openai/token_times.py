@@ -1,4 +1,4 @@
-"""When the tokens of a sequence arrive, for the metrics."""
+"""Arrival times of a sequence's tokens, for the metrics."""
 
 import time
 
@@ -16,11 +16,11 @@ class TokenTimes:
 
     @property
     def to_first_s(self) -> float | None:
-        """Seconds from the request to its first token; None: there was no token yet."""
+        """Seconds from the request to its first token; None before that."""
         return self._first - self._arrival if self._first else None
 
     def arrived(self) -> None:
-        """Observe that further tokens are here."""
+        """Record that further tokens have arrived."""
         now = time.monotonic()
         if self._first:
             self._metrics.inter_token_latency.observe(now - self._last)
@@ -30,7 +30,7 @@ class TokenTimes:
         self._last = now
 
     def ended(self, sequence: OutputSequence) -> None:
-        """Observe the end of the sequence."""
+        """Record the end of the sequence."""
         self._metrics.count_end(str(sequence.finish_reason))
         self._metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
         num_tokens = sequence.num_output_tokens
