@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Conversion of text to token ids and back."""

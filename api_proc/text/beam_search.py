@@ -1,7 +1,7 @@
-"""Beam search, composed of ordinary requests: a step asks for one token after each beam.
+"""Beam search, composed of ordinary requests: each step requests one token after each beam.
 
-What the search keeps are token ids and sums of log-probabilities. Each request survives the death
-of the core and of a worker like any other, and so does the search.
+The search keeps only token ids and sums of log-probabilities. Each request survives the death of
+the core and of a worker like any other, and so does the search.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 _SLICE_S = 0.002
 
 Submit = Callable[[list[int], SamplingParams], TokenStream]
-"""Sends a request to the engine: the prompt, and these tokens of a beam after it."""
+"""Sends a request to the engine, given the tokens of a beam that follow the prompt."""
 
 
 class BeamSearchOptions(NamedTuple):
     beam_width: int
     max_tokens: int
     eos_token_ids: frozenset[int]
-    """Tokens that end a beam; empty: EOS is a token like others."""
+    """Tokens that end a beam; empty: EOS is treated like any other token."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The request's own, which it reports as the reason."""
+    """The request's own stop tokens, which are reported as the stop reason."""
     length_penalty: float = 1.0
     """Exponent of the length by which the sum of log-probabilities is divided."""
     early_stopping: bool = False
-    """Stop at `beam_width` beams that have ended; else continue until none can get better."""
+    """Stop once `beam_width` beams have ended; otherwise continue until none can improve."""
     num_logprobs: int = 0
-    """Candidates to describe at each position."""
+    """Number of candidates to return at each position."""
 
 
 class Beam(NamedTuple):
@@ -47,7 +47,7 @@ class Beam(NamedTuple):
     stop_token_id: int | None = None
 
     def score(self, length_penalty: float, num_tokens: int | None = None) -> float:
-        """Return what beams are compared by; a token that ends the beam has no length."""
+        """Return the score for comparing beams; a token that ends the beam adds no length."""
         if num_tokens is None:
             num_tokens = len(self.token_ids) - (self.finish_reason is FinishReason.STOP)
         return float(self.cumulative_logprob / max(1, num_tokens) ** length_penalty)
@@ -57,7 +57,7 @@ class BeamSearchResult(NamedTuple):
     beams: list[Beam]
     """Best first."""
     num_cached_tokens: int | None
-    """Tokens of the prompt in the prefix cache, at the first step."""
+    """Cached tokens of the prompt at the first step."""
 
 
 async def beam_search(submit: Submit, options: BeamSearchOptions) -> BeamSearchResult:
@@ -111,7 +111,7 @@ class _Candidate(NamedTuple):
 
 
 async def _step(submit: Submit, beams: list[Beam], params: SamplingParams) -> list[RequestOutput]:
-    """Continue all beams by one token; long prompts are submitted in several turns of the loop."""
+    """Continue all beams by one token; long prompts are submitted in several loop turns."""
     streams: list[TokenStream] = []
     outputs = []
     try:
@@ -153,9 +153,9 @@ def _extended(candidate: _Candidate, options: BeamSearchOptions) -> Beam:
 
 
 def _is_over(beams: list[Beam], ended: list[Beam], options: BeamSearchOptions) -> bool:
-    """Whether no beam can displace one of those that have ended.
+    """Return whether no beam can displace one of those that have ended.
 
-    A longer beam is at most as likely as it is now, so that its length alone can raise its score.
+    Continuing a beam cannot increase its likelihood, so only its length can raise its score.
     """
     if len(ended) < options.beam_width:
         return False
@@ -168,7 +168,7 @@ def _is_over(beams: list[Beam], ended: list[Beam], options: BeamSearchOptions) -
 
 
 class BeamSearch:
-    """A search whose beams are read as streams; it runs from the first read on."""
+    """A search whose beams are read as streams; it starts at the first read."""
 
     def __init__(self, submit: Submit, options: BeamSearchOptions) -> None:
         self._search = partial(beam_search, submit, options)
@@ -196,16 +196,16 @@ class BeamSearch:
             self._task.cancel()
 
     def fail(self, error: RequestFailed) -> None:
-        """End the search with an error for all that read its beams."""
+        """End the search with an error for all readers of its beams."""
         self._error = self._error or error
         self.cancel()
 
 
 class BeamStream:
-    """One beam, by its rank: a `TokenStream` of one output, at the end."""
+    """The beam of one rank: a `TokenStream` that yields a single output at the end."""
 
     num_unread = 0
-    resumed_inexactly = False  # no request has two tokens
+    resumed_inexactly = False  # each request has a single token
 
     def __init__(self, search: BeamSearch, rank: int) -> None:
         self._search = search

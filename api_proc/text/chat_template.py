@@ -21,7 +21,7 @@ _EXAMPLE = "an example"
 
 
 class ChatTemplateError(Exception):
-    """The template rejects the messages; the text comes from the template."""
+    """The template rejects the messages; the error text comes from the template."""
 
 
 class ChatTemplate:
@@ -34,7 +34,7 @@ class ChatTemplate:
         try:
             parsed = environment.parse(source)
             self.is_simple = meter(parsed)
-            """Whether `max_steps` limits the time and memory of a rendering."""
+            """True if `max_steps` limits the time and memory of a rendering."""
             if self.is_simple:
                 self._template = environment.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
@@ -44,7 +44,7 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        """Compiled at the first use: the compiler evaluates constants, which may have no end."""
+        """Compiled on first use, because the compiler evaluates constants, possibly without end."""
         return _prepared(ImmutableSandboxedEnvironment).from_string(self.source)
 
     def render(
@@ -73,7 +73,7 @@ class ChatTemplate:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message in the form that this template reads, where templates differ."""
+        """Return a message in the form that this template expects."""
         result = dict(message)
         if result.get("content") is None and not self._distinguishes_none:
             result["content"] = ""
@@ -91,9 +91,9 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether contents must be lists of parts, as with some vision-language models.
+        """True if contents must be lists of parts, as for some vision-language models.
 
-        An example is rendered with a text: such a template fails, or skips the text.
+        An example with a plain text is rendered: such a template fails, or omits the text.
         """
 
         def shows(content: object) -> bool:
@@ -106,7 +106,7 @@ class ChatTemplate:
                 )
             except (TooManySteps, MemoryError):
                 raise
-            except Exception:  # a template may raise anything, also for another reason than this
+            except Exception:  # a template may raise anything, for other reasons too
                 return False
             return _EXAMPLE in text
 
@@ -114,15 +114,15 @@ class ChatTemplate:
 
     @cached_property
     def _distinguishes_none(self) -> bool:
-        """Whether the template compares the content with none, which others would print."""
+        """True if the template compares the content with none; other templates would print it."""
         return _COMPARES_CONTENT.search(self.source) is not None
 
     @cached_property
     def _reads_arguments_as_text(self) -> bool:
-        """Whether the arguments of calls must be JSON text; most templates need the object.
+        """True if the arguments of calls must be JSON text; most templates expect the object.
 
-        An example is rendered with an object: a template that concatenates text fails, or prints
-        it as Python does.
+        An example with an object is rendered: a template that concatenates text fails, or prints
+        the object as Python does.
         """
         function: dict[str, Any] = {"name": "f", "arguments": {"a_key": "a value"}}
         messages = [
@@ -146,7 +146,7 @@ class ChatTemplate:
             return "{'a_key': 'a value'}" in rendered({"a_key": "a value"})
         except (TooManySteps, MemoryError):
             raise
-        except Exception:  # a template may raise anything, also for another reason than this
+        except Exception:  # a template may raise anything, for other reasons too
             try:
                 rendered('{"a_key": "a value"}')
             except (TooManySteps, MemoryError):
@@ -183,7 +183,7 @@ def _prepared(kind: type[ImmutableSandboxedEnvironment]) -> ImmutableSandboxedEn
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Encode without the HTML escapes of Jinja's own filter."""
+    """Encode without the HTML escapes of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

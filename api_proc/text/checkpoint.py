@@ -1,4 +1,4 @@
-"""Reads the text side of a checkpoint: special tokens, chat templates, sampling defaults."""
+"""Reads the text files of a checkpoint: special tokens, chat templates, sampling defaults."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """Values of fields that a request leaves out; generation_config.json may change them."""
+    """Defaults for fields that a request omits; generation_config.json may override them."""
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -27,7 +27,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, or an empty one where the file does not exist."""
+    """Return the object in a file, or an empty one if the file does not exist."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Return the defaults of generation_config.json; ignores, and logs, values out of bounds."""
+    """Return the defaults of generation_config.json; log and ignore values out of bounds."""
     config = read_json(directory / "generation_config.json")
     values = {}
     for item in msgspec.structs.fields(SamplingDefaults):

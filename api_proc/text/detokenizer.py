@@ -1,4 +1,4 @@
-"""Turns tokens into text one by one: the pieces add up to the text of all tokens together."""
+"""Decodes tokens one by one: the pieces add up to the text of all tokens together."""
 
 import codecs
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 NUM_CONTEXT_TOKENS = 16
-"""Prompt tokens that precede the first output token when it is decoded."""
+"""Number of prompt tokens that are decoded before the first output token."""
 MAX_PENDING_TOKENS = 16
 """A character has at most four bytes, so more tokens than this without text are not a character."""
 _NUM_UTF8_BYTES_MAX = 4
@@ -15,14 +15,14 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are byte strings: exact, even for bytes that are not UTF-8."""
+    """For tokenizers whose tokens are byte strings: exact even for invalid UTF-8."""
 
     __slots__ = ("_decode", "_hidden", "_table")
 
     def __init__(
         self, table: Mapping[int, bytes], prompt_token_ids: list[int], hidden: frozenset[int]
     ) -> None:
-        """Continue after a prompt, which may end in a character; `hidden` tokens have no text."""
+        """Continue a prompt, which may end within a character; `hidden` tokens have no text."""
         self._table = table
         self._hidden = hidden
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -40,7 +40,7 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """For all other tokenizers: the library's stream, with a bound on the tokens held back."""
+    """For all other tokenizers: the library's stream, with a limit on the tokens held back."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool

@@ -1,4 +1,4 @@
-"""How a checkpoint was trained to embed: its defaults, and what requests may choose."""
+"""The checkpoint's settings for embeddings: its defaults, and the options of requests."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -12,18 +12,18 @@ from protocol.config.sentence_modules import SentenceModules, read_sentence_modu
 
 
 class EmbeddingConfig(NamedTuple):
-    """How the model was trained to embed."""
+    """The settings with which the model was trained to embed."""
 
     modules: SentenceModules = SentenceModules()
     can_shorten: bool = False
-    """Whether the first numbers of a vector are a vector, too (Matryoshka representations)."""
+    """True if a prefix of a vector is also a valid vector (Matryoshka representations)."""
     dimensions: tuple[int, ...] = ()
-    """The lengths that were trained; empty: any."""
+    """The trained vector lengths; empty: any."""
 
     def prompt(self, name: str | None) -> str:
-        """Return the text to put in front of texts: that of a name, or the checkpoint's default.
+        """Return the text to prepend: the prompt with this name, or the checkpoint's default.
 
-        An empty name stands for no text.
+        An empty name means no text.
         """
         modules = self.modules
         if name is None:
@@ -39,7 +39,7 @@ class EmbeddingConfig(NamedTuple):
         return modules.prompts[name]
 
     def texts(self, texts: list[str], prompt_name: str | None) -> list[str]:
-        """Return texts as they are tokenized."""
+        """Return the texts to tokenize."""
         prompt = self.prompt(prompt_name)
         texts = [prompt + text for text in texts] if prompt else texts
         return [text.lower() for text in texts] if self.modules.lowers_case else texts
@@ -55,7 +55,7 @@ def _read(directory: str) -> EmbeddingConfig:
 
 
 def embedding_config(model: ModelConfig) -> EmbeddingConfig:
-    """Read the files once; the vectors of the null model may have any length."""
+    """Read the files once; vectors of the null model may have any length."""
     if model.model == NULL_MODEL:
         return EmbeddingConfig(can_shorten=True)
     return _read(model.model)

@@ -1,4 +1,4 @@
-"""A chat prompt that ends within its final message, so that the model continues this message."""
+"""Chat prompts that end within the final message, so that the model continues that message."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from api_proc.text.chat_template import ChatTemplateError
 
 _MARK = "\ue000the end\ue000"
-"""Stands after the final message while the chat is rendered; private characters of Unicode."""
+"""Follows the final message while the chat is rendered; private characters of Unicode."""
 
 Messages = list[dict[str, Any]]
 
@@ -14,8 +14,8 @@ Messages = list[dict[str, Any]]
 def render_open(messages: Messages, render: Callable[[Messages], str]) -> str:
     """Render a chat and cut it after the content of its final message.
 
-    A mark finds the place; the content itself may occur again in what the template appends. If the
-    template trims messages, so is this one.
+    The place is found by a mark, because the content may occur again in text that the template
+    appends. If the template trims messages, the final message is trimmed too.
     """
     content = messages[-1].get("content")
     if not isinstance(content, str):

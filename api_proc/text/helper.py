@@ -1,8 +1,8 @@
-"""A process of the pool: `python -m api_proc.text.helper FD` does the jobs that arrive at a socket.
+"""A process of the pool: `python -m api_proc.text.helper FD` does the jobs received from a socket.
 
-It runs alongside the API, which kills it when a job takes too long. A job that needs too much
-memory ends the helper alone. Frames in both directions: 4 bytes of length, then the body. The first
-frame is the configuration of the model, and the first answer is empty: the helper is ready.
+It runs alongside the API, which kills it if a job takes too long. A job that needs too much memory
+ends only the helper. Frames in both directions: 4 bytes of length, then the body. The first frame
+is the configuration of the model, and the first answer is empty: the helper is ready.
 """
 
 import contextlib
@@ -40,14 +40,13 @@ from protocol.process.prctl import die_with_parent, set_name
 
 _NICENESS = 5
 _OOM_SCORE = "500"
-"""The kernel's out-of-memory score, at most 1000: it kills this process before those with
-requests."""
+"""Out-of-memory score, at most 1000: the kernel kills this process before those with requests."""
 
 
 def main() -> None:
-    """Do every job that is read, until the API closes the socket."""
+    """Do every received job until the API closes the socket."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the supervisor
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupt is for the supervisor
     set_name("troika-text")
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
@@ -55,7 +54,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return_memory_early()
-    logging.disable()  # the API has logged the same about the model's files
+    logging.disable()  # the API has logged the same messages about the model's files
     connection = socket.socket(fileno=int(sys.argv[1]))
     source = connection.makefile("rb")
     text = TextProcessor.load(msgspec.msgpack.decode(_read(source), type=ModelConfig))

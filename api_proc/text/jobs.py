@@ -1,4 +1,4 @@
-"""Work on text, as values: it is done in the server, or in a process of the pool.
+"""Text processing jobs as values, done in the server or in a process of the pool.
 
 A job crosses the pipe as JSON, which has integers of any length, and its result as msgpack.
 """
@@ -12,11 +12,11 @@ from api_proc.text.tokenizer import EncodeOptions
 LENGTH_BYTES = 4
 """Size of the length before each frame between the API and a helper."""
 MAX_MEMORY_BYTES = 1 * 2**30
-"""Memory that a job may take in a helper, besides the tokenizer."""
+"""Memory that a job may use in a helper, in addition to the tokenizer."""
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """What a chat template renders."""
+    """The input of a chat template."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -39,23 +39,23 @@ class EncodeChat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Return the ids of texts, each in the pieces of a `LiteralText`."""
+    """Return the ids of texts, each given as the pieces of a `LiteralText`."""
 
     texts: list[list[str]]
     options: EncodeOptions
     is_literal: bool = False
-    """Special tokens in the pieces stay text, too."""
+    """True if special tokens in the pieces also stay text."""
 
 
 class EncodePairs(msgspec.Struct, frozen=True, tag=True):
-    """Return for each pair of texts its ids, and a list with `second_text_start` of its pooling."""
+    """Return the ids of each text pair, and a list with `second_text_start` of its pooling."""
 
     pairs: list[tuple[str, str]]
     options: EncodeOptions
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Return the text of ids, with special tokens, as one of `Pieces`."""
+    """Return the text of ids, including special tokens, as one of `Pieces`."""
 
     token_ids: list[int]
 
@@ -82,7 +82,7 @@ class PackedTokenIds(msgspec.Struct, frozen=True, tag=True):
 
 
 class TooLong(msgspec.Struct, frozen=True, tag=True):
-    """A text has more tokens than it may have."""
+    """A text has more tokens than allowed."""
 
     num_tokens: int
 
@@ -94,17 +94,17 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag=True):
-    """The job needs more memory than a process of the pool may take."""
+    """The job needs more memory than a process of the pool may use."""
 
 
 Result = Pieces | TokenIdLists
-"""What a job returns in the process that does it; errors are raised."""
+"""Results of a job in the process that does it; errors are raised."""
 Answer = Pieces | PackedTokenIds | TooLong | Rejected | OutOfMemory
-"""What a process of the pool answers."""
+"""Answers of a process of the pool."""
 
 
 class TextLimitReached(Exception):
-    """A job needs more time or memory than it may take; the text is for the client."""
+    """A job needs more time or memory than allowed; the error text is for the client."""
 
 
 class TextPoolUnavailable(Exception):

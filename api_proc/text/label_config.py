@@ -1,4 +1,4 @@
-"""What the scores of a classification head mean, read from config.json."""
+"""The meaning of a classification head's scores, read from config.json."""
 
 import math
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ class LabelConfig(NamedTuple):
     names: Mapping[str, str] = MappingProxyType({})
     """Names of labels by their numbers."""
     function: str = ""
-    """The name of torch's module in the checkpoint; empty: none is named."""
+    """The name of a torch module in the checkpoint; empty: none is named."""
     problem_type: str = ""
     has_separator: bool = True
-    """A pair of texts is tokenized as a pair; else as one text."""
+    """True if a pair of texts is tokenized as a pair rather than as one text."""
 
     def name(self, number: int) -> str:
         return self.names.get(str(number), f"LABEL_{number}")
 
     def activate(self, scores: list[float]) -> list[float]:
-        """Return the results of a text, from the scores of its labels."""
+        """Return the results for a text, given the scores of its labels."""
         by_size = "Sigmoid" if len(scores) == 1 else "Softmax"
         function = self.function or _BY_PROBLEM.get(self.problem_type, by_size)
         if function not in _FUNCTIONS:

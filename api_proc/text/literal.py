@@ -1,9 +1,9 @@
 """Text in which a user's special tokens stay text.
 
 A chat template writes special tokens around the messages, and the tokenizer cannot distinguish them
-from ones that a user has typed. So a mark is put into each special token of a message before the
-template is rendered, and the rendered text is cut at the marks. No piece contains a special token
-of a user, and the pieces are tokenized one by one.
+from those that a user has typed. So a mark is inserted into each special token of a message before
+the template is rendered, and the rendered text is cut at the marks. No piece then contains a
+special token of a user, and the pieces are tokenized one by one.
 """
 
 import re
@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 _MARK = str(10**20 + secrets.randbits(64))
-"""Digits, which no filter of a template changes; a client cannot guess them."""
+"""Digits, which no filter of a template changes; clients cannot guess them."""
 _NAME_CHARS = 256
 _CHUNK_CHARS = 2**16
-"""Regular expressions hold the interpreter: texts are searched in chunks of this size."""
+"""Regular expressions hold the GIL: texts are searched in chunks of this size."""
 
 
 class LiteralText(str):
@@ -31,7 +31,7 @@ class LiteralText(str):
 
     @classmethod
     def from_marked(cls, marked: str) -> "LiteralText":
-        """Remove the marks of `SpecialTokens.mark`, and remember their places."""
+        """Remove the marks of `SpecialTokens.mark`, and record their positions."""
         return cls.from_pieces(marked.split(_MARK))
 
 
@@ -45,7 +45,7 @@ class SpecialTokens:
         self._search = re.compile(_pattern(names)).search if names else None
 
     def mark(self, value: Any) -> Any:
-        """Return a text, or an object of JSON with texts, with its special tokens marked."""
+        """Return a text, or a JSON object with texts, with its special tokens marked."""
         if self._search is None:
             return value
         if isinstance(value, str):
@@ -76,7 +76,7 @@ class SpecialTokens:
 
 
 def _pattern(names: Iterable[str]) -> str:
-    """Return an expression for any of these names that compares common beginnings once."""
+    """Return an expression for any of these names that compares common prefixes once."""
     by_first: dict[str, set[str]] = {}
     for name in names:
         by_first.setdefault(name[:1], set()).add(name[1:])

@@ -1,4 +1,4 @@
-"""One output sequence of a request: token ids become text, which ends at a stop string."""
+"""An output sequence of a request: decodes token ids, and ends at a stop string."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ REPETITION_DETECTED = "repetition_detected"
 
 
 class Prompt(NamedTuple):
-    """One prompt of a request: its ids, and its text where it was sent as text."""
+    """A prompt of a request: its ids, and its text if it was sent as text."""
 
     token_ids: list[int]
     text: str | None
@@ -28,11 +28,11 @@ class TokenStream(Protocol):
 
     @property
     def num_unread(self) -> int:
-        """Tokens that were received and not read yet."""
+        """Tokens that have arrived but are not yet read."""
 
     @property
     def resumed_inexactly(self) -> bool:
-        """Whether an engine with another fingerprint has continued outputs of the one before."""
+        """True if an engine with another fingerprint has continued earlier outputs."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
@@ -43,24 +43,24 @@ class TokenStream(Protocol):
 
 
 class Delta(NamedTuple):
-    """The text and tokens that one output of the core adds to an answer."""
+    """The text and tokens that one output of the core adds to a response."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     text_offsets: Sequence[int] = ()
-    """Number of characters of output before each token."""
+    """For each token, the number of output characters before it."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the sequence, or `REPETITION_DETECTED`."""
     events: list[Event] | None = None
-    """What the text consists of; None: content, without a parser."""
+    """The parsed parts of the text; None without a parser: everything is content."""
     num_computed_tokens: int | None = None
-    """Prompt tokens that are computed; of a delta that has nothing else."""
+    """Number of computed prompt tokens, in a delta that has nothing else."""
 
 
 class OutputSequence:
-    """The state of one sequence while it is generated."""
+    """The state of a sequence while it is generated."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class OutputSequence:
         )
 
     def _filter(self, piece: str) -> str:
-        """Return the part of `piece` that cannot become a stop string."""
+        """Return the part of `piece` that cannot become part of a stop string."""
         self._num_chars += len(piece)
         if self._matcher is None or not piece or self.num_output_tokens <= self._min_tokens:
             return piece
@@ -163,7 +163,7 @@ class OutputSequence:
         return Delta(text, token_ids, logprobs, offsets, str(FinishReason.STOP), matched)
 
     def _num_shown(self, output: RequestOutput) -> int:
-        """Return how many tokens become text: without a stop token, unless it was asked for."""
+        """Return the number of tokens to decode: without a stop token unless it was requested."""
         num_tokens = len(output.token_ids)
         if output.finish_reason is FinishReason.STOP and not self._include_stop:
             return num_tokens - 1

@@ -1,13 +1,13 @@
-"""Processes that do long jobs on text, and their limits.
+"""Processes that do long text jobs, and their limits.
 
-A lane is a task that owns one helper process and does one job after the other. A helper that
-exceeds the time for a job is killed, and its job refused; if a helper dies, the next one tries its
-job once more. Lanes start when there is work for them, and a killed helper is replaced at once.
+A lane is a task that owns one helper process and does one job after another. A helper that exceeds
+the time for a job is killed, and its job is refused. If a helper dies, the next one tries its job
+once more. Lanes start when there is work for them, and a killed helper is replaced at once.
 
-An abandoned job, whose request has ended meanwhile, is left alone while it is short: its helper is
-killed once the job has used as much processor time as the start of a helper takes. So the
-replacement never costs more than the job has used already. Clients that disconnect over and over
-can double the work that they cause, and no more, and such a job holds its lane for about two starts
+An abandoned job, whose request has ended in the meantime, may continue while it is short. Its
+helper is killed once the job has used as much processor time as a helper needs to start. So the
+replacement never costs more than the job has already used. Clients that disconnect repeatedly can
+at most double the work that they cause, and such a job occupies its lane for about two starts
 instead of the time that its size allows.
 """
 
@@ -48,11 +48,11 @@ from protocol.process.cpu_clock import cpu_seconds
 LIMIT_S = 2.0
 """Processor time for a job of any size."""
 LIMIT_S_PER_MIB = 4.0
-"""Added to it for each MiB of the job, which takes up to a second."""
+"""Additional time for each MiB of the job, which needs up to a second."""
 START_S = 60.0
-"""Longest wait for the start of a helper, which loads the tokenizer."""
+"""Longest wait for a helper to start and load the tokenizer."""
 MAX_WAIT_S = 60.0
-"""After which a job is not begun any more."""
+"""Longest wait until a job begins; after that it is refused."""
 _CHECK_S = 0.1
 _MAX_ANSWER_BYTES = 2**26
 _SLICE_BYTES = 2**17
@@ -62,7 +62,7 @@ _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class _Order(NamedTuple):
-    """A job that waits, and the place for its answer."""
+    """A waiting job, and the future for its answer."""
 
     body: bytes
     answer: asyncio.Future[bytes]
@@ -84,7 +84,7 @@ class TextPool:
         self._num_idle = 0
 
     async def run(self, body: bytes) -> Result:
-        """Do a job and return its result, or raise its error or that of a limit."""
+        """Do a job and return its result, or raise its error or the error of a limit."""
         order = _Order(body, asyncio.get_running_loop().create_future(), time.monotonic())
         if self._orders.full():
             self._drop_abandoned()
@@ -101,14 +101,14 @@ class TextPool:
         return await _unpacked(await order.answer)
 
     def _drop_abandoned(self) -> None:
-        """Remove the jobs whose requests have ended meanwhile."""
+        """Remove the jobs whose requests have ended in the meantime."""
         waiting = [self._orders.get_nowait() for _ in range(self._orders.qsize())]
         for order in waiting:
             if not order.answer.done():
                 self._orders.put_nowait(order)
 
     def close(self) -> None:
-        """Kill all helpers; jobs that are not done are cancelled with their requests."""
+        """Kill all helpers; unfinished jobs are cancelled with their requests."""
         for lane in list(self._lanes):
             lane.cancel()
 
@@ -129,14 +129,14 @@ class TextPool:
 
 
 class _Lane:
-    """One place for a helper process, and the helper in it."""
+    """A place for a helper process, and the helper in it."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
         self._helper: _Helper | None = None
 
     async def do(self, order: _Order) -> None:
-        """Answer an order, in any case."""
+        """Answer an order in every case."""
         try:
             await self._do(order)
         except Exception:
@@ -171,7 +171,7 @@ class _Lane:
                     order.answer.set_result(answer)
 
     async def prepare(self) -> None:
-        """Replace a helper that was killed, so that the next job finds one."""
+        """Replace a killed helper, so that the next job finds one."""
         if self._helper is None:
             try:
                 self._helper = await _Helper.start(self._model)
@@ -202,11 +202,11 @@ class _HelperDied(Exception):
 
 
 class _Abandoned(Exception):
-    """The job's answer is of no use any more, and the job continues."""
+    """The job's answer is no longer needed, but the job continues."""
 
 
 class _Helper:
-    """The API's end of a helper. After an exception it cannot be used any more."""
+    """The API's end of a helper. It cannot be used after an exception."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: StreamReader, writer: StreamWriter
@@ -292,7 +292,7 @@ class _Helper:
     def close(self) -> None:
         self._process.kill()
         self._writer.transport.abort()
-        # The end of a process with much memory takes a while.
+        # A process that uses much memory takes a while to end.
         threading.Thread(target=self._process.wait, daemon=True).start()
 
 

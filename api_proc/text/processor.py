@@ -1,8 +1,9 @@
 """Turns prompts into token ids: short texts in place, longer ones in a thread or in a process.
 
-Text over `INLINE_CHARS` is handled in a single thread, and over `THREAD_CHARS` in the pool, whose
-processes are killed past their limits. So is every chat whose template is not simple
-(`api_proc.text.template_meter`), or takes more steps than a rendering in this process may take.
+Texts longer than `INLINE_CHARS` are processed in a single thread, and those longer than
+`THREAD_CHARS` in the pool, whose processes are killed if they exceed their limits. The pool also
+processes every chat whose template is not simple (`api_proc.text.template_meter`), or needs more
+steps than a rendering in this process is allowed.
 """
 
 import asyncio
@@ -53,15 +54,16 @@ INLINE_CHARS = 2048
 THREAD_CHARS = 2**14
 """Longer texts go to the pool."""
 MAX_LONG_TEXTS = 64
-"""That wait for the thread, or for the pool."""
+"""Maximum number of texts that wait for the thread, or for the pool."""
 _NICENESS = 5
 _SLICE_IDS = 2**15
 _ID_CHARS = 2
-"""Decoding an id takes about as long as encoding this number of characters."""
+"""Number of characters that take as long to encode as one id takes to decode."""
 
 NULL_MODEL = "null"
 REASONING_TAIL_TOKENS = 32
-"""Tokens at the end of a prompt that hold the marker of reasoning that it begins or ends."""
+"""Number of tokens at the end of a prompt that contain the marker if the prompt begins or ends
+reasoning."""
 _NULL_CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n"
@@ -90,7 +92,7 @@ class TextProcessor:
         self.defaults = defaults or SamplingDefaults()
         self.tokenizer_config = tokenizer_config or {}
         self.dialect = dialect or Dialect()
-        """How the model writes reasoning and tool calls."""
+        """The model's format for reasoning and tool calls."""
         self._pool = pool
         self._num_waiting = 0
         self._executor = ThreadPoolExecutor(1, "tokenize", initializer=_lower_priority)
@@ -144,7 +146,7 @@ class TextProcessor:
     async def encode_pairs(
         self, pairs: list[tuple[str, str]], options: EncodeOptions, *, param: str
     ) -> list[tuple[list[int], int]]:
-        """Return the ids of pairs of texts, and where the tokens of each have the type 1, or 0."""
+        """Return the ids of each text pair, and where its tokens of type 1 begin, or 0."""
         num_chars = [len(first) + len(second) for first, second in pairs]
         try:
             self._check_length(max(num_chars, default=0), options)
@@ -166,7 +168,7 @@ class TextProcessor:
         continue_final_message: bool = False,
         param: str = "messages",
     ) -> list[int]:
-        """Return the ids of a chat's prompt, as `render` and `encode` do, in one step."""
+        """Return the ids of a chat's prompt, like `render` followed by `encode`."""
         chat = Chat(messages, add_generation_prompt, extra, tools, continue_final_message)
         self._require_template(chat)
         job = EncodeChat(chat, options)
@@ -183,7 +185,7 @@ class TextProcessor:
         tools: list[dict[str, Any]] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt of a chat, as a `LiteralText`: special tokens in it stay text.
+        """Return the prompt of a chat as a `LiteralText`: special tokens in it stay text.
 
         It may end within the final message.
         """
@@ -195,7 +197,7 @@ class TextProcessor:
         return LiteralText.from_pieces(result.pieces)
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Return the text of ids, with special tokens."""
+        """Return the text of ids, including special tokens."""
         body = await _encoded_in_slices(token_ids) if len(token_ids) > _SLICE_IDS else None
         result = await self._run(Decode(token_ids), _ID_CHARS * len(token_ids), "tokens", body)
         assert isinstance(result, Pieces)
@@ -255,12 +257,12 @@ class TextProcessor:
             raise invalid("messages", message, "no_chat_template")
 
     def is_reasoning_open(self, prompt_token_ids: list[int]) -> bool:
-        """Whether a prompt ends with the start of the model's reasoning."""
+        """Return whether a prompt ends with the start of the model's reasoning."""
         reasoning = self.dialect.reasoning
         return reasoning is not None and self._ends_with(prompt_token_ids, reasoning.begin)
 
     def is_reasoning_over(self, prompt_token_ids: list[int]) -> bool:
-        """Whether a prompt ends with the end of the model's reasoning, as where that is off."""
+        """Return whether a prompt ends with the end of reasoning, for example if that is off."""
         reasoning = self.dialect.reasoning
         return reasoning is not None and self._ends_with(prompt_token_ids, reasoning.end)
 
@@ -285,7 +287,7 @@ class TextProcessor:
         return result.lists
 
     async def _run(self, job: Job, num_chars: int, param: str, body: bytes | None = None) -> Result:
-        """Do a job where it belongs; `body` is the job as JSON, where it is known."""
+        """Do a job in the appropriate place; `body` is the job as JSON, if known."""
         try:
             if self._pool is None:
                 return await self._run_here(job, num_chars, None)
@@ -303,7 +305,7 @@ class TextProcessor:
             raise unavailable(str(error), "tokenizer_unavailable") from error
 
     def _is_limited(self, job: Job) -> bool:
-        """Whether a job of a short text ends soon."""
+        """Return whether a job with a short text is sure to end soon."""
         if not isinstance(job, Render | EncodeChat):
             return True
         template = self._template_for(job.chat)
@@ -323,12 +325,12 @@ class TextProcessor:
 
 
 def _encoded(job: Job) -> bytes:
-    """Return a job as JSON; of a Python program it may contain other objects."""
+    """Return a job as JSON; jobs of a Python program may contain other objects."""
     return msgspec.json.encode(job, enc_hook=str)
 
 
 async def _encoded_in_slices(token_ids: list[int]) -> bytes:
-    """Return the job `Decode` as JSON, and let other tasks run in between."""
+    """Return the job `Decode` as JSON, letting other tasks run in between."""
     parts: list[bytes] = []
     for start in range(0, len(token_ids), _SLICE_IDS):
         parts.append(msgspec.json.encode(token_ids[start : start + _SLICE_IDS])[1:-1])

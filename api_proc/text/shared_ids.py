@@ -1,4 +1,4 @@
-"""Lists of token ids that share their integer objects: 8 bytes an id instead of 40."""
+"""Lists of token ids that share their integer objects: 8 bytes per id instead of 40."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -8,7 +8,7 @@ NUM_SHARED = 2**18
 
 
 def shared_ids(token_ids: Iterable[int]) -> list[int]:
-    """Return these ids as a list, in which ids below NUM_SHARED are shared objects."""
+    """Return these ids as a list in which ids below NUM_SHARED are shared objects."""
     numbers = _numbers()
     try:
         return list(map(numbers.__getitem__, token_ids))
@@ -18,5 +18,5 @@ def shared_ids(token_ids: Iterable[int]) -> list[int]:
 
 @cache
 def _numbers() -> list[int]:
-    """Return all numbers; they take 10 MiB, from the first long prompt on."""
+    """Return all shared numbers; they use 10 MiB, from the first long prompt on."""
     return list(range(NUM_SHARED))

@@ -4,7 +4,7 @@
 class StopMatcher:
     """Matches all stop strings in parallel, character by character.
 
-    The first stop string to be complete wins, the longest one where several end at the same place,
+    The first stop string to be complete wins, or the longest one if several end at the same place,
     so the result does not depend on how the text is split into pieces.
     """
 
@@ -36,19 +36,19 @@ class StopMatcher:
 
 
 class _Pattern:
-    """One stop string with its Knuth-Morris-Pratt state."""
+    """A stop string with its Knuth-Morris-Pratt state."""
 
     __slots__ = ("_failure", "end", "num_matched", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        """Length of the stop string's prefix that the text ends with."""
+        """Length of the longest prefix of the stop string with which the text ends."""
         self.end = 0
         self._failure = _failure_table(text)
 
     def push(self, piece: str) -> int:
-        """Return the place in `piece` where the stop string ends, or `len(piece) + 1`."""
+        """Return the position in `piece` at which the stop string ends, or `len(piece) + 1`."""
         self.end = len(piece) + 1
         matched = self.num_matched
         text = self.text

@@ -1,11 +1,11 @@
 """Limits on a template that is rendered in the server itself, where nothing can interrupt it.
 
 Only a template of simple parts is rendered there: loops over values, macros, and the operators,
-filters and methods listed below, which take a time in proportion to their operands. The work is
-counted in steps: each pass of a loop or macro counts the nodes in its body, each operand its size,
-and each output its length. A value that is given a name has a greatest size, so that values cannot
-grow by repetition. Any other template, and any rendering past the limit, is left to a process
-that can be killed.
+filters and methods listed below, whose time is proportional to the size of their operands. The work
+is counted in steps: each pass of a loop or macro counts the nodes in its body, each operand its
+size, and each output its length. A value that is assigned to a name has a maximum size, so that
+values cannot grow by repetition. Any other template, and any rendering that exceeds the limit, is
+left to a process that can be killed.
 """
 
 import threading
@@ -20,16 +20,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_STEPS = 20_000
-"""Nodes of the template that are evaluated: some milliseconds, and tens of them at the worst."""
+"""Maximum number of evaluated template nodes: some milliseconds, or tens of them in the worst
+case."""
 MAX_VALUE_SIZE = 2**12
-"""Largest size of a named value, in steps: one for each item, and for each 32 characters."""
+"""Maximum size of a named value, in steps: one for each item, and for each 32 characters."""
 _CHARS_PER_STEP = 32
 _SHORT_CHARS = 256
-"""Shorter texts cost nothing beside the node that handles them."""
+"""Shorter texts cost nothing compared with the node that processes them."""
 _MAX_INT = 2**64
 _MAX_CONSTANT_CHARS = 64
 _MAX_CONSTANT_INT = 16
-"""Such as an indentation."""
+"""For example, an indentation."""
 _UNLIMITED = float("inf")
 
 _NODES = (
@@ -44,7 +45,7 @@ _MAKES_VALUES = (
     *(nodes.List, nodes.Dict, nodes.Tuple, nodes.Add, nodes.Concat, nodes.Mul, nodes.Mod),
     *(nodes.Filter, nodes.Call),
 )
-"""What may return more than a part of one operand."""
+"""Filters and methods whose result may be more than a part of one operand."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -52,20 +53,20 @@ def _words(text: str) -> frozenset[str]:
 
 
 _QUICK_FILTERS = _words("abs count d default first float int last length safe")
-"""Their time does not depend on the size of the operand."""
+"""Filters whose time does not depend on the size of the operand."""
 _ITERATING_FILTERS = _words(
     "join list map max min reject rejectattr reverse select selectattr sort unique"
 )
-"""They handle each item, and each character of a text, by itself."""
+"""Filters that process each item, or each character of a text, separately."""
 _FILTERS = (
     _QUICK_FILTERS
     | _ITERATING_FILTERS
     | _words("capitalize dictsort e escape items lower replace string title tojson trim upper")
 )
 _SEARCHING_TESTS = _words("in")
-"""Their time depends on the size of an argument."""
+"""Tests whose time depends on the size of an argument."""
 _TEST_PLACES = {"select": 0, "reject": 0, "selectattr": 1, "rejectattr": 1}
-"""Filters that apply a test, and the place of its name among their arguments."""
+"""Filters that apply a test, and the position of its name among their arguments."""
 _MAPPED_FILTERS = _words("first int items last length list lower string title trim upper")
 _METHODS = _words(
     "capitalize count endswith find get index isalpha isdigit items join keys lower lstrip "
@@ -80,7 +81,7 @@ class TooManySteps(Exception):
 
 
 class _Meter(threading.local):
-    """What a rendering in this thread may still do."""
+    """The remaining steps of a rendering in this thread."""
 
     num_left: float = _UNLIMITED
 
@@ -95,7 +96,7 @@ _meter = _Meter()
 
 @contextmanager
 def limited(max_steps: int | None) -> Iterator[None]:
-    """Count the steps of a rendering in this block; past the limit it raises TooManySteps."""
+    """Count the steps of a rendering in this block; raise TooManySteps above the limit."""
     _meter.num_left = _UNLIMITED if max_steps is None else max_steps
     try:
         yield
@@ -120,7 +121,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Repetition and formatting of texts have no bound; numbers are kept short."""
+        """Allow short numbers only, since repetition and formatting of texts have no limit."""
         if _meter.num_left != _UNLIMITED:
             for operand in (left, right):
                 if not isinstance(operand, int | float) or not -_MAX_INT < operand < _MAX_INT:
@@ -129,7 +130,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 def meter(tree: nodes.Template) -> bool:
-    """Add the counting of steps to a template; False, and unchanged: it is not simple."""
+    """Add the counting of steps to a template; False, and unchanged, if it is not simple."""
     found = list(tree.find_all(nodes.Node))
     functions = _FUNCTIONS | {node.name for node in found if isinstance(node, nodes.Macro)}
     if not all(_is_simple(node, functions) for node in found):
@@ -231,7 +232,7 @@ def _is_simple_call(node: nodes.Call, functions: Iterable[str]) -> bool:
 
 
 def _are_short(operands: list[Any]) -> bool:
-    """Whether these are short constants, so that only the number of their uses matters."""
+    """Return whether these are short constants, so that only the number of uses matters."""
     return all(
         _are_short(operand.items)
         if isinstance(operand, nodes.Tuple)
@@ -243,7 +244,7 @@ def _are_short(operands: list[Any]) -> bool:
 
 
 def _steps(*parts: nodes.Node) -> nodes.Filter:
-    """Return a true expression that counts the nodes of these parts, and the text in them."""
+    """Return a true expression that counts the nodes of these parts and the text in them."""
     num_steps = 1
     for part in parts:
         num_steps += 1
@@ -254,7 +255,7 @@ def _steps(*parts: nodes.Node) -> nodes.Filter:
 
 
 def _checked(expression: Any) -> Any:
-    """Return an expression with a bound on its value, if it makes one."""
+    """Return an expression with a limit on its value, if it creates one."""
     makes_value = isinstance(expression, _MAKES_VALUES) or expression.find(_MAKES_VALUES)
     return _filter(expression, "_bounded") if makes_value else expression
 
@@ -327,7 +328,7 @@ def _charge_output(value: Any) -> Any:
 
 
 def _size(value: Any, most: int) -> int:
-    """Return the size in steps, where parts count as often as they occur; it ends beyond `most`."""
+    """Return the size in steps, counting repeated parts each time; stops beyond `most`."""
     if isinstance(value, str):
         return 1 + len(value) // _CHARS_PER_STEP
     if isinstance(value, int):

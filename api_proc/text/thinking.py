@@ -1,4 +1,4 @@
-"""The budget of a prompt's reasoning, as the engine takes it: with the markers as token ids."""
+"""The budget of a prompt's reasoning in the engine's form, with the markers as token ids."""
 
 from api_proc.errors import invalid
 from api_proc.text.processor import TextProcessor
@@ -11,10 +11,10 @@ _MARKER = EncodeOptions(add_special_tokens=False, max_tokens=MAX_MARKER_TOKENS)
 def thinking_budget(
     text: TextProcessor, prompt_token_ids: list[int], max_tokens: int | None
 ) -> ThinkingBudget | None:
-    """Return the budget of a request; None or -1 tokens: there is none.
+    """Return the budget of a request; None if it has none, or -1 tokens.
 
-    A 400 if the model has no format of reasoning, or one whose end is not a token of its own: the
-    ids of such an end depend on the text around it.
+    Raises a 400 if the model has no reasoning format, or if the end of reasoning is not a single
+    token: its ids would depend on the text around it.
     """
     if max_tokens is None or max_tokens == -1:
         return None
@@ -23,7 +23,7 @@ def thinking_budget(
         message = "the model has no known format of reasoning; --reasoning-parser names one"
         raise invalid(param, message)
     tokenizer = text.tokenizer
-    # The byte tokenizer has one way to write each text.
+    # The byte tokenizer has only one way to write a text.
     if tokenizer.added_token_id(form.end) is None and not isinstance(tokenizer, ByteTokenizer):
         raise invalid(param, f"the end of the model's reasoning, {form.end!r}, is not one token")
     is_open = text.is_reasoning_open(prompt_token_ids)
@@ -31,6 +31,6 @@ def thinking_budget(
     end = tokenizer.encode(form.end, _MARKER)
     ids = map(tokenizer.added_token_id, text.dialect.call_markers)
     calls = [i for i in ids if i is not None]
-    # A parser ignores white space before the marker: the model has begun to reason nevertheless.
+    # A parser ignores white space before the marker, so the model may have begun to reason.
     spaces = [] if is_open else tokenizer.space_token_ids
     return ThinkingBudget(max_tokens, begin, end, calls, spaces)

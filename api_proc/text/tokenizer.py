@@ -26,14 +26,14 @@ _MIN_SHARED_IDS = 1024
 
 
 class EncodeOptions(NamedTuple):
-    """How a text becomes token ids."""
+    """Options for converting a text into token ids."""
 
     add_special_tokens: bool
     max_tokens: int
     keep_last: int | None = None
-    """Cut the ids to this many at their end."""
+    """Keep only this number of ids at the end."""
     num_outputs: int = 1
-    """Tokens that must fit into the model's context after the ids, at least."""
+    """Minimum number of tokens that must fit into the model's context after the ids."""
 
 
 class TooManyTokens(Exception):
@@ -88,7 +88,7 @@ class HfTokenizer:
         )
         spelled = (i for token, i in vocabulary.items() if not token.strip(_SPELLINGS_OF_SPACE))
         self.space_token_ids = _space_ids(spelled, self._table)
-        """Tokens of white space."""
+        """Ids of white-space tokens."""
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
         """Return the ids, or raise `TooManyTokens`."""
@@ -96,7 +96,7 @@ class HfTokenizer:
             return self._encode_pieces(text.pieces, options)
         if options.num_outputs == 0 and options.keep_last is not None:
             return _compact(self._encode_last(text, options))
-        # Of the library's methods this one releases the GIL.
+        # Among the library's methods, this one releases the GIL.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=options.add_special_tokens
         )
@@ -107,7 +107,7 @@ class HfTokenizer:
         return _compact(encoding.ids)
 
     def _encode_last(self, text: str, options: EncodeOptions) -> list[int]:
-        """Return the ids of the end of a text, in `keep_last` ids with those around it."""
+        """Return the ids of the end of a text: `keep_last` ids including the surrounding ones."""
         assert options.keep_last is not None
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         most = options.keep_last
@@ -122,7 +122,7 @@ class HfTokenizer:
         return list(encoding.ids)
 
     def encode_pair(self, first: str, second: str, options: EncodeOptions) -> tuple[list[int], int]:
-        """Return the ids of a pair of texts, and from where on they have the type 1, or 0.
+        """Return the ids of a pair of texts, and where those of type 1 begin, or 0.
 
         With `keep_last` the ends of the texts are cut, that of the longer one first.
         """
@@ -175,7 +175,7 @@ class HfTokenizer:
         return self._table[token_id]
 
     def added_token_id(self, text: str) -> int | None:
-        """Return the id of a token that is not a part of the trained vocabulary."""
+        """Return the id of a token that is not part of the trained vocabulary."""
         return self._added_ids.get(text)
 
     def detokenizer(
@@ -194,7 +194,7 @@ class HfTokenizer:
         return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip)
 
     def _hidden(self, shown: frozenset[str]) -> frozenset[int]:
-        """Return the special tokens without those that a parser must see."""
+        """Return the special tokens except those that a parser must see."""
         if not shown:
             return self._special_ids
         known = self._hidden_without
@@ -203,7 +203,7 @@ class HfTokenizer:
         return known[shown]
 
     def _byte_level_bytes(self, token_id: int) -> bytes:
-        """A byte-level vocabulary spells each byte as a printable character."""
+        """Return the bytes of a byte-level token, which spells each as a printable character."""
         token = self._tokenizer.id_to_token(token_id) or ""
         try:
             return bytes([self._byte_by_character[character] for character in token])
@@ -211,7 +211,7 @@ class HfTokenizer:
             return token.encode("utf-8")
 
     def _piece_bytes(self, token_id: int) -> bytes:
-        """A token of a SentencePiece-like vocabulary; used for logprobs only."""
+        """Return the bytes of a SentencePiece-like token; used for logprobs only."""
         token = self._tokenizer.id_to_token(token_id) or ""
         if len(token) == len("<0x00>") and token.startswith("<0x"):
             return bytes.fromhex(token[3:5])
@@ -219,7 +219,7 @@ class HfTokenizer:
 
 
 class ByteTokenizer:
-    """For a model without checkpoint: one token per byte of UTF-8; other ids become `<id>`."""
+    """For models without a checkpoint: one token per UTF-8 byte; other ids become `<id>`."""
 
     longest_token_chars = 1
 
@@ -238,7 +238,7 @@ class ByteTokenizer:
         return [FIRST_BYTE_ID + byte for byte in data]
 
     def encode_pair(self, first: str, second: str, options: EncodeOptions) -> tuple[list[int], int]:
-        """Return the ids of both texts, which have one type."""
+        """Return the ids of both texts, which have the same type."""
         return self.encode(first + second, options), 0
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -281,7 +281,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _space_ids(token_ids: Iterable[int], table: _TokenTable) -> list[int]:
-    """Return those of the tokens that are white space of ASCII and nothing else."""
+    """Return the ids of tokens that consist of ASCII white space only."""
     found = sorted(i for i in token_ids if table[i] and not table[i].strip())
     return found[:MAX_SPACE_TOKENS]
 
