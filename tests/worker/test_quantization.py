@@ -355,8 +355,8 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
 ) -> None:
     """Which is served without quantization.
 
-    Codes round sums in another order: now and then a token differs, and those after it. What codes
-    of 8 bits stand for is no weight in bfloat16.
+    Codes round sums in another order: now and then a token differs, and those after it. Values
+    of 8-bit codes cannot be stored in bfloat16.
     """
     for directory in (tmp_path / "plain", tmp_path / "rounded"):
         build_checkpoint(directory, MIXTURES[name], torch.bfloat16)

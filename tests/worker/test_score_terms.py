@@ -222,7 +222,7 @@ def test_settings_are_refused_before_the_weights(
 def test_another_device_is_refused(tmp_path: Path) -> None:
     write_hollow(tmp_path, MODELS["doge"].config())
     checked = check_model(str(tmp_path), "float32", torch.device("cpu"), lambda *_: None)
-    with pytest.raises(UnsupportedModel, match="the CPU computes only, not cuda"):
+    with pytest.raises(UnsupportedModel, match="only the CPU computes, not cuda"):
         check_score_terms(
             checked._replace(device=torch.device("cuda")), configure(model=str(tmp_path))
         )

@@ -31,7 +31,7 @@ def choose_attention(
         return AttentionName.TRITON if covers else None
     if not uses_triton(device):
         raise UnsupportedModel(
-            f"{setting} needs a CUDA device, and the model is computed on {device.type}"
+            f"{setting} needs a CUDA device, but the model runs on {device.type}"
         )
     is_flashinfer = wanted is AttentionName.FLASHINFER
     reason = _why_not_flashinfer(layers, dtype) if is_flashinfer else _why_not_triton(layers)

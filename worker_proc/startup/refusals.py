@@ -172,7 +172,7 @@ def check_compressed(checked: CheckedModel, config: EngineConfig) -> None:
     inspected, cache, parallel = checked.inspected, config.cache, config.parallel
     kind = f"{inspected.config.model_type} attends over compressed entries"
     if checked.device.type != "cpu":
-        raise UnsupportedModel(f"{kind}, which the CPU computes only, not {checked.device.type}")
+        raise UnsupportedModel(f"{kind}, which only the CPU computes, not {checked.device.type}")
     if inspected.dtype not in NATIVE_DTYPES:
         raise UnsupportedModel(
             f"{kind}, which is computed in float32 and bfloat16, not in {_dtype_name(checked)}"
@@ -196,7 +196,7 @@ def check_score_terms(checked: CheckedModel, config: EngineConfig) -> None:
     what = "a bias of each key" if has_key_biases else "biases of each query by distance"
     kind = f"{checked.inspected.config.model_type} has scores with {what}"
     if checked.device.type != "cpu":
-        raise UnsupportedModel(f"{kind}, which the CPU computes only, not {checked.device.type}")
+        raise UnsupportedModel(f"{kind}, which only the CPU computes, not {checked.device.type}")
     if has_key_biases and config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
         raise UnsupportedModel(
             f"kv_cache_dtype {config.cache.kv_cache_dtype}: {kind}, and its cache holds the model's"
