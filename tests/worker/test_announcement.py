@@ -141,7 +141,7 @@ def test_a_gpu_without_pythons_headers_is_refused(
 
 
 def test_weights_larger_than_memory_are_refused_before_they_are_read() -> None:
-    sentence = r"the weights need 1024\.00 GiB of memory, and .* GiB are free \(cpu\)"
+    sentence = r"the weights need 1024\.00 GiB of memory, but only .* GiB are free \(cpu\)"
     with pytest.raises(InsufficientMemory, match=sentence):
         check_room(2**40, torch.device("cpu"))
     check_room(1, torch.device("cpu"))

@@ -192,7 +192,7 @@ def test_settings_without_effect_are_refused(
         (
             modules_of("mean", ("Dense", "2_Dense"))
             | {"2_Dense/config.json": {"in_features": 5, "out_features": 5}},
-            "in_features is 5, and what comes before it has 64 numbers",
+            "in_features is 5, but its input has 64 numbers",
         ),
         (modules_of("mean", ("Dense", "2_Dense")) | DENSE, "model.safetensors is missing"),
     ],

@@ -290,7 +290,7 @@ class Recorder:
             if key is earlier_key and value is earlier_value and same:
                 return index
             raise UnsupportedModel(
-                f"{name} shares keys or values with {layer.module_name}, and attends otherwise"
+                f"{name} shares keys or values with {layer.module_name}, but attends differently"
             )
         return None
 

@@ -58,7 +58,7 @@ def check_forward(
     if not difference <= max_error(loaded.dtype):
         raise UnsupportedModel(
             f"{loaded.model.config.model_type}: its logits over packed rows differ from its logits"
-            f" over a row of its own (relative error {difference:.3g})"
+            f" over separate rows (relative error {difference:.3g})"
         )
     return paged
 

@@ -223,8 +223,8 @@ def check_room(num_bytes: int, device: torch.device, other_bytes: int = 0) -> No
         needed, there = format_sizes(num_bytes + other_bytes, free)
         models = " of the model and of its draft model" if other_bytes else ""
         raise InsufficientMemory(
-            f"the weights{models} need {needed} of memory, and {there} are free ({device.type});"
-            " free some, or choose a smaller model or dtype"
+            f"the weights{models} need {needed} of memory, but only {there} are free"
+            f" ({device.type}); free some, or choose a smaller model or dtype"
         )
 
 

@@ -114,7 +114,7 @@ class BlockReader:
         self._send(HaveBlocks(next(self._numbers), self._layout, self._rank, list(keys)))
         answer = self._receive(time.monotonic() + ANSWER_TIMEOUT_S)
         if not isinstance(answer, BlocksHad) or len(answer.are_there) != len(keys):
-            raise ConnectionError(f"{self.address} has answered something else")
+            raise ConnectionError(f"{self.address} sent an unexpected answer")
         return answer.are_there
 
     def read(self, wanted: Sequence[Wanted], limit: float) -> Iterator[Outcome]:
@@ -162,7 +162,7 @@ class BlockReader:
                 return None
             raise
         if not isinstance(answer, BlockContent):
-            raise ConnectionError(f"{self.address} has answered something else")
+            raise ConnectionError(f"{self.address} sent an unexpected answer")
         return answer
 
     def _ask_for(self, key: bytes, start: int) -> None:
@@ -170,7 +170,7 @@ class BlockReader:
 
     def _send(self, request: HaveBlocks | ReadBlock) -> None:
         if not self._channel.send(NO_EPOCH, encode(request)):
-            raise ConnectionError(f"{self.address} takes no requests")
+            raise ConnectionError(f"{self.address} accepts no requests")
         self._expected.append(request.number)
 
     def _receive(self, deadline: float) -> FromBlockServer:
@@ -183,7 +183,7 @@ class BlockReader:
                 except ProtocolError as error:
                     raise ConnectionError(f"{self.address}: {error}") from error
                 if answer.number != self._expected.popleft():
-                    raise ConnectionError(f"{self.address} has left out an answer")
+                    raise ConnectionError(f"{self.address} omitted an answer")
                 return answer
             if self._channel.take_loss():
                 raise ConnectionError(f"a message of {self.address} was lost")

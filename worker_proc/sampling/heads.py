@@ -72,8 +72,8 @@ def check_dense(layers: Sequence[DenseLayer], hidden_size: int) -> None:
     for layer in layers:
         if layer.in_features != size:
             raise CheckpointError(
-                f"{layer.directory}/config.json: in_features is {layer.in_features}, and what"
-                f" comes before it has {size} numbers"
+                f"{layer.directory}/config.json: in_features is {layer.in_features}, but"
+                f" its input has {size} numbers"
             )
         size = layer.out_features
 
@@ -156,8 +156,8 @@ class SequenceHead:
             }
         if len(found) != 1:
             raise UnsupportedModel(
-                f"{self._model.config.model_type}: its classification head takes other hidden"
-                " states than the first one, the last one or their mean"
+                f"{self._model.config.model_type}: its classification head uses hidden"
+                " states other than the first, the last or their mean"
             )
         return found.pop()
 
