@@ -168,13 +168,13 @@ def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) ->
 
 
 @contextmanager
-def computing_expert_codes(experts: nn.Module) -> Iterator[None]:
-    """Make experts compute with codes of rows and weights, in float32, within the context."""
+def computing_expert_codes(experts: nn.Module, *, of_rows: bool = True) -> Iterator[None]:
+    """Make experts compute with codes of weights, and `of_rows`, in float32, within the context."""
     # transformers' own definition multiplies by `linear`; its faster replacements do not.
     forward = inspect.unwrap(type(experts).forward)
 
     def coded_forward(*args: Any, **kwargs: Any) -> Any:
-        with _CodedProducts():
+        with _CodedProducts(of_rows=of_rows):
             return forward(experts, *args, **kwargs)
 
     experts.__dict__["forward"] = coded_forward
@@ -188,7 +188,11 @@ _MATRIX_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
 
 
 class _CodedProducts(TorchFunctionMode):
-    """Multiplies codes of rows by codes of weights, in float32, within the context."""
+    """Multiplies rows, or their codes, by codes of weights, in float32, within the context."""
+
+    def __init__(self, *, of_rows: bool) -> None:
+        super().__init__()
+        self._take = coded_rows if of_rows else torch.Tensor.float
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_transposed = func in _MATRIX_PRODUCTS
@@ -196,4 +200,4 @@ class _CodedProducts(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         rows, weight = args
         weight = weight.mT if is_transposed else weight
-        return functional.linear(coded_rows(rows), coded_weight(weight)).to(rows.dtype)
+        return functional.linear(self._take(rows), coded_weight(weight)).to(rows.dtype)

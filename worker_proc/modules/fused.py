@@ -314,6 +314,8 @@ def _fused_mlp(
         coded = [part for part in parts.values() if _takes_row_codes(part, format)]
         with ExitStack() as stack:
             if number is None:
+                if format is Format.INT8:  # its codes represent no values of bfloat16
+                    stack.enter_context(computing_codes(parts.values(), of_rows=False))
                 stack.enter_context(computing_codes(coded))
                 stack.enter_context(dequantized(module))
             fused = _agreeing(module, gates[0].shape[1], candidates, number)
@@ -361,11 +363,10 @@ def _fused_experts(
     make = partial(FusedExperts, library, activation, routing, weights, format)
     both = (weights.gate_up, weights.down)
     codes_rows = format is Format.INT8_FOR_CODES or all(map(takes_row_codes, both))
-    has_codes = codes_rows and known is None
     with ExitStack() as stack:
-        if has_codes:
-            stack.enter_context(computing_expert_codes(experts))
         if known is None:
+            if codes_rows or format is Format.INT8:
+                stack.enter_context(computing_expert_codes(experts, of_rows=codes_rows))
             stack.enter_context(dequantized(experts))
         return _agreeing(
             module,

@@ -7,7 +7,7 @@ scales, and all of its experts must agree with the kernels.
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -223,8 +223,11 @@ def fused_grouped_experts(
         experts = read_experts(module)
         assert experts is not None
     tried = trials(experts)
-    has_codes = format is Format.INT8_FOR_CODES or experts.takes_row_codes
-    expected = own_results(module, tried, has_codes=has_codes)
+    codes_rows = format is Format.INT8_FOR_CODES or experts.takes_row_codes
+    computing = None
+    if codes_rows or format is Format.INT8:
+        computing = computing_expert_codes(module, of_rows=codes_rows)
+    expected = own_results(module, tried, computing)
     if expected is None:
         return None
     candidate = GroupedExperts(library, gating, experts, format)
@@ -239,17 +242,14 @@ def agrees(found: torch.Tensor, expected: torch.Tensor, tried: Trials) -> bool:
 
 
 def own_results(
-    module: nn.Module, tried: Trials, *, has_codes: bool = False
+    module: nn.Module, tried: Trials, computing: AbstractContextManager[None] | None = None
 ) -> torch.Tensor | None:
     """Return a module's output for trial rows, in float32; None: it has another interface.
 
-    With `has_codes`, it computes with codes of the rows.
+    It is computed by the class's own forward, or within `computing`.
     """
     try:
-        with (
-            computing_expert_codes(module) if has_codes else _own_definition(module),
-            dequantized(module),
-        ):
+        with computing or _own_definition(module), dequantized(module):
             found: torch.Tensor = module(*tried).float()
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return None

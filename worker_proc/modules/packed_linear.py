@@ -212,14 +212,16 @@ def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -
 
 
 @contextmanager
-def computing_codes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Make linear layers compute with codes of rows and weights within the context.
+def computing_codes(modules: Iterable[nn.Module], *, of_rows: bool = True) -> Iterator[None]:
+    """Make linear layers compute with codes of their weights, and `of_rows`, within the context.
 
     They compute in float32, so that nothing but these codes is rounded.
     """
     linears = [module for module in modules if type(module) is nn.Linear]
     for module in linears:
-        module.__dict__["forward"] = _coded_forward(module)
+        module.__dict__["forward"] = _coded_forward(
+            module, coded_rows if of_rows else torch.Tensor.float
+        )
     try:
         yield
     finally:
@@ -227,14 +229,17 @@ def computing_codes(modules: Iterable[nn.Module]) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
-def _coded_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _coded_forward(
+    module: nn.Linear, take: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward that multiplies what `take` makes of rows, in float32."""
     stored: torch.Tensor = module.weight
     if isinstance(stored, CodedTensor):
         weight = stored.dequantize(torch.float32)
     else:
         weight = coded_weight(stored)
     bias = None if module.bias is None else module.bias.float()
-    return lambda rows: functional.linear(coded_rows(rows), weight, bias).to(rows.dtype)
+    return lambda rows: functional.linear(take(rows), weight, bias).to(rows.dtype)
 
 
 def coded_rows(rows: torch.Tensor) -> torch.Tensor:
