@@ -267,10 +267,14 @@ class RouterChannel(_Channel):
         """
         if not self._has_file or _has_file(self._address):
             return False
+        is_curve = self.socket.getsockopt(zmq.CURVE_SERVER)
         try:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 0)  # keys are for what `listen` has bound
             self.socket.bind(self._address)
         except zmq.ZMQError as error:
             raise OSError(error.errno, error.strerror) from error
+        finally:
+            self.socket.setsockopt(zmq.CURVE_SERVER, is_curve)
         return True
 
     def listen(self, address: str, keys: ServerKeys) -> None:

@@ -119,6 +119,21 @@ def test_clients_come_by_tcp_with_a_key_and_by_the_path_without(
     assert server.authenticator.num_refused == 0
 
 
+def test_a_path_that_was_removed_is_open_without_a_key_again(
+    server: Server, directory: Path
+) -> None:
+    """The tcp address still needs one."""
+    Path(server.path.removeprefix("ipc://")).unlink()
+    assert server.link.keep_listening()
+    with connected(server.path, None) as client:
+        ask(server, client, b"hello")
+    with connected(server.address, read_client_keys(directory)) as client:
+        ask(server, client, b"hello")
+    stranger = ClientKeys(*zmq.curve_keypair(), server=read_client_keys(directory).server)
+    with connected(server.address, stranger) as client:
+        until(server, client, lambda: server.authenticator.num_refused)
+
+
 def test_a_refused_client_knows_why_and_connects_once_its_key_is_there(
     server: Server, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
