@@ -1,5 +1,7 @@
 """Grammars are compiled beside the worker: errors, limits, lanes, adoptions."""
 
+import contextlib
+import json
 import select
 import time
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import eventually
 from worker_proc.grammar import service as service_module
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
-from worker_proc.grammar.service import GrammarService
+from worker_proc.grammar.prover import Task
+from worker_proc.grammar.service import GrammarService, _Prover
 
 NULL = Vocabulary(32_000, [2])
 TIMEOUT_S = 60.0
@@ -137,6 +140,19 @@ def test_a_grammar_that_fails_with_the_first_token_is_refused_before(
     service.compile(CompileGrammar(1, regex("(a{1000}){1000}")))
     [answer] = wait(service, 1)
     assert answer.error.startswith("it needs too much work for one token: lexer error")
+
+
+def test_the_memory_of_a_grammar_is_what_compiling_it_has_written() -> None:
+    """Pages of libraries, which each fork reads again, would leave room for few small grammars."""
+    prover = _Prover(GrammarCompiler(NULL))
+    strings = {f"name{i}": {"type": "string", "pattern": f"x{i}[a-z]+"} for i in range(300)}
+    large = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": strings}))
+    with contextlib.closing(prover):
+        sizes = [
+            prover.prove(Task(grammar, TIMEOUT_S, TIMEOUT_S)).num_bytes
+            for grammar in (regex("[a-z]+"), large)
+        ]
+    assert sizes[0] < 2**20 < sizes[1]
 
 
 def test_a_prover_that_dies_fails_its_grammar_alone(

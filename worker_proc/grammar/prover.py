@@ -134,7 +134,7 @@ def _read_within(read_fd: int, pid: int, task: Task) -> bytes:
 
 
 def _prove(compiler: GrammarCompiler, grammar: Grammar) -> Proof:
-    resident, _ = _memory()
+    own, _ = _memory()
     try:
         definition = Definition(define(grammar))
         compiler.compile(grammar, definition)
@@ -143,15 +143,19 @@ def _prove(compiler: GrammarCompiler, grammar: Grammar) -> Proof:
         return Proof(str(error))
     except (MemoryError, RecursionError):
         return Proof(f"the grammar needs more than {MAX_MEMORY_BYTES >> 20} MiB")
-    return Proof("", Definition(definition.text, max(0, _memory()[0] - resident)))
+    return Proof("", Definition(definition.text, max(0, _memory()[0] - own)))
 
 
 def _memory() -> tuple[int, int]:
-    """Return the resident and the virtual size of this process in bytes."""
+    """Return the memory that this process has written, and its virtual size, in bytes.
+
+    Pages of files do not count: a fork has none of its parent's in its resident size, and reads
+    those of the libraries again.
+    """
     with open("/proc/self/statm") as file:
-        size, resident = file.read().split()[:2]
+        size, resident, shared = map(int, file.read().split()[:3])
     page = os.sysconf("SC_PAGE_SIZE")
-    return int(resident) * page, int(size) * page
+    return (resident - shared) * page, size * page
 
 
 def _write(target: BinaryIO, body: bytes) -> None:
