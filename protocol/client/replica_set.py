@@ -84,6 +84,7 @@ class ReplicaSet:
             if is_done and not replica.is_closed and replica is not self.substitute():
                 replica.close()
                 self._fingerprints.pop(replica, None)
+                self._silent.discard(replica)
                 self._num_inexact_before += replica.client.num_inexact
                 yield replica
 

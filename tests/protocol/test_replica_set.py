@@ -33,3 +33,15 @@ def test_a_replica_of_another_machine_that_is_not_connected_is_reported_once() -
     assert line.endswith("is not connected: nothing answers there")
     replica.close()
     assert list(found.silences()) == []
+
+
+def test_replicas_that_come_silent_and_leave_are_not_kept() -> None:
+    """Each may have another address: a list of machines can change without an end."""
+    found = ReplicaSet([NO_CORE], make_client)
+    for port in range(7000, 7003):
+        for replica in found.join(found.keep_only([f"tcp://10.0.0.2:{port}"])):
+            replica.lost_s = 11.0
+        assert len(list(found.silences())) == 1
+        found.keep_only([])
+        list(found.close_retired())
+    assert not found._silent
