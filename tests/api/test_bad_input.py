@@ -268,6 +268,14 @@ def test_the_error_of_wrong_characters_in_a_body_has_their_place(
     assert message == f"the body is not valid JSON: {reason}"
 
 
+@pytest.mark.parametrize("raw", [b'{"\xff": 1}', b'{"\xff": 1, "prompt_embeds": "x"}'])
+def test_a_missing_prompt_beside_a_name_that_is_not_utf_8_is_an_error_of_the_request(
+    http: httpx.Client, raw: bytes
+) -> None:
+    response = http.post(COMPLETIONS, content=raw)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_an_empty_body_is_called_empty(http: httpx.Client) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize", "/v1/messages"):
         assert http.post(path, content=b"").json()["error"]["message"] == "the body is empty"
