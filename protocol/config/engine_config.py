@@ -178,26 +178,26 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 2048
     """Maximum number of tokens computed in one step; on a GPU the default is 8192."""
     max_num_scheduled_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    """Token budget of a step, if it is to be less than that."""
+    """Token budget of a step, if it is to be less than max_num_batched_tokens."""
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Maximum number of prompt tokens of one request per step; 0: no limit."""
     enable_chunked_prefill: bool = True
     """Split prompts over several steps when the budget runs out."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Raise that threshold to a fair share of the step, so that there is one even if it is 0, and
-    fewer requests get larger chunks."""
+    """Raise long_prefill_token_threshold to a fair share of the step, so that there is a threshold
+    even if it is 0, and fewer requests get larger chunks."""
     max_num_partial_prefills: Annotated[int, Meta(ge=0, le=16384)] = 0
     """Maximum number of requests whose prompts are computed over several steps at the same time; 0:
     no limit."""
     max_long_partial_prefills: Annotated[int, Meta(ge=0, le=16384)] = 0
-    """Of these, the maximum number longer than long_prefill_token_threshold; shorter ones may
-    overtake. 0: no limit."""
+    """Maximum number of these prompts that are longer than long_prefill_token_threshold; shorter
+    ones may overtake. 0: no limit."""
     elastic_token_budget: bool = False
     """While no request waits, let prompts use the rest of a step's tokens, up to
     max_num_batched_tokens."""
     target_itl_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
-    """Target for the milliseconds between two tokens of a decoding request: prompts computed with
-    it are cut to keep it, by measured step times. 0: no target."""
+    """Target in milliseconds for the time between two tokens of a decoding request: prompts in the
+    same step are cut to meet it, by measured step times. 0: no target."""
     scheduling_policy: Annotated[str, Meta(pattern="^(fcfs|priority|shortest|fair)$")] = "fcfs"
     """Order of admission: fcfs, priority (lower first), shortest (fewest tokens to compute, with
     ageing) or fair (tenants share by tenant_weights)."""
@@ -333,8 +333,8 @@ class PlacementConfig(Section):
     grow_after_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 5.0
     """Seconds for which requests must wait before there are more engines."""
     shrink_after_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 120.0
-    """Seconds for which one engine less would have to be half full at most before there is one
-    less."""
+    """Seconds for which the other engines would have to be at most half full before one engine
+    leaves."""
 
     @property
     def least(self) -> int:
@@ -401,12 +401,12 @@ class ApiConfig(Section):
     """Origins whose web pages may use the API from a browser, like https://app.example.com, or *.
     Default: none."""
     api_key: Annotated[tuple[ApiKey, ...], Meta(max_length=16)] = ()
-    """Bearer token that every route but the health ones asks for; repeat the flag for several. A
-    command line is visible to all users of the machine: prefer api_key_file."""
+    """Bearer token that every route except the health routes requires; repeat the flag for several.
+    A command line is visible to all users of the machine: prefer api_key_file."""
     api_key_file: PathText | None = None
     """File with further keys, one per line; # begins a comment. Read again when it changes."""
     enable_admin_routes: bool = False
-    """Serve the routes that pause the engine, let it sleep or reset its cache."""
+    """Serve the routes that pause the engine, put it to sleep or reset its cache."""
     enable_page: bool = True
     """Serve the page at / and the route that its live view reads."""
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20
@@ -494,7 +494,7 @@ class RunConfig(Section):
     """A line per HTTP request, without its text. sampled: 50 lines a second, then every hundredth
     request, and no probes."""
     check_invariants: bool = False
-    """Check the scheduler's books after every step: for debugging."""
+    """Check the scheduler's invariants after every step; for debugging."""
     log_stats_interval_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0
     """Seconds between statistics lines while busy."""
     replica: Annotated[int | None, Meta(extra={"is_setting": False})] = None
