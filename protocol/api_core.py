@@ -186,7 +186,10 @@ class ControlAction(enum.StrEnum):
 
 
 class Control(Message):
-    """Client → core: a control of the whole engine, answered by one `ControlDone`."""
+    """Client → core: a control of the whole engine, answered by one `ControlDone`.
+
+    A control without effect is not an error.
+    """
 
     number: RequestId
     action: ControlAction

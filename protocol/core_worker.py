@@ -121,8 +121,8 @@ class ModelFacts(Record):
     """Whether its attention is not causal: each prompt is then computed in one step, from its first
     token on."""
     num_labels: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
-    """Whether the vector has one number for each label of a classification head; False: it has no
-    such head."""
+    """Number of labels of a classification head, for each of which a vector has one number; 0: the
+    model has no such head."""
     default_pooling: PoolingType = PoolingType.LAST
     """Pooling of requests that choose none; a classification head allows no other."""
     num_host_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
@@ -356,9 +356,10 @@ class StoreBlocks(Message):
 
 
 class LoadBlocks(Message):
-    """Core → worker: fill these blocks from the stores, alongside the steps after this message.
+    """Core → worker: fill these blocks from the stores, after the steps sent before.
 
-    Answered by one `BlocksLoaded` of each rank, unless an adoption comes first.
+    They are read alongside later steps. The message is answered by one `BlocksLoaded` of each rank,
+    unless an adoption comes first.
     """
 
     req_id: RequestId

@@ -240,7 +240,7 @@ class Mirror:
         self._draft_states.most_used = number
 
     def take_drafts(self, request: MirroredRequest, drafts: list[int]) -> int:
-        """Give a request the drafts for its next step; return how many it has accepted.
+        """Give a request the drafts for its next step; return how many it takes.
 
         With a state group, each draft that it takes needs a block for the state before it.
         """

@@ -15,7 +15,7 @@ BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0
 """Longest time in which the rest of a refused body is discarded before the connection is closed."""
 LINGER_IDLE_S = 1.0
-"""Longest time without any arriving data before it is closed."""
+"""Longest time without any data meanwhile, before the connection is closed."""
 KEEP_ALIVE_INTERVAL_S = 15.0
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 

@@ -242,7 +242,7 @@ class Generation:
 
     @property
     def _options(self) -> RoutedOptions:
-        """Return the core's options besides the parameters; an adapter is its own tenant."""
+        """Return the core's options besides the parameters; by default, an adapter is a tenant."""
         options = self._body.request_options
         if self._adapter is not None:
             options["adapter"] = self._adapter

@@ -27,7 +27,7 @@ from protocol.kv_events import KVEvent
 log = logging.getLogger("troika.core")
 
 _HASHED_AT_ONCE = 2**15
-"""In tokens; takes about a millisecond."""
+"""Number of tokens hashed at a time, which takes about a millisecond."""
 
 Tables = list[list[int]]
 """Block ids, one list per KV group, all of equal length; the last has state blocks, if any."""
@@ -386,7 +386,7 @@ class KVCacheManager:
         return num_blocks
 
     def forget_uncomputed(self, request: Request) -> None:
-        """Drop the hashes of blocks that a step would have filled which will not be sent.
+        """Drop the hashes of blocks that a step would have filled, since it will not be sent.
 
         A block that another request also holds was a hit, and has been filled.
         """

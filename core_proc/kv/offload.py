@@ -44,7 +44,7 @@ class _Load(NamedTuple):
     num_hit: int
     """Number of leading entries that are not read."""
     num_cached: int
-    """Number of leading blocks that are computed even without the load."""
+    """Number of leading blocks that need not be computed even without the load."""
     end: int
     """Number of leading blocks that exist after the load."""
 

@@ -49,7 +49,7 @@ KILLS_WORKERS = "workers died when they loaded it; it is refused until it is loa
 Done = Callable[[Client, int, str, ErrorCode], None]
 """Takes a client, the number of its control, and what is wrong, or nothing, with its code."""
 _Row = tuple[Key, int, Request]
-"""A request's place in the order of the policy, and its id."""
+"""A request, after its place in the order of the policy and its id."""
 
 
 class Place(enum.Enum):

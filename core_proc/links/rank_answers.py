@@ -47,7 +47,7 @@ def _number(answer: RankAnswer) -> int:
 
 
 def joined(answers: Sequence[RankAnswer]) -> RankAnswer:
-    """Return the answer of the whole group, which is positive only where every rank's is.
+    """Return the answer of the whole group, which claims only what every rank's answer does.
 
     The error is that of the first rank with one, and a load took as long as at the slowest.
     """

@@ -127,7 +127,7 @@ class Quarantine:
         self._marks.replace(self._stage, ())
 
     def attribute_crash(self, now: float) -> Request | None:
-        """Continue the search: the lost workers died because of what they computed."""
+        """Continue the search after a death caused by computation; return a culprit if found."""
         ran, self._ran = self._ran, []
         if not ran or now < self._systemic_until:
             return None

@@ -82,8 +82,8 @@ class CoreLink:
         If the socket's queue is full and more than `outbox_limit` messages wait, the link starts
         again. `on_status` receives every status, and whether it begins an epoch, in which case
         everything must be sent. `on_message` receives all other messages of the agreed epoch. The
-        core watches process `getpid()`, unless `keys` are given, since the core may then be on
-        another machine.
+        core watches process `getpid()`, unless its address may be on another machine; for such an
+        address `keys` are needed.
         """
         self._address = address
         self._keys = keys

@@ -70,7 +70,7 @@ class RequestMover:
     # From replicas that compute prompts ---------------------------------------------------------
 
     def _hand_over_some(self) -> None:
-        """Move requests that have a token to be decoded elsewhere, for a slice of time."""
+        """Move requests with a first token to replicas that decode, for a slice of time."""
         deadline = self._clock.monotonic() + _SLICE_S
         self._prefill.tick()
         for request in self._prefill.due():

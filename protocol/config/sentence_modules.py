@@ -26,8 +26,7 @@ _MODES = {
     "weightedmean": PoolingType.WEIGHTED_MEAN,
     "mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
 }
-"""Pooling types by their names in `pooling_mode`. Older files set `pooling_mode_NAME` or
-`pooling_mode_NAME_tokens` to true instead."""
+"""Pooling types by their names in `pooling_mode`; older files set one of `_OLD_KEYS` to true."""
 _OLD_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",

@@ -48,7 +48,7 @@ class HeldMixtures:
 
     @property
     def error(self) -> float:
-        """The greatest median over a mixture's rows of their relative error."""
+        """The median relative error of a mixture's rows, for the mixture with the largest one."""
         return max(map(statistics.median, self._errors.values()), default=0.0)
 
     @contextmanager

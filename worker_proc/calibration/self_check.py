@@ -76,7 +76,7 @@ def _error_with_held_mixtures(
 
 
 def max_error(dtype: torch.dtype) -> float:
-    """Return the greatest relative error between two computations of logits."""
+    """Return the greatest relative error that is accepted between two computations of logits."""
     return MAX_ERROR.get(dtype, MAX_ERROR_OF_HALF)
 
 

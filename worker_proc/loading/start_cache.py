@@ -74,7 +74,7 @@ class StartCache:
             log.debug("%s is not kept for later starts: %s", name, error)
 
     def _digest(self, name: str, body: bytes) -> bytes:
-        """Return a digest that authenticates a complete file under this key and name."""
+        """Return a digest that shows that a file is complete and has this key and name."""
         place = f"{self._kind}/{self._key}/{name}:".encode()
         return hashlib.blake2b(place + body, digest_size=_DIGEST_BYTES).digest()
 

@@ -1,10 +1,12 @@
-"""Proves modules whose scores have terms from rows (attention/score_terms.py), and packs them.
+"""Proves modules whose scores have terms from rows, and packs the weights of these terms.
+
+See attention/score_terms.py for the terms.
 
 A module computes packed rows of three texts of different scales, in steps of several lengths, and
 attends over a small pool by the kernel that will be used. It must agree with its own forward over
 each text, in float32, at the first and the last positions. Windows and distances are shortened, so
-that the texts exceed them. Recurrent modules inside it are left out on both sides: they are proven
-separately.
+that the texts exceed them. Recurrent modules inside a module are left out on both sides: they are
+proven separately.
 """
 
 from collections.abc import Iterator, Sequence

@@ -34,7 +34,8 @@ def with_layout(
 
     `division` describes the layers of each stage, if there are several. It replaces the tensors,
     which differ between stages, because all ranks must have the same layout. `states` are tensors
-    of recurrent states, in each of which a state block has a row.
+    of recurrent states, in each of which a state block has a row. `places` are those of layers that
+    share a tensor, within a block of it.
     """
     if not config.cache.keeps_blocks:
         return facts
