@@ -41,7 +41,7 @@ _NOTES = """\
   trained to call tools: calls are made with `tool_choice` `required` or a function's name, where a
   grammar gives the output its form. Programs then send the result of the call back.
 - litellm imports `mcp` as soon as a request has tools, without naming it among its dependencies, so
-  it is installed beside it.
+  it is installed alongside it.
 - The log-likelihoods of lm-eval are compared with those that transformers computes for the same
   checkpoint: each differs by less than 0.001.
 - schemathesis makes its requests from `/openapi.json`, and runs against the null model. A status

@@ -63,7 +63,7 @@ _NOTES = """\
   is compared by the sum of its log-probabilities divided by its length to the power of
   `length_penalty` (1). `early_stopping` ends the search at `n` beams that have ended; else it goes
   on until no beam can get better. Log-probabilities are those of the model: parameters that change
-  what is sampled, confine the answer or end it at a text are refused beside it, as is `stream`.
+  what is sampled, confine the answer or end it at a text are refused with it, as is `stream`.
 - `max_tokens` may be 0 in `/v1/completions` with `echo`: the answer is the prompt, with the
   log-probabilities that are asked for. One token is computed nevertheless, which no answer, `usage`
   or access log contains: the prompt must be shorter than the context. `min_tokens` must be 0.
