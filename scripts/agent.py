@@ -105,15 +105,15 @@ def _parse(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
     parser.add_argument(
         "--worker-cpus",
         metavar="TEXT",
-        help="CPUs of each rank here, as 0-7,16:8-15 for two; default: as the engine joined has it",
+        help="CPUs of each rank here, as 0-7,16:8-15 for two; default: those of the joined engine",
     )
-    parser.add_argument("--name", help="of this engine; default: the host's name and the port")
+    parser.add_argument("--name", help="name of this engine; default: the host's name and the port")
     parser.add_argument("--run-dir", help="directory for the sockets; default: a temporary one")
     parser.add_argument(
         "--leave-after-s",
         type=float,
         metavar="SECONDS",
-        help="end when the engine joined has not answered for this long; default: never",
+        help="leave when the joined engine has not answered for this long; default: never",
     )
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -166,7 +166,7 @@ def _address_towards(place: str) -> str:
 
 
 def _config_here(asked: EngineConfig, listen: str, arguments: argparse.Namespace) -> EngineConfig:
-    """Return the settings of the engine joined, with the addresses and CPUs of this machine."""
+    """Return the settings of the joined engine, with the addresses and CPUs of this machine."""
     parallel = msgspec.structs.replace(
         asked.parallel, core_listen=listen, curve_keys=arguments.curve_keys
     )

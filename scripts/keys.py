@@ -1,7 +1,7 @@
 """Make CURVE keys for links between machines: `troika keys DIR NAME...`.
 
 DIR gets the pair of the engines, `server.key` and `server.secret`, and in DIR/clients a pair for
-each client. Keys that are there stay as they are.
+each client. Existing keys are kept.
 """
 
 import sys
@@ -13,7 +13,7 @@ from protocol.transport.curve import make_keys
 
 _ABOUT = (
     "Make the keys of links between machines. DIR gets the pair of the engines, server.key and "
-    "server.secret, and DIR/clients a pair for each client. Keys that are there stay as they are."
+    "server.secret, and DIR/clients a pair for each client. Existing keys are kept."
 )
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.ke
     Wrong arguments end the program with status 2, and a directory that cannot be used with 1.
     """
     parser = OneLineParser(program, description=_ABOUT)
-    text = "directory of the keys; it is made if it is not there"
+    text = "directory of the keys, created if it does not exist"
     parser.add_argument("directory", metavar="DIR", type=Path, help=text)
     text = "a client: an API, an embedding program or a host agent"
     parser.add_argument("names", metavar="NAME", nargs="+", help=text)

@@ -69,7 +69,7 @@ def _make_parser(program: str) -> settings.OneLineParser:
         usage="%(prog)s IN.jsonl OUT.jsonl [flags]",
         description="Answer the requests of a file in OpenAI's batch format. A second run with the "
         "same files continues the first. Without --base-url, an engine is started for the run.",
-        epilog="The flags of `troika serve` hold for that engine, but those of its address and "
+        epilog="The flags of `troika serve` apply to that engine, except those of its address and "
         "keys: see `troika serve --help`.",
         allow_abbrev=False,
     )
