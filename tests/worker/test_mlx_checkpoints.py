@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     LlamaConfig,
@@ -38,6 +39,7 @@ from worker_proc.loading.inspection import inspect_config
 from worker_proc.native.build import compiler
 from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.headers import read_headers
+from worker_proc.quantization.mlx import unpack_bits
 from worker_proc.startup.early_refusals import refuse_config
 
 needs_kernels = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -162,6 +164,30 @@ def test_words_are_read_as_the_weights_that_they_stand_for(
 ) -> None:
     config = LlamaConfig(**WIDE | {"num_hidden_layers": 1})
     check_codes(*write_mlx(tmp_path, config, {"group_size": group_size, "bits": bits}))
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.largest = max(self.largest, found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_are_unpacked_in_little_more_memory_than_their_codes(bits: int) -> None:
+    """Those of an embedding are many."""
+    words = torch.zeros(4096, 64 * bits, dtype=torch.int32)
+    with _Sizes() as sizes:
+        codes = unpack_bits(words, bits)
+    assert codes.shape == (4096, 2048)
+    assert sizes.largest == codes.nbytes
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
+_PIECE_BYTES = 2**20
+"""Of codes that are unpacked at a time."""
 _EXPERTS = re.compile(r"(.*\.)switch_mlp\.(gate|up|down)_proj")
 _MIXTRAL_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
 _SAME_NAMES = frozenset(
@@ -76,16 +78,26 @@ class AffineScheme:
 
 def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Return codes as uint8, `[rows, words * 32 / num_bits]`, the first one in the lowest bits."""
+    num_rows, num_words = words.shape
+    codes = torch.empty((num_rows, num_words * 32 // num_bits), dtype=torch.uint8)
+    per_piece = max(_PIECE_BYTES // max(codes.shape[1], 1), 1)
+    pieces = zip(words.split(per_piece), codes.split(per_piece), strict=True)
+    for stored, unpacked in pieces:
+        _unpack_rows(stored, num_bits, unpacked)
+    return codes
+
+
+def _unpack_rows(words: torch.Tensor, num_bits: int, codes: torch.Tensor) -> None:
+    """Write the codes of some rows, which takes several times as much memory meanwhile."""
     octets = words.contiguous().view(torch.uint8)
     size = math.lcm(num_bits, 8) // 8
     packs = octets.unflatten(1, (-1, size))
     joined = torch.zeros(packs.shape[:2], dtype=torch.int64)
     for place in range(size):
         joined |= packs[:, :, place].long() << 8 * place
-    codes = torch.empty((*packs.shape[:2], 8 * size // num_bits), dtype=torch.uint8)
-    for place in range(codes.shape[2]):
-        codes[:, :, place] = (joined >> num_bits * place) & (2**num_bits - 1)
-    return codes.flatten(1)
+    num_codes = 8 * size // num_bits
+    for place in range(num_codes):
+        codes[:, place::num_codes] = (joined >> num_bits * place) & (2**num_bits - 1)
 
 
 def name_of_expert(layer: str, number: int) -> str:
