@@ -31,3 +31,9 @@ def test_activations_give_a_row_its_bits() -> None:
         together = function(rows)
         assert torch.equal(together, torch.cat([function(row) for row in rows.split(1)])), name
         assert computes_rowwise(function[0]) == (name != "relu")
+
+
+def test_functions_of_several_values_stay_as_they_are() -> None:
+    for module in (nn.GLU(dim=1), nn.Softmax(dim=1)):
+        compute_activations_rowwise(nn.Sequential(module))
+        assert not computes_rowwise(module)

@@ -82,7 +82,10 @@ def compute_activations_rowwise(model: nn.Module) -> None:
         if type(module).__module__ not in _ACTIVATIONS or [*module.parameters()]:
             continue
         with RowwiseFunctions() as functions:
-            module(torch.ones(1))
+            try:
+                module(torch.ones(1))
+            except (RuntimeError, IndexError, ValueError):  # of several values, as nn.GLU
+                continue
         if functions.sizes:
             _enter(module)
 
