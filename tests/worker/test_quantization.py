@@ -1,7 +1,7 @@
 """Rounded weights: their grid, the kernels that read their codes, and models that are made of them.
 
-A model with codes of 8 bits must compute, bit for bit, what it would with the weights that its
-codes stand for. With codes of 4 bits, it rounds the same sums in another order.
+Rows are multiplied by codes, and sums by scales: sums are those of the weights that codes stand
+for, rounded in another order. What codes of 8 bits stand for is not rounded to bfloat16.
 """
 
 import re

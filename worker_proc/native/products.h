@@ -905,10 +905,13 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row,
 template <class W>
 constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes && W::kGroupUnits == 0;
 
-// Whether this many rows share them.
+// Whether this many rows share them. Vectors that the first tile of rows keeps take less time than all
+// units made before, while the rows stay in a core's cache.
 template <typename T, class W>
 bool unpacks(int64_t num_rows) {
-  return kCanUnpack<W> && num_rows > std::max(rows_at_once<T>(), W::kMostCodedRows);
+  constexpr int64_t kMostRowsOfKept = kKeepsVectors<W> ? 128 : 0;
+  const int64_t of_kept = uses_tiles<T>() || uses_floats<T>() ? 0 : kMostRowsOfKept;
+  return kCanUnpack<W> && num_rows > std::max({rows_at_once<T>(), W::kMostCodedRows, of_kept});
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
