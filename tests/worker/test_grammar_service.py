@@ -167,6 +167,20 @@ def test_a_prover_that_dies_fails_its_grammar_alone(
     assert second == GrammarCompiled(2)
 
 
+def test_an_error_of_a_fork_that_is_not_the_grammar_s_is_in_the_log(
+    service: GrammarService,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "grammar.compile").write_text("exc@1")
+    service.compile(CompileGrammar(1, regex("word")))
+    [answer] = wait(service, 1)
+    assert answer.error
+    assert "FailpointError" in capfd.readouterr().err
+
+
 def test_a_prover_that_starts_late_delays_its_grammar(
     service: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from typing import BinaryIO, NoReturn
 
 import msgspec
@@ -113,6 +114,8 @@ def _prove_and_exit(
             while body:
                 body = body[os.write(write_fd, body) :]
             status = 0
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(status)
 
