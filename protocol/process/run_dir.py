@@ -5,6 +5,7 @@ replicas of an engine has a directory of its own in that of the engine.
 """
 
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -15,11 +16,13 @@ MAX_IPC_PATH_BYTES = 107
 """The kernel's limit on the path of a socket file."""
 ADOPTIONS_FILE = "ranks-"
 """Begins the name of the file in which the ranks of a group note their adoptions."""
+_REPLICA_DIR = re.compile(r"replica-\d+")
 
 
 def make_run_dir(path: str | None) -> str:
     """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
 
+    The directory of a replica is in that of its engine, which has this mode, too, if it is created.
     None makes a new one under `$XDG_RUNTIME_DIR` or the temporary directory. ValueError: the
     directory cannot be used; the text gives the reason.
     """
@@ -33,6 +36,8 @@ def make_run_dir(path: str | None) -> str:
             f"run_dir {path} is too long: socket paths of {longest} bytes exceed the system's "
             f"{MAX_IPC_PATH_BYTES}"
         )
+    if _REPLICA_DIR.fullmatch(os.path.basename(path)):  # `parents` has no mode
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():

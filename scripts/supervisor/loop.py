@@ -57,6 +57,9 @@ _CANNOT_START = 127
 _KEEP_S = 1.0
 """Between two looks at the run directory."""
 _COMPLAINT_S = 60.0
+_PATIENT_LOOKS = 3
+"""Looks at a directory that cannot be made before a line reports it: the supervisor of the whole
+engine makes those that contain it."""
 
 
 class Supervisor:
@@ -86,6 +89,7 @@ class Supervisor:
         self._config = config
         self._run_dir = run_dir
         self._keep_at = self._complain_at = 0.0
+        self._num_failed_looks = 0
         self._console = console
         is_tls = config.api.ssl_certfile is not None
         self._url = None if listener is None else url_of(listener, is_tls=is_tls)
@@ -166,11 +170,13 @@ class Supervisor:
             self._perform(self.policy.on_run_dir_lost(str(error), now))
             return
         except (OSError, ValueError) as error:
-            if now >= self._complain_at:
+            self._num_failed_looks += 1
+            if self._num_failed_looks > _PATIENT_LOOKS and now >= self._complain_at:
                 self._complain_at = now + _COMPLAINT_S
                 text = f"run_dir {path} was removed and cannot be made again: {error}"
                 self._console.note(logging.ERROR, f"{text}; no process can be replaced")
             return
+        self._num_failed_looks = 0
         if was_removed:
             if self._agents is not None:
                 self._agents.write_again()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.process.run_dir import make_run_dir
+from protocol.process.run_dir import make_run_dir, replica_dir
 
 
 def test_a_new_run_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +48,12 @@ def test_a_run_dir_too_long_for_sockets_is_refused_with_the_bound(tmp_path: Path
     with pytest.raises(ValueError, match="107"):
         make_run_dir(str(tmp_path / ("x" * 107)))
     assert not (tmp_path / ("x" * 107)).exists()
+
+
+def test_a_replica_that_starts_first_leaves_its_engine_a_directory_that_it_can_use(
+    tmp_path: Path,
+) -> None:
+    """The directory may be removed while it runs, and a process start before it is back."""
+    engine = str(tmp_path / "engine")
+    make_run_dir(replica_dir(engine, 1))
+    assert make_run_dir(engine) == engine

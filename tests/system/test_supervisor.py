@@ -18,6 +18,7 @@ import zmq
 
 from protocol.lifecycle import ProcessState, Role, StatusQuery
 from protocol.message import encode
+from protocol.process.run_dir import replica_dir
 from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
 from scripts.supervisor.shutdown import STOP_GRACE_S
 from scripts.testing import (
@@ -123,6 +124,30 @@ def test_a_stream_continues_although_the_run_directory_was_removed(
         events = [line for line in stream.read().splitlines() if line]
     assert events[-1] == b"data: [DONE]"
     assert b'"finish_reason":"length"' in events[-2] + events[-3]
+    engine.process.terminate()
+    assert engine.process.wait(TIMEOUT_S) == 0, engine.log
+
+
+@pytest.mark.slow
+def test_replicas_go_on_although_the_directory_of_their_engine_was_removed(
+    start_engine: EngineFactory,
+) -> None:
+    """Theirs are in it; their supervisors wait for the one that makes it, without an error."""
+    engine = start_engine("--null-step-ms", "1", "--data-parallel-size", "2")
+    with open_stream(engine, 4_000) as stream:
+        before = {str(path) for path in Path(engine.run_dir).rglob("*.sock")}
+        assert len(before) == 7
+        shutil.rmtree(engine.run_dir, ignore_errors=True)  # some files are made again meanwhile
+        eventually(
+            lambda: before <= {str(path) for path in Path(engine.run_dir).rglob("*.sock")},
+            "the directories are restored",
+        )
+        for number in range(2):
+            with contextlib.closing(RunningEngine(replica_dir(engine.run_dir, number))) as replica:
+                replica.kill(Role.WORKER)
+                replica.kill(Role.CORE)
+        assert stream.read().rstrip().endswith(b"data: [DONE]")
+    assert "cannot be made again" not in engine.log
     engine.process.terminate()
     assert engine.process.wait(TIMEOUT_S) == 0, engine.log
 
