@@ -76,7 +76,7 @@ def delay_provers(service: GrammarService, folder: Path, monkeypatch: pytest.Mon
     The forks that are made next are not delayed.
     """
     for lane in (service._quick, service._middle):
-        lane._wall_s = 0.1
+        lane._wall_s = 0.5  # in which a fork begins, on a busy machine too
     monkeypatch.setenv(VARIABLE, str(folder))
     (folder / "grammar.compile").write_text("delay:60000@*")
     service.compile(CompileGrammar(1, regex("slow")))
@@ -102,7 +102,7 @@ def test_a_grammar_that_takes_long_delays_no_other(
 def test_a_grammar_that_takes_too_long_fails_alone(
     service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service._slow._wall_s = 0.1
+    service._slow._wall_s = 0.5
     delay_provers(service, tmp_path, monkeypatch)
     (failed,) = wait(service, 1)
     assert failed.grammar_id == 1
