@@ -61,8 +61,9 @@ class RemoteFile:
     @property
     def size_here(self) -> int:
         """Number of bytes that are already in the cache."""
-        for path in (self.blob, self.partial):
-            if path.is_file():
+        # Another thread or process may rename the partial file between two of these calls.
+        for path in (self.blob, self.partial, self.blob):
+            with contextlib.suppress(FileNotFoundError):
                 return min(path.stat().st_size, self.size)
         return 0
 

@@ -118,6 +118,23 @@ def test_only_the_files_that_are_needed_are_fetched_and_only_once(hub: Hub, sour
     assert not partial_files(constants.HF_HUB_CACHE)
 
 
+def test_a_file_that_another_thread_completes_meanwhile_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files with equal contents have one ETag, and so one partial file."""
+    file = transfer.RemoteFile("a", "", "etag", len(WEIGHTS), tmp_path / "etag")
+    file.partial.write_bytes(WEIGHTS)
+    stat = Path.stat
+
+    def complete_first(path: Path, **kwargs: Any) -> os.stat_result:
+        if path == file.partial and not file.blob.exists():
+            os.replace(file.partial, file.blob)
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", complete_first)
+    assert file.size_here == len(WEIGHTS)
+
+
 def test_the_shards_of_an_index_are_fetched(
     hub: Hub, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

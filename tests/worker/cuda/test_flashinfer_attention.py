@@ -247,7 +247,7 @@ def test_a_backend_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert chosen is AttentionName.FLASHINFER
     monkeypatch.undo()
     cpu = torch.device("cpu")
-    with pytest.raises(UnsupportedModel, match=r"needs a CUDA device, and the model .* on cpu"):
+    with pytest.raises(UnsupportedModel, match=r"needs a CUDA device, but the model .* on cpu"):
         choose_attention([LAYER], DTYPE, cpu, wanting(AttentionName.FLASHINFER))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel, match=r"not installed; run pip install 'troika\[flash"):
