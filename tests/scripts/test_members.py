@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -222,19 +223,27 @@ def test_failures_of_an_agent_are_reported_three_times_a_minute_at_most(bench: B
     assert fail("one", "/tmp/c") == ["agent one has failed: /tmp/c"]
 
 
-def test_an_agent_sends_why_its_engine_could_not_start(bench: Bench) -> None:
-    """Also before it has joined."""
-    link = HeadLink(bench.address, bench.keys, "two")
+def fetch_settings(bench: Bench, link: HeadLink, on_turn: Callable[[], None] = lambda: None) -> Any:
+    """Return the settings that an agent receives while the bench serves it, or None."""
     fd, other_fd = os.pipe()
     with ThreadPoolExecutor() as threads:
         fetched = threads.submit(link.fetch_settings, fd)
         deadline = time.monotonic() + TIMEOUT_S
         while not fetched.done() and time.monotonic() < deadline:
             bench.turn()
+            on_turn()
             time.sleep(0.002)
-        os.close(other_fd)  # ends what still waits
+        os.close(other_fd)  # ends a fetch that still waits
     os.close(fd)
+    return fetched.result()
+
+
+def test_an_agent_sends_why_its_engine_could_not_start(bench: Bench) -> None:
+    """Also before it has joined."""
+    link = HeadLink(bench.address, bench.keys, "two")
+    fetch_settings(bench, link)
     link.close("worker 1 failed: " + "x" * MAX_TEXT)
+    deadline = time.monotonic() + TIMEOUT_S
     while not bench.notes and time.monotonic() < deadline:
         bench.turn()
         time.sleep(0.002)
@@ -249,21 +258,15 @@ def test_an_agent_whose_key_is_added_later_joins_then(
     make_keys(tmp_path / "late", ["late"])
     keys = read_client_keys(tmp_path / "late")._replace(server=bench.keys.server)
     link = HeadLink(bench.address, keys, "late")
-    fd, other_fd = os.pipe()
     name = Path("clients", "late.key")
-    with ThreadPoolExecutor() as threads:
-        fetched = threads.submit(link.fetch_settings, fd)
-        deadline = time.monotonic() + TIMEOUT_S
-        while not fetched.done() and time.monotonic() < deadline:
-            bench.turn()
-            time.sleep(0.002)
-            if "the key of this client is unknown there" in caplog.text:
-                key = (tmp_path / "late" / name).read_bytes()
-                (tmp_path / "keys" / name).write_bytes(key)
-        os.close(other_fd)  # ends what still waits
-    os.close(fd)
+
+    def add_key() -> None:
+        if "the key of this client is unknown there" in caplog.text:
+            (tmp_path / "keys" / name).write_bytes((tmp_path / "late" / name).read_bytes())
+
+    settings = fetch_settings(bench, link, add_key)
     link.close(None)
-    assert fetched.result() is not None
+    assert settings is not None
 
 
 def test_the_older_of_two_agents_with_a_name_leaves_and_takes_nothing_along(bench: Bench) -> None:

@@ -164,8 +164,9 @@ def test_blocks_are_compared_with_modules_of_the_same_codes(
     rounded, proven = copy.deepcopy(model), copy.deepcopy(model)
     experts = rounded.get_submodule("0.experts")
     round_experts(experts, library, format)
-    has_codes = format is Format.INT8_FOR_CODES
-    with computing_expert_codes(experts) if has_codes else nullcontext():
+    codes_rows = format is Format.INT8_FOR_CODES
+    codes = computing_expert_codes(experts, of_rows=codes_rows)
+    with nullcontext() if format is Format.INT4 else codes:
         want = rounded(rows).float()
     # Less than the codes change; processors sum in other orders, and each may round otherwise.
     monkeypatch.setattr(fused, "MAX_ERROR", {torch.bfloat16: 0.01, torch.float32: 1e-5})
@@ -180,9 +181,8 @@ def test_blocks_are_compared_with_modules_of_the_same_codes(
         errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
         return float(errors.median())
 
-    # Modules round what codes of 8 bits stand for to bfloat16.
-    assert typical_error(found) < (0.008 if format is Format.INT8 else 0.005)
-    assert typical_error(plain) > 1.8 * typical_error(found)
+    assert typical_error(found) < 0.005
+    assert typical_error(plain) > 2 * typical_error(found)
 
 
 @pytest.mark.parametrize(

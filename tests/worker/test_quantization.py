@@ -325,6 +325,10 @@ def test_modules_take_the_place_of_the_native_decoder(
     compare([runner] * len(NUM_THREADS), monkeypatch)
 
 
+UNROUNDED = (".dt_proj", ".router")
+"""Name endings of linear layers that keep their weights."""
+
+
 def rounded_model(
     directory: Path, quantization: Quantization, library: NativeLibrary
 ) -> PreTrainedModel:
@@ -337,7 +341,7 @@ def rounded_model(
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     formats = FORMATS[quantization]
     for name, module in model.named_modules():
-        is_layer = isinstance(module, nn.Linear) and not name.endswith((".dt_proj", ".router"))
+        is_layer = isinstance(module, nn.Linear) and not name.endswith(UNROUNDED)
         if is_layer:
             format = formats.head if module is model.lm_head else formats.layers
             library.round(module.weight.detach(), format)
@@ -379,12 +383,12 @@ def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
 
 
 @contextmanager
-def coded_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let linear layers and experts among the modules compute with codes of rows and weights."""
+def coded_modules(modules: Sequence[nn.Module], *, of_rows: bool) -> Iterator[None]:
+    """Make linear layers and experts compute with codes of weights, and `of_rows`."""
     with ExitStack() as stack:
-        stack.enter_context(computing_codes(modules))
+        stack.enter_context(computing_codes(modules, of_rows=of_rows))
         for experts in (module for module in modules if read_experts(module) is not None):
-            stack.enter_context(computing_expert_codes(experts))
+            stack.enter_context(computing_expert_codes(experts, of_rows=of_rows))
         yield
 
 
@@ -393,6 +397,11 @@ def coded_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
     [
         *_each_once(["llama", "qwen3_moe", "lfm2", "dots1", "mixtral"]),
         ("llama_tied", Quantization.W8A16),
+        *(
+            pytest.param(name, Quantization.W8A16, marks=pytest.mark.slow)
+            for name in RECURRENT_NAMES
+            if name != "lfm2"
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_the_rounded_weights(
@@ -406,26 +415,35 @@ def test_greedy_tokens_are_those_of_the_rounded_weights(
     llama = LlamaConfig(**SHAPE, tie_word_embeddings=name == "llama_tied")
     build_checkpoint(tmp_path, MIXTURES.get(name, llama), torch.bfloat16)
     model = rounded_model(tmp_path, quantization, library).float()
-    rounds_rows = FORMATS[quantization].layers is Format.INT8_FOR_CODES
-    layers = [module for module in model.modules() if module is not model.lm_head]
+    formats = FORMATS[quantization]
+    rounds_rows = formats.layers is Format.INT8_FOR_CODES
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if module is not model.lm_head and not name.endswith(UNROUNDED)
+    ]
     prompts = make_prompts()
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     run = drive(load(tmp_path, quantization), prompts, params, max_num_seqs=16)
     # A row that is rounded a little differently before may have other codes.
-    least_equal, most_behind = (0.85, 0.2) if rounds_rows else (0.9, 0.1)
-    num_equal = num_close = num_tokens = 0
+    least_equal, most_behind = (0.85, 0.2) if rounds_rows else (0.9, 0.05)
+    # Rounding in bfloat16 alone puts one of about a thousand tokens a little further behind.
+    least_close = 0.99 if quantization is Quantization.W8A16 else 1.0
+    behind = []
     for prompt, tokens in zip(prompts, run.output_token_ids, strict=True):
         ids = torch.tensor([prompt + tokens])
-        with coded_modules(layers if rounds_rows else []):
+        with (
+            coded_modules([] if formats.layers is Format.INT4 else layers, of_rows=rounds_rows),
+            coded_modules([model.lm_head], of_rows=False),
+        ):
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
-        best = logits.amax(1)
-        num_close += int((best - chosen <= most_behind * logits.std(1)).sum())
-        num_equal += int((best == chosen).sum())
-        num_tokens += len(tokens)
-    assert num_tokens == 16 * len(prompts)
-    assert num_equal > least_equal * num_tokens
-    assert num_close >= (0.97 if name in MIXTURES else 1.0) * num_tokens
+        behind.append((logits.amax(1) - chosen) / logits.std(1))
+    found = torch.cat(behind)
+    assert len(found) == 16 * len(prompts)
+    assert (found == 0).float().mean() > least_equal
+    assert (found <= most_behind).float().mean() >= (0.97 if name in MIXTURES else least_close)
+    assert name in MIXTURES or found.max() <= 2 * most_behind
 
 
 def test_a_convolution_is_rounded_in_no_module_but_recurrent_ones() -> None:

@@ -7,17 +7,17 @@ import torch
 
 
 class Change(NamedTuple):
-    """What is done with a tensor that is read from a file."""
+    """A transformation of a tensor that is read from a file."""
 
     rows: torch.Tensor | None = None
-    """int64: the row of the file that stands at each place."""
+    """int64: for each row of the result, the row of the file."""
     inputs: torch.Tensor | None = None
-    """int64: the column of the file that stands at each place."""
+    """int64: for each column of the result, the column of the file."""
     values: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Returns what a checkpoint has, for values that are not codes; the shape may differ."""
+    """Converts uncoded values to those of a checkpoint; may change the shape."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the result, for a tensor of a shape."""
+        """Return the shape of the result for a tensor of shape `stored`."""
         if self.rows is not None:
             stored = (len(self.rows), *stored[1:])
         if self.values is None:
@@ -25,7 +25,7 @@ class Change(NamedTuple):
         return tuple(self.values(torch.empty(stored, device="meta")).shape)
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the result for values that are not codes."""
+        """Return the result for uncoded values."""
         if self.rows is not None:
             values = values[self.rows]
         if self.inputs is not None:
@@ -37,20 +37,20 @@ UNCHANGED = Change()
 
 
 def as_channels(kernels: torch.Tensor) -> torch.Tensor:
-    """Return the kernels of a convolution of each channel, which has one input."""
+    """Return depthwise convolution kernels, `[channels, 1, width]`."""
     return kernels.unsqueeze(1)
 
 
 def as_matrix(row: torch.Tensor) -> torch.Tensor:
-    """Return a matrix of one row, which some files have as a vector."""
+    """Return a vector as a matrix of one row."""
     return row.view(1, -1)
 
 
 def logarithm(rates: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms of decay rates, which files have as negative numbers."""
+    """Return the logarithms of decay rates, which files store negated."""
     return (-rates.float()).log().flatten()
 
 
 def pairs_to_halves(num_rows: int, num_heads: int) -> torch.Tensor:
-    """Return the order of rows in which halves of heads take the place of interleaved pairs."""
+    """Return the row order that turns interleaved pairs of a head into halves."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()

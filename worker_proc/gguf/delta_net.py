@@ -26,7 +26,7 @@ _SECTIONS = "rope.dimension_sections"
 
 
 def _linear(metadata: Metadata) -> Config:
-    """Return the sizes of heads of DeltaNet, whose keys and values are equally long."""
+    """Return the head sizes of gated DeltaNet; keys and values have the same size."""
     size = metadata.integer(_STATE)
     num_keys, num_values = metadata.integer(_KEY_HEADS), metadata.integer(_VALUE_HEADS)
     if num_values % num_keys:
@@ -43,7 +43,7 @@ def _linear(metadata: Metadata) -> Config:
 
 
 def _layer_types(metadata: Metadata, num_layers: int) -> list[str]:
-    """Return the kinds of layers: as stated, or the last of each `_INTERVAL` ones attends."""
+    """Return the layer types as stated, or else with attention in every `_INTERVAL`-th layer."""
     stated = metadata.get(_RECURRENT)
     interval = metadata.integer(_INTERVAL, 4)
     if stated is None:
@@ -69,7 +69,7 @@ def _common(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _qwen35(metadata: Metadata, file: MappedFiles) -> Config:
-    """Return the configuration of a model of texts, whose three rows of positions are equal."""
+    """Return the configuration of a text model, whose three rows of positions are equal."""
     config = _common(metadata, file)
     sections = metadata.get(_SECTIONS)
     is_list = isinstance(sections, list) and len(sections) in (3, 4)
@@ -97,14 +97,14 @@ def _qwen3next(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _of_heads(metadata: Metadata, size: int) -> torch.Tensor:
-    """Return where values of heads lie in a file: heads that share a key are not neighbours."""
+    """Return the file's row for each value: there, heads that share a key are not adjacent."""
     num_keys, num_values = metadata.integer(_KEY_HEADS), metadata.integer(_VALUE_HEADS)
     places = torch.arange(num_values * size)
     return places.view(num_values // num_keys, num_keys, size).transpose(0, 1).flatten()
 
 
 def _behind_keys(metadata: Metadata) -> torch.Tensor:
-    """Return the order of queries, keys and values, of which values are in the order of heads."""
+    """Return the row order of merged queries, keys and values; only the values are reordered."""
     size = metadata.integer(_STATE)
     num_before = 2 * size * metadata.integer(_KEY_HEADS)
     return torch.cat((torch.arange(num_before), num_before + _of_heads(metadata, size)))
@@ -131,7 +131,7 @@ def _changes(metadata: Metadata) -> Mapping[str, Change]:
 
 
 def _by_key_heads(metadata: Metadata) -> torch.Tensor:
-    """Return the order in which each head of keys has its query, key, values and gates."""
+    """Return the row order that groups query, key, values and gates by key head."""
     size, num_keys = metadata.integer(_STATE), metadata.integer(_KEY_HEADS)
     num_values = metadata.integer(_VALUE_HEADS)
     counts = (num_keys * size, num_keys * size, num_values * size, num_values * size)

@@ -155,19 +155,10 @@ def _transpose(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_and_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return what makes the keys and values of a head; the keys' inputs are rows in files."""
+    """Return a head's matrix for keys and values; files store the keys' part transposed."""
     return torch.cat((keys.mT, values))
 
 
-EXPERT_ROWS = (
-    Rows(
-        "mlp.experts.gate_up_proj",
-        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-        whole="ffn_gate_up_exps.weight",
-    ),
-    Rows("mlp.experts.down_proj", ("ffn_down_exps.weight",)),
-)
-"""Of mixtures whose checkpoints have the weights of all experts in one tensor."""
 GPT_OSS = (
     Join("mlp.experts.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _alternate),
     Join("mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _alternate),
@@ -183,4 +174,4 @@ LATENT = (
         whole="attn_kv_b.weight",
     ),
 )
-"""Of multi-head latent attention."""
+"""Joins of models with multi-head latent attention."""

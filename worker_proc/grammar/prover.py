@@ -1,8 +1,9 @@
 """The prover: `python -m worker_proc.grammar.prover` compiles grammars that are not yet trusted.
 
-It runs beside a worker, and forks for each grammar: a fork that takes too long is killed, and one
-that needs too much memory ends alone, so that the next grammar finds the tokens loaded. The prover
-has no other threads. Frames on both pipes: 4 bytes of length, then msgpack.
+Each lane of a worker has one. It loads the vocabulary once and forks for each grammar. A fork that
+takes too long is killed, and a fork that runs out of memory dies alone, so the prover continues
+with the next grammar. The prover has a single thread. Frames on both pipes: 4 bytes of length, then
+msgpack.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ _CHECK_MS = 10
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A grammar, and the time for it."""
+    """A grammar and its time limits."""
 
     grammar: Grammar
     cpu_s: float
@@ -50,7 +51,7 @@ class Proof(msgspec.Struct, frozen=True):
     error: str = ""
     definition: Definition = Definition("")
     is_late: bool = False
-    """The time was over before there was either."""
+    """True if the time ended before a result."""
 
 
 def main() -> None:

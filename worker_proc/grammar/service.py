@@ -1,9 +1,9 @@
 """Compiles grammars alongside the worker's steps: first in a prover process, then in a thread.
 
-There are three lanes, each a thread with a prover of its own. The first gives up a grammar after a
-short time, so that those behind it do not wait; the next ones then try it for longer. The number of
-grammars in these is bounded: a client whose grammars all take long fills them, and not the first
-lane. A prover is started with the first grammar of its lane.
+There are three lanes, each a thread with its own prover. The first lane gives each grammar a short
+time, so that the grammars queued after it do not wait. A grammar that needs longer moves to the
+next lane. The slower lanes are bounded: a client with many slow grammars fills those, but not the
+first lane. A lane starts its prover with its first grammar.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from worker_proc.grammar.prover import LENGTH_BYTES, Proof, Task
 QUICK_S = 0.1
 MIDDLE_S = 0.5
 LIMIT_S = 5.0
-"""Processor time for one grammar. What a lane waits at most is in `_longest_wait_s`: all lanes
-together less than the time after which an answer begins with a comment that keeps its connection
-open, so that an error still has a status."""
+"""Processor time for one grammar in each lane. `_longest_wait_s` bounds the wall time. All lanes
+together take less than the time after which a response starts with a keep-alive comment, so that an
+error can still set the HTTP status."""
 MOST_MIDDLE = 16
 MOST_SLOW = 8
-"""Grammars that a lane has not answered. Together less than the core sends."""
+"""Maximum number of unanswered grammars in a lane. Their sum is less than the core sends."""
 _ANSWER_S = 5.0
-"""For the answer of a prover after the time of its grammar."""
+"""Time for a prover's answer after the time limit of its grammar."""
 START_CPU_S = 30.0
 """Processor time for the start of a prover, with the tokens of a large vocabulary."""
 STALL_S = 30.0
@@ -105,7 +105,7 @@ class GrammarService:
 
 
 class _Lane:
-    """A thread that compiles one grammar after the other."""
+    """A thread that compiles grammars, one at a time."""
 
     def __init__(
         self,
@@ -116,9 +116,16 @@ class _Lane:
         *,
         most: int = 2**31,
     ) -> None:
-        """Take the time for one grammar, the lane for those that need more, and the most grammars.
+        """Store the limits of the lane.
 
-        Only one thread puts grammars here.
+        Args:
+            service: receives the answers.
+            compiler: compiles proven grammars in this process.
+            limit_s: processor time for one grammar.
+            slower: the lane for grammars that need more time; None: they are refused.
+            most: maximum number of unanswered grammars.
+
+        Only one thread may call `put`.
         """
         self._service = service
         self._compiler = compiler
@@ -132,7 +139,7 @@ class _Lane:
         self._prover: _Prover | None = None
 
     def put(self, job: _Job) -> bool:
-        """Take a grammar; False: there are too many already."""
+        """Queue a grammar; return False if the lane is full."""
         if self._jobs.qsize() + self._is_busy >= self._most:
             return False
         self._jobs.put(job)
@@ -166,7 +173,7 @@ class _Lane:
             self._service.answer(job)
 
     def _pass_on(self, job: _Job) -> None:
-        """Leave a grammar to the slower lane."""
+        """Move a grammar to the slower lane, or refuse it."""
         limit = f"longer than {self._limit_s:g} s"
         if self._slower is None:
             self._service.answer(job, f"compiling it takes {limit}")
@@ -194,10 +201,10 @@ class ProverError(OSError):
 
 
 class _Prover:
-    """The worker's end of a prover. After a ProverError it cannot be used any more."""
+    """The worker's connection to a prover process; unusable after a ProverError."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
-        """Start one; ProverError: it does not start."""
+        """Start the process; raise ProverError if it does not start."""
         self.is_broken = False
         try:
             self._process = subprocess.Popen(
@@ -223,9 +230,10 @@ class _Prover:
             raise _not_started(error) from error
 
     def prove(self, task: Task) -> Definition:
-        """Compile a grammar there.
+        """Return the definition that the prover has compiled.
 
-        GrammarError: it cannot be compiled. TimeoutError: not within the time. ProverError.
+        Raises GrammarError if the grammar cannot be compiled, TimeoutError if it takes too long,
+        and ProverError if the process fails.
         """
         limit = _Limit(time.monotonic() + task.wall_s + _ANSWER_S)
         try:

@@ -8,27 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 from worker_proc.kv.kv_tensors import HostMemory
 
 MAX_AHEAD_BYTES = 512 * 1024**2
-"""Of pages that are allocated and that no request has used."""
+"""Maximum size of allocated pages that no request has used yet."""
 PIECE_BYTES = 2 * 1024**2
-"""Of one tensor, at a time: a huge page, which takes a virtual machine up to 5 ms."""
+"""Size of one allocation: a huge page, which takes up to 5 ms on a virtual machine."""
 CATCH_UP = 2
-"""Bytes that are allocated between steps for each one that a step was the first to use."""
+"""Bytes allocated between steps for each byte that a step was the first to use."""
 
 _log = logging.getLogger("troika.worker")
 
 
 class PagesAhead:
-    """The pages of the blocks that requests will use next, in all tensors of a pool.
+    """Allocates the pages of the blocks that requests will use next, in all tensors of a pool.
 
-    The system allocates a page when it is first written. On a virtual machine whose own memory is
-    allocated late, a step that waits for pages computes prompts a tenth slower. Blocks that were
-    never used are taken in ascending order, so the next ones are known.
+    The system allocates a page when it is first written. On a virtual machine whose memory the host
+    allocates lazily, waiting for pages makes prompts a tenth slower. Unused blocks are allocated in
+    ascending order, so the next ones are known.
     """
 
     def __init__(self, memories: Sequence[HostMemory], num_threads: int = 1) -> None:
-        """Take tensors whose rows are blocks, as many in each.
+        """Store the tensors, whose rows are blocks; all have the same number of blocks.
 
-        The system takes as long for `num_threads` pieces at once as for one.
+        `num_threads` pieces are allocated at once, in the time of one.
         """
         self._memories = memories
         self._num_threads = num_threads
@@ -38,9 +38,9 @@ class PagesAhead:
         self._max_ahead = MAX_AHEAD_BYTES // max(sum(block_bytes), 1)
         self._piece = max(PIECE_BYTES // max(block_bytes, default=1), 1)
         self._round = range(0)
-        """The blocks that get pages now, in one tensor after another."""
+        """The blocks whose pages are being allocated, tensor by tensor."""
         self._next_memory = len(memories)
-        """The first tensor in which they lack them."""
+        """Index of the first tensor without pages for these blocks."""
         self._highest_paid = 0
         """The highest block in use when pages were allocated between steps."""
 
@@ -51,19 +51,19 @@ class PagesAhead:
         self._highest_paid = 0
 
     def allocate(self, highest_block: int) -> bool:
-        """Allocate a piece for each thread while no step comes; return whether more is missing.
+        """Allocate one piece per thread while the worker is idle; return True if more are missing.
 
-        `highest_block` is the highest in use. As many blocks after it should have pages, and at
-        least one piece of each tensor.
+        `highest_block` is the highest block in use. The goal is as many blocks again after it, and
+        at least one piece of each tensor.
         """
         num_ahead = min(max(highest_block, self._piece), self._max_ahead)
         return self._advance(highest_block, num_ahead, self._num_threads)
 
     def keep_up(self, highest_block: int) -> None:
-        """Allocate pieces between steps, for the blocks that they were the first to use.
+        """Allocate pieces between steps, in proportion to the blocks that were newly used.
 
-        So a worker that is always busy has one piece of each tensor ahead of use, and no step pays
-        for those of all tensors at once.
+        A busy worker thus stays one piece of each tensor ahead, and no step waits for the pages of
+        all tensors at once.
         """
         num_new = highest_block - self._highest_paid
         if num_new <= 0:

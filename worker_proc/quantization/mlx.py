@@ -1,10 +1,10 @@
 """Checkpoints of MLX, as mlx-lm writes them: affine codes of 2 to 8 bits.
 
 A layer has `weight`, uint32 `[outputs, words]`, and `scales` and `biases`, `[outputs, groups]`. A
-weight is code · scale + bias. The words of an output, from the lowest bits of the first one on, are
-the codes of its inputs, which may cross from a word to the next. Embeddings are such layers, too.
-The weights of all experts of a mixture are one tensor with a dimension more, under names of their
-own. config.json has `quantization`, with settings of all layers, and of some by their names.
+weight is code · scale + bias. The words of an output hold the codes of its inputs, lowest bits
+first; a code may span two words. Embeddings have the same layout. The experts of a mixture share
+one tensor with an additional first dimension, under separate names. `quantization` in config.json
+has the settings of all layers, and exceptions by layer name.
 """
 
 import math
@@ -30,7 +30,7 @@ from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
 _PIECE_BYTES = 2**20
-"""Of codes that are unpacked at a time."""
+"""Size of the codes that are unpacked at a time."""
 _EXPERTS = re.compile(r"(.*\.)switch_mlp\.(gate|up|down)_proj")
 _MIXTRAL_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
 _SAME_NAMES = frozenset(
@@ -41,11 +41,11 @@ _SAME_NAMES = frozenset(
         *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     }
 )
-"""Types of models of which mlx-lm changes no weight but by stacking experts."""
+"""Model types whose weights mlx-lm leaves unchanged, except for stacking experts."""
 
 
 class AffineScheme:
-    """Whole numbers, each with the scale and the least value of its group."""
+    """Integer codes with a scale and a minimum for each group of inputs."""
 
     codes_rows = False
 
@@ -88,7 +88,7 @@ def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def _unpack_rows(words: torch.Tensor, num_bits: int, codes: torch.Tensor) -> None:
-    """Write the codes of some rows, which takes several times as much memory meanwhile."""
+    """Unpack rows into `codes`; this temporarily takes several times their memory."""
     octets = words.contiguous().view(torch.uint8)
     size = math.lcm(num_bits, 8) // 8
     packs = octets.unflatten(1, (-1, size))
@@ -101,7 +101,7 @@ def _unpack_rows(words: torch.Tensor, num_bits: int, codes: torch.Tensor) -> Non
 
 
 def name_of_expert(layer: str, number: int) -> str:
-    """Return the name that the layer of one expert has in other checkpoints."""
+    """Return the name of one expert's layer in transformers' checkpoints."""
     found = _EXPERTS.fullmatch(layer)
     if found is None:
         raise ValueError("has weights of several matrices")
@@ -116,7 +116,7 @@ def read_mlx(settings: Settings, model_type: str) -> CheckpointFormat:
     if model_type not in _SAME_NAMES:
         raise UnsupportedModel(
             f"checkpoints of MLX of {model_type} are not read: mlx-lm stores some of its weights in"
-            " another way; those of other libraries, or of bf16, are"
+            " another way; use a checkpoint in bf16 or one quantized by another library"
         )
     common = _read_scheme(settings)
     own = {
