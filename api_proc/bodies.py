@@ -16,9 +16,8 @@ from api_proc.http.json_scan import MAX_VALUES, most_values
 from api_proc.openai import structured
 from api_proc.openai.beam_search import LengthPenalty, check_beam_search
 from protocol import sampling
-from protocol.api_core import Tenant
 from protocol.client.ledger import RoutedOptions
-from protocol.message import TokenId
+from protocol.message import Tenant, TokenId
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096

@@ -95,6 +95,7 @@ class Request:
     adapter_digest: bytes = b""
     """Digest of everything in the adapter; the id has only 53 bits of it."""
     tenant: str = ""
+    origin: str = ""
     blocks_at: str = ""
     """Block server of the machine that it was moved from; empty: it was not moved."""
     owner: object = None

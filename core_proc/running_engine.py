@@ -47,6 +47,7 @@ from protocol.core_worker import (
     UnloadAdapter,
 )
 from protocol.message import MAX_TEXT
+from protocol.process.turns import Account
 
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never gets there."""
@@ -146,6 +147,7 @@ class RunningEngine:
             adapter_id=0 if add.adapter is None else add.adapter.adapter_id,
             adapter_digest=b"" if add.adapter is None else add.adapter.digest,
             tenant=add.tenant,
+            origin=add.origin,
             blocks_at=add.blocks_at,
             owner=Owner(client, add.request_id),
         )
@@ -173,8 +175,9 @@ class RunningEngine:
             if (error := self._overload(add.num_prompt_tokens)) is not None:
                 return error
             grammar = add.sampling_params.grammar
-            if grammar is not None and self.grammars.is_full(grammar):
-                text = f"{MAX_COMPILING} grammars are being compiled already"
+            account = Account(add.origin, add.tenant)
+            if grammar is not None and self.grammars.is_full(grammar, account):
+                text = f"its client's share of the {MAX_COMPILING} grammars at a time is used up"
                 return RequestError(ErrorCode.OVERLOADED, text)
         adapter_id = 0 if add.adapter is None else add.adapter.adapter_id
         if self.quarantine.refuses(add.prompt, add.sampling_params, now, adapter_id):

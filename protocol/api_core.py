@@ -22,9 +22,11 @@ from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents,
 from protocol.message import (
     Decoder,
     Message,
+    Origin,
     PackedTokenIds,
     Record,
     RequestId,
+    Tenant,
     Text,
     TokenIds,
     encode,
@@ -43,7 +45,6 @@ from protocol.sampling import (
 
 RequestIds = Annotated[list[RequestId], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0)]
-Tenant = Annotated[str, Meta(max_length=256)]
 PACKED_FROM_TOKENS = 4096
 """Prompts of at least this length are sent packed: the core handles hundreds of thousands of ids in
 one turn."""
@@ -138,6 +139,9 @@ class AddRequest(Message):
     blocks_at: BlocksAddress = ""
     """Block server of the machine that the request was moved from. Empty: it was not moved, or only
     to another replica of this machine."""
+    origin: Origin = ""
+    """What has sent it, as a client cannot choose: an API key or an address. Origins, and their
+    tenants, have their grammars compiled in turns."""
 
     @property
     def prompt(self) -> list[int] | bytes:

@@ -45,7 +45,17 @@ import msgspec
 from msgspec import Meta, field
 
 from protocol.adapters import Adapter, AdapterId
-from protocol.message import Decoder, Message, PackedTokenIds, Record, RequestId, Text, TokenIds
+from protocol.message import (
+    Decoder,
+    Message,
+    Origin,
+    PackedTokenIds,
+    Record,
+    RequestId,
+    Tenant,
+    Text,
+    TokenIds,
+)
 from protocol.sampling import MAX_EMBEDDING_SIZE, Grammar, PoolingType, SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -313,6 +323,9 @@ class CompileGrammar(Message):
     grammar: Grammar
     is_proven: bool = False
     """Whether a worker has compiled the grammar before, within the limits."""
+    origin: Origin = ""
+    tenant: Tenant = ""
+    """The account that waits for it. Grammars of several accounts are compiled in turns."""
 
 
 class LoadAdapter(Message):

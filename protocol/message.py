@@ -96,6 +96,8 @@ RequestId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REQUEST_ID)]
 MAX_TEXT = 4096
 """Characters of a `Text`; senders cut longer ones."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Tenant = Annotated[str, msgspec.Meta(max_length=256)]
+Origin = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Message(

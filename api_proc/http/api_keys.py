@@ -34,12 +34,13 @@ class ApiKeys:
         """Replace the keys of the file."""
         self._hashes = [*self._configured, *map(_hash, keys)]
 
-    def contains(self, key: bytes) -> bool:
-        """Whether a key is valid; takes the same time for all keys."""
-        given, is_found = _hash(key), False
-        for known in self._hashes:
-            is_found |= hmac.compare_digest(given, known)
-        return is_found
+    def number_of(self, key: bytes) -> int | None:
+        """Return the place of a key, None if it is not valid; takes the same time for all keys."""
+        given, number = _hash(key), None
+        for place, known in enumerate(self._hashes):
+            if hmac.compare_digest(given, known):
+                number = place
+        return number
 
 
 def read_keys(file: Path) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,8 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 REQUEST_ID_KEY = "troika.request_id"
 HAS_CLIENT_ID_KEY = "troika.has_client_id"
 """Whether the client chose the request's id."""
+ORIGIN_KEY = "troika.origin"
+"""The API key that admitted the request, as a name that does not reveal it."""
 STYLE_KEY = "troika.style"
 """How the answers of a route look if they do not have OpenAI's shape; see `Style`."""
 UNREAD_KEY = "troika.num_unread"
@@ -65,6 +68,21 @@ _STREAM_START: Message = {
 }
 
 
+def _network(host: str) -> str:
+    """Return an IPv4 address, or the network of an IPv6 address, whose host part is free to choose.
+
+    Any other text is returned as it is.
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host[:64]
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    mapped = address.ipv4_mapped
+    return str(mapped or ipaddress.IPv6Network((address, 64), strict=False))
+
+
 class Connection:
     """Reads one body, watches for a disconnect, and sends one response."""
 
@@ -105,6 +123,14 @@ class Connection:
     def has_client_id(self) -> bool:
         """Whether the client chose the request's id."""
         return bool(self.scope.get(HAS_CLIENT_ID_KEY))
+
+    @property
+    def origin(self) -> str:
+        """The API key or the address that the request came from; empty for a Unix socket."""
+        if (key := self.scope.get(ORIGIN_KEY)) is not None:
+            return str(key)
+        host = (self.scope.get("client") or ("", 0))[0]
+        return _network(host)
 
     async def read_body(self, max_bytes: int) -> bytes:
         """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`."""

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_proc.errors import ApiError
 from api_proc.http.api_keys import ApiKeys
-from api_proc.http.connection import HAS_CLIENT_ID_KEY, REQUEST_ID_KEY, Connection
+from api_proc.http.connection import HAS_CLIENT_ID_KEY, ORIGIN_KEY, REQUEST_ID_KEY, Connection
 from api_proc.http.request_ids import RequestIds
 
 OPEN_PATHS = frozenset(
@@ -78,7 +78,7 @@ class AuthMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_allowed(scope):
+        if scope["type"] != "http" or self._admit(scope):
             await self._app(scope, receive, send)
             return
         await Connection(scope, receive, send).send_error(
@@ -91,14 +91,18 @@ class AuthMiddleware:
             )
         )
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    def _admit(self, scope: Scope) -> bool:
+        """Return whether a request may be served, and note the key that it has."""
         if scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths:
             return True
         bearers = [_token(value) for name, value in scope["headers"] if name == b"authorization"]
         keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
         # Of several credentials a proxy could have checked another one.
         is_single = max(len(bearers), len(keys)) == 1 and len({*bearers, *keys}) == 1
-        return is_single and self._keys.contains((bearers + keys)[0])
+        number = self._keys.number_of((bearers + keys)[0]) if is_single else None
+        if number is not None:
+            scope[ORIGIN_KEY] = f"key {number}"
+        return number is not None
 
 
 def _token(authorization: bytes) -> bytes:

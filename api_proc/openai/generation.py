@@ -244,6 +244,7 @@ class Generation:
     def _options(self) -> RoutedOptions:
         """Return the core's options besides the parameters; by default, an adapter is a tenant."""
         options = self._body.request_options
+        options["origin"] = self._connection.origin
         if self._adapter is not None:
             options["adapter"] = self._adapter
             options["tenant"] = options["tenant"] or self._adapter.name

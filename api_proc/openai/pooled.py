@@ -17,10 +17,11 @@ from api_proc.http.open_requests import Slot
 from api_proc.openai.packing import packed_in_turn
 from api_proc.state import ApiState
 from protocol.adapters import Adapter
-from protocol.api_core import ErrorCode, RequestError, RequestOutput, Tenant
+from protocol.api_core import ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import ModelFacts
+from protocol.message import Tenant
 from protocol.sampling import CacheSalt, FinishReason, Pooling, Priority, pooling_params
 
 AT_ONCE = 32

@@ -3,9 +3,11 @@
 A request with a grammar is queued as WAITING_FOR_GRAMMAR and keeps its place; all others are
 admitted meanwhile. The workers get each grammar once, and answer when it is ready. A lost worker
 takes its grammars along: the requests wait again until its successor has compiled them.
+
+Clients compete for the compilation. Each origin of requests, and each of its tenants, has a share
+of the places, and the grammars of all accounts are sent in turns.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -13,17 +15,21 @@ from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import ErrorCode
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
+from protocol.process.turns import Account, Shares, Turns
 from protocol.sampling import Grammar
 
 GRAMMAR_PARAM = "grammar"
 """`RequestError.param` of a grammar that cannot be used."""
-MAX_COMPILING = 64
-"""Grammars that are not ready yet; a request with one more is refused."""
+MAX_COMPILING = 128
+"""Grammars that are not proven yet; a request with one past its client's share is refused."""
 MAX_IDLE = 128
 """Most ready grammars without a request that are remembered."""
 _MAX_SENT = 32
 """Grammars that the workers have got and not answered, of the frames that a link may queue. They
-are more than may wait for being compiled slowly, so that the others go on."""
+are more than may wait for being compiled slowly, of each account and of all, so that the others go
+on."""
+_MAX_WAITING = 16
+"""Accounts in whose turns one grammar may be sent."""
 _CODES = {
     GrammarFault.WRONG: ErrorCode.INVALID,
     GrammarFault.BUSY: ErrorCode.OVERLOADED,
@@ -37,6 +43,11 @@ class _Entry:
 
     grammar_id: int
     grammar: Grammar
+    account: Account
+    """The account whose share it takes, of the places until it is proven, and of those sent."""
+    is_unsent: bool = False
+    waiting: set[Account] = field(default_factory=set)
+    """The accounts in whose turns it may be sent, while it is unsent."""
     is_ready: bool = False
     is_proven: bool = False
     requests: list[Request] = field(default_factory=list)
@@ -49,25 +60,33 @@ class _Entry:
 
 
 class Grammars:
-    """The grammars of a scheduler's requests; at most `MAX_COMPILING` of them are not ready."""
+    """The grammars of a scheduler's requests; at most `MAX_COMPILING` of them are not proven."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._entries: dict[Grammar, _Entry] = {}
         self._by_id: dict[int, _Entry] = {}
         self._ids = count()
-        self._unsent: deque[_Entry] = deque()
-        self._sent: set[int] = set()
+        self._unsent: Turns[_Entry] = Turns()
+        """An entry is there once for each account that waits for it, up to `_MAX_WAITING`."""
+        self._has_unsent = False
+        """Whether anything has changed since none could be sent."""
+        self._sent: dict[int, Account] = {}
         """Ids of the grammars that the present workers have not answered."""
+        self._unproven, self._window = Shares(MAX_COMPILING), Shares(_MAX_SENT)
         self._prune_at = 2 * MAX_IDLE
 
-    def is_full(self, grammar: Grammar) -> bool:
-        """Whether too many grammars are being compiled for this one to join them."""
-        if grammar in self._entries or len(self._unsent) + len(self._sent) < MAX_COMPILING:
+    def is_full(self, grammar: Grammar, account: Account) -> bool:
+        """Whether too many grammars are being compiled for this one of an account to join them."""
+        if grammar in self._entries or self._unproven.has_room(account):
             return False
         # Those of requests that have ended are not worth the wait.
-        self._unsent = deque(entry for entry in self._unsent if self._is_wanted(entry))
-        return len(self._unsent) + len(self._sent) >= MAX_COMPILING
+        self._unsent.keep(self._is_waiting)
+        return not self._unproven.has_room(account)
+
+    def _is_waiting(self, entry: _Entry) -> bool:
+        """Whether an entry is to be sent, and a request waits for it; others are dropped."""
+        return entry.is_unsent and self._is_wanted(entry)
 
     def _is_wanted(self, entry: _Entry) -> bool:
         if not entry.forget_ended():
@@ -77,17 +96,18 @@ class Grammars:
 
     def add(self, request: Request, grammar: Grammar) -> None:
         """Queue a request; it waits until its grammar is ready. Errors as `add_request`."""
-        entry = self._entries.get(grammar)
+        entry, account = self._entries.get(grammar), account_of(request)
         is_ready = entry is not None and entry.is_ready
         blocked = None if is_ready else RequestStatus.WAITING_FOR_GRAMMAR
         self._scheduler.add_request(request, blocked)
         if entry is None:
-            entry = _Entry(next(self._ids), grammar)
+            entry = _Entry(next(self._ids), grammar, account, is_unsent=True)
             self._entries[grammar] = self._by_id[entry.grammar_id] = entry
-            self._unsent.append(entry)
+            self._unproven.enter(account)
+        self._put(account, entry)
         entry.requests.append(request)
         if request.num_output_tokens:  # it has run in an earlier life
-            entry.is_proven = True
+            self._prove(entry)
         if len(self._entries) > self._prune_at:
             self._prune()
 
@@ -98,24 +118,49 @@ class Grammars:
             self._drop(entry)
         self._prune_at = len(self._entries) + MAX_IDLE
 
+    def _put(self, account: Account, entry: _Entry) -> None:
+        """Let an entry be sent when it is an account's turn, if it is unsent."""
+        if entry.is_unsent and account not in entry.waiting and len(entry.waiting) < _MAX_WAITING:
+            entry.waiting.add(account)
+            self._unsent.put(account, entry)
+            self._has_unsent = True
+
+    def _prove(self, entry: _Entry) -> None:
+        if not entry.is_proven:
+            entry.is_proven = True
+            self._unproven.leave(entry.account)
+
     def _drop(self, entry: _Entry) -> None:
+        entry.is_unsent = False
+        if not entry.is_proven:
+            self._unproven.leave(entry.account)
         del self._entries[entry.grammar]
         del self._by_id[entry.grammar_id]
 
     def take_messages(self) -> list[CompileGrammar]:
         """Return the grammars that the workers are to compile now."""
-        messages = []
-        while self._unsent and len(self._sent) < _MAX_SENT:
-            entry = self._unsent.popleft()
-            if self._is_wanted(entry):
-                self._sent.add(entry.grammar_id)
-                message = CompileGrammar(entry.grammar_id, entry.grammar, entry.is_proven)
+        messages: list[CompileGrammar] = []
+        if not self._has_unsent:
+            return messages
+        self._has_unsent = False
+        while taken := self._unsent.take(self._window.has_room):
+            account, entry = taken
+            if self._is_waiting(entry):
+                entry.is_unsent = False
+                self._sent[entry.grammar_id] = account
+                self._window.enter(account)
+                message = CompileGrammar(
+                    entry.grammar_id, entry.grammar, entry.is_proven, account.origin, account.tenant
+                )
                 messages.append(message)
         return messages
 
     def compiled(self, message: GrammarCompiled) -> list[Request]:
         """Unblock or fail the requests of a grammar; returns those that may be admitted now."""
-        self._sent.discard(message.grammar_id)
+        account = self._sent.pop(message.grammar_id, None)
+        if account is not None:
+            self._window.leave(account)
+            self._has_unsent = True
         entry = self._by_id.get(message.grammar_id)
         if entry is None:
             return []
@@ -127,7 +172,8 @@ class Grammars:
                 param = GRAMMAR_PARAM if code is ErrorCode.INVALID else None
                 self._scheduler.fail_request(request.req_id, message.error, code, param)
             return []
-        entry.is_ready = entry.is_proven = True
+        self._prove(entry)
+        entry.is_ready = True
         waiting = [r for r in entry.requests if r.status is RequestStatus.WAITING_FOR_GRAMMAR]
         for request in waiting:
             self._scheduler.unblock(request.req_id)
@@ -144,10 +190,18 @@ class Grammars:
     def workers_lost(self) -> None:
         """Let all requests with a grammar wait until the next workers have compiled it."""
         self._sent.clear()
+        self._window.clear()
         self._unsent.clear()
         for entry in list(self._entries.values()):
             entry.is_ready = False
             if self._is_wanted(entry):
-                self._unsent.append(entry)
+                entry.is_unsent = True
+                entry.waiting.clear()
+                for request in entry.requests:
+                    self._put(account_of(request), entry)
                 for request in entry.requests:
                     self._scheduler.hold(request, RequestStatus.WAITING_FOR_GRAMMAR)
+
+
+def account_of(request: Request) -> Account:
+    return Account(request.origin, request.tenant)

@@ -58,6 +58,9 @@ class RequestOptions(TypedDict, total=False):
     """Requests share cached prefixes only with requests that have the same salt."""
     tenant: str
     """The request's account; the fair policy shares the engine among tenants."""
+    origin: str
+    """The API key or the address that the request came from; origins are treated fairly where they
+    compete, as for the compilation of grammars."""
     adapter: Adapter | None
     """The LoRA adapter to apply; none by default."""
     resent: bool

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from api_proc.http.api_keys import MAX_KEYS, ApiKeys, read_keys
+from api_proc.http.connection import Connection
 from protocol.config.settings import configure
 from protocol.process.file_watch import watch_files
 from tests.api.fake_engine import FakeClient, LiveServer, wait_until
@@ -64,6 +66,39 @@ def test_ambiguous_or_wrong_credentials_are_rejected(
     live: LiveServer, headers: list[tuple[str, str]]
 ) -> None:
     assert status(live, *headers) == 401
+
+
+def test_the_key_is_the_origin_of_a_request(live: LiveServer) -> None:
+    """The engine learns the place of the key, not the key."""
+    for key in ("given-1", "from-file-2", "given-1"):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": "hi", "max_tokens": 1, "user": "gold"}
+        httpx.post(live.url + "/v1/completions", headers=headers, json=body)
+    assert isinstance(live.client, FakeClient)
+    origins = [(add.origin, add.tenant) for add in live.client.requests]
+    assert origins == [("key 0", "gold"), ("key 3", "gold"), ("key 0", "gold")]
+
+
+@pytest.mark.parametrize(
+    ("client", "origin"),
+    [
+        (("10.0.0.7", 1234), "10.0.0.7"),
+        (("::ffff:10.0.0.7", 1234), "10.0.0.7"),
+        (("2001:db8:1:2:3:4:5:6", 1234), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 1234), "fe80::/64"),
+        (None, ""),
+    ],
+)
+def test_without_keys_the_address_is_the_origin(
+    client: tuple[str, int] | None, origin: str
+) -> None:
+    """A network of IPv6 is one: its hosts may take any address in it."""
+    scope = {"type": "http", "headers": [], "client": client}
+
+    async def unused(*_: object) -> Any:
+        raise AssertionError
+
+    assert Connection(scope, unused, unused).origin == origin
 
 
 def test_a_preflight_needs_no_key_and_its_request_does(live: LiveServer) -> None:
@@ -134,8 +169,8 @@ def test_keys_of_a_new_process_without_its_file(tmp_path: Path) -> None:
     """It rejects every request instead of serving without keys."""
     config = configure(model="null", api_key_file=str(tmp_path / "gone"))
     keys = ApiKeys(config.api)
-    assert not keys.contains(b"")
-    assert not keys.contains(b"x")
+    assert keys.number_of(b"") is None
+    assert keys.number_of(b"x") is None
 
 
 def test_the_number_of_keys_is_bounded(tmp_path: Path) -> None:

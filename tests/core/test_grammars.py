@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
@@ -28,6 +29,10 @@ def constrained(request_id: int, grammar: Grammar = WORD, **more: object) -> Add
 
 def sent(engine: EngineCore) -> list[Grammar]:
     return [message.grammar for message in engine.take_grammars()]
+
+
+def grammars_of(name: str, number: int) -> list[Grammar]:
+    return [Grammar(GrammarKind.REGEX, f"{name}{{{i}}}") for i in range(number)]
 
 
 def names(step: SchedulerOutput) -> list[int]:
@@ -134,8 +139,9 @@ def test_grammars_that_no_request_waits_for_are_not_sent() -> None:
 
 def test_few_are_under_way_and_past_a_bound_requests_are_refused() -> None:
     engine = make_engine(max_num_waiting=10_000)
-    many = [Grammar(GrammarKind.REGEX, f"a{{{i}}}") for i in range(MAX_COMPILING + 1)]
-    for i, grammar in enumerate(many[:-1]):
+    many = grammars_of("a", 100)
+    share, window = -(-MAX_COMPILING // 3), -(-grammars._MAX_SENT // 3)
+    for i, grammar in enumerate(many[:share]):
         assert engine.add(CLIENT, constrained(i, grammar)) is None
     refused = engine.add(CLIENT, constrained(99, many[-1]))
     assert refused is not None
@@ -143,10 +149,50 @@ def test_few_are_under_way_and_past_a_bound_requests_are_refused() -> None:
     assert engine.add(CLIENT, constrained(100, many[0])) is None, "known ones are accepted"
     assert engine.add(CLIENT, constrained(101, many[-1], resent=True)) is None
     first = engine.take_grammars()
-    assert len(first) == grammars._MAX_SENT
+    assert len(first) == window
     assert engine.take_grammars() == []
     engine.answered(GrammarCompiled(first[0].grammar_id))
     assert len(engine.take_grammars()) == 1
+
+
+def test_a_client_with_many_grammars_leaves_room_for_others_and_their_turns() -> None:
+    engine = make_engine(max_num_waiting=10_000)
+    mine, others = grammars_of("a", 200), grammars_of("b", 4)
+
+    def add_as(origin: str, tenant: str, request_id: int, grammar: Grammar) -> Refused | None:
+        options = {"origin": origin, "tenant": tenant}
+        request = msgspec.structs.replace(constrained(request_id, grammar), **options)
+        return engine.add(CLIENT, request)
+
+    refused = [add_as("a", str(i % 50), i, grammar) for i, grammar in enumerate(mine)]
+    num_taken = refused.count(None)
+    assert 0 < num_taken <= MAX_COMPILING // 2, "its tenants share what it has"
+    assert sent(engine) == mine[: grammars._MAX_SENT // 2]
+    assert [add_as("b", "", 1000 + i, grammar) for i, grammar in enumerate(others)] == [None] * 4
+    assert sent(engine) == others, "they are sent before those that came first"
+    assert add_as("c", "", 2000, mine[num_taken - 1]) is None
+    assert sent(engine) == [mine[num_taken - 1]], "it is compiled in the turn of the second client"
+
+
+def test_grammars_that_were_proven_take_no_places_of_new_ones() -> None:
+    engine = make_engine(max_num_waiting=10_000, max_num_seqs=256)
+    old, new = grammars_of("a", 200), grammars_of("b", 1)
+    for i, grammar in enumerate(old):
+        engine.add(CLIENT, constrained(i, grammar))
+        [message] = engine.take_grammars()
+        engine.answered(GrammarCompiled(message.grammar_id))
+    engine.lose_workers()
+    engine.adopt_workers(FACTS)
+    assert engine.add(CLIENT, constrained(1000, new[0])) is None
+
+
+def test_grammars_that_end_unsent_give_their_places_back() -> None:
+    engine = make_engine(max_num_waiting=10_000)
+    for i, grammar in enumerate(grammars_of("a", 1000)):
+        assert engine.add(CLIENT, constrained(i, grammar)) is None
+        engine.abort(CLIENT, [i])
+    assert engine.running is not None
+    assert len(engine.running.grammars._entries) <= MAX_COMPILING
 
 
 def test_idle_grammars_are_forgotten() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import select
+import threading
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -15,9 +16,9 @@ from protocol.process.failpoints import LOG_FILE, VARIABLE
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import eventually
 from worker_proc.grammar import service as service_module
-from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
+from worker_proc.grammar.compiler import Definition, GrammarCompiler, Vocabulary
 from worker_proc.grammar.prover import Task
-from worker_proc.grammar.service import GrammarService, _Prover
+from worker_proc.grammar.service import GrammarService, _Jobs, _Prover
 
 NULL = Vocabulary(32_000, [2])
 TIMEOUT_S = 60.0
@@ -115,7 +116,8 @@ def test_grammars_that_all_take_long_delay_a_good_one_by_a_moment_each(
     service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The provers go on with the tokens loaded, and what is too much for all lanes is refused."""
-    service._quick._wall_s, service._middle._wall_s, service._middle._most = 0.1, TIMEOUT_S, 2
+    service._quick._wall_s, service._middle._wall_s = 0.1, TIMEOUT_S
+    service._middle._most, service._middle._jobs = 4, _Jobs(4, 1)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / "grammar.compile").write_text("delay:60000@*")
     for i in range(4):
@@ -123,7 +125,8 @@ def test_grammars_that_all_take_long_delay_a_good_one_by_a_moment_each(
     busy = wait(service, 2)
     assert [answer.grammar_id for answer in busy] == [2, 3]
     assert {answer.fault for answer in busy} == {GrammarFault.BUSY}
-    assert busy[0].error == "2 grammars that take longer than 0.1 s are being compiled already"
+    text = "its client's share of the 4 grammars at a time that take longer than 0.1 s is used up"
+    assert busy[0].error == text
     prover = service._quick._prover
     (tmp_path / "grammar.compile").unlink()
     service._quick._limit_s = service._quick._wall_s = TIMEOUT_S
@@ -253,6 +256,46 @@ def test_a_proven_grammar_needs_no_prover(service: GrammarService) -> None:
     service.compile(CompileGrammar(1, regex("one"), is_proven=True))
     assert wait(service, 1) == [GrammarCompiled(1)]
     assert service._quick._prover is None
+
+
+def test_many_slow_grammars_of_a_client_do_not_delay_one_of_another(
+    service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the one that is being compiled and for one more, not for those behind them."""
+    service._quick._wall_s, service._middle._wall_s = 0.5, TIMEOUT_S
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "grammar.compile").write_text("delay:60000@*")
+    for i in range(200):
+        service.compile(CompileGrammar(i, regex(f"slow{i}"), origin="a", tenant=f"{i % 7}"))
+    log = tmp_path / LOG_FILE
+    eventually(log.exists, "the first one is being compiled", TIMEOUT_S)
+    service._quick._wall_s = TIMEOUT_S  # for the one that comes after it
+    (tmp_path / "grammar.compile").unlink()
+    service.compile(CompileGrammar(1000, regex("quick"), origin="b"))
+    assert GrammarCompiled(1000) in wait(service, 2)
+
+
+def test_a_proven_grammar_that_takes_long_delays_no_other(
+    service: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new worker may get many of them, each of which needs seconds."""
+    compile_one, may_end = service._compiler.compile, threading.Event()
+
+    def compile_slowly(grammar: Grammar, definition: Definition | None = None) -> None:
+        if grammar.source.startswith("slow"):
+            assert may_end.wait(TIMEOUT_S)
+        compile_one(grammar, definition)
+
+    monkeypatch.setattr(service._compiler, "compile", compile_slowly)
+    for i in range(10):
+        service.compile(CompileGrammar(i, regex(f"slow{i}"), is_proven=True, origin="a"))
+    try:
+        service.compile(CompileGrammar(10, regex("new"), origin="a"))
+        service.compile(CompileGrammar(11, regex("old"), is_proven=True, origin="b"))
+        assert {answer.grammar_id for answer in wait(service, 2)} == {10, 11}
+    finally:
+        may_end.set()
+    assert {answer.grammar_id for answer in wait(service, 10)} == set(range(10))
 
 
 def test_compiled_grammars_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

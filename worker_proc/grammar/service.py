@@ -2,14 +2,18 @@
 
 There are three lanes, each a thread with its own prover. The first lane gives each grammar a short
 time, so that the grammars queued after it do not wait. A grammar that needs longer moves to the
-next lane. The slower lanes are bounded: a client with many slow grammars fills those, but not the
-first lane. A lane starts its prover with its first grammar.
+next lane. The slower lanes are bounded. A lane starts its prover with its first grammar.
+
+What was proven before, for another worker, needs no limit. It has a lane of its own with several
+threads, where a grammar that takes long delays neither new ones nor those of other accounts.
+
+In each lane, accounts are served in turns and have a share of the places
+(`protocol.process.turns`).
 """
 
 import contextlib
 import logging
 import os
-import queue
 import select
 import subprocess
 import sys
@@ -23,6 +27,7 @@ import msgspec
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.message import MAX_TEXT, Decoder, ProtocolError
 from protocol.process.cpu_clock import cpu_seconds
+from protocol.process.turns import Account, Shares, Turns
 from worker_proc.grammar.compiler import Definition, GrammarCompiler, GrammarError
 from worker_proc.grammar.prover import LENGTH_BYTES, Proof, Task
 
@@ -34,7 +39,10 @@ together take less than the time after which a response starts with a keep-alive
 error can still set the HTTP status."""
 MOST_MIDDLE = 16
 MOST_SLOW = 8
-"""Maximum number of unanswered grammars in a lane. Their sum is less than the core sends."""
+"""Maximum number of unanswered grammars in a lane. Their sum is less than the core sends, and so is
+each account's share of them."""
+_PROVEN_THREADS = 4
+"""An account gets two of them at most."""
 _ANSWER_S = 5.0
 """Time for a prover's answer after the time limit of its grammar."""
 START_CPU_S = 30.0
@@ -58,6 +66,10 @@ class _Job(NamedTuple):
     adoption: int
     message: CompileGrammar
 
+    @property
+    def account(self) -> Account:
+        return Account(self.message.origin, self.message.tenant)
+
 
 class GrammarService:
     """Takes grammars and returns answers; `wake_fd` is readable while there are any."""
@@ -69,6 +81,7 @@ class GrammarService:
         self._slow = _Lane(self, compiler, LIMIT_S, most=MOST_SLOW)
         self._middle = _Lane(self, compiler, MIDDLE_S, self._slow, most=MOST_MIDDLE)
         self._quick = _Lane(self, compiler, QUICK_S, self._middle)
+        self._proven = _Lane(self, compiler, LIMIT_S, num_threads=_PROVEN_THREADS)
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def begin_adoption(self) -> None:
@@ -80,7 +93,8 @@ class GrammarService:
         """Compile a grammar; return the answer if it is compiled already."""
         if self._compiler.has(message.grammar):
             return GrammarCompiled(message.grammar_id)
-        self._quick.put(_Job(self._adoption, message))
+        lane = self._proven if message.is_proven else self._quick
+        lane.put(_Job(self._adoption, message))
         return None
 
     def is_wanted(self, job: _Job) -> bool:
@@ -104,8 +118,42 @@ class GrammarService:
         return results
 
 
+class _Jobs:
+    """The grammars of one lane; its threads take those of all accounts in turns."""
+
+    def __init__(self, most: int, num_threads: int) -> None:
+        self._changed = threading.Condition()
+        self._turns: Turns[_Job] = Turns()
+        self._places, self._threads = Shares(most), Shares(num_threads)
+
+    def put(self, job: _Job) -> bool:
+        """Queue a grammar; return False if its account's share of the places is used up."""
+        with self._changed:
+            if not self._places.has_room(job.account):
+                return False
+            self._places.enter(job.account)
+            self._turns.put(job.account, job)
+            self._changed.notify()
+        return True
+
+    def take(self) -> _Job:
+        """Wait for the next grammar, of an account with a share of the threads left."""
+        with self._changed:
+            while (taken := self._turns.take(self._threads.has_room)) is None:
+                self._changed.wait()
+            account, job = taken
+            self._threads.enter(account)
+        return job
+
+    def done(self, job: _Job) -> None:
+        with self._changed:
+            self._threads.leave(job.account)
+            self._places.leave(job.account)
+            self._changed.notify()
+
+
 class _Lane:
-    """A thread that compiles grammars, one at a time."""
+    """One or more threads, each of which compiles one grammar at a time."""
 
     def __init__(
         self,
@@ -115,6 +163,7 @@ class _Lane:
         slower: "_Lane | None" = None,
         *,
         most: int = 2**31,
+        num_threads: int = 1,
     ) -> None:
         """Store the limits of the lane.
 
@@ -124,6 +173,7 @@ class _Lane:
             limit_s: processor time for one grammar.
             slower: the lane for grammars that need more time; None: they are refused.
             most: maximum number of unanswered grammars.
+            num_threads: maximum number of threads; more than one are for proven grammars.
 
         Only one thread may call `put`.
         """
@@ -133,29 +183,26 @@ class _Lane:
         self._wall_s = _longest_wait_s(limit_s)
         self._slower = slower
         self._most = most
-        self._is_busy = False
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs = _Jobs(most, num_threads)
+        self._num_to_start = num_threads
         self._prover: _Prover | None = None
 
     def put(self, job: _Job) -> bool:
-        """Queue a grammar; return False if the lane is full."""
-        if self._jobs.qsize() + self._is_busy >= self._most:
+        """Queue a grammar; return False if its account's share of the lane is used up."""
+        if not self._jobs.put(job):
             return False
-        self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="troika-grammar", daemon=True)
-            self._thread.start()
+        if self._num_to_start:
+            self._num_to_start -= 1
+            threading.Thread(target=self._run, name="troika-grammar", daemon=True).start()
         return True
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # this thread only
         while True:
-            job = self._jobs.get()
-            self._is_busy = True
+            job = self._jobs.take()
             if self._service.is_wanted(job):
                 self._handle(job)
-            self._is_busy = False
+            self._jobs.done(job)
 
     def _handle(self, job: _Job) -> None:
         try:
@@ -178,7 +225,8 @@ class _Lane:
         if self._slower is None:
             self._service.answer(job, f"compiling it takes {limit}")
         elif not self._slower.put(job):
-            text = f"{self._slower._most} grammars that take {limit} are being compiled already"
+            grammars = f"{self._slower._most} grammars at a time that take {limit}"
+            text = f"its client's share of the {grammars} is used up"
             self._service.answer(job, text, GrammarFault.BUSY)
 
     def _compile(self, message: CompileGrammar) -> None:

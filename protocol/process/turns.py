@@ -1,0 +1,97 @@
+"""Shares of what clients compete for: they are served in turns, and none can fill a queue."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Account(NamedTuple):
+    """The client that a piece of work is for."""
+
+    origin: str = ""
+    """The API key or the address that sent the request; clients cannot choose it freely."""
+    tenant: str = ""
+    """The request's tenant among those of its origin."""
+
+
+class Turns(Generic[T]):
+    """Queues of all accounts: origins come in turns, and so do the tenants of each origin."""
+
+    def __init__(self) -> None:
+        self._origins: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
+
+    def put(self, account: Account, item: T) -> None:
+        tenants = self._origins.setdefault(account.origin, OrderedDict())
+        tenants.setdefault(account.tenant, deque()).append(item)
+
+    def take(self, may: Callable[[Account], bool] = lambda _: True) -> tuple[Account, T] | None:
+        """Remove the next item of an account that may have its turn; None: there is none."""
+        for origin, tenants in self._origins.items():
+            for tenant, items in tenants.items():
+                account = Account(origin, tenant)
+                if may(account):
+                    item = items.popleft()
+                    tenants.move_to_end(tenant)
+                    self._origins.move_to_end(origin)
+                    if not items:
+                        self._remove(account)
+                    return account, item
+        return None
+
+    def keep(self, is_kept: Callable[[T], bool]) -> None:
+        """Remove all other items."""
+        for origin, tenants in list(self._origins.items()):
+            for tenant, items in list(tenants.items()):
+                tenants[tenant] = deque(filter(is_kept, items))
+                if not tenants[tenant]:
+                    self._remove(Account(origin, tenant))
+
+    def clear(self) -> None:
+        self._origins.clear()
+
+    def _remove(self, account: Account) -> None:
+        tenants = self._origins[account.origin]
+        del tenants[account.tenant]
+        if not tenants:
+            del self._origins[account.origin]
+
+
+class Shares:
+    """A number of places, of which an origin gets at most half, and a tenant a third.
+
+    An account gets another place while it has fewer than its origin could still have, and an origin
+    while it has fewer than are free (dynamic thresholds: Choudhury and Hahne, 1998). So one that
+    takes all that it can leaves room for others, and these for further ones.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._taken: Counter[Account] = Counter()
+        self._taken_by_origin: Counter[str] = Counter()
+        self._num_taken = 0
+
+    def has_room(self, account: Account) -> bool:
+        num_free = self._num_places - self._num_taken
+        return self._taken[account] < num_free - self._taken_by_origin[account.origin]
+
+    def enter(self, account: Account) -> None:
+        """Take a place, whether or not there is room."""
+        self._num_taken += 1
+        self._taken[account] += 1
+        self._taken_by_origin[account.origin] += 1
+
+    def leave(self, account: Account) -> None:
+        self._num_taken -= 1
+        self._taken[account] -= 1
+        self._taken_by_origin[account.origin] -= 1
+        if not self._taken[account]:
+            del self._taken[account]
+        if not self._taken_by_origin[account.origin]:
+            del self._taken_by_origin[account.origin]
+
+    def clear(self) -> None:
+        self._num_taken = 0
+        self._taken.clear()
+        self._taken_by_origin.clear()
