@@ -44,7 +44,8 @@ from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ProcessTable, ZygoteEvent, num_ranks
 from scripts.supervisor.reports import Reports
-from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
+from scripts.supervisor.run_dir_keeper import RunDirKeeper
+from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name
 from scripts.supervisor.system import System
 
@@ -54,12 +55,6 @@ _FATAL_TIMEOUT_S = 0.5
 decides whether the start is given up."""
 _LATER_FATAL_TIMEOUT_S = 0.1
 _CANNOT_START = 127
-_KEEP_S = 1.0
-"""Between two looks at the run directory."""
-_COMPLAINT_S = 60.0
-_PATIENT_LOOKS = 3
-"""Looks at a directory that cannot be made before a line reports it: the supervisor of the whole
-engine makes those that contain it."""
 
 
 class Supervisor:
@@ -87,14 +82,11 @@ class Supervisor:
         self._reports = reports
         self._agents = agents
         self._config = config
-        self._run_dir = run_dir
-        self._keep_at = self._complain_at = 0.0
-        self._num_failed_looks = 0
         self._console = console
         is_tls = config.api.ssl_certfile is not None
         self._url = None if listener is None else url_of(listener, is_tls=is_tls)
         self._cores = core_places(config)
-        # Both: a fork of the parent may hold the pipe open beyond the parent's end.
+        # A fork of the parent may hold the pipe open after the parent's end: the pidfd shows it.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
         self._clock = system.clock
@@ -113,6 +105,10 @@ class Supervisor:
         self._context = system.make_context()
         self._link = RouterChannel(
             self._context, lifecycle_address(run_dir.path), HighWaterMark.LIFECYCLE_LINK
+        )
+        is_whole_engine = config.run.replica is None
+        self._run_dir_keeper = RunDirKeeper(
+            run_dir, self._link, agents, console, makes_parents=is_whole_engine
         )
         self._poller = system.make_poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
@@ -136,7 +132,7 @@ class Supervisor:
         while self._exit_status is None:
             ready = dict(self._poller.poll(self._poll_ms()))
             self.policy.on_turn(self._clock.monotonic())
-            self._keep_run_dir(self._clock.monotonic())
+            self._keep_run_dir()
             if self._reports is not None:
                 self._on_commands(self._reports.commands())
             if self._agents is not None:
@@ -154,33 +150,11 @@ class Supervisor:
         self._context.term()
         return self._exit_status
 
-    def _keep_run_dir(self, now: float) -> None:
-        """Restore the run directory and the socket in it, if they were removed.
-
-        Processes that run keep their connections; it is their successors that need the directory.
-        """
-        if now < self._keep_at or self._run_dir.is_lost:
-            return
-        self._keep_at = now + _KEEP_S
-        path, is_whole = self._run_dir.path, self._config.run.replica is None
-        try:
-            was_removed = self._run_dir.restore(makes_parents=is_whole)
-            was_removed = self._link.keep_listening() or was_removed
-        except RunDirBusyError as error:
-            self._perform(self.policy.on_run_dir_lost(str(error), now))
-            return
-        except (OSError, ValueError) as error:
-            self._num_failed_looks += 1
-            if self._num_failed_looks > _PATIENT_LOOKS and now >= self._complain_at:
-                self._complain_at = now + _COMPLAINT_S
-                text = f"run_dir {path} was removed and cannot be made again: {error}"
-                self._console.note(logging.ERROR, f"{text}; no process can be replaced")
-            return
-        self._num_failed_looks = 0
-        if was_removed:
-            if self._agents is not None:
-                self._agents.write_again()
-            self._console.note(logging.WARNING, f"files were removed from {path}: it is restored")
+    def _keep_run_dir(self) -> None:
+        now = self._clock.monotonic()
+        failure = self._run_dir_keeper.check(now)
+        if failure is not None:
+            self._perform(self.policy.on_run_dir_lost(failure, now))
 
     def turn(self, ready: Mapping[Any, int]) -> None:
         """Handle events and deadlines."""
