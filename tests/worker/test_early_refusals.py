@@ -36,6 +36,26 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "xlnet: scores of attention with products of queries and relative positions are not",
     ),
+    "encoder": (
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"]},
+        {},
+        "bert: its attention is causal only where config.json sets is_decoder to true",
+    ),
+    "positions_after_padding": (
+        {"model_type": "roberta", "architectures": ["RobertaForCausalLM"], "is_decoder": True},
+        {},
+        "roberta: positions that leave out padding tokens are not supported in decoders",
+    ),
+    "other_head": (
+        {"architectures": ["LlamaForTokenClassification"]},
+        {},
+        "llama: the output layer of LlamaForTokenClassification is not supported",
+    ),
+    "mixture": (
+        {"model_type": "doge", "is_moe": True},
+        {},
+        "doge: experts that are chosen by the number of tokens in a forward are not supported",
+    ),
     "encoder_decoder": (
         {"model_type": "t5", "is_encoder_decoder": True},
         {},
@@ -57,6 +77,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 PASS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pooling": ({"model_type": "vit", "architectures": ["ViTModel"]}, {}),
     "no_type": ({"model_type": None}, {}),
+    "encoder_that_is_pooled": ({"model_type": "bert", "architectures": ["BertModel"]}, {}),
+    "encoder_that_guesses": (
+        {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
+        {},
+    ),
+    "encoder_as_decoder": (
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True},
+        {},
+    ),
+    "no_mixture": ({"model_type": "doge", "is_moe": False}, {}),
     "scaled": (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"max_model_len": 257},
@@ -99,6 +129,25 @@ def test_types_that_continue_no_text_alone_are_refused(tmp_path: Path) -> None:
         assert model_type in found.generating
         write_config(tmp_path, {"model_type": model_type})
         with pytest.raises(UnsupportedModel, match=f"^{model_type}: {reason}$"):
+            refuse_early(ModelConfig(model=str(tmp_path)))
+
+
+def test_types_that_are_not_computed_are_refused(tmp_path: Path) -> None:
+    found = model_types()
+    assert found is not None
+    for model_type, reason in early_refusals._NOT_COMPUTED.items():
+        assert model_type in found.generating
+        write_config(tmp_path, {"model_type": model_type})
+        with pytest.raises(UnsupportedModel, match=f"^{model_type}: {reason}$"):
+            refuse_early(ModelConfig(model=str(tmp_path)))
+
+
+def test_encoders_write_texts_only_as_decoders(tmp_path: Path) -> None:
+    for model_type in early_refusals._ENCODERS:
+        assert CONFIG_MAPPING[model_type]().is_decoder is False
+        assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        write_config(tmp_path, {"model_type": model_type})
+        with pytest.raises(UnsupportedModel, match=f"^{model_type}: (its attention is|positions)"):
             refuse_early(ModelConfig(model=str(tmp_path)))
 
 

@@ -21,28 +21,57 @@ _NUM_HEADS = "num_attention_heads"
 _HYBRID = ("mamba", "attn_layer")
 """Parts of the keys of models that may have attention in some layers only, or in none."""
 _NOT_COMPUTED = {
-    "xlnet": "scores of attention with products of queries and relative positions are not supported"
+    "blt": "texts in patches of bytes, which a second model divides, are not supported",
+    "cpmant": "attention with a bias for each pair of rows, by segment, is not supported",
+    "git": "attention with a mask that its own code adds up is not supported",
+    "kosmos-2.5": "positions that leave out padding tokens are not supported",
+    "reformer": "attention within buckets of similar tokens is not supported",
+    "trocr": "it is the decoder of an encoder-decoder model",
+    "unlimited_ocr": "layers of type reference_sliding_attention are not supported",
+    "xlm": "attention whose mask follows from the number of padding tokens is not supported",
+    "xlnet": "scores of attention with products of queries and relative positions are not"
+    " supported",
+    "xlstm": "layers that mix tokens in a way of their own are not supported",
 }
-"""Reasons to refuse model types whose code in transformers fails before it reveals them."""
+"""Reasons to refuse model types, some of whose code in transformers does not reveal them."""
+_PADDED = frozenset(
+    (
+        *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    )
+)
+"""Encoders whose positions leave out padding tokens."""
+_ENCODERS = _PADDED | {
+    *("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert"),
+    *("roc_bert", "roformer"),
+}
+"""Model types that transformers can make decoders of, with the key is_decoder."""
 _NOT_FROM_TEXT = {
     **dict.fromkeys(
         ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"),
         "transformers computes no text with this model without an image",
     ),
     "diffusion_gemma": "it writes blocks of tokens by diffusion, not token by token",
+    "florence2": "encoder-decoder models are not supported",
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),
         "it drafts tokens from the states of another model and writes no texts alone",
     ),
+    "paligemma": "prompts that attend in both directions are not supported",
     "pi0": "it computes the movements of a robot and writes no texts",
     "shieldgemma2": "it classifies images and writes no texts",
     "voxtral_realtime": "it computes each token from a piece of sound",
 }
-"""Reasons to refuse the generating models of other types: they continue no text alone."""
+"""Reasons to refuse the generating models of other types, most of which continue no text alone."""
 _UNSCALED = ("default", "llama3")
 """Types of rotary embeddings that do not extend the context."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
 """Suffixes of the class names of pooling models."""
+_OTHER_HEADS = (
+    *("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+    "ForNextSentencePrediction",
+)
+"""Suffixes of the class names of models that neither write texts nor are pooled."""
 
 
 def refuse_early(model: ModelConfig) -> None:
@@ -86,6 +115,15 @@ def refuse_config(directory: str) -> dict[str, Any]:
         raise UnsupportedModel(f"{model_type}: {_NOT_COMPUTED[model_type]}")
     if model_type in _NOT_FROM_TEXT and _writes_texts(config):
         raise UnsupportedModel(f"{model_type}: {_NOT_FROM_TEXT[model_type]}")
+    if (name := _class_name(config)) is not None and name.endswith(_OTHER_HEADS):
+        raise UnsupportedModel(f"{model_type}: the output layer of {name} is not supported")
+    if model_type in _ENCODERS and _writes_texts(config):
+        _refuse_encoder(model_type, config)
+    if model_type == "doge" and config.get("is_moe") is True:
+        raise UnsupportedModel(
+            f"{model_type}: experts that are chosen by the number of tokens in a forward are not"
+            " supported"
+        )
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{model_type}: encoder-decoder models are not supported")
     if found is not None and model_type not in found.generating and _writes_texts(config):
@@ -104,11 +142,28 @@ def _writes_texts(config: Mapping[str, Any]) -> bool:
 
     A configuration without a class name counts as one with such a head.
     """
+    name = _class_name(config)
+    if not name:
+        return name is not None
+    return ("For" in name or name.endswith("LMHeadModel")) and not name.endswith(_HEADS)
+
+
+def _class_name(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the class in config.json; empty: it has none; None: it is not a text."""
     names = config.get("architectures") or [""]
     name = names[0] if isinstance(names, list) else None
-    if not isinstance(name, str):
-        return False
-    return not name or ("For" in name and not name.endswith(_HEADS))
+    return name if isinstance(name, str) else None
+
+
+def _refuse_encoder(model_type: str, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel if an encoder cannot write texts, although its class would."""
+    if model_type in _PADDED:
+        reason = "positions that leave out padding tokens are not supported in decoders"
+    elif config.get("is_decoder") is not True:
+        reason = "its attention is causal only where config.json sets is_decoder to true"
+    else:
+        return
+    raise UnsupportedModel(f"{model_type}: {reason}")
 
 
 def _certain_length(config: Mapping[str, Any]) -> int | None:
