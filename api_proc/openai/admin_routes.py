@@ -5,7 +5,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from api_proc.errors import ApiError, from_request_error, invalid, unavailable
+from api_proc.errors import ApiError, from_decoding, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
 from api_proc.openai.objects import encode
 from api_proc.state import ApiState
@@ -21,6 +21,9 @@ _LEVELS = {
     "2": "level 2 does what level 1 does: the memory of the KV cache is released, and the weights"
     " stay in memory",
 }
+_MAX_BODY_BYTES = 4096
+_Value = str | bool | int
+_decode_body = msgspec.json.Decoder(dict[str, _Value | list[_Value]]).decode
 _KV_CACHE = "kv_cache"
 _TAGS = ("weights", _KV_CACHE)
 
@@ -56,7 +59,7 @@ class SleepState(msgspec.Struct):
 async def pause(state: ApiState, connection: Connection) -> None:
     """POST /pause?mode=new|all: admit no new requests, or compute nothing (default)."""
     state.require_facts()
-    name = _query(connection, "mode", "all")
+    name = await _parameter(connection, "mode", "all")
     if name not in _MODES:
         raise invalid("mode", f"must be one of {', '.join(_MODES)}")
     await _require(state.client.pause(_MODES[name]), "the engine is shutting down")
@@ -66,14 +69,14 @@ async def pause(state: ApiState, connection: Connection) -> None:
 async def resume(state: ApiState, connection: Connection) -> None:
     """POST /resume: end a pause or a sleep."""
     state.require_facts()
-    _query(connection)
+    await _parameters(connection)
     await _resume(state, connection)
 
 
 async def wake_up(state: ApiState, connection: Connection) -> None:
     """POST /wake_up?tags=weights&tags=kv_cache: end a sleep, unless only weights are named."""
     state.require_facts()
-    tags = _queries(connection, "tags")
+    tags = await _parameters(connection, "tags")
     if not set(tags) <= set(_TAGS):
         raise invalid("tags", f"must be one of {', '.join(_TAGS)}, which may be repeated")
     if tags and _KV_CACHE not in tags:
@@ -91,7 +94,7 @@ async def _resume(state: ApiState, connection: Connection) -> None:
 async def sleep(state: ApiState, connection: Connection) -> None:
     """POST /sleep?level=1|2: compute nothing, and release the memory of the KV cache."""
     state.require_facts()
-    level = _query(connection, "level", "1")
+    level = await _parameter(connection, "level", "1")
     if level not in _LEVELS:
         raise invalid("level", f"must be one of {', '.join(_LEVELS)}")
     await _require(state.client.sleep(), "the engine cannot sleep now")
@@ -100,14 +103,14 @@ async def sleep(state: ApiState, connection: Connection) -> None:
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
     """GET /is_sleeping: whether a sleep was requested after the last resume."""
-    _query(connection)
+    await _parameters(connection)
     status = state.client.status
     asleep = status is not None and status.is_sleeping
     await connection.send(200, encode(SleepState(asleep)))
 
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
-    _query(connection)
+    await _parameters(connection)
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode
     await connection.send(200, encode(PauseState(mode is not PauseMode.RUNNING, mode)))
@@ -116,7 +119,7 @@ async def is_paused(state: ApiState, connection: Connection) -> None:
 async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
     """POST /reset_prefix_cache?reset_running_requests=true|false."""
     state.require_facts()
-    text = _query(connection, "reset_running_requests", "false")
+    text = await _parameter(connection, "reset_running_requests", "false")
     if text.lower() not in _FLAGS:
         raise invalid("reset_running_requests", "must be true or false")
     work = state.client.reset_prefix_cache(_FLAGS[text.lower()])
@@ -124,20 +127,35 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
     await connection.send(200, encode(Done("reset")))
 
 
-def _query(connection: Connection, name: str = "", default: str = "") -> str:
+async def _parameter(connection: Connection, name: str, default: str) -> str:
     """Return the value of the route's only parameter; reject any others."""
-    return [default, *_queries(connection, name)][-1]
+    return [default, *await _parameters(connection, name)][-1]
 
 
-def _queries(connection: Connection, name: str) -> list[str]:
-    """Return all values of the route's only parameter; reject any others."""
+async def _parameters(connection: Connection, name: str = "") -> list[str]:
+    """Return all values of the route's only parameter, in query and body; reject any others."""
     query: bytes = connection.scope["query_string"]
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    if body := await connection.read_body(_MAX_BODY_BYTES):
+        pairs += _body_pairs(body)
     for given, _ in pairs:
         if given != name:
             known = f"its only parameter is {name}" if name else "it has no parameters"
             raise invalid(given[:64], f"this route does not know the parameter; {known}")
     return [value for _, value in pairs]
+
+
+def _body_pairs(body: bytes) -> list[tuple[str, str]]:
+    """Return the parameters of a JSON object, as they would be in a query."""
+    try:
+        decoded = _decode_body(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_decoding(error, raw=body) from error
+    pairs = []
+    for name, value in decoded.items():
+        for each in value if isinstance(value, list) else [value]:
+            pairs.append((name, str(each).lower() if isinstance(each, bool) else str(each)))
+    return pairs
 
 
 async def _require(work: Awaitable[bool], reason: str) -> None:

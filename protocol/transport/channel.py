@@ -62,7 +62,10 @@ _HANDSHAKE_PROBLEM = "what answers there has another server.key, or is not an en
 _PROBLEMS = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the key of this client is unknown there",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _HANDSHAKE_PROBLEM,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: _HANDSHAKE_PROBLEM,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (
+        "what answers there has ended the connection before both had their keys: it is being"
+        " restarted, is not an engine, or has another server.key"
+    ),
 }
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)

@@ -100,6 +100,48 @@ def test_a_bad_parameter_is_named_and_no_command_is_sent(
     assert client.controls == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "control"),
+    [
+        ("/pause", {"mode": "new"}, ("pause", PauseMode.PAUSED_NEW)),
+        ("/pause", {}, ("pause", PauseMode.PAUSED_ALL)),
+        ("/sleep", {"level": 1}, ("sleep", PauseMode.PAUSED_ALL)),
+        ("/reset_prefix_cache", {"reset_running_requests": True}, ("reset", True)),
+        ("/wake_up", {"tags": ["weights", "kv_cache"]}, ("resume", PauseMode.RUNNING)),
+    ],
+)
+def test_parameters_may_be_in_a_json_body(
+    make_server: MakeServer, path: str, body: dict[str, object], control: tuple[str, object]
+) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_admin_routes=True)
+    assert httpx.post(live.url + path, json=body).status_code == 200
+    assert client.controls == [control]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/pause", b'{"mode": "some"}', 400, "mode"),
+        ("/pause", b'{"mod": "new"}', 400, "mod"),
+        ("/pause", b'{"mode": null}', 400, None),
+        ("/pause", b"mode=new", 400, None),
+        ("/pause", b'["new"]', 400, None),
+        ("/resume", b'{"mode": "new"}', 400, "mode"),
+        ("/pause", b'{"mode": "new"}' + b" " * 5000, 413, None),
+    ],
+)
+def test_a_bad_body_sends_no_command(
+    make_server: MakeServer, path: str, body: bytes, status: int, param: str | None
+) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_admin_routes=True)
+    response = httpx.post(live.url + path, content=body)
+    assert response.status_code == status
+    assert response.json()["error"]["param"] == param
+    assert client.controls == []
+
+
 def test_the_weights_alone_do_not_end_a_sleep(make_server: MakeServer) -> None:
     client = FakeClient()
     live = make_server(client, enable_admin_routes=True)

@@ -163,6 +163,24 @@ def test_a_client_with_the_key_of_another_server_knows_it(server: Server, direct
         assert "has another server.key" in client.channel.problem
 
 
+def test_a_client_whose_connection_ends_at_once_knows_what_may_be_the_reason(
+    server: Server, directory: Path
+) -> None:
+    """A server that is being restarted does this, and so does one of another protocol."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.setblocking(False)
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with connected(address, read_client_keys(directory)) as client:
+
+            def is_explained() -> bool:
+                with contextlib.suppress(BlockingIOError):
+                    other.accept()[0].close()
+                return bool(client.channel.problem)
+
+            until(server, client, is_explained)
+            assert "it is being restarted" in client.channel.problem
+
+
 def test_refused_clients_are_logged_once_a_minute(
     server: Server, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
