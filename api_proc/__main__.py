@@ -39,7 +39,12 @@ from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from protocol.process.file_watch import watch_files
 from protocol.process.logs import log_label
-from protocol.process.machines import address_files, client_keys, read_addresses
+from protocol.process.machines import (
+    address_files,
+    client_keys,
+    own_model_files,
+    read_addresses,
+)
 from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter
 from protocol.process.run_dir import core_addresses
@@ -209,6 +214,7 @@ def _background(
     """Yield what runs alongside the server: the report of readiness, and reloading of files."""
     api = child.config.api
     yield _report_ready(child, client, state, named)
+    yield _report_other_models(child, state)
     if files := address_files(child.config, child.run_dir):
         fixed = _fixed_addresses(child)
         yield watch_files(
@@ -274,6 +280,7 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
         follow_kv_events=config.cache.enable_kv_events,
         prefill_replicas=config.parallel.prefill_replicas,
         keys=client_keys(config),
+        files=own_model_files(config),
     )
 
 
@@ -318,6 +325,17 @@ async def _report_ready(
     except (NamesLocked, OSError) as error:
         child.fatal("lora_modules", error)
     child.ready()
+
+
+async def _report_other_models(child: ChildProcess, state: ApiState) -> None:
+    """Report engines with another model for the status, again and again while there are any."""
+    reported: list[str] = []
+    while True:
+        await asyncio.sleep(_PAUSE_S)
+        lines = state.other_models()
+        if lines or reported:
+            child.remark(lines)
+        reported = lines
 
 
 async def _check_adapter(child: ChildProcess, client: ReplicatedClient, adapter: Adapter) -> str:

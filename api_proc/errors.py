@@ -92,7 +92,7 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
     """Translate an error of the engine; `prompt_param` is the field that holds the prompt."""
     if error.code is ErrorCode.OVERLOADED:
         return overloaded(error.message)
-    if error.code in (ErrorCode.DRAINING, ErrorCode.ENGINE_FAILED):
+    if error.code in (ErrorCode.STARTING, ErrorCode.DRAINING, ErrorCode.ENGINE_FAILED):
         return unavailable(error.message, error.code)
     if error.code is ErrorCode.DEADLINE:
         headers = ((b"x-should-retry", b"false"),)

@@ -151,8 +151,9 @@ class ApiState:
         if facts is None:
             is_here = self.config.parallel.data_parallel_size > 0
             elsewhere = "no engine of another machine has joined, or all have left"
-            reason = "the engine is starting" if is_here else elsewhere
-            raise unavailable(reason, "starting")
+            others = next(iter(self.other_models()), "")
+            reason = others or ("the engine is starting" if is_here else elsewhere)
+            raise unavailable(reason, ErrorCode.STARTING)
         return facts
 
     def is_base_model(self, name: str | None) -> bool:
@@ -204,8 +205,15 @@ class ApiState:
 
     def replica_states(self) -> list[str]:
         """Return the state of each replica; `left` for one that has."""
-        clients = self.client.clients
-        return [str(_state_of(client)) if client.is_open else "left" for client in clients]
+        return [_replica_state(client) for client in self.client.clients]
+
+    def other_models(self) -> list[str]:
+        """Return a line for each replica that gets no requests because it has another model."""
+        return [
+            f"replica {number} gets no requests: its {client.other_model}"
+            for number, client in enumerate(self.client.clients)
+            if client.is_open and client.other_model
+        ]
 
     def is_serving(self) -> bool:
         """Whether requests make progress, or will as soon as a lost worker is replaced."""
@@ -267,6 +275,12 @@ class ApiState:
 
 def _is_fresh(client: ReplicatedClient | AsyncEngineClient) -> bool:
     return time.monotonic() - client.last_status_time < STATUS_FRESH_S
+
+
+def _replica_state(client: AsyncEngineClient) -> str:
+    if not client.is_open:
+        return "left"
+    return "other_model" if client.other_model else str(_state_of(client))
 
 
 def _state_of(client: ReplicatedClient | AsyncEngineClient) -> EngineState:

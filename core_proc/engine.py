@@ -155,7 +155,7 @@ class EngineCore:
     def add(self, client: Client, add: AddRequest) -> Refused | None:
         """Accept a request or refuse it. An open request with the same id ends in either case."""
         if self.running is None:
-            error = RequestError(ErrorCode.OVERLOADED, "the engine is starting")
+            error = RequestError(ErrorCode.STARTING, "the engine is starting")
             return Refused(add.request_id, error)
         return self.running.add(client, add, self.now)
 

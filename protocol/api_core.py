@@ -80,6 +80,8 @@ class ErrorCode(enum.StrEnum):
     UNSUPPORTED = "unsupported_model"
     """The model cannot do what is asked for."""
     OVERLOADED = "overloaded"
+    STARTING = "starting"
+    """No engine has served yet, or all have left."""
     DRAINING = "draining"
     INTERNAL = "internal_error"
     COMPUTATION_FAILED = "computation_failed"

@@ -154,6 +154,10 @@ class ModelFacts(Record):
     kernels: Text = ""
     """The library that computes, where results are exact. Elsewhere a successor may have another
     one, or none."""
+    tokenizer: Text = ""
+    """Digest of the model's tokenizer.json, and of its weights in the next field: a client sends
+    requests only to engines with its own (`protocol.process.model_files`). Empty: not known."""
+    weights: Text = ""
 
     @property
     def fingerprint(self) -> str:
@@ -184,6 +188,8 @@ class ModelFacts(Record):
             num_host_state_blocks=0,
             state_swap_blocks=0.0,
             kv_layout="",
+            tokenizer="",  # covered by the checkpoint
+            weights="",
         )
 
     def can_replace(self, before: "ModelFacts") -> bool:

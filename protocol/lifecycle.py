@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from protocol.message import Decoder, Message, Record, Text
 
+MAX_REMARKS = 16
 REPEAT_S = 2.0
 """How often both ends repeat their state: a frame may be lost with its connection."""
 
@@ -102,6 +103,12 @@ class Fatal(Message):
 
 class Drained(Message):
     """Child → supervisor: no request is open."""
+
+
+class Remarks(Message):
+    """Child → supervisor: lines that the status shows, until the next ones or the child's end."""
+
+    lines: Annotated[list[Text], Meta(max_length=MAX_REMARKS)]
 
 
 class Drain(Message):
@@ -200,9 +207,11 @@ class StatusReply(Message):
     failure: str | None = None
     cores: list[str] = []
     """Where clients find the cores."""
+    remarks: list[str] = []
+    """What processes report beyond their state, such as engines that get no requests."""
 
 
-ToSupervisor = Hello | Progress | Ready | Fatal | Drained | StatusQuery | RestartQuery
+ToSupervisor = Hello | Progress | Ready | Fatal | Drained | Remarks | StatusQuery | RestartQuery
 Command = Drain | Stop | Promote | Suspect | WorkerDied | Health
 FromSupervisor = Command | StatusReply | RestartReply
 

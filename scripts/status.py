@@ -99,7 +99,7 @@ def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyTy
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
-    lines += unknown
+    lines += [*unknown, *reply.remarks]
     state = "ready" if reply.ready else "not ready"
     where = f" at {_place(reply)}" if _place(reply) else ""
     lines.append(f"{state}{where}, run dir {run_dir}")

@@ -13,7 +13,7 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
 from protocol.process.launch import EngineProcesses, EngineStartError
-from protocol.process.machines import client_keys
+from protocol.process.machines import client_keys, own_model_files
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger("troika.api")
@@ -75,6 +75,7 @@ class ProcessEngine:
             follow_kv_events=self._config.cache.enable_kv_events,
             prefill_replicas=parallel.prefill_replicas,
             keys=client_keys(self._config),
+            files=own_model_files(self._config),
         )
         await self._client.start()
         num_checks = 0

@@ -70,7 +70,9 @@ class Readiness(msgspec.Struct, kw_only=True):
     api_servers_ready: int
     """API processes that answer in time."""
     replicas: list[str]
-    """The state of each replica of the engine."""
+    """The state of each replica of the engine; `other_model`: it gets no requests."""
+    other_models: list[str]
+    """A line for each replica with another model, which names it and the difference."""
     fingerprints: list[str]
     """Fingerprint of each replica; empty: not known. Requests that have begun continue only at a
     replica with the same fingerprint."""
@@ -162,6 +164,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
         replicas=state.replica_states(),
+        other_models=state.other_models(),
         fingerprints=[client.fingerprint for client in state.client.clients],
     )
 

@@ -37,6 +37,7 @@ from protocol.client.controls import Controls
 from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
 from protocol.client.deadlines import deadline
 from protocol.client.errors import failure_of
+from protocol.client.expected_model import ExpectedModel
 from protocol.client.kv_feed import KVEventFeed
 from protocol.client.ledger import Entry, Ledger, RequestOptions, Room, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
@@ -44,7 +45,7 @@ from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
-from protocol.message import Message, ProtocolError, encode
+from protocol.message import MAX_TEXT, Message, ProtocolError, encode
 from protocol.process.machines import blocks_address_seen_at
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.curve import ClientKeys
@@ -61,6 +62,7 @@ _NO_EQUAL_ENGINE = RequestError(
     "the engine that began the request is gone, and none with its fingerprint has served in time",
 )
 _SERVING = (EngineState.READY, EngineState.DRAINING)
+_NONE_THERE = "the engine is starting, or all replicas have left"
 _LAST_DRAINS = "the last replica that served is shutting down, and no other one has joined"
 
 
@@ -79,6 +81,7 @@ class AsyncEngineClient:
         room: Room | None = None,
         is_replica: bool = False,
         keys: ClientKeys | None = None,
+        expected: ExpectedModel | None = None,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
@@ -94,14 +97,20 @@ class AsyncEngineClient:
             is_replica: True if there are other clients to which requests can be moved.
             room: limits on open requests; shared by the clients of several replicas.
             keys: for a tcp address: see `protocol.transport.curve.read_client_keys`.
+            expected: no request goes to an engine with another model; None: any model is right.
             make_link: takes the arguments of `CoreLink`.
         """
         self._address = address
         self._stall_timeout_s = stall_timeout_s
         self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
+        self._starting_text = _NONE_THERE if is_replica else "the engine is starting"
         self._draining_text = _LAST_DRAINS if is_replica else "the engine is shutting down"
         self._allow_inexact_resume = allow_inexact_resume
         self._stalled_s = 0.0
+        self._expected = expected
+        self.other_model = ""
+        """How the engine's model differs from the expected one; empty: it does not, or is not
+        known yet."""
         self._clock = clock
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
@@ -159,9 +168,10 @@ class AsyncEngineClient:
 
     @property
     def serves(self) -> bool:
-        """True if the core is connected and has its workers."""
+        """True if the core is connected and has its workers, with the expected model."""
         status = self.status
-        return self.connected and status is not None and status.state is EngineState.READY
+        is_ready = status is not None and status.state is EngineState.READY
+        return self.connected and is_ready and not self.other_model
 
     @property
     def fingerprint(self) -> str:
@@ -245,8 +255,7 @@ class AsyncEngineClient:
         """
         async with deadline(timeout_s, "the engine has not been ready"):
             while True:
-                is_ready = self.status is not None and self.status.state is EngineState.READY
-                if self.connected and is_ready and self.facts is not None:
+                if self.serves and self.facts is not None:
                     return self.facts
                 self._require_open()
                 self._status_event.clear()
@@ -356,7 +365,9 @@ class AsyncEngineClient:
     ) -> tuple[AddRequest, bytes]:
         self._require_open()
         if self.status is None or self.facts is None:
-            raise failure_of(RequestError(ErrorCode.OVERLOADED, "the engine is starting"))
+            raise failure_of(RequestError(ErrorCode.STARTING, self._starting_text))
+        if self.other_model:
+            raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self.other_model[:MAX_TEXT]))
         if self._stalled_s > self._stall_timeout_s:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
@@ -427,7 +438,7 @@ class AsyncEngineClient:
         if done.error and done.code is not ErrorCode.INVALID:
             raise failure_of(RequestError(done.code, done.error))
         if not done.ok and not done.error:
-            raise failure_of(RequestError(ErrorCode.OVERLOADED, "the engine is starting"))
+            raise failure_of(RequestError(ErrorCode.STARTING, "the engine is starting"))
         return done.error
 
     async def unload_adapter(
@@ -503,6 +514,7 @@ class AsyncEngineClient:
         if status.state in _SERVING:
             self._stalled_s = 0.0
         self._open.ledger.allow_repairs()
+        is_other_now = self._compare_model(status)
         if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
@@ -511,8 +523,19 @@ class AsyncEngineClient:
                 self._feed.subscribe()
         elif status.facts is not None:  # otherwise a successor is starting
             self._controls.follow(status)
-            self._open.follow(fingerprint)
+            self._open.follow(fingerprint, anew=is_other_now)
         self._status_event.set()
+
+    def _compare_model(self, status: Status) -> bool:
+        """Compare the engine's model with the expected one; return whether the result is new."""
+        if self._expected is None or status.facts is None:
+            return False
+        before = self.other_model
+        self.other_model = self._expected.difference(status.facts, self._address)
+        if status.state is EngineState.READY and not self.other_model:
+            self._expected.learn(status.facts)
+        self._open.holds_all = bool(self.other_model)
+        return before != self.other_model
 
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):

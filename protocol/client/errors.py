@@ -39,6 +39,7 @@ class EngineFailed(RequestFailed):
 
 _KINDS: dict[ErrorCode, type[RequestFailed]] = {
     ErrorCode.OVERLOADED: Overloaded,
+    ErrorCode.STARTING: Overloaded,
     ErrorCode.DRAINING: Overloaded,
     ErrorCode.QUARANTINED: RequestQuarantined,
     ErrorCode.INTERNAL: EngineFailed,

@@ -65,6 +65,8 @@ class OpenRequests:
         """Requests that the core cannot continue exactly, with the seconds for which each is
         held."""
         self.fingerprint = ""
+        self.holds_all = False
+        """True if the core has another model: it is sent no request."""
         """Fingerprint of the core's facts; empty: not known yet."""
         self.num_inexact = 0
         """Requests begun by engines with another fingerprint and continued by this one."""
@@ -164,6 +166,9 @@ class OpenRequests:
         entry = self.ledger.get(request_id)
         if entry is None:
             return None
+        if self.holds_all:
+            self._held.setdefault(request_id, 0.0)
+            return None
         if self.fingerprint and entry.add.fingerprint != self.fingerprint:
             if entry.has_begun and entry.add.fingerprint:
                 self._held.setdefault(request_id, 0.0)
@@ -174,12 +179,13 @@ class OpenRequests:
 
     # Fingerprints -------------------------------------------------------------------------------
 
-    def follow(self, fingerprint: str) -> None:
+    def follow(self, fingerprint: str, *, anew: bool = False) -> None:
         """Hold or send requests after the facts of the same core have changed.
 
         Requests that it could not continue with the old facts are sent if the new facts match.
+        `anew`: also with the same facts, because `holds_all` has changed.
         """
-        if fingerprint == self.fingerprint:
+        if fingerprint == self.fingerprint and not anew:
             return
         self.fingerprint = fingerprint
         for request_id in list(self.ledger):
@@ -188,7 +194,7 @@ class OpenRequests:
                 continue
             if request_id not in self._held:
                 self._bind(entry, is_exact=True)
-            elif entry.add.fingerprint == fingerprint:
+            else:
                 self._resume(request_id)
 
     def held_ids(self) -> list[int]:

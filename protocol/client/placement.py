@@ -108,7 +108,7 @@ class Placement:
             return substitute, 0
         # The request waits for the replica that was lost last.
         present = [each for each in self._replicas if not each.is_closed]
-        return min(present, key=lambda one: (one.is_retired, one.serves, one.lateness)), 0
+        return min(present, key=_waiting_place), 0
 
     def preferred(
         self, names: Sequence[bytes], affinity: str, may: Callable[[int], bool] | None
@@ -149,6 +149,12 @@ class Placement:
             computing = self._router.choose(names, self._piece_tokens, computes_prompts, "prefill")
             chosen = computing or chosen
         return chosen or self._router.choose(names, self._piece_tokens)
+
+
+def _waiting_place(replica: Replica) -> tuple[object, ...]:
+    """Sort key, smallest for the replica at which a request waits if none can have it."""
+    client = replica.client
+    return replica.is_retired, bool(client.other_model), replica.serves, replica.lateness
 
 
 def holds(facts: ModelFacts | None, num_tokens: int) -> bool:

@@ -35,6 +35,8 @@ class ReplicaSet:
         """Count of the replicas that have left."""
         self._fingerprints: dict[Replica, str] = {}
         """Fingerprints of the replicas that have served."""
+        self._others: dict[Replica, str] = {}
+        """Replicas that were reported to have another model, and how it differs."""
         self._silent: set[Replica] = set()
         """Replicas that were reported as not connected."""
         self.join(self._named)
@@ -85,6 +87,7 @@ class ReplicaSet:
                 replica.close()
                 self._fingerprints.pop(replica, None)
                 self._silent.discard(replica)
+                self._others.pop(replica, None)
                 self._num_inexact_before += replica.client.num_inexact
                 yield replica
 
@@ -103,6 +106,19 @@ class ReplicaSet:
                 self._silent.discard(replica)
                 if not replica.is_closed:
                     yield logging.INFO, f"{name} is connected"
+
+    def other_models(self) -> Iterator[tuple[int, str]]:
+        """Yield a severity and a line for each replica that has another model, or no longer has."""
+        for replica in self.replicas:
+            text, before = replica.client.other_model, self._others.get(replica, "")
+            if text == before or replica.is_closed:
+                continue
+            self._others[replica] = text
+            name = f"replica {replica.number}, {replica.address},"
+            if text:
+                yield logging.ERROR, f"{name} gets no requests: its {text}"
+            else:
+                yield logging.INFO, f"{name} has the same model as the others again"
 
     def differences(self) -> Iterator[str]:
         """Yield a line for each replica that has begun to serve with another fingerprint."""

@@ -48,6 +48,7 @@ from protocol.client.async_client import (
 from protocol.client.cache_follower import CacheFollowers
 from protocol.client.deadlines import deadline
 from protocol.client.errors import RequestFailed, failure_of
+from protocol.client.expected_model import ExpectedModel
 from protocol.client.ledger import RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
 from protocol.client.moving import RequestMover
@@ -61,6 +62,7 @@ from protocol.client.request_stream import RequestStream, vector_of
 from protocol.config import RoutingPolicy
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
+from protocol.process.model_files import ModelFiles
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.channel import check_address
 from protocol.transport.curve import ClientKeys
@@ -89,6 +91,7 @@ class ReplicatedClient:
         follow_kv_events: bool = False,
         prefill_replicas: int = 0,
         keys: ClientKeys | None = None,
+        files: ModelFiles | None = None,
         may_change: bool = False,
         clock: Clock = time,
         rng: random.Random | None = None,
@@ -107,10 +110,13 @@ class ReplicatedClient:
             prefill_replicas: this number of replicas, the first ones, compute long prompts for
                 the others.
             keys: for replicas with tcp addresses: see `AsyncEngineClient`.
+            files: of the model that engines of other machines must have; the one that serves first
+                decides besides. Others get no requests.
             may_change: True if `set_addresses` is called later; `addresses` may then be empty.
             make_client: takes the arguments of `AsyncEngineClient`.
         """
         is_only = len(addresses) == 1 and not may_change
+        self._expected = ExpectedModel(files, learns=not is_only)
         self._room = Room(max_open_requests, max_open_tokens)
         make_one = partial(
             make_client,
@@ -121,6 +127,7 @@ class ReplicatedClient:
             room=self._room,
             is_replica=not is_only,
             keys=keys,
+            expected=self._expected,
             clock=clock,
         )
         self._may_change = may_change
@@ -186,17 +193,16 @@ class ReplicatedClient:
         None if no replica has served yet, or if all that have served have left.
         """
         present = (each.client for each in self._replicas if not each.is_closed)
-        known = [client for client in present if client.facts is not None]
+        known = [one for one in present if one.facts is not None and not one.other_model]
         return next((c.facts for c in known if c.serves), known[0].facts if known else None)
 
     @property
     def status(self) -> Status | None:
-        """The combined status of all connected replicas, with the best of their states."""
+        """The combined status of all connected replicas of the model, with the best state."""
         if self._only is not None:
-            return self._only.status
-        return merged_status(
-            [c.status for c in self.clients if c.connected and c.status is not None]
-        )
+            return None if self._only.other_model else self._only.status
+        connected = (c for c in self.clients if c.connected and not c.other_model)
+        return merged_status([c.status for c in connected if c.status is not None])
 
     @property
     def last_status_time(self) -> float:
@@ -357,6 +363,8 @@ class ReplicatedClient:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._close_retired()
+        present = (each.client.facts for each in self._replicas if not each.is_closed)
+        self._expected.keep_if_present(present)
         for replica in self._replicas:
             replica.tick()
             has_lost = replica.has_lost_cache(self._failover_s)
@@ -364,7 +372,7 @@ class ReplicatedClient:
                 self._placement.index.forget(replica.number)
         for line in self._set.differences():
             log.warning("%s", line)
-        for severity, line in self._set.silences():
+        for severity, line in (*self._set.silences(), *self._set.other_models()):
             log.log(severity, "%s", line)
         self._mover.tick()
 
@@ -423,7 +431,7 @@ class ReplicatedClient:
         """
         if self._only is not None:
             return {0: await control(self._only)}
-        replicas = [each for each in self._replicas if not each.is_closed]
+        replicas = [e for e in self._replicas if not (e.is_closed or e.client.other_model)]
         works = (control(each.client) for each in replicas)
         results = await asyncio.gather(*works, return_exceptions=True)
         answers = {}

@@ -22,6 +22,7 @@ import zmq
 
 from protocol.config import EngineConfig, settings
 from protocol.lifecycle import (
+    MAX_REMARKS,
     REPEAT_S,
     Command,
     Drain,
@@ -32,6 +33,7 @@ from protocol.lifecycle import (
     Progress,
     Promote,
     Ready,
+    Remarks,
     RestartQuery,
     Role,
     StatusReply,
@@ -162,6 +164,10 @@ class ChildProcess:
         self.reporter.turn()  # from now on it has the limits of a serving process
         shown = [fact[:MAX_TEXT] for fact in facts]
         self._send(Ready(detail, num_gpu_blocks, shown, num_state_blocks))
+
+    def remark(self, lines: Sequence[str]) -> None:
+        """Report lines for the status; to be repeated, as a message may be lost."""
+        self._send(Remarks([line[:MAX_TEXT] for line in lines[:MAX_REMARKS]]))
 
     def drained(self) -> None:
         """Report that no request is open."""

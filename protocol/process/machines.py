@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.config import EngineConfig
 from protocol.config.addresses import LISTEN_ADDRESS, check_tcp_address, is_remote
+from protocol.process.model_files import ModelFiles, read_model_files
 from protocol.process.run_dir import core_addresses
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
 
@@ -120,6 +121,11 @@ def client_keys(config: EngineConfig) -> ClientKeys | None:
     if not parallel.has_other_machines or parallel.curve_keys is None:
         return None
     return read_client_keys(Path(parallel.curve_keys))
+
+
+def own_model_files(config: EngineConfig) -> ModelFiles | None:
+    """Return what is known of the model here, if there are engines of other machines."""
+    return read_model_files(config.model.model) if config.parallel.has_other_machines else None
 
 
 def members_file(run_dir: str) -> Path:

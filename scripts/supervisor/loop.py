@@ -267,7 +267,10 @@ class Supervisor:
     def _status(self) -> StatusReply:
         policy = self.policy
         rows = self._table.status(policy.processes, policy.state)
-        return StatusReply(rows, policy.is_ready, self._url, policy.failure, self._cores)
+        lines = dict.fromkeys(line for one in policy.processes for line in one.remarks)
+        return StatusReply(
+            rows, policy.is_ready, self._url, policy.failure, self._cores, list(lines)
+        )
 
     # Actions ------------------------------------------------------------------------------------
 

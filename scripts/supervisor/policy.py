@@ -19,7 +19,17 @@ import random
 from collections.abc import Callable, Mapping
 
 from protocol.config import RecoveryConfig
-from protocol.lifecycle import REPEAT_S, Drained, Fatal, Hello, ProcessState, Progress, Ready, Role
+from protocol.lifecycle import (
+    REPEAT_S,
+    Drained,
+    Fatal,
+    Hello,
+    ProcessState,
+    Progress,
+    Ready,
+    Remarks,
+    Role,
+)
 from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Action, Announce, DumpStacks, Note, Origin, Show, Slot
 from scripts.supervisor.crash_loop import CrashLoop
@@ -132,7 +142,7 @@ class SupervisorPolicy:
                 process.extend_deadline(stopped_s)
 
     def on_message(
-        self, epoch: int, message: Hello | Progress | Ready | Fatal | Drained, now: float
+        self, epoch: int, message: Hello | Progress | Ready | Fatal | Drained | Remarks, now: float
     ) -> list[Action]:
         """Handle a message of a child; those of dead processes are ignored."""
         process = self.find(epoch)

@@ -5,7 +5,7 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
+from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Remarks, Role, Stop
 from scripts.supervisor.actions import (
     Action,
     Kill,
@@ -43,6 +43,7 @@ class Process:
         self.asked: Drain | Stop | None = None
         self.last_progress: Progress | None = None
         self.fatal: Fatal | None = None
+        self.remarks: list[str] = []
 
     @property
     def serves(self) -> bool:
@@ -71,12 +72,16 @@ class Process:
         self.started_at, self.ready_at = now, None
         self.deadline = deadline
         self.asked = self.last_progress = self.fatal = None
+        self.remarks = []
         return Start(self.slot, epoch, origin)
 
     def on_message(self, message: object, deadline: float) -> None:
         """Extend the deadline of a start that continues. Repeated progress does not count."""
         if isinstance(message, Fatal):
             self.fatal = message
+        if isinstance(message, Remarks):
+            self.remarks = message.lines
+            return
         if self.state is not ProcessState.STARTING or self.is_doomed:
             return
         if isinstance(message, Progress):
@@ -99,6 +104,7 @@ class Process:
         assert self.is_alive, f"{self.slot} died twice"
         self.is_alive = False
         self.deadline = None
+        self.remarks = []
         self.state = ProcessState.STOPPED if is_final else ProcessState.BACKOFF
 
     def on_shutdown(self) -> None:

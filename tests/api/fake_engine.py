@@ -120,6 +120,7 @@ class FakeClient:
         self.silent_since: float | None = None
         """Time of the core's last status message; None: always now."""
         self.connected = True
+        self.other_model = ""
         self.num_moved = 0
         self.num_handed_over = 0
         self.num_inexact = 0

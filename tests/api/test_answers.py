@@ -298,6 +298,10 @@ def overloaded(client: FakeClient) -> None:
     client.refusal = RequestFailed(RequestError(ErrorCode.OVERLOADED, "queue of 5 is full"))
 
 
+def starting(client: FakeClient) -> None:
+    client.refusal = RequestFailed(RequestError(ErrorCode.STARTING, "all replicas have left"))
+
+
 def draining(client: FakeClient) -> None:
     client.refusal = RequestFailed(RequestError(ErrorCode.DRAINING, "shutting down"))
 
@@ -315,6 +319,7 @@ def not_finite(client: FakeClient) -> None:
     [
         (overloaded, 429, "overloaded"),
         (draining, 503, "draining"),
+        (starting, 503, "starting"),
         (broken, 500, "internal_error"),
         (not_finite, 500, "computation_failed"),
     ],

@@ -79,6 +79,7 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "api_servers": 1,
         "api_servers_ready": 0,
         "replicas": ["starting"],
+        "other_models": [],
         "fingerprints": [""],
     }
     assert httpx.get(live.url + "/v1/models").json()["data"][0]["max_model_len"] is None

@@ -98,7 +98,7 @@ def test_without_workers_ever_requests_are_refused() -> None:
     engine = EngineCore(configure(model="null"))
     refused = engine.add(CLIENT, add(1))
     assert refused is not None
-    assert refused.error.code is ErrorCode.OVERLOADED
+    assert refused.error.code is ErrorCode.STARTING
     assert engine.state is EngineState.STARTING
     assert engine.schedule() is None
 

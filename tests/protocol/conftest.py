@@ -1,6 +1,7 @@
 """A fake core for each test, and shortened periods."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,13 @@ def fast_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "TICK_S", FAST_TICK_S)
     monkeypatch.setattr(core_link, "STATUS_TIMEOUT_S", 5 * FAST_TICK_S)
     monkeypatch.setattr(core_link, "RELINK_TIMEOUT_S", 5 * FAST_TICK_S)
+
+
+@pytest.fixture
+def cores(tmp_path: Path) -> Iterator[list[FakeCore]]:
+    """Two cores at addresses of their own."""
+    with ExitStack() as stack:
+        dirs = [tmp_path / str(number) for number in range(2)]
+        for each in dirs:
+            each.mkdir()
+        yield [stack.enter_context(FakeCore(str(each))) for each in dirs]

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,6 @@ from tests.protocol.fake_core import FACTS, READY, RECOVERING, TIMEOUT_S, FakeCo
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 Cores = list[FakeCore]
-
-
-@pytest.fixture
-def cores(tmp_path: Path) -> Iterator[Cores]:
-    with ExitStack() as stack:
-        dirs = [tmp_path / str(number) for number in range(2)]
-        for each in dirs:
-            each.mkdir()
-        yield [stack.enter_context(FakeCore(str(each))) for each in dirs]
 
 
 def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]], **options: Any) -> None:
@@ -227,14 +218,13 @@ def test_resumed_request_waits_for_a_replica_with_its_fingerprint(cores: Cores) 
     with_facts(cores[0], checkpoint="old")
 
     async def act(client: ReplicatedClient) -> None:
-        before = cores[1].status
-        fingerprint = with_facts(cores[1], checkpoint="new")
+        fingerprint = msgspec.structs.replace(FACTS, checkpoint="new").fingerprint
         stream = RequestStream(0, client.cancel)
         client.adopt(begun(fingerprint, 7), stream)
         await ticks(client)
         assert not cores[0].adds
         assert not cores[1].adds
-        assert before != cores[1].status
+        assert with_facts(cores[1], checkpoint="new") == fingerprint
         cores[1].epoch += 1
         cores[1].send(cores[1].status)
         await until(lambda: cores[1].num_added == 1)
@@ -617,6 +607,24 @@ def test_a_replica_that_retires_alone_keeps_its_requests_until_another_one_joins
         assert other.adds[0].output_token_ids == [7]
 
     joining(cores, act, one)
+
+
+def test_when_all_machines_are_gone_new_requests_are_refused_while_others_wait(
+    cores: Cores,
+) -> None:
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: client.clients[0].serves)
+        client.submit([5], PARAMS)
+        await until(lambda: cores[0].num_added == 1)
+        cores.pop(0).link.close()
+        client.set_addresses([])
+        await until(lambda: not client.clients[0].connected)
+        assert client.num_open_requests == 1
+        with pytest.raises(Overloaded, match="all replicas have left") as caught:
+            client.submit([6], PARAMS)
+        assert caught.value.error.code is ErrorCode.STARTING  # 503, not 429
+
+    joining(cores, act, cores[0])
 
 
 def test_when_the_last_replicas_leave_requests_are_refused_with_that_reason(cores: Cores) -> None:

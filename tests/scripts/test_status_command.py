@@ -43,6 +43,12 @@ def test_an_engine_without_an_api_is_shown_with_the_addresses_of_its_cores() -> 
     assert line == "ready at tcp://10.0.0.2:7000, tcp://10.0.0.2:7001, run dir /run/t"
 
 
+def test_what_processes_remark_is_shown() -> None:
+    line = "replica 1 gets no requests: its model '/m' has weights a instead of b"
+    reply = StatusReply([], True, None, remarks=[line])
+    assert status.render(reply, "/run/t").splitlines()[1] == line
+
+
 Answer = Callable[[int], list[bytes]]
 """Returns the header and the body of the answer with a number."""
 

@@ -30,7 +30,7 @@ _GAUGE = re.compile(
     re.MULTILINE,
 )
 _RETRY_STATUSES = (429, 503)
-_RETRY_CODES = (ErrorCode.OVERLOADED,)
+_RETRY_CODES = (ErrorCode.OVERLOADED, ErrorCode.STARTING)
 _PAUSE_S = 0.1
 _MAX_EXAMPLES = 5
 _DONE = b"[DONE]"

@@ -3,13 +3,16 @@
 import asyncio
 import itertools
 import os
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import httpx
 import pytest
 
 from protocol.api_core import PauseMode
@@ -38,6 +41,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
 STALL_S = 0.3
 """As after a lost packet, which is sent again."""
 
@@ -125,10 +129,12 @@ class Proxy:
 class Machine:
     """An engine that other machines can reach."""
 
-    def __init__(self, start_engine: EngineFactory, keys: Path, port: int = 0) -> None:
+    def __init__(
+        self, start_engine: EngineFactory, keys: Path, port: int = 0, model: str = "null"
+    ) -> None:
         self.port = port or free_port()
         listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
-        self.engine: Engine = start_engine("--no-api", "--null-step-ms", "5", *listen)
+        self.engine: Engine = start_engine("--no-api", "--null-step-ms", "5", *listen, model=model)
 
     @property
     def address(self) -> str:
@@ -286,3 +292,45 @@ def test_clients_of_a_lost_machine_read_on_at_another_api_from_the_journal(
         headers = {"X-Request-Id": f"request-{number}", "Last-Event-ID": last_id}
         rest = streams.Stream(another.url(), bodies[number], headers=headers).events()
         assert ids_of(read + rest) == {0: EXPECTED[number]}
+
+
+@pytest.mark.slow
+def test_an_engine_with_another_training_of_the_model_gets_no_request(
+    start_engine: EngineFactory, keys: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(DEMO, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) // 2 :] = bytes(len(weights) - len(weights) // 2)
+    (other / "model.safetensors").unlink()  # it may be read-only
+    (other / "model.safetensors").write_bytes(weights)
+    machine = Machine(start_engine, keys, model=str(other))
+    machine.engine.ready()
+    remote = ("--replica-addresses", machine.address, "--curve-keys", str(keys))
+    alone = start_engine("--data-parallel-size", "0", *remote, model="demo")
+    head = start_engine("--routing-policy", "round_robin", *remote, model="demo")
+
+    def compared() -> Any:
+        answer = head.readiness()
+        return answer if answer["other_models"] else None
+
+    answer = eventually(compared, "the engine is compared")
+    assert answer["replicas"] == ["ready", "other_model"]
+    [line] = answer["other_models"]
+    assert line.startswith("replica 1 gets no requests: its model")
+    assert "weights" in line
+    assert "tokenizer" not in line
+    body = {"prompt": "def a", "max_tokens": 8, "temperature": 0}
+    texts = [head.post("/v1/completions", **body)["choices"][0]["text"] for _ in range(6)]
+    assert len(set(texts)) == 1
+
+    def remarked() -> str | None:
+        """Return where the engine without one of its own serves, once the status names it."""
+        reply = alone.status()
+        line = f"replica 0 gets no requests{answer['other_models'][0].partition('requests')[2]}"
+        return reply.url if reply is not None and reply.remarks == [line] else None
+
+    url = eventually(remarked, "the status names it")
+    refused = httpx.post(f"{url}/v1/completions", json=body)
+    assert refused.status_code == 503
+    assert "weights" in refused.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from protocol.process.model_files import ModelFiles
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.loading.layer_executor import LayerExecutor
@@ -27,6 +28,8 @@ class PreparedModel(NamedTuple):
     """Set only with enable_lora; the draft model has no adapters."""
     checkpoint: str = ""
     """Identifies the contents of its files: see `checkpoint_identity`."""
+    files: ModelFiles = ModelFiles()
+    """Digests of its tokenizer and weights, which clients compare."""
 
     stage: StageModel | None = None
     """The passages of a model that has only some of the layers."""

@@ -301,6 +301,8 @@ def _facts_of(
         checkpoint=prepared.checkpoint,
         build=describe_build(prepared, config),
         kernels=kernels_of(prepared) if exactness.holds else "",
+        tokenizer=prepared.files.tokenizer,
+        weights=prepared.files.weights,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
+from protocol.process.model_files import read_model_files
 from worker_proc.adapters.sites import MatrixPart, Sites
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
@@ -95,6 +96,7 @@ def prepare_model(
     kept = find_proofs(config, rank) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device, rank)
     checkpoint = checkpoint_identity(config.model.model)  # before reading: files may change
+    files = read_model_files(config.model.model)
     stage, share = places(rank, config.parallel)
     has_draft = rank == config.parallel.answering_rank
     checked, checked_draft, library, parts = _check(
@@ -137,7 +139,7 @@ def prepare_model(
     grammars = _load_grammars(vocabulary)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)
     return PreparedModel(
-        loaded, library, grammars, executor, proofs, draft, adapters, checkpoint, passages
+        loaded, library, grammars, executor, proofs, draft, adapters, checkpoint, files, passages
     )
 
 

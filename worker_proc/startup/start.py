@@ -152,6 +152,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         num_host_state_blocks=num_host_blocks if num_state_blocks else 0,
         state_swap_blocks=1.0 if num_state_blocks else 0.0,
         kv_layout="null" if config.cache.keeps_blocks else "",
+        weights="null",
     )
 
 

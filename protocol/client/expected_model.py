@@ -1,0 +1,46 @@
+"""The model that a client's engines must have: requests for it go nowhere else.
+
+The owner of the client may know the model's files; engines of other machines are then compared with
+them. Engines of this machine have read the same files, perhaps at another time. Besides, all
+engines are compared with the one that was the first to serve, as long as any still has its model.
+"""
+
+from collections.abc import Iterable
+
+from protocol.config.addresses import is_remote
+from protocol.core_worker import ModelFacts
+from protocol.process.model_files import ModelFiles
+
+_UNKNOWN = ModelFiles()
+
+
+class ExpectedModel:
+    """Compares engines with the model that is known."""
+
+    def __init__(self, own: ModelFiles | None = None, *, learns: bool = True) -> None:
+        """`own`: files of the model here, if known; `learns`: the first that serves counts too."""
+        self._own = own or _UNKNOWN
+        self._learns = learns
+        self._learned = _UNKNOWN
+
+    def difference(self, facts: ModelFacts, address: str) -> str:
+        """Describe how the model of an engine differs; empty: requests may go there."""
+        known = [self._own] if is_remote(address) else []
+        found = (each.difference(facts) for each in (*known, self._learned))
+        return next(filter(None, found), "")
+
+    def learn(self, facts: ModelFacts) -> None:
+        """An engine without a difference serves."""
+        if self._learns and self._learned == _UNKNOWN:
+            self._learned = _files_of(facts)
+
+    def keep_if_present(self, engines: Iterable[ModelFacts | None]) -> None:
+        """Forget what was learned once no engine has it, because all were given another model."""
+        if self._learned == _UNKNOWN:
+            return
+        if all(facts is None or _files_of(facts) != self._learned for facts in engines):
+            self._learned = _UNKNOWN
+
+
+def _files_of(facts: ModelFacts) -> ModelFiles:
+    return ModelFiles(facts.tokenizer, facts.weights)

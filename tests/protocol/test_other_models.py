@@ -1,0 +1,216 @@
+"""Engines with another model than the client's get no requests, old or new."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.client import ReplicatedClient
+from protocol.client.errors import EngineFailed, Overloaded, RequestFailed
+from protocol.client.expected_model import ExpectedModel
+from protocol.client.request_stream import RequestStream
+from protocol.process.model_files import ModelFiles, read_model_files
+from tests.protocol.fake_core import FACTS, FakeCore
+from tests.protocol.test_replicated_client import (
+    PARAMS,
+    Cores,
+    begun,
+    output,
+    play,
+    pump,
+    ticks,
+    until,
+    with_facts,
+)
+
+REMOTE = "tcp://10.0.0.2:7000"
+OWN = ModelFiles("t1", "w1")
+
+
+def renew(core: FakeCore, **facts: str) -> None:
+    """Start a successor of the core with other facts."""
+    with_facts(core, **facts)
+    core.epoch += 1
+    core.send(core.status)
+
+
+def run(
+    cores: Cores,
+    act: Callable[[ReplicatedClient], Awaitable[None]],
+    *serving: FakeCore,
+    stall_timeout_s: float = 120.0,
+) -> None:
+    """Run a test with a client of all cores, of which these may answer first."""
+
+    async def main() -> None:
+        addresses = [core.address for core in cores]
+        async with ReplicatedClient(
+            addresses, may_change=True, failover_s=0.1, stall_timeout_s=stall_timeout_s
+        ) as client:
+            first = asyncio.create_task(pump(list(serving)))
+            indices = [cores.index(core) for core in serving]
+            await until(lambda: all(client.clients[index].serves for index in indices))
+            first.cancel()
+            task = asyncio.create_task(pump(cores))
+            await until(lambda: all(each.facts for each in client.clients))
+            await act(client)
+            task.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "weights"])
+def test_an_engine_with_another_model_gets_no_request_and_is_named(
+    field: str, cores: Cores, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = with_facts(cores[0], **{field: "right"})
+    other = with_facts(cores[1], **{field: "wrong"}, model="/elsewhere")
+    caplog.set_level(logging.INFO)
+
+    async def act(client: ReplicatedClient) -> None:
+        wrong = client.clients[1]
+        assert not wrong.serves
+        for _ in range(20):
+            client.submit([5], PARAMS)
+        client.adopt(begun(own, 7), RequestStream(0, client.cancel))
+        client.adopt(begun(other, 7), RequestStream(0, client.cancel))
+        client.adopt(begun("", 7), RequestStream(0, client.cancel))
+        client.adopt(begun(""), RequestStream(0, client.cancel))
+        await until(lambda: cores[0].num_added >= 23)
+        await ticks(client)
+        assert not cores[1].adds
+        assert "wrong" not in str(client.facts)
+        difference = f"model '/elsewhere' has {field} wrong instead of right"
+        assert wrong.other_model == difference
+        lines = [one for one in caplog.messages if "gets no requests" in one]
+        assert lines == [f"replica 1, {cores[1].address}, gets no requests: its {difference}"]
+        assert not [one for one in caplog.messages if "computes differently" in one]
+
+    run(cores, act, cores[0])
+
+
+def test_open_requests_of_an_engine_that_returns_with_another_model_go_on_elsewhere(
+    cores: Cores,
+) -> None:
+    for core in cores:
+        with_facts(core, weights="w1")
+
+    async def act(client: ReplicatedClient) -> None:
+        await until(lambda: all(each.serves for each in client.clients))
+        for number in range(1, 50):
+            stream = client.submit([5], PARAMS)
+            await until(lambda number=number: sum(core.num_added for core in cores) == number)
+            if cores[1].adds:
+                break
+        output(cores[1], 7)
+        await until(lambda: stream.num_unread == 1)
+        cores[1].adds.clear()
+        renew(cores[1], weights="w2")
+        await until(lambda: [7] in [add.output_token_ids for add in cores[0].adds])
+        assert not cores[1].adds
+
+    run(cores, act, cores[0])
+
+
+def test_where_only_engines_with_another_model_are_left_requests_are_refused_and_old_ones_wait(
+    cores: Cores,
+) -> None:
+    with_facts(cores[0], weights="w1")
+    with_facts(cores[1], weights="w2")
+
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: cores[0].num_added == 1)
+        lost = cores.pop(0)
+        lost.link.close()
+        await until(lambda: not client.clients[0].connected)
+        await ticks(client)
+        client.adopt(begun(""), RequestStream(0, client.cancel))
+        client.submit([5], PARAMS)  # it waits for the engine that is lost
+        client.set_addresses([cores[0].address])  # which is no longer listed
+        await ticks(client)
+        with pytest.raises(RequestFailed) as caught:
+            client.submit([5], PARAMS)
+        assert isinstance(caught.value, EngineFailed | Overloaded)
+        with pytest.raises(EngineFailed):
+            await anext(stream)
+        await until(lambda: client.facts is None)
+        assert client.status is None
+        assert not cores[0].adds
+
+    run(cores, act, cores[0], stall_timeout_s=1.0)
+
+
+def test_once_all_engines_have_another_model_it_is_the_model(cores: Cores) -> None:
+    """As after a change of the weights, one engine after the other."""
+    for core in cores:
+        with_facts(core, weights="w1")
+
+    async def act(client: ReplicatedClient) -> None:
+        renew(cores[0], weights="w2")
+        await until(lambda: bool(client.clients[0].other_model))
+        renew(cores[1], weights="w2")
+        await until(lambda: all(each.serves for each in client.clients))
+        client.submit([5], PARAMS)
+        await until(lambda: any(core.adds for core in cores))
+
+    run(cores, act, *cores)
+
+
+def test_own_files_are_compared_with_engines_of_other_machines_only() -> None:
+    facts = {
+        name: type(FACTS)(**{**as_dict(), "tokenizer": tokenizer, "weights": weights})
+        for name, tokenizer, weights in [
+            ("same", "t1", "w1"),
+            ("unknown", "", ""),
+            ("weights", "t1", "w2"),
+            ("tokenizer", "t2", "w1"),
+        ]
+    }
+    expected = ExpectedModel(OWN)
+    differ = {name for name, one in facts.items() if expected.difference(one, REMOTE)}
+    assert differ == {"weights", "tokenizer"}
+    assert not any(expected.difference(one, "ipc:///run/core") for one in facts.values())
+    without_weights = ExpectedModel(ModelFiles("t1", ""))
+    differ = {name for name, one in facts.items() if without_weights.difference(one, REMOTE)}
+    assert differ == {"tokenizer"}
+
+
+def as_dict() -> dict[str, object]:
+    return {name: getattr(FACTS, name) for name in FACTS.__struct_fields__}
+
+
+def test_a_single_engine_is_compared_with_the_files_here(core: FakeCore) -> None:
+    """Its address is not remote in this test, so only the absence of learning shows."""
+    with_facts(core, weights="w1")
+
+    async def act(client: ReplicatedClient) -> None:
+        renew(core, weights="w2")
+        await until(lambda: client.facts is not None and client.facts.weights == "w2")
+        client.submit([5], PARAMS)
+        await until(lambda: core.num_added == 1)
+
+    play([core], act)
+
+
+def test_digests_differ_between_models_and_not_between_copies(tmp_path: Path) -> None:
+    def make(name: str, tokenizer: str, weights: bytes, **more: str) -> ModelFiles:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "tokenizer.json").write_text(tokenizer)
+        (directory / "model.safetensors").write_bytes(weights)
+        for file, text in more.items():
+            (directory / f"{file}.json").write_text(text)
+        return read_model_files(str(directory))
+
+    one = make("one", "{}", bytes(2**21))
+    assert make("copy", "{}", bytes(2**21), original="more") == one
+    other = make("other", "{ }", bytes(2**21 - 9) + b"x" * 9)
+    assert other.tokenizer != one.tokenizer
+    trained = make("trained", "{}", b"x" * 2**21)
+    assert (trained.tokenizer, trained.weights != one.weights) == (one.tokenizer, True)
+    (tmp_path / "one" / "model.safetensors").unlink()
+    assert read_model_files(str(tmp_path / "one")) == one._replace(weights="")
+    assert read_model_files("null") == ModelFiles(weights="null")
