@@ -65,9 +65,9 @@ class OpenRequests:
         """Requests that the core cannot continue exactly, with the seconds for which each is
         held."""
         self.fingerprint = ""
-        self.holds_all = False
-        """True if the core has another model: it is sent no request."""
         """Fingerprint of the core's facts; empty: not known yet."""
+        self.holds_all = False
+        """True if the core has another model: no request is sent to it."""
         self.num_inexact = 0
         """Requests begun by engines with another fingerprint and continued by this one."""
 
