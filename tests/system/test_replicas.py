@@ -20,11 +20,13 @@ from protocol.sampling import SamplingParams
 from scripts import restart
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S
 from tests.system.null_load import null_tokens
+from tests.timing import within
 from worker_proc.native.build import build, compiler
 
 NUM_STREAMS = 40
 LONGEST_PAUSE_S = 5.0
 """On a machine that is busy with other tests; 0.8 s on an idle one."""
+NUM_ATTEMPTS = 3
 PARAMS = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
 Tokens = list[list[int]]
 
@@ -86,7 +88,7 @@ async def half_read(client: ReplicatedClient) -> tuple[Tokens, asyncio.Task[list
 def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None:
     config = null_config()
 
-    async def play(kept: EngineProcesses, lost: EngineProcesses) -> None:
+    async def play(kept: EngineProcesses, lost: EngineProcesses) -> float:
         async with ReplicatedClient([kept.address, lost.address]) as client:
             found, streams, num_there = await half_read(client)
             await asyncio.to_thread(lost.close)
@@ -94,10 +96,13 @@ def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None
             assert found == EXPECTED
             assert client.num_moved == num_there
             assert client.num_open_requests == 0
-            assert max(pauses) < LONGEST_PAUSE_S
+            return max(pauses)
 
-    with EngineProcesses.start(config) as kept, EngineProcesses.start(config) as lost:
-        asyncio.run(play(kept, lost))
+    def lose() -> dict[str, float]:
+        with EngineProcesses.start(config) as kept, EngineProcesses.start(config) as lost:
+            return {"pause_s": asyncio.run(play(kept, lost))}
+
+    within(NUM_ATTEMPTS, lose, pause_s=LONGEST_PAUSE_S)
 
 
 def kill_all(engine: EngineProcesses, replica: int) -> None:
@@ -133,24 +138,28 @@ def test_streams_go_on_while_a_replica_is_replaced(
 ) -> None:
     config = null_config(data_parallel_size=2)
 
-    async def play(engine: EngineProcesses) -> None:
+    async def play(engine: EngineProcesses) -> float:
         async with ReplicatedClient(engine.addresses) as client:
             found, streams, num_there = await half_read(client)
             await asyncio.to_thread(disturb, engine, 1)
             pauses = await streams
             assert found == EXPECTED
-            assert max(pauses) < LONGEST_PAUSE_S
             if disturb is drain:
                 assert client.num_moved == num_there
             await until_serving(client)
+            return max(pauses)
 
-    with EngineProcesses.start(config) as engine:
-        asyncio.run(play(engine))
-        reply = engine.status()
+    def replace() -> dict[str, float]:
+        with EngineProcesses.start(config) as engine:
+            pause_s = asyncio.run(play(engine))
+            reply = engine.status()
         assert reply is not None
         replicas = [row for row in reply.processes if row.role is Role.REPLICA]
         assert [row.state for row in replicas] == [ProcessState.READY] * 2
         assert [row.num_restarts for row in replicas] == [0, disturb is not restart_core]
+        return {"pause_s": pause_s}
+
+    within(NUM_ATTEMPTS, replace, pause_s=LONGEST_PAUSE_S)
 
 
 @pytest.mark.slow
@@ -158,9 +167,9 @@ def test_streams_of_a_model_go_on_when_all_processes_of_its_replica_are_killed()
     config = configure(model="demo", data_parallel_size=2, log_level="error")
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
 
-    async def play(engine: EngineProcesses) -> None:
+    async def play(engine: EngineProcesses) -> float:
         async with ReplicatedClient(engine.addresses) as client:
-            await until_serving(client)
+            await until_serving(client, LOAD_TIMEOUT_S)
             expected: Tokens = [[] for _ in range(16)]
             await all_streams(client, expected, params)
             found: Tokens = [[] for _ in expected]
@@ -169,11 +178,13 @@ def test_streams_of_a_model_go_on_when_all_processes_of_its_replica_are_killed()
             await asyncio.to_thread(kill_all, engine, 1)
             pauses = await streams
             assert found == expected
-            assert max(pauses) < LONGEST_PAUSE_S
             assert client.num_moved > 0
+            return max(pauses)
 
     with EngineProcesses.start(config) as engine:
-        asyncio.run(play(engine))
+        within(
+            NUM_ATTEMPTS, lambda: {"pause_s": asyncio.run(play(engine))}, pause_s=LONGEST_PAUSE_S
+        )
 
 
 @pytest.mark.slow
@@ -190,11 +201,12 @@ def test_streams_go_on_elsewhere_when_a_worker_is_killed_that_has_no_standby() -
     )
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
 
-    async def play(engine: EngineProcesses) -> None:
+    async def play(engine: EngineProcesses) -> float:
         async with ReplicatedClient(engine.addresses) as client:
-            await until_serving(client)
+            await until_serving(client, LOAD_TIMEOUT_S)
             expected: Tokens = [[] for _ in range(8)]
             await all_streams(client, expected, params)
+            longest = 0.0
             for _ in range(2):
                 await until_serving(client, LOAD_TIMEOUT_S)
                 num_before = client.num_moved
@@ -204,13 +216,15 @@ def test_streams_go_on_elsewhere_when_a_worker_is_killed_that_has_no_standby() -
                 [pid] = [one.pid for one in rows_of(engine, 1) if one.role is Role.WORKER]
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
-                pauses = await streams
+                longest = max(longest, *(await streams))
                 assert found == expected
-                assert max(pauses) < LONGEST_PAUSE_S
                 assert client.num_moved > num_before
+            return longest
 
     with EngineProcesses.start(config) as engine:
-        asyncio.run(play(engine))
+        within(
+            NUM_ATTEMPTS, lambda: {"pause_s": asyncio.run(play(engine))}, pause_s=LONGEST_PAUSE_S
+        )
 
 
 @pytest.mark.parametrize("policy", ["least_tokens", "round_robin", "prefix_aware"])

@@ -2,12 +2,16 @@
 
 import contextlib
 import json
+import os
 import select
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,7 @@ from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.process.failpoints import LOG_FILE, VARIABLE
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import eventually
+from tests.proc import process_stats
 from worker_proc.grammar import service as service_module
 from worker_proc.grammar.compiler import Definition, GrammarCompiler, Vocabulary
 from worker_proc.grammar.prover import Task
@@ -72,19 +77,27 @@ def test_good_and_bad_grammars_are_answered_in_order(service: GrammarService) ->
 
 
 def delay_provers(service: GrammarService, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send a grammar which all lanes' provers begin, one after the other, and do not finish.
+    """Send a grammar for which all lanes' provers take too long, one after the other.
 
     The forks that are made next are not delayed.
     """
     for lane in (service._quick, service._middle):
-        lane._wall_s = 0.5  # in which a fork begins, on a busy machine too
+        lane._wall_s = 0.05
     monkeypatch.setenv(VARIABLE, str(folder))
     (folder / "grammar.compile").write_text("delay:60000@*")
     service.compile(CompileGrammar(1, regex("slow")))
-    log = folder / LOG_FILE
+
+    def is_in_the_slow_lane() -> bool:
+        prover, log = service._slow._prover, folder / LOG_FILE
+        if prover is None or not log.exists():
+            return False
+        delayed = {int(line.split()[2]) for line in log.read_text().splitlines()}
+        forks = {one.pid for one in process_stats() if one.parent == prover._process.pid}
+        return bool(delayed & forks)
+
     eventually(
-        lambda: log.exists() and len(log.read_text().splitlines()) == 3,
-        "the provers of all lanes wait, one after the other",
+        lambda: service._results or is_in_the_slow_lane(),
+        "the prover of the last lane waits, or has given up",
         TIMEOUT_S,
     )
     (folder / "grammar.compile").unlink()
@@ -184,17 +197,33 @@ def test_an_error_of_a_fork_that_is_not_the_grammar_s_is_in_the_log(
     assert "FailpointError" in capfd.readouterr().err
 
 
+class StoppedPopen(subprocess.Popen[bytes]):
+    """A process that does nothing until it is sent SIGCONT."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.send_signal(signal.SIGSTOP)
+
+
 def test_a_prover_that_starts_late_delays_its_grammar(
     service: GrammarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each look finds that it has advanced, and one look without would give it up."""
     looks = count(1)
+
+    def look(pid: int) -> float:
+        number = next(looks)
+        if number == 3:
+            os.kill(pid, signal.SIGCONT)
+        return number * 1e-6
+
     monkeypatch.setattr(service_module, "STALL_S", 0.0)
     monkeypatch.setattr(service_module, "_CHECK_S", 0.001)
-    monkeypatch.setattr(service_module, "cpu_seconds", lambda pid: next(looks) * 1e-6)
+    monkeypatch.setattr(service_module, "cpu_seconds", look)
+    monkeypatch.setattr(service_module.subprocess, "Popen", StoppedPopen)
     service.compile(CompileGrammar(1, regex("late")))
     assert wait(service, 1) == [GrammarCompiled(1)]
-    assert next(looks) > 2
+    assert next(looks) > 3
 
 
 @pytest.mark.parametrize(
@@ -217,6 +246,7 @@ def test_a_prover_that_hangs_in_its_start_fails_its_grammar(
         patched.setattr(service_module, bound, 0.0)
         patched.setattr(service_module, "_CHECK_S", 0.001)
         patched.setattr(service_module, "cpu_seconds", lambda pid: next(looks) * advance_s)
+        patched.setattr(service_module.subprocess, "Popen", StoppedPopen)
         service.compile(CompileGrammar(1, regex("lost")))
         [failed] = wait(service, 1)
     assert f"does not start: {error}" in failed.error
