@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.worker.test_native_attention import (
     CPU,
     DTYPES,
@@ -157,8 +158,7 @@ def check_values(texts: Texts, layer: PagedLayer, tolerance: float) -> None:
             torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "block_size"), in_turn(DTYPES, [4, 16]), ids=str)
 @pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
 def test_both_backends_give_what_float64_gives(
     terms: Terms, dtype: torch.dtype, block_size: int
@@ -170,8 +170,9 @@ def test_both_backends_give_what_float64_gives(
         check_values(texts, make_layer(texts, terms, backend), tolerance)
 
 
-@pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.FP8], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "format"), in_turn(DTYPES, [KVFormat.INT8, KVFormat.FP8]), ids=str
+)
 @pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
 def test_codes_have_the_same_terms(terms: Terms, dtype: torch.dtype, format: KVFormat) -> None:
     texts = Texts(terms.spec, 16, dtype, format=format)

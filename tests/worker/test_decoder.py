@@ -2,7 +2,6 @@
 
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,16 +44,14 @@ def decoder_of(directory: Path, name: str, dtype: str = "float32") -> str:
     return load(directory, dtype).facts.decoder
 
 
-def _families() -> list[Any]:
-    """Every family in every dtype; each once in the default tests, in turn."""
-    return [
-        pytest.param(name, dtype, marks=() if (place + number) % 2 else pytest.mark.slow)
-        for place, name in enumerate(NATIVE)
-        for number, dtype in enumerate(DTYPES)
-    ]
-
-
-@pytest.mark.parametrize(("name", "dtype"), _families())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "llama" else pytest.param(name, marks=pytest.mark.slow)
+        for name in NATIVE  # test_whole.py has them all by default
+    ],
+)
 def test_families_that_it_computes(name: str, dtype: str, tmp_path: Path) -> None:
     assert decoder_of(tmp_path, name, dtype) == "native"
 

@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
+from tests.combinations import in_turn
 from tests.worker.test_fused import DTYPES
 from worker_proc.modules import fused
 from worker_proc.modules.experts import (
@@ -100,8 +101,10 @@ def assert_most_rows_close(want: torch.Tensor, got: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_chosen", [1, 5, NUM_EXPERTS])
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_plain"])
+@pytest.mark.parametrize(
+    ("kind", "num_chosen"),
+    in_turn(["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_plain"], [5, NUM_EXPERTS, 1]),
+)
 @torch.inference_mode()
 def test_blocks_of_each_kind(
     kind: str, num_chosen: int, dtype: torch.dtype, library: NativeLibrary

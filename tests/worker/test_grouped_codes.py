@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.worker.quantized_checkpoints import FP4, NF4
 from tests.worker.test_quantization import MOST_ROWS, NUM_MANY_ROWS, product
 from worker_proc.native.build import build, compiler
@@ -98,8 +99,7 @@ def permuted(rows: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     return rows if packed.order is None else rows[:, packed.order]
 
 
-@pytest.mark.parametrize("gates", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "gates"), in_turn(CASES, [False, True]), ids=str)
 def test_products_in_float32_have_the_bits_of_the_dequantized_weight(
     case: Case, gates: bool, kernels: NativeLibrary
 ) -> None:

@@ -26,6 +26,7 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
 
+from tests.combinations import in_turn
 from tests.worker.test_fused import DTYPES
 from worker_proc.modules.experts import computing_expert_codes, round_experts
 from worker_proc.modules.fused import ROUTER_KEY, fuse_modules
@@ -295,8 +296,7 @@ def output(block: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_experts", [6, 64])
+@pytest.mark.parametrize(("dtype", "num_experts"), in_turn(DTYPES, [6, 64]), ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.inference_mode()
 def test_a_routed_row_has_the_same_bits_among_any_others(

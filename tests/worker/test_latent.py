@@ -10,6 +10,7 @@ from transformers import DeepseekV2Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from protocol.config import KVCacheDtype
+from tests.combinations import in_turn
 from tests.families.configs import small_config
 from tests.worker.checkpoints import (
     ARCHITECTURES,
@@ -52,8 +53,11 @@ def deepseek(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
-@pytest.mark.parametrize("architecture", [*LATENT, *KEY_DECAYS], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    ("architecture", "has_kernels"),
+    in_turn([*LATENT, *KEY_DECAYS], [True, False]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_modules_are_replaced_with_their_rotation(
     architecture: Any, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,9 +164,15 @@ def test_the_cache_holds_a_ninth_for_the_shape_of_v2_lite(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("rotation", [Rotation.HALVES, Rotation.PAIRS, Rotation.NONE], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [V2_LITE, ODD], ids=["v2_lite", "odd"])
+@pytest.mark.parametrize(
+    ("rotation", "shape", "dtype"),
+    in_turn(
+        [Rotation.HALVES, Rotation.PAIRS, Rotation.NONE],
+        [V2_LITE, ODD],
+        [torch.float32, torch.bfloat16],
+    ),
+    ids=str,
+)
 @torch.inference_mode()
 def test_products_of_heads_equal_plain_ones_with_the_same_bits_for_any_rows(
     shape: LatentShape, dtype: torch.dtype, rotation: Rotation, kernels: NativeLibrary

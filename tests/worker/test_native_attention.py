@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from tests.worker.mini_scheduler import fill_with_nan
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.native import NativeBackend, can_attend
@@ -208,14 +209,8 @@ def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLib
 
 
 @pytest.mark.parametrize(
-    ("scale", "format"),
-    [
-        *((1.0, format) for format in KVFormat),
-        (TINY, KVFormat.PLAIN),
-        *slow(*((TINY, format) for format in CODES)),
-    ],
+    ("spec", "scale", "format"), in_turn(SPECS, (1.0, TINY), KVFormat), ids=str
 )
-@pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_floats_give_the_bits_of_pairs(
     spec: LayerSpec,
@@ -331,10 +326,7 @@ def test_codes_are_attended_to_as_what_they_stand_for(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("spec", "format"),
-    [
-        *((spec, format) for spec in SPECS for format in KVFormat),
-        *((spec, KVFormat.PLAIN) for spec in LATENT_SPECS),
-    ],
+    [*in_turn(SPECS, KVFormat), *((spec, KVFormat.PLAIN) for spec in LATENT_SPECS)],
     ids=str,
 )
 @pytest.mark.usefixtures("two_threads")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from tests.worker.test_sampler import CPU, EOS, Row, _random_params
 from worker_proc.grammar.masks import RowMasks
 from worker_proc.native.build import build, compiler
@@ -21,6 +22,7 @@ from worker_proc.sampling.sampler import Sampler
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 NUM_ROWS = 96
+DTYPES = (torch.bfloat16, torch.float32)
 LARGE = 40_009
 
 
@@ -46,10 +48,14 @@ def _masks(rng: random.Random, num_words: int, vocab_size: int) -> RowMasks:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("vocab_size", "num_words"), [(512, 16), (509, 16), (1003, 20), (700, 30)])
-def test_both_choose_the_same_tokens(vocab_size: int, num_words: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    in_turn([(512, 16), (509, 16), (1003, 20), (700, 30)], DTYPES),
+    ids=str,
+)
+def test_both_choose_the_same_tokens(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """With masks of fewer and of more tokens than the model has, and rows that are not finite."""
+    vocab_size, num_words = sizes
     native = Sampler(vocab_size, EOS, CPU, NativeLibrary(build()))
     portable = Sampler(vocab_size, EOS, CPU)
     for seed in range(6):
@@ -122,13 +128,16 @@ def _against_the_sample(generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "make",
-    [
-        *(_flat, _peaked, _tail, _equal, _few_values, _few_tokens, _extreme),
-        *(_near_zero, _negative, _against_the_sample),
-    ],
+    ("make", "dtype"),
+    in_turn(
+        [
+            *(_flat, _peaked, _tail, _equal, _few_values, _few_tokens, _extreme),
+            *(_near_zero, _negative, _against_the_sample),
+        ],
+        DTYPES,
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_both_choose_the_same_tokens_of_large_vocabularies(
     make: Callable[[torch.Generator], Tensor], dtype: torch.dtype

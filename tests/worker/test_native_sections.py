@@ -6,6 +6,7 @@ from array import array
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.worker.test_native_attention import Texts, native_backend, without_tiles
 from worker_proc.attention.native import NativeBackend
 from worker_proc.attention.work import SECTION
@@ -95,8 +96,10 @@ def test_bits_do_not_depend_on_threads_or_chunks(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("num_shared", [SECTION - 64, SECTION, SECTION + 320, 2 * SECTION + 64])
+@pytest.mark.parametrize(
+    ("num_shared", "kernel"),
+    in_turn([SECTION - 64, SECTION, SECTION + 320, 2 * SECTION + 64], KERNELS),
+)
 def test_a_prefix_may_end_anywhere_in_a_section(
     num_shared: int, kernel: str, num_threads: int, without_tiles: NativeLibrary
 ) -> None:

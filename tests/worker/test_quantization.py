@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from protocol.config import ConfigError, EngineConfig, NativeDecoder, Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from tests.worker.bitwise import CONFIGS, NUM_THREADS, ODD_SIZES, compare, engine_config, exact
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.driving import Run, drive
@@ -466,13 +467,13 @@ def test_rounding_changes_the_tokens(tmp_path: Path) -> None:
     assert len(outputs) == 4
 
 
-@pytest.mark.parametrize(
-    ("quantization", "share"),
-    [(Quantization.W8A16, 0.6), (Quantization.W4A16, 0.35), (Quantization.W8A8, 0.6)],
-)
-@pytest.mark.parametrize("is_mixture", [False, True])
+SHARES = {Quantization.W8A16: 0.6, Quantization.W4A16: 0.35, Quantization.W8A8: 0.6}
+"""The most memory of codes and scales, as a share of that of the weights."""
+
+
+@pytest.mark.parametrize(("quantization", "is_mixture"), in_turn(SHARES, [False, True]))
 def test_codes_take_the_place_of_the_weights(
-    is_mixture: bool, quantization: Quantization, share: float, tmp_path: Path
+    is_mixture: bool, quantization: Quantization, tmp_path: Path
 ) -> None:
     shape = SHAPE | {"hidden_size": 256, "intermediate_size": 512}
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -494,7 +495,7 @@ def test_codes_take_the_place_of_the_weights(
     ]
     tensors = [t for weight in packed for t in (weight.panels, weight.scales) if t is not None]
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    assert 0 < sum(memory.values()) < share * num_bytes
+    assert 0 < sum(memory.values()) < SHARES[quantization] * num_bytes
 
 
 def test_a_draft_model_is_not_rounded(tmp_path: Path) -> None:

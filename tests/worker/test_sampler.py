@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.inverse_cdf import (
     Filters,
@@ -365,19 +366,21 @@ def _exact_probabilities(logits: Tensor, p: SamplingParams) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"top_p": 0.8},
-        {"top_k": 5},
-        {"min_p": 0.1},
-        {"top_k": 12, "top_p": 0.7, "min_p": 0.02, "temperature": 1.3},
-    ],
+    ("kwargs", "by"),
+    in_turn(
+        [
+            {},
+            {"temperature": 0.5},
+            {"temperature": 2.0},
+            {"top_p": 0.8},
+            {"top_k": 5},
+            {"min_p": 0.1},
+            {"top_k": 12, "top_p": 0.7, "min_p": 0.02, "temperature": 1.3},
+        ],
+        ["seed", "position"],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("by", ["seed", "position"])
 def test_distribution_by_chi_square(kwargs: dict[str, Any], by: str) -> None:
     """Over many seeds, and over many positions of one seed, counts follow the filtered softmax."""
     vocab_size, num_draws = 24, 4000
