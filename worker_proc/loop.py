@@ -70,8 +70,8 @@ class WorkerLoop:
         self._step_ended_at = 0.0
         self._may_prepare = True
         """Whether steps may have used memory since the runner had prepared all of it."""
-        self._has_stepped = False
-        """Whether a step has ended in this turn."""
+        self._owes_memory = False
+        """Whether steps may have used memory that was not allocated again between steps."""
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         adapters = None if runner.adapters is None else make_adapters(runner.adapters)
         services = (grammars, adapters, offload)
@@ -138,6 +138,8 @@ class WorkerLoop:
     def _poll_ms(self) -> int | None:
         if self._shim.num_launched:
             return 0  # wait as CUDA does for its device, without sleeping
+        if self._owes_memory:
+            return 0
         deadlines = []
         if self._wants_adoption:
             deadlines.append(self._next_hello)
@@ -155,10 +157,9 @@ class WorkerLoop:
         return self._step_ended_at + QUIET_S
 
     def _prepare_memory(self, *, is_idle: bool) -> None:
-        """Allocate memory of later steps: after each one, and for some ms when none comes."""
-        if self._has_stepped:
-            self._has_stepped = False
-            self._shim.prepare_memory(is_idle=False)
+        """Allocate some memory of later steps: after each one, and while none arrives."""
+        if self._owes_memory:
+            self._owes_memory = self._shim.prepare_memory(is_idle=False)
         elif is_idle and self._may_prepare and self._clock.monotonic() >= self._quiet_at:
             self._may_prepare = self._shim.prepare_memory()
 
@@ -210,7 +211,7 @@ class WorkerLoop:
             now = self._clock.monotonic()
             self._step_timer.observe(num_tokens, now - max(began, self._step_ended_at))
             self._step_ended_at = now
-            self._may_prepare = self._has_stepped = True
+            self._may_prepare = self._owes_memory = True
             self._reporter.step_completed()  # also on ranks that do not reply
 
     def _send(self, reply: WorkerToCore) -> None:

@@ -93,7 +93,7 @@ class Runner(Protocol):
     def prepare_memory(self, *, is_idle: bool = True) -> bool:
         """Allocate some memory that later steps will need; return whether more is missing.
 
-        Unless the worker is idle, it is about as much as the last steps have used.
+        Unless the worker is idle, about as much is allocated in all calls as steps have used.
         """
 
     def sleep(self) -> None:

@@ -114,15 +114,36 @@ def test_a_busy_worker_allocates_what_it_uses_until_a_piece_of_each_tensor_is_ah
     block_bytes = PIECE_BYTES // 64
     memories = [FakeMemory(1000, block_bytes) for _ in range(16)]
     ahead = PagesAhead(memories)  # type: ignore[arg-type]
+
+    def keep_up(highest_block: int) -> None:
+        while ahead.keep_up(highest_block):
+            pass
+
     for highest_block in (8, 16):
-        ahead.keep_up(highest_block)
-        ahead.keep_up(highest_block)  # nothing was used since
+        keep_up(highest_block)
+        keep_up(highest_block)  # nothing was used since
     assert [memory.ends for memory in memories] == [[73]] * 8 + [[]] * 8
     for highest_block in (64, 65, 72):
-        ahead.keep_up(highest_block)
+        keep_up(highest_block)
     assert [memory.ends for memory in memories] == [[73, 137]] * 16
-    ahead.keep_up(80)
+    keep_up(80)
     assert [memory.ends for memory in memories] == [[73, 137, 201]] * 4 + [[73, 137]] * 12
+
+
+def test_a_step_waits_for_one_piece_per_thread_and_later_ones_for_the_rest() -> None:
+    memories = [FakeMemory(1000, PIECE_BYTES // 64) for _ in range(16)]
+    ahead = PagesAhead(memories, 2)  # type: ignore[arg-type]
+
+    def num_pieces() -> int:
+        return sum(len(memory.ends) for memory in memories)
+
+    assert ahead.keep_up(16)  # owes 8 pieces
+    assert num_pieces() == 2
+    assert [ahead.keep_up(16) for _ in range(4)] == [True, True, False, False]
+    assert num_pieces() == 8
+    for highest_block in (17, 18, 19):
+        ahead.keep_up(highest_block)
+    assert num_pieces() == 11
 
 
 def test_no_more_than_the_bound_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class FakeRunner:
         self.num_resets = self.num_leaves = 0
         self.num_sleeps = 0
         self.missing_pieces = 1
-        self.num_between_steps = 0
+        self.num_between_steps = self.owed_pieces = 0
         self.executed_at = self.prepared_at = 0.0
         self.error: Exception | None = None
 
@@ -77,7 +77,8 @@ class FakeRunner:
     def prepare_memory(self, *, is_idle: bool = True) -> bool:
         if not is_idle:
             self.num_between_steps += 1
-            return True
+            self.owed_pieces -= 1
+            return self.owed_pieces > 0
         self.prepared_at = self.prepared_at or time.monotonic()
         self.missing_pieces -= 1
         return self.missing_pieces > 0
@@ -432,6 +433,21 @@ def test_memory_is_prepared_after_each_step_behind_its_reply(
     bench.send(9, step(1))
     bench.until(lambda: runner.num_between_steps == 2)
     bench.until(lambda: len(bench.replies) == 2)
+
+
+def test_owed_memory_is_prepared_until_the_next_step_arrives(
+    bench: Bench, runner: FakeRunner
+) -> None:
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    runner.owed_pieces = 10**9
+    for number in range(3):
+        bench.send(9, step(number))
+    bench.until(lambda: len(bench.replies) == 3)
+    runner.owed_pieces, runner.num_between_steps = 9, 0
+    bench.until(lambda: runner.owed_pieces == 0)
+    assert bench.loop._poll_ms() != 0
+    assert runner.num_between_steps == 9
 
 
 def test_a_core_that_is_silent_is_asked_again_and_one_that_beats_is_not(

@@ -101,14 +101,13 @@ class KVPool:
     def allocate_ahead(self, highest_block: int, *, is_idle: bool = True) -> bool:
         """Allocate pages of the next unused blocks; return whether more are missing.
 
-        Unless the worker is idle, they are about as many as the last steps have used.
+        Unless the worker is idle, these are about as many as the last steps have used.
         """
         if self.is_asleep:
             return False
         if is_idle:
             return self._pages_ahead.allocate(highest_block)
-        self._pages_ahead.keep_up(highest_block)
-        return True
+        return self._pages_ahead.keep_up(highest_block)
 
     def wake(self) -> None:
         """Make the tensors usable again; they are zero after a sleep."""

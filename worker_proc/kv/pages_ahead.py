@@ -41,14 +41,16 @@ class PagesAhead:
         """The blocks whose pages are being allocated, tensor by tensor."""
         self._next_memory = len(memories)
         """Index of the first tensor without pages for these blocks."""
-        self._highest_paid = 0
-        """The highest block in use when pages were allocated between steps."""
+        self._highest_counted = 0
+        """The highest block in use for which `keep_up` was called."""
+        self._num_owed = 0
+        """Number of pieces that `keep_up` has still to allocate for the blocks up to that one."""
 
     def forget(self) -> None:
         """Start over: the memory was returned to the system."""
         self._round = range(0)
         self._next_memory = len(self._memories)
-        self._highest_paid = 0
+        self._highest_counted = self._num_owed = 0
 
     def allocate(self, highest_block: int) -> bool:
         """Allocate one piece per thread while the worker is idle; return True if more are missing.
@@ -59,18 +61,25 @@ class PagesAhead:
         num_ahead = min(max(highest_block, self._piece), self._max_ahead)
         return self._advance(highest_block, num_ahead, self._num_threads)
 
-    def keep_up(self, highest_block: int) -> None:
-        """Allocate pieces between steps, in proportion to the blocks that were newly used.
+    def keep_up(self, highest_block: int) -> bool:
+        """Allocate at most one piece per thread between steps; return True if more are owed.
 
-        A busy worker thus stays one piece of each tensor ahead, and no step waits for the pages of
-        all tensors at once.
+        Pieces are owed in proportion to the blocks that were newly used, until one piece of each
+        tensor is ahead: a busy worker thus stays ahead, and no step waits for the pages of all
+        tensors at once. A step that arrives meanwhile waits for one piece.
         """
-        num_new = highest_block - self._highest_paid
-        if num_new <= 0:
-            return
-        self._highest_paid = highest_block
-        num_pieces = math.ceil(CATCH_UP * num_new * len(self._memories) / self._piece)
-        self._advance(highest_block, min(self._piece, self._max_ahead), num_pieces)
+        num_memories = len(self._memories)
+        if (num_new := highest_block - self._highest_counted) > 0:
+            self._highest_counted = highest_block
+            num_pieces = math.ceil(CATCH_UP * num_new * num_memories / self._piece)
+            self._num_owed = min(self._num_owed + num_pieces, CATCH_UP * num_memories)
+        num_pieces = min(self._num_owed, self._num_threads)
+        if not num_pieces:
+            return False
+        num_ahead = min(self._piece, self._max_ahead)
+        is_missing = self._advance(highest_block, num_ahead, num_pieces)
+        self._num_owed = self._num_owed - num_pieces if is_missing else 0
+        return self._num_owed > 0
 
     def _advance(self, highest_block: int, num_ahead: int, num_pieces: int) -> bool:
         """Allocate at most `num_pieces`, until `num_ahead` blocks after the highest have pages."""
