@@ -161,12 +161,15 @@ def test_both_choose_the_same_tokens_of_large_vocabularies(
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("make", [_flat, _peaked, _tail])
+@pytest.mark.parametrize("make", [_flat, _peaked, _tail, _few_values, _near_zero])
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_both_choose_the_same_tokens_of_large_vocabularies_with_edits(
     make: Callable[[torch.Generator], Tensor], has_masks: bool
 ) -> None:
-    """Penalties for the best tokens and for others, alone and with some tokens allowed."""
+    """Penalties for the best tokens and for others, alone and with some tokens allowed.
+
+    In rows of few values, presence penalties give tokens the scores of others.
+    """
     native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
     portable = Sampler(LARGE, EOS, CPU)
     scores = make(torch.Generator().manual_seed(5)).bfloat16()
@@ -179,8 +182,9 @@ def test_both_choose_the_same_tokens_of_large_vocabularies_with_edits(
             temperature=rng.choice([0.0, 0.5, 1.0, 1.0]),
             top_p=[0.3, 0.95, 0.999, 1.0][seed % 4],
             top_k=rng.choice([0, 0, 0, 40]),
-            repetition_penalty=rng.choice([1.1, 0.8]),
+            repetition_penalty=rng.choice([1.0, 1.1, 0.8]),
             frequency_penalty=rng.choice([0.0, 0.4]),
+            presence_penalty=rng.choice([0.0, 2.0]),
         )
         ids = [rng.choice(best) if rng.random() < 0.2 else rng.randrange(LARGE) for _ in range(200)]
         rows.append(Row(params, ids, 100))
@@ -191,6 +195,23 @@ def test_both_choose_the_same_tokens_of_large_vocabularies_with_edits(
         masks = RowMasks(words, {2 * line: line for line in range(12)}, LARGE)
     logits = scores.expand(24, -1)
     assert native.sample(logits, rows, masks) == portable.sample(logits, rows, masks)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_penalties_may_give_tokens_the_scores_of_all_others() -> None:
+    """Of equal tokens, top_p keeps the first ones, whether a penalty has made them equal or not."""
+    native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
+    portable = Sampler(LARGE, EOS, CPU)
+    ids = random.Random(7).sample(range(LARGE), 9000)
+    logits = torch.full((LARGE,), 2.0, dtype=torch.bfloat16)
+    logits[ids] = 4.0
+    rows = [
+        Row(SamplingParams(seed=seed, top_p=top_p, presence_penalty=2.0), [1, *ids], 1)
+        for seed in range(12)
+        for top_p in (0.1, 0.5, 0.95)
+    ]
+    scores = logits.expand(len(rows), -1)
+    assert native.sample(scores, rows) == portable.sample(scores, rows)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

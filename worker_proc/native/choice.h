@@ -126,17 +126,19 @@ struct EditedTokens {
 template <typename T>
 struct RawScores {
   using Value = T;
+  static constexpr bool kAreEdited = false;
 
-  const T* values;
+  const T* logits;
 
-  Part part(int i) const { return part_at(values + i); }
-  float at(int i) const { return widen(values[i]); }
+  Part part(int i) const { return part_at(logits + i); }
+  float at(int i) const { return widen(logits[i]); }
   RawScores without_edited() const { return *this; }
   EditedTokens edited() const { return {}; }
 };
 
 // `Scores` has part(i), the scores from i on, a multiple of kPartLanes, and at(i), a single one. What
-// is without edited tokens has the score -inf in their place.
+// is without edited tokens has the score -inf in their place. Where they are edited, unedited(i) has a bit
+// for each token from i on whose score is its logit.
 template <class Scores>
 class Row {
  public:
@@ -506,8 +508,8 @@ class Row {
 
   // Chooses among the tokens that top_p keeps.
   int64_t within(double top_p, int64_t number) {
-    if constexpr (std::is_same_v<Scores, RawScores<Bf16>>) {
-      if (has_few_values()) return within_values(top_p, number);
+    if constexpr (std::is_same_v<Value, Bf16>) {
+      if (scores_.logits && has_few_values()) return within_values(top_p, number);
     }
     const auto score_of = [&](float sum, float limit) { return score_at(sum, limit); };
     Bracket bracket = guess(top_p, score_of);
@@ -543,34 +545,100 @@ class Row {
     return count > 0 && count * kTokensOfValue <= size_;
   }
 
-  // As `within`, with a table of weights. All tokens of a place of the table have the same weight,
-  // so that the counts of the places show which token is the last one that top_p keeps.
-  int64_t within_values(double top_p, int64_t number) {
-    const ValueWeights& values = scratch_.values;
-    const PlaceBracket bracket = guess_places(top_p);
-    const Pair total = split_places(bracket);
-    const int64_t bound = top_p_bound(total[0], top_p);
-    count_places(bracket);
-    int64_t sum = total[1];
-    int last = bracket.high;
-    for (; last > bracket.low; last--) {
-      const int64_t own = scratch_.counts[last - bracket.low] * values.weight_of(last);
-      if (sum + own >= bound) break;
-      sum += own;
-    }
-    const bool is_within = total[1] < bound && last > bracket.low;
-    if (!is_within || values.is_shared(last)) return within_any(bound, number);
-    const int64_t own = values.weight_of(last);
-    const int64_t num_last = (bound - sum + own - 1) / own;
-    const int64_t rest = scaled(number, sum + num_last * own);
-    const int32_t last_id = add_kept_places(bracket, last, num_last, rest);
-    return by_id({values.score_of(last), last_id}, rest);
-  }
-
   // Places among which the last token is that top_p keeps.
   struct PlaceBracket {
     int low, high;  // low < place <= high
+
+    // Wider ones beside it.
+    PlaceBracket below() const { return {std::max(0, low - width()), low}; }
+    PlaceBracket above(int last) const { return {high, std::min(high + width(), last)}; }
+    int width() const { return 4 * (high - low + 1); }
   };
+
+  // What top_p keeps of the tokens within a bracket of places, from the best ones on.
+  struct KeptPlaces {
+    int64_t sum;          // of the weights above the bracket and of those that are kept before `last`
+    int last;             // the place where top_p ends; places above it are kept
+    int64_t num_last;     // tokens of this place that are kept, in the order of their ids
+    size_t edited, ties;  // edited tokens that are kept before those, and the end of those of this place
+  };
+
+  // As `within`, with a table of weights. All tokens of a place of the table have the same weight,
+  // so that the counts of the places show which token is the last one that top_p keeps. Edited tokens
+  // are no part of the table, and have any scores.
+  int64_t within_values(double top_p, int64_t number) {
+    ValueWeights& values = scratch_.values;
+    PlaceBracket bracket = guess_places(top_p);
+    KeptPlaces kept{};
+    int64_t bound = 0;
+    for (int tries = 1; true; tries++) {
+      values.set_limit(bracket.high);
+      Pair total = split_places(bracket);
+      add_edited_above(bracket, total);
+      bound = top_p_bound(total[0], top_p);
+      const bool is_above = total[1] >= bound;
+      if (!is_above) {
+        count_places(bracket);
+        kept = keep_places(bracket, total[1], bound);
+        if (kept.last > bracket.low) break;
+      }
+      if (tries == kMostTries) return within_any(bound, number);
+      bracket = is_above ? bracket.above(values.last_place()) : bracket.below();
+    }
+    const auto& edited = scratch_.candidates;
+    Candidate last{values.score_of(kept.last), size_};
+    if (kept.num_last == 0) last = edited[kept.edited - 1];
+    if (values.is_shared(values.place_of(last.score))) return within_any(bound, number);
+    for (size_t i = 0; i < kept.edited; i++)
+      scratch_.sums[edited[i].id / kChunk] += whole(scratch_.weights[i]);
+    const int64_t rest = scaled(number, kept.sum + kept.num_last * values.weight_of(kept.last));
+    const int32_t last_id = add_kept_places(bracket, kept, rest);
+    if (kept.num_last > 0) last.id = last_id;
+    return by_id(last, rest);
+  }
+
+  // Adds the weights of edited tokens to the sum of all, and to those of tokens above the bracket. The
+  // candidates become the edited tokens within it, from the best one on.
+  void add_edited_above(PlaceBracket bracket, Pair& total) {
+    auto& within = scratch_.candidates;
+    within.clear();
+    const float low = scratch_.values.score_of(bracket.low);
+    const float high = scratch_.values.score_of(bracket.high);
+    each_edited([&](int32_t id, float score, int64_t weight) {
+      total[0] += weight;
+      if (score > high) {
+        total[1] += weight;
+        scratch_.sums[id / kChunk] += weight;
+      } else if (score > low) {
+        within.push_back({score, id});
+      }
+    });
+    std::sort(within.begin(), within.end());
+    weigh_candidates();
+  }
+
+  // Keeps tokens from the best ones of the bracket on until the sum of the weights, with those above the
+  // bracket, reaches the bound. The last place is that below the bracket if all of them do not.
+  KeptPlaces keep_places(PlaceBracket bracket, int64_t sum, int64_t bound) {
+    const ValueWeights& values = scratch_.values;
+    const auto& edited = scratch_.candidates;
+    size_t next = 0;
+    int place = bracket.high;
+    for (; place > bracket.low; place--) {
+      const float score = values.score_of(place);
+      for (; next < edited.size() && edited[next].score > score; next++) {
+        sum += whole(scratch_.weights[next]);
+        if (sum >= bound) return {sum, place, 0, next + 1, next + 1};
+      }
+      const size_t first = next;
+      while (next < edited.size() && edited[next].score == score) next++;
+      const int64_t count = scratch_.counts[place - bracket.low] + static_cast<int64_t>(next - first);
+      const int64_t own = values.weight_of(place);
+      if (sum + count * own >= bound) return {sum, place, (bound - sum + own - 1) / own, first, next};
+      sum += count * own;
+    }
+    return {sum, place, 0, next, next};
+  }
 
   PlaceBracket guess_places(double top_p) {
     ValueWeights& values = scratch_.values;
@@ -583,9 +651,7 @@ class Row {
     });
     // The score that a sum leads to may be that of the last token.
     const int low = std::max(0, values.place_of(bracket.low) - 1);
-    const int high = std::max(low, values.place_of(bracket.high));
-    values.set_limit(high);
-    return {low, high};
+    return {low, std::max(low, values.place_of(bracket.high))};
   }
 
   // Counts the values of the sample that `guess` takes.
@@ -593,12 +659,30 @@ class Row {
     scratch_.values.clear_counts();
     for (int chunk = 0; chunk < num_chunks(); chunk++) {
       const int i = sample_of(chunk);
-      if (i + kGroups <= size_) scratch_.values.count<kGroups>(scores_.values + i);
+      if (i + kGroups > size_) continue;
+      if constexpr (Scores::kAreEdited) {
+        scratch_.values.count<kGroups>(scores_.logits + i, scores_.unedited(i));
+        uint32_t edited = scores_.bits_from(i) & ((1u << kGroups) - 1);
+        for (; edited != 0; edited &= edited - 1)
+          scratch_.values.count(scores_.at(i + __builtin_ctz(edited)));
+      } else {
+        scratch_.values.count<kGroups>(scores_.logits + i);
+      }
     }
   }
 
+  // Writes twice the places of the tokens of a chunk; edited ones get place 0.
+  [[gnu::always_inline]] void double_places_of(int chunk, uint16_t* doubled) const {
+    constexpr int kWord = 32;
+    const int first = chunk * kChunk, count = std::min(kChunk, size_ - first);
+    scratch_.values.double_places_of(scores_.logits + first, count, doubled);
+    if constexpr (Scores::kAreEdited)
+      for (int i = 0; i < count; i += kWord)
+        ValueWeights::keep_places(doubled + i, scores_.unedited(first + i));
+  }
+
   // Collects the places within the bracket, and sums the weights above it for each chunk. Returns
-  // the sums of all weights and of those above it.
+  // the sums of all weights and of those above it. None of them are of edited tokens.
   Pair split_places(PlaceBracket bracket) {
     const ValueWeights& values = scratch_.values;
     auto& places = scratch_.places;
@@ -611,9 +695,8 @@ class Row {
       fetch_upcoming(chunk);
       Pair sums = {};
       if (any_within(chunk, no_weight_)) {
-        const int first = chunk * kChunk;
         uint16_t doubled[kChunk];
-        values.double_places_of(scores_.values + first, std::min(kChunk, size_ - first), doubled);
+        double_places_of(chunk, doubled);
         sums = values.sum(doubled);
         count += ValueWeights::copy_within(doubled, bracket.low, bracket.high, &places[count]);
       }
@@ -637,10 +720,13 @@ class Row {
   }
 
   // Adds the weights of the tokens within the bracket that top_p keeps to the sums of the chunks, up
-  // to the one where they exceed `rest`. Of the last place it keeps `num_last` tokens. Returns the
-  // last one, or the size of the vocabulary if that is in a later chunk.
-  int32_t add_kept_places(PlaceBracket bracket, int last, int64_t num_last, int64_t rest) {
+  // to the one where they exceed `rest`; of edited tokens, only those of the last place. Returns the last
+  // token of that place, or the size of the vocabulary if that is in a later chunk.
+  int32_t add_kept_places(PlaceBracket bracket, const KeptPlaces& all, int64_t rest) {
     const ValueWeights& values = scratch_.values;
+    const int last = all.last;
+    int64_t num_last = all.num_last;
+    size_t tie = all.edited;
     auto& kept = scratch_.kept;
     kept.assign(bracket.high - bracket.low + 1, 0);
     for (int place = last + 1; place <= bracket.high; place++) {
@@ -654,11 +740,10 @@ class Row {
         sum += kept[scratch_.places[i] - bracket.low];
         count += scratch_.places[i] == last;
       }
+      for (; tie < all.ties && scratch_.candidates[tie].id / kChunk == chunk; tie++) count++;
       if (num_last > 0 && count >= num_last) {
         last_id = chunk * kChunk - 1;
-        for (count = 0; count < num_last;) {
-          count += values.place_of(scores_.at(++last_id)) == last;
-        }
+        for (count = 0; count < num_last;) count += scores_.at(++last_id) == values.score_of(last);
       }
       count = std::min(count, num_last);
       num_last -= count;

@@ -41,6 +41,7 @@ struct EditSpace {
 template <typename T>
 struct EditedScores {
   using Value = T;
+  static constexpr bool kAreEdited = true;
 
   const T* logits;  // null: the tokens that are not edited have the score `rest`
   float rest;
@@ -81,6 +82,8 @@ struct EditedScores {
   };
 
   Others without_edited() const { return {*this}; }
+
+  uint32_t unedited(int i) const { return ~bits_from(i) & (mask ? allowed(i) : UINT32_MAX); }
 
   // The bits of the tokens from i on, of those in the same word.
   uint32_t bits_from(int i) const { return bits[i / 32] >> (i % 32); }

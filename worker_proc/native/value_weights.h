@@ -58,22 +58,30 @@ class ValueWeights {
       save_weights(weigh((Part)(size << 16 | (sign & INT32_MIN))), &pairs_[place]);
     }
     pairs_[0] = Pair{};
+    limit_ = last_place();
   }
+
+  int last_place() const { return count_ - 1; }
 
   // Sets the place above which `sum` adds weights also on their own.
   void set_limit(int limit) {
-    for (int place = limit + 1; place < count_; place++) pairs_[place][1] = pairs_[place][0];
+    for (int place = limit + 1; place <= limit_; place++) pairs_[place][1] = pairs_[place][0];
+    for (int place = limit_ + 1; place <= limit; place++) pairs_[place][1] = 0;
+    limit_ = limit;
   }
 
   void clear_counts() { counts_.assign(count_, 0); }
 
-  // Counts the places of scores of a sample.
+  // Counts the places of those scores of a sample that have a bit.
   template <int kCount>
-  void count(const Bf16* scores) {
+  void count(const Bf16* scores, uint32_t bits = UINT32_MAX) {
     uint16_t doubled[kCount];
     write_places(scores, kCount, doubled);
-    for (const uint16_t place : doubled) counts_[place / 2]++;
+    for (int i = 0; i < kCount; i++) counts_[doubled[i] / 2] += static_cast<int32_t>(bits >> i & 1);
   }
+
+  // Counts the place of one more score.
+  void count(float score) { counts_[place_of(score)]++; }
 
   // The score at which the weights of the counted sample, from the limit down, reach a sum. The
   // weight of the best score is 1.
@@ -92,6 +100,15 @@ class ValueWeights {
     if (count == kChunkTokens) return write_places(scores, kChunkTokens, doubled);
     write_places(scores, count, doubled);
     std::fill(doubled + count, doubled + kChunkTokens, 0);
+  }
+
+  // Sets those of 32 places to 0 that have no bit.
+  [[gnu::always_inline]] static void keep_places(uint16_t* doubled, uint32_t bits) {
+#ifdef __AVX512BW__
+    _mm512_storeu_si512(doubled, _mm512_maskz_loadu_epi16(bits, doubled));
+#else
+    for (uint32_t others = ~bits; others != 0; others &= others - 1) doubled[__builtin_ctz(others)] = 0;
+#endif
   }
 
   // The sums of the weights of a chunk's places, and of those above the limit.
@@ -235,6 +252,7 @@ class ValueWeights {
   int32_t near_zero_ = 0;  // the bits of the largest score with the place of 0
   int32_t first_ = 0;      // place 0, counted from the place of 0
   int count_ = 0;
+  int limit_ = 0;  // the place above which pairs have a weight twice
   std::vector<Pair> pairs_;  // a weight, and the same again or 0
   std::vector<int32_t> counts_;
 };
