@@ -33,8 +33,9 @@ HEADERS = (
     *("coded_rows.h", "compact_weights.h", "compressed_attention.h", "edits.h", "exact_sums.h"),
     *("exchange.h", "experts.h", "float_products.h", "grouped_codes.h", "latent_attention.h"),
     *("low_rank.h", "pointwise.h", "product_inputs.h", "products.h", "recurrence.h"),
-    *("sections.h", "selective_scan.h", "step.h", "stream_mixing.h", "team.h"),
-    *("text_attention.h", "value_weights.h", "vec.h", "weights.h"),
+    *("row_sums.h", "sections.h", "selective_scan.h", "step.h", "stream_mixing.h", "team.h"),
+    *("text_attention.h", "tile_products.h", "value_weights.h", "vec.h", "vector_products.h"),
+    *("weights.h", "widened_products.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),
