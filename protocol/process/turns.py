@@ -17,10 +17,14 @@ class Account(NamedTuple):
 
 
 class Turns(Generic[T]):
-    """Queues of all accounts: origins come in turns, and so do the tenants of each origin."""
+    """Queues of all accounts: origins come in turns, and so do the tenants of each origin.
+
+    What had the last turn comes after all others, also after those that arrive later.
+    """
 
     def __init__(self) -> None:
         self._origins: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
+        self._last = Account()
 
     def put(self, account: Account, item: T) -> None:
         tenants = self._origins.setdefault(account.origin, OrderedDict())
@@ -28,6 +32,11 @@ class Turns(Generic[T]):
 
     def take(self, may: Callable[[Account], bool] = lambda _: True) -> tuple[Account, T] | None:
         """Remove the next item of an account that may have its turn; None: there is none."""
+        if self._last.origin in self._origins:
+            self._origins.move_to_end(self._last.origin)
+            tenants = self._origins[self._last.origin]
+            if self._last.tenant in tenants:
+                tenants.move_to_end(self._last.tenant)
         for origin, tenants in self._origins.items():
             for tenant, items in tenants.items():
                 account = Account(origin, tenant)
@@ -35,6 +44,7 @@ class Turns(Generic[T]):
                     item = items.popleft()
                     tenants.move_to_end(tenant)
                     self._origins.move_to_end(origin)
+                    self._last = account
                     if not items:
                         self._remove(account)
                     return account, item

@@ -54,6 +54,18 @@ def test_origins_and_their_tenants_come_in_turns() -> None:
     assert taken == [(A, 0), (B, 20), (A2, 10), (B, 21), (A, 1), (A, 2)]
 
 
+def test_a_client_that_arrives_comes_before_the_one_that_had_the_last_turn() -> None:
+    turns: Turns[int] = Turns()
+    turns.put(A, 1)
+    turns.put(A, 2)
+    assert turns.take() == (A, 1)
+    turns.put(B, 3)
+    turns.put(A2, 4)
+    assert turns.take() == (B, 3)
+    assert turns.take() == (A2, 4)
+    assert turns.take() == (A, 2)
+
+
 def test_an_account_that_may_not_have_its_turn_delays_no_other() -> None:
     turns: Turns[int] = Turns()
     turns.put(A, 1)
