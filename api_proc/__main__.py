@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -29,8 +30,7 @@ from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from protocol.adapters import Adapter, AdapterError
-from protocol.client import ReplicatedClient
-from protocol.client.async_client import MAX_OPEN_TOKENS
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import RequestFailed, RequestQuarantined
 from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
 from protocol.lifecycle import Role
@@ -268,17 +268,14 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
     except ValueError as error:  # it is read again when it changes
         child.log.error("%s", error)
         changing = []
+    options = ReplicatedOptions.of(config)
+    most_tokens = max(options.max_open_tokens, 2 * config.scheduler.max_waiting_tokens)
     return ReplicatedClient(
         [*_fixed_addresses(child), *changing],
+        dataclasses.replace(
+            options, max_open_requests=config.api.max_open_requests, max_open_tokens=most_tokens
+        ),
         may_change=bool(files),
-        policy=config.parallel.routing_policy,
-        failover_s=config.recovery.failover_s,
-        max_open_requests=config.api.max_open_requests,
-        max_open_tokens=max(MAX_OPEN_TOKENS, 2 * config.scheduler.max_waiting_tokens),
-        stall_timeout_s=config.recovery.stall_timeout_s,
-        allow_inexact_resume=config.recovery.allow_inexact_resume,
-        follow_kv_events=config.cache.enable_kv_events,
-        prefill_replicas=config.parallel.prefill_replicas,
         keys=client_keys(config),
         files=own_model_files(config),
     )

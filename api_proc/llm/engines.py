@@ -5,7 +5,7 @@ import logging
 from typing import Protocol, Unpack
 
 from protocol.api_core import EngineStats, ErrorCode, RequestError, RequestOutput
-from protocol.client import ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.request_stream import RequestStream
@@ -65,15 +65,9 @@ class ProcessEngine:
     async def start(self, timeout_s: float) -> ModelFacts:
         """Start an engine of its own; EngineStartError: it has ended, or is not ready in time."""
         self._processes = EngineProcesses(self._config)
-        recovery, parallel = self._config.recovery, self._config.parallel
         self._client = ReplicatedClient(
             [*self._processes.addresses, *self._config.parallel.replica_addresses],
-            policy=parallel.routing_policy,
-            failover_s=recovery.failover_s,
-            stall_timeout_s=recovery.stall_timeout_s,
-            allow_inexact_resume=recovery.allow_inexact_resume,
-            follow_kv_events=self._config.cache.enable_kv_events,
-            prefill_replicas=parallel.prefill_replicas,
+            ReplicatedOptions.of(self._config),
             keys=client_keys(self._config),
             files=own_model_files(self._config),
         )

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Unpack
 
 import msgspec
@@ -37,10 +37,10 @@ from protocol.client.controls import Controls
 from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
 from protocol.client.deadlines import deadline
 from protocol.client.errors import failure_of
-from protocol.client.expected_model import ExpectedModel
 from protocol.client.kv_feed import KVEventFeed
-from protocol.client.ledger import Entry, Ledger, RequestOptions, Room, check_request
+from protocol.client.ledger import Entry, Ledger, RequestOptions, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
+from protocol.client.options import ClientOptions, SharedByReplicas
 from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
@@ -51,9 +51,6 @@ from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
-MAX_OPEN_REQUESTS = 16384
-MAX_OPEN_TOKENS = 2**23
-STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 ADAPTER_TIMEOUT_S = 120.0
 """Longest wait for an adapter to load; other adapters may be loaded first."""
@@ -64,6 +61,7 @@ _NO_EQUAL_ENGINE = RequestError(
 _SERVING = (EngineState.READY, EngineState.DRAINING)
 _NONE_THERE = "the engine is starting, or all replicas have left"
 _LAST_DRAINS = "the last replica that served is shutting down, and no other one has joined"
+_DEFAULTS = ClientOptions()
 
 
 class AsyncEngineClient:
@@ -72,42 +70,28 @@ class AsyncEngineClient:
     def __init__(
         self,
         address: str,
+        options: ClientOptions = _DEFAULTS,
         *,
-        max_open_requests: int = MAX_OPEN_REQUESTS,
-        max_open_tokens: int = MAX_OPEN_TOKENS,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        allow_inexact_resume: bool = False,
-        numbers: Iterator[int] | None = None,
-        room: Room | None = None,
-        is_replica: bool = False,
         keys: ClientKeys | None = None,
-        expected: ExpectedModel | None = None,
+        shared: SharedByReplicas | None = None,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
         """Set the core's address (see `channel.client_address`); nothing connects yet.
 
         Args:
-            max_open_requests: above this number, `submit` raises Overloaded.
-            max_open_tokens: likewise for the total tokens of all open prompts.
-            stall_timeout_s: open requests fail after this time without a serving engine.
-            allow_inexact_resume: requests also continue at an engine with other facts than those of
-                the one that began them; otherwise they wait for that time, and fail.
-            numbers: yields unused request numbers; shared by the clients of several replicas.
-            is_replica: True if there are other clients to which requests can be moved.
-            room: limits on open requests; shared by the clients of several replicas.
             keys: for a tcp address: see `protocol.transport.curve.read_client_keys`.
-            expected: no request goes to an engine with another model; None: any model is right.
+            shared: state that the clients of several replicas share; otherwise it is this client's.
             make_link: takes the arguments of `CoreLink`.
         """
         self._address = address
-        self._stall_timeout_s = stall_timeout_s
-        self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
-        self._starting_text = _NONE_THERE if is_replica else "the engine is starting"
-        self._draining_text = _LAST_DRAINS if is_replica else "the engine is shutting down"
-        self._allow_inexact_resume = allow_inexact_resume
+        self._options = options
+        self._stall_text = f"no engine has served for {options.stall_timeout_s:.0f} s"
+        can_move = shared is not None and shared.can_move
+        self._starting_text = _NONE_THERE if can_move else "the engine is starting"
+        self._draining_text = _LAST_DRAINS if can_move else "the engine is shutting down"
         self._stalled_s = 0.0
-        self._expected = expected
+        self._expected = None if shared is None else shared.expected
         self.other_model = ""
         """How the engine's model differs from the expected one; empty: it does not, or is not
         known yet."""
@@ -116,16 +100,18 @@ class AsyncEngineClient:
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
+        queue_length = 2 * options.max_open_requests
         self._link = make_link(
-            address,
-            2 * max_open_requests,
-            self._on_status,
-            self._on_message,
-            clock=clock,
-            keys=keys,
+            address, queue_length, self._on_status, self._on_message, clock=clock, keys=keys
         )
-        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic, numbers, room)
-        self._open = OpenRequests(ledger, self._link.send, is_replica=is_replica)
+        ledger = Ledger(
+            options.max_open_requests,
+            options.max_open_tokens,
+            clock.monotonic,
+            None if shared is None else shared.numbers,
+            None if shared is None else shared.room,
+        )
+        self._open = OpenRequests(ledger, self._link.send, is_replica=can_move)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """The model's facts; kept while the engine recovers."""
@@ -368,7 +354,7 @@ class AsyncEngineClient:
             raise failure_of(RequestError(ErrorCode.STARTING, self._starting_text))
         if self.other_model:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self.other_model[:MAX_TEXT]))
-        if self._stalled_s > self._stall_timeout_s:
+        if self._stalled_s > self._options.stall_timeout_s:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
             raise failure_of(RequestError(ErrorCode.DRAINING, self._draining_text))
@@ -564,12 +550,12 @@ class AsyncEngineClient:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._stalled_s += TICK_S  # counts ticks rather than reading the clock, as the link does
-        if self._stalled_s > self._stall_timeout_s:
+        if self._stalled_s > self._options.stall_timeout_s:
             self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
                 self._feed.fail(ConnectionError(self._stall_text))
-        self._open.fail_held(TICK_S, self._stall_timeout_s, _NO_EQUAL_ENGINE)
-        if self._allow_inexact_resume and self.serves:
+        self._open.fail_held(TICK_S, self._options.stall_timeout_s, _NO_EQUAL_ENGINE)
+        if self._options.allow_inexact_resume and self.serves:
             for request_id in self._open.held_ids():
                 self._open.release(request_id)
         self._link.tick()

@@ -40,12 +40,10 @@ from protocol.api_core import (
 from protocol.client.async_client import (
     ADAPTER_TIMEOUT_S,
     CONTROL_TIMEOUT_S,
-    MAX_OPEN_REQUESTS,
-    MAX_OPEN_TOKENS,
-    STALL_TIMEOUT_S,
     AsyncEngineClient,
 )
 from protocol.client.cache_follower import CacheFollowers
+from protocol.client.core_link import CoreLink
 from protocol.client.deadlines import deadline
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.expected_model import ExpectedModel
@@ -53,6 +51,7 @@ from protocol.client.ledger import RequestOptions, Room, RoutedOptions
 from protocol.client.merged_status import merged_status
 from protocol.client.moving import RequestMover
 from protocol.client.open_requests import Receiver
+from protocol.client.options import ClientOptions, ReplicatedOptions, SharedByReplicas
 from protocol.client.packed_prompt import PackedPrompt, PromptIds, prompt_length
 from protocol.client.placement import Placement
 from protocol.client.prefill import Prefill
@@ -68,11 +67,11 @@ from protocol.transport.channel import check_address
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 
-FAILOVER_S = 0.75
-
 T = TypeVar("T")
 
 log = logging.getLogger("troika.client")
+
+_DEFAULTS = ReplicatedOptions()
 
 
 class ReplicatedClient:
@@ -81,65 +80,51 @@ class ReplicatedClient:
     def __init__(
         self,
         addresses: Sequence[str],
+        options: ReplicatedOptions = _DEFAULTS,
         *,
-        policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE,
-        failover_s: float = FAILOVER_S,
-        max_open_requests: int = MAX_OPEN_REQUESTS,
-        max_open_tokens: int = MAX_OPEN_TOKENS,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        allow_inexact_resume: bool = False,
-        follow_kv_events: bool = False,
-        prefill_replicas: int = 0,
         keys: ClientKeys | None = None,
         files: ModelFiles | None = None,
         may_change: bool = False,
         clock: Clock = time,
         rng: random.Random | None = None,
-        make_client: Callable[..., AsyncEngineClient] = AsyncEngineClient,
+        make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
         """Set the cores' addresses (see `run_dir.core_addresses`); nothing connects yet.
 
         Args:
-            policy: how to choose a replica for a request.
-            failover_s: seconds without a core after which the requests of a replica are moved.
-            max_open_requests: for all replicas together, like the other limits.
-            max_open_tokens, stall_timeout_s: see `AsyncEngineClient`.
-            allow_inexact_resume: see there; a replica that continues exactly is preferred.
-            follow_kv_events: True if the cores publish them, so that prompts of other clients and
-                evictions are known.
-            prefill_replicas: this number of replicas, the first ones, compute long prompts for
-                the others.
             keys: for replicas with tcp addresses: see `AsyncEngineClient`.
             files: of the model that engines of other machines must have; the one that serves first
                 decides besides. Others get no requests.
             may_change: True if `set_addresses` is called later; `addresses` may then be empty.
-            make_client: takes the arguments of `AsyncEngineClient`.
+            make_link: takes the arguments of `CoreLink`.
         """
-        is_only = len(addresses) == 1 and not may_change
-        self._expected = ExpectedModel(files, learns=not is_only)
-        self._room = Room(max_open_requests, max_open_tokens)
-        make_one = partial(
-            make_client,
-            max_open_requests=max_open_requests,
-            stall_timeout_s=stall_timeout_s,
-            allow_inexact_resume=allow_inexact_resume and is_only,
-            numbers=itertools.count(1),
-            room=self._room,
-            is_replica=not is_only,
-            keys=keys,
-            expected=self._expected,
-            clock=clock,
-        )
         self._may_change = may_change
         self._keys = keys
-        self._set = ReplicaSet(addresses, make_one)
+        self._room = Room(options.max_open_requests, options.max_open_tokens)
+        is_only = len(addresses) == 1 and not may_change
+        self._expected = ExpectedModel(files, learns=not is_only)
+        make_client = partial(
+            AsyncEngineClient,
+            options=_options_of_one(options, is_only=is_only),
+            keys=keys,
+            shared=SharedByReplicas(
+                numbers=itertools.count(1),
+                room=self._room,
+                expected=self._expected,
+                can_move=not is_only,
+            ),
+            clock=clock,
+            make_link=make_link,
+        )
+        self._set = ReplicaSet(addresses, make_client)
         self._replicas = self._set.replicas
         self._only = self._replicas[0].client if is_only else None
-        self._failover_s = failover_s
-        prefill = Prefill(prefill_replicas)
-        follows = follow_kv_events and policy is RoutingPolicy.PREFIX_AWARE and not is_only
+        self._failover_s = options.failover_s
+        prefill = Prefill(options.prefill_replicas)
+        is_prefix_aware = options.policy is RoutingPolicy.PREFIX_AWARE
+        follows = options.follow_kv_events and is_prefix_aware and not is_only
         self._placement = Placement(
-            self._set, prefill, policy, rng or random.Random(), follows_events=follows
+            self._set, prefill, options.policy, rng or random.Random(), follows_events=follows
         )
         self._followers = CacheFollowers(self._placement.index, is_enabled=follows)
         self._mover = RequestMover(
@@ -147,8 +132,8 @@ class ReplicatedClient:
             self._placement,
             prefill,
             clock,
-            failover_s=failover_s,
-            allow_inexact=allow_inexact_resume,
+            failover_s=options.failover_s,
+            allow_inexact=options.allow_inexact_resume,
         )
         self._timer: asyncio.TimerHandle | None = None
         self._pause: tuple[ControlAction, PauseMode] | None = None
@@ -451,3 +436,13 @@ def _of_replica(number: int, error: BaseException) -> BaseException:
     if isinstance(error, TimeoutError):
         return TimeoutError(f"replica {number} has not answered")
     return error
+
+
+def _options_of_one(options: ReplicatedOptions, *, is_only: bool) -> ClientOptions:
+    """Return the options of the client of one replica; requests of several are moved above it."""
+    return ClientOptions(
+        max_open_requests=options.max_open_requests,
+        max_open_tokens=options.max_open_tokens,
+        stall_timeout_s=options.stall_timeout_s,
+        allow_inexact_resume=options.allow_inexact_resume and is_only,
+    )

@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from protocol.api_core import RequestOutput, StepOutputs
-from protocol.client import AsyncEngineClient, core_link
-from protocol.client import async_client as client_module
+from protocol.client import AsyncEngineClient, ClientOptions, core_link
 from protocol.client.request_stream import RequestStream
 from protocol.message import pack_header
 from protocol.sampling import FinishReason, SamplingParams
@@ -196,7 +195,7 @@ def fill_queue(client: AsyncEngineClient) -> list[RequestStream]:
     streams = []
     while not client._link._outbox:
         streams.append(client.submit([5] * 200, PARAMS))
-        assert len(streams) < client_module.MAX_OPEN_REQUESTS
+        assert len(streams) < ClientOptions().max_open_requests
     return streams
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.api_core import KVEventsTaken
-from protocol.client import AsyncEngineClient
+from protocol.client import AsyncEngineClient, ClientOptions
 from protocol.client.errors import RequestFailed
 from protocol.client.kv_feed import KVEventFeed
 from protocol.kv_events import (
@@ -162,7 +162,7 @@ def test_without_an_engine_a_feed_ends_as_streams_do(core: FakeCore, fast_ticks:
     core.answers = False
 
     async def main() -> None:
-        client = AsyncEngineClient(core.address, stall_timeout_s=0.2)
+        client = AsyncEngineClient(core.address, ClientOptions(stall_timeout_s=0.2))
         async with asyncio.timeout(TIMEOUT_S), client:
             with pytest.raises(ConnectionError, match="no engine has served"):
                 await take(client.kv_events(), 1)

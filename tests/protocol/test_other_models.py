@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import EngineFailed, Overloaded, RequestFailed
 from protocol.client.expected_model import ExpectedModel
 from protocol.client.request_stream import RequestStream
@@ -46,9 +46,8 @@ def run(
 
     async def main() -> None:
         addresses = [core.address for core in cores]
-        async with ReplicatedClient(
-            addresses, may_change=True, failover_s=0.1, stall_timeout_s=stall_timeout_s
-        ) as client:
+        options = ReplicatedOptions(failover_s=0.1, stall_timeout_s=stall_timeout_s)
+        async with ReplicatedClient(addresses, options, may_change=True) as client:
             first = asyncio.create_task(pump(list(serving)))
             indices = [cores.index(core) for core in serving]
             await until(lambda: all(client.clients[index].serves for index in indices))

@@ -21,7 +21,7 @@ from protocol.api_core import (
     RequestError,
     RequestOutput,
 )
-from protocol.client import ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import EngineFailed, Overloaded
 from protocol.client.ledger import MOVES_MAX
 from protocol.client.prefix_index import PrefixIndex, name_of, piece_tokens
@@ -48,7 +48,8 @@ def play(cores: Cores, act: Callable[[ReplicatedClient], Awaitable[None]], **opt
     """Run a test with a connected client; the cores answer meanwhile."""
 
     async def main() -> None:
-        async with ReplicatedClient([core.address for core in cores], **options) as client:
+        addresses = [core.address for core in cores]
+        async with ReplicatedClient(addresses, ReplicatedOptions(**options)) as client:
             task = asyncio.create_task(pump(cores))
             await until(lambda: all(each.serves for each in client.clients))
             await act(client)
@@ -539,7 +540,8 @@ def joining(
 
     async def main() -> None:
         addresses = [core.address for core in first]
-        async with ReplicatedClient(addresses, may_change=True, failover_s=0.1) as client:
+        options = ReplicatedOptions(failover_s=0.1)
+        async with ReplicatedClient(addresses, options, may_change=True) as client:
             task = asyncio.create_task(pump(cores))
             await act(client)
             task.cancel()

@@ -7,12 +7,11 @@ one replica has another checkpoint, which computes other tokens.
 
 import contextlib
 import random
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from protocol.client import AsyncEngineClient, ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.config import LoraConfig, RoutingPolicy
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
@@ -166,11 +165,8 @@ class ReplicaSimulation:
         addresses = [replica.address for replica in self._replicas]
 
         def make_engine(**options: Any) -> ReplicatedClient:
-            make_link = options.pop("make_link")
-            make_client = partial(AsyncEngineClient, make_link=make_link)
-            return ReplicatedClient(
-                addresses, policy=policy, rng=self._rng, make_client=make_client, **options
-            )
+            distribution = ReplicatedOptions(policy=policy)
+            return ReplicatedClient(addresses, distribution, rng=self._rng, **options)
 
         self._host = ClientProcess(
             self._wire, "host", self._requests, self.oracle, make_engine=make_engine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import AsyncEngineClient, EngineClient, ReplicatedClient
+from protocol.client import AsyncEngineClient, EngineClient, ReplicatedClient, ReplicatedOptions
 from protocol.client.request_stream import RequestStream
 from protocol.config import RoutingPolicy
 from protocol.config.settings import configure
@@ -176,8 +176,10 @@ def test_a_request_that_is_moved_brings_its_blocks() -> None:
         log_level="error",
     )
 
+    options = ReplicatedOptions(policy=RoutingPolicy.ROUND_ROBIN)
+
     async def play(engine: EngineProcesses) -> None:
-        async with ReplicatedClient(engine.addresses, policy=RoutingPolicy.ROUND_ROBIN) as client:
+        async with ReplicatedClient(engine.addresses, options) as client:
             await until_serving(client, LOAD_TIMEOUT_S)
             requests = list(zip(PROMPTS, PARAMS, strict=True))
             streams = [client.submit(*one) for one in requests]
@@ -240,8 +242,10 @@ def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
         for prompt, stream in zip(prompts, streams, strict=True):
             assert await tokens_left(stream) == null_tokens(prompt, params.max_tokens)
 
+    options = ReplicatedOptions(prefill_replicas=1)
+
     async def play(engine: EngineProcesses) -> None:
-        async with ReplicatedClient(engine.addresses, prefill_replicas=1) as client:
+        async with ReplicatedClient(engine.addresses, options) as client:
             prefill, decode = client.clients
             await until_serving(client)
             await all_of(client, short)

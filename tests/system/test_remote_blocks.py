@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import AsyncEngineClient, ReplicatedClient
+from protocol.client import AsyncEngineClient, ReplicatedClient, ReplicatedOptions
 from protocol.client import moving as module
 from protocol.client.request_stream import RequestStream
 from protocol.config import RoutingPolicy
@@ -169,8 +169,8 @@ class Streams:
 @asynccontextmanager
 async def begun(lost: Machine, kept: Machine, keys: Path) -> AsyncIterator[Streams]:
     addresses = [lost.address, kept.address]
-    policy = RoutingPolicy.ROUND_ROBIN
-    async with ReplicatedClient(addresses, policy=policy, keys=read_client_keys(keys)) as client:
+    options = ReplicatedOptions(policy=RoutingPolicy.ROUND_ROBIN)
+    async with ReplicatedClient(addresses, options, keys=read_client_keys(keys)) as client:
         streams = Streams(client)
         await streams.begin(lost)
         yield streams
@@ -277,7 +277,8 @@ def test_prompts_are_computed_on_one_machine_and_go_on_at_the_other(
     async def play() -> None:
         addresses = [machine.address for machine in machines]
         made = read_client_keys(keys)
-        async with ReplicatedClient(addresses, prefill_replicas=1, keys=made) as client:
+        options = ReplicatedOptions(prefill_replicas=1)
+        async with ReplicatedClient(addresses, options, keys=made) as client:
             await until_serving(client)
             streams = [client.submit(prompt, params) for prompt in PROMPTS]
             for prompt, stream in zip(PROMPTS, streams, strict=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import AsyncEngineClient, ReplicatedClient
+from protocol.client import AsyncEngineClient, ReplicatedClient, ReplicatedOptions
 from protocol.client import moving as module
 from protocol.config import RoutingPolicy
 from protocol.lifecycle import Role
@@ -89,7 +89,7 @@ def test_a_request_brings_a_state_that_is_larger_than_a_frame(
         policy = RoutingPolicy.ROUND_ROBIN
         async with (
             proxy.listening() as address,
-            ReplicatedClient(addresses, policy=policy, keys=made) as client,
+            ReplicatedClient(addresses, ReplicatedOptions(policy=policy), keys=made) as client,
         ):
             await until_serving(client, LOAD_TIMEOUT_S)
             monkeypatch.setattr(module, "blocks_for", lambda *_: address)

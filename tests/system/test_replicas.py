@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.client import ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
@@ -232,9 +232,8 @@ def test_requests_are_spread_evenly(policy: str) -> None:
     config = null_config(data_parallel_size=2, routing_policy=policy)
 
     async def play(engine: EngineProcesses) -> None:
-        async with ReplicatedClient(
-            engine.addresses, policy=config.parallel.routing_policy
-        ) as client:
+        options = ReplicatedOptions.of(config)
+        async with ReplicatedClient(engine.addresses, options) as client:
             await until_serving(client)
             streams = [client.submit(prompt_of(number), PARAMS) for number in range(NUM_STREAMS)]
             counts = [each.num_open_requests for each in client.clients]
@@ -258,10 +257,12 @@ def test_prompt_of_another_client_is_found_by_the_events_of_the_caches() -> None
         cached = [output.num_cached_tokens async for output in stream]
         return open_at.index(True), cached[0] or 0
 
+    options = ReplicatedOptions(follow_kv_events=True)
+
     async def play(engine: EngineProcesses) -> None:
         async with (
-            ReplicatedClient(engine.addresses, follow_kv_events=True) as first,
-            ReplicatedClient(engine.addresses, follow_kv_events=True) as second,
+            ReplicatedClient(engine.addresses, options) as first,
+            ReplicatedClient(engine.addresses, options) as second,
         ):
             await until_serving(first)
             await until_serving(second)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from protocol.client import ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses
 from protocol.sampling import SamplingParams
@@ -99,7 +99,8 @@ def _arrivals(arguments: argparse.Namespace, seed: int, role: int) -> list[Arriv
 async def _measure(
     engine: EngineProcesses, arrivals: Sequence[Arrival], prefill_replicas: int, timeout_s: float
 ) -> dict[str, float]:
-    async with ReplicatedClient(engine.addresses, prefill_replicas=prefill_replicas) as client:
+    options = ReplicatedOptions(prefill_replicas=prefill_replicas)
+    async with ReplicatedClient(engine.addresses, options) as client:
         for each in client.clients:
             await each.wait_ready(_READY_TIMEOUT_S)
         began = time.monotonic()

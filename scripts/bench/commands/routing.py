@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from random import Random
 
-from protocol.client import ReplicatedClient
+from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.config import EngineConfig, RoutingPolicy
 from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses
@@ -74,11 +74,8 @@ async def _measure(
     held: Sequence[conversations.Conversation],
     arguments: argparse.Namespace,
 ) -> dict[str, float]:
-    async with ReplicatedClient(
-        engine.addresses,
-        policy=policy,
-        follow_kv_events=config.cache.enable_kv_events,
-    ) as client:
+    options = ReplicatedOptions(policy=policy, follow_kv_events=config.cache.enable_kv_events)
+    async with ReplicatedClient(engine.addresses, options) as client:
         for each in client.clients:
             await each.wait_ready(_READY_TIMEOUT_S)
         if not await client.reset_prefix_cache():

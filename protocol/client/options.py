@@ -1,0 +1,67 @@
+"""The options of the clients, for one engine and for an engine with replicas."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from protocol.client.expected_model import ExpectedModel
+from protocol.client.ledger import Room
+from protocol.config import EngineConfig, RoutingPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """How much a client accepts, and how long its requests wait for an engine."""
+
+    max_open_requests: int = 16384
+    """Above this number, `submit` raises Overloaded."""
+    max_open_tokens: int = 2**23
+    """Likewise for the total tokens of all open prompts."""
+    stall_timeout_s: float = 120.0
+    """Open requests fail after this time without a serving engine."""
+    allow_inexact_resume: bool = False
+    """True: requests also continue at an engine with other facts than those of the one that began
+    them. Otherwise they wait for `stall_timeout_s`, and fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedOptions(ClientOptions):
+    """How requests are distributed among replicas; limits are those of all replicas together."""
+
+    policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
+    """How to choose a replica for a request. With `allow_inexact_resume`, a replica that continues
+    a request exactly is preferred."""
+    failover_s: float = 0.75
+    """Seconds without a core after which the requests of a replica are moved."""
+    follow_kv_events: bool = False
+    """True if the cores publish KV events, so that prompts of other clients and evictions are
+    known."""
+    prefill_replicas: int = 0
+    """This number of replicas, the first ones, compute long prompts for the others."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Return what the settings of an engine state, with the default limits."""
+        recovery, parallel = config.recovery, config.parallel
+        return cls(
+            stall_timeout_s=recovery.stall_timeout_s,
+            allow_inexact_resume=recovery.allow_inexact_resume,
+            policy=parallel.routing_policy,
+            failover_s=recovery.failover_s,
+            follow_kv_events=config.cache.enable_kv_events,
+            prefill_replicas=parallel.prefill_replicas,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedByReplicas:
+    """State that the clients of several replicas share."""
+
+    numbers: Iterator[int]
+    """Yields unused request numbers."""
+    room: Room
+    """Limits on open requests."""
+    expected: ExpectedModel
+    """No request goes to an engine with another model."""
+    can_move: bool
+    """True if there are other clients to which requests can be moved."""
