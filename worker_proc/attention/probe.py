@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from worker_proc.attention.compression import take_compressors
+from worker_proc.attention.compression import Compression, take_compressors
 from worker_proc.attention.indexers import choose_all, indexers_of
 from worker_proc.attention.interface import has_own_attention
 from worker_proc.attention.recorder import NUM_PROBE_TOKENS, ProbedLayer, Recorder
@@ -77,17 +77,11 @@ def probe_model(
     must have the same direction.
     """
     recorder = Recorder(model)
-    config = model.config
+    model_type = model.config.model_type
     indexed_length = choose_all(model)
-    terms_length = take_score_terms(model)
-    for _, module in modules_with_terms(model):  # the served forward reads these weights
-        terms = distance_terms_of(module)
-        recorder.storages.add([] if terms is None else terms.child.parameters())
+    masked_length = take_score_terms(model)
     compressions = take_compressors(model)
-    for compression in compressions:  # the kernel computes with these
-        recorder.storages.add(compression.used_parameters())
-    for _, indexer in indexers_of(model):  # the comparison with its own forward uses them
-        recorder.storages.add(indexer.parameters())
+    _add_replaced_parameters(model, recorder, compressions)
     is_own = has_own_attention(model)
     with (
         recording(model, recorder, is_own=is_own),
@@ -98,32 +92,42 @@ def probe_model(
         cache = OwnCache(recorder.own_attention) if is_own else None
         output = _run_forward(model, cache, has_output_layer=has_output_layer)
     layers = recorder.compressed_layers() if compressions else recorder.layers
-    _check_directions(layers, config.model_type, has_output_layer=has_output_layer)
+    _check_directions(layers, model_type, has_output_layer=has_output_layer)
     num_reached = num_layers - _num_passed_over(model, num_layers, recorder.called)
-    _check_layers(layers, recurrent, config.model_type, num_reached)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    used = frozenset(name for name in parameters if recorder.storages.holds(parameters[name]))
+    _check_layers(layers, recurrent, model_type, num_reached)
+    used = _used_parameters(model, recorder)
     unused_modules = _top_modules_without(model, used, recorder.called)
-    built = {id(p): p for name, p in parameters.items() if not is_within(name, unused_modules)}
-    num_weights = sum(parameter.numel() for parameter in built.values())
-    offset = 0 if has_output_layer else position_offset(model)
-    inner = {module: name for name, module in model.named_modules()}
-    elsewhere = [inner[indexer] for _, indexer in indexers_of(model)]
-    elsewhere += [*(spec.module_name for spec in recurrent), *recorder.experts_names]
-    read = _read_linears(model, used, recorder.called, elsewhere)
     return ProbedModel(
-        *(layers, used, unused_modules, num_weights, recurrent, offset),
+        layers=layers,
+        parameters=used,
+        unused_modules=unused_modules,
+        num_weights=_num_weights(model, unused_modules),
+        recurrent=recurrent,
+        position_offset=0 if has_output_layer else position_offset(model),
         has_own_attention=is_own and bool(layers),
-        read_linears=read,
+        read_linears=_read_linears(model, used, recorder, recurrent),
         has_attention=bool(layers),
         has_states=bool(recurrent),
         num_outputs=_num_outputs(model, recorder.num_outputs),
         indexed_length=indexed_length,
-        masked_length=terms_length,
+        masked_length=masked_length,
         num_logits=output.logits.shape[-1] if has_output_layer else None,
         row_shapes=recorder.row_shapes,
         argument_shapes=recorder.argument_shapes,
     )
+
+
+def _add_replaced_parameters(
+    model: nn.Module, recorder: Recorder, compressions: Collection[Compression]
+) -> None:
+    """Count parameters as used that the worker reads in place of the model's own code."""
+    for _, module in modules_with_terms(model):  # the served forward reads these weights
+        terms = distance_terms_of(module)
+        recorder.storages.add([] if terms is None else terms.child.parameters())
+    for compression in compressions:  # the kernel computes with these
+        recorder.storages.add(compression.used_parameters())
+    for _, indexer in indexers_of(model):  # the comparison with its own forward uses them
+        recorder.storages.add(indexer.parameters())
 
 
 def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_layer: bool) -> Any:
@@ -166,15 +170,34 @@ def position_offset(model: PreTrainedModel) -> int:
     return int(embeddings.padding_idx) + 1
 
 
+def _used_parameters(model: nn.Module, recorder: Recorder) -> frozenset[str]:
+    """Return the names of the parameters that were used, all names of shared ones."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, each in parameters if recorder.storages.holds(each))
+
+
+def _num_weights(model: nn.Module, unused_modules: Collection[str]) -> int:
+    """Return the number of parameter elements outside `unused_modules`; shared ones count once."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    built = {id(each): each for name, each in parameters if not is_within(name, unused_modules)}
+    return sum(each.numel() for each in built.values())
+
+
 def _read_linears(
     model: nn.Module,
     used: Collection[str],
-    called: Collection[nn.Module],
-    elsewhere: Collection[str],
+    recorder: Recorder,
+    recurrent: Collection[RecurrentSpec],
 ) -> tuple[str, ...]:
-    """Return the linear layers that are used but not called, except those in `elsewhere`."""
+    """Return the linear layers that are used but not called.
+
+    Those of indexers, recurrent modules and experts are left out.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    elsewhere = [names[indexer] for _, indexer in indexers_of(model)]
+    elsewhere += [*(spec.module_name for spec in recurrent), *recorder.experts_names]
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
-    multiplied = {id(module.weight) for module in linears.values() if module in called}
+    multiplied = {id(module.weight) for module in linears.values() if module in recorder.called}
     return tuple(
         name
         for name, module in linears.items()
