@@ -27,8 +27,8 @@ model's name were set. The table is generated from the last run of each client:
 .venv/bin/python -m pytest -m clients                # all clients, as tests
 ```
 
-The packages come from PyPI, npm and Debian. Each client is installed into an environment of its
-own in `~/.cache/troika/clients`, and a program of `tests/clients/programs` uses it. The default
+The packages come from PyPI, npm and Debian. Each client is installed into a separate environment
+in `~/.cache/troika/clients`, and a program of `tests/clients/programs` uses it. The default
 suite runs the program of openai-python with the version in the development environment.
 
 | client | versions | passed | result |

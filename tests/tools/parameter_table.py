@@ -36,15 +36,20 @@ ACCEPTED = dict.fromkeys(
 _HEAD = """\
 # Parameters
 
-Generated from the structs that decode the bodies: `python -m tests.tools.parameter_table`.
+This page lists every parameter of a request body; [api.md](api.md) lists the routes. It is
+generated from the structs that decode the bodies: `python -m tests.tools.parameter_table`.
 
-`null` always means the default. A known parameter with a wrong type or value is answered with 400,
-and `error.param` is its name. So is a *refused* one, which stands for a feature that this server
-lacks, and other servers' names for what constrains the output. `--unknown-fields` decides on all
-other names: `warn` (the default) names them in the header `x-unknown-fields` of the response and
-once in the log, `ignore` does neither, and `refuse` answers with 400. So it does on those of
-objects in a body, of which the first is named, such as `stream_options.x` or
-`tools[0].function.x`. Names within messages and items of an input are ignored.
+`null` always means the default. The answer is 400, with the parameter's name in `error.param`, for
+
+- a known parameter with a wrong type or value;
+- a *refused* parameter, whose feature this server lacks;
+- other servers' names of parameters that constrain the output.
+
+`--unknown-fields` decides on all other names: `warn` (the default) names them in the header
+`x-unknown-fields` of the response and once in the log, `ignore` does neither, and `refuse` answers
+with 400. It also decides on unknown names in objects of a body, of which only the first is named,
+such as `stream_options.x` or `tools[0].function.x`. Names within messages and items of an input
+are ignored.
 """
 _NOTES = """\
 ## Notes
