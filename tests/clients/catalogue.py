@@ -44,7 +44,9 @@ CLIENTS = (
         "jina_rerank.py",
     ),
     Client("instructor", PythonPackages(("instructor",)), "instructor_models.py"),
+    Client("pydantic-ai", PythonPackages(("pydantic-ai-slim[openai]",)), "pydantic_ai_agents.py"),
     Client("llm", PythonPackages(("llm",)), "llm_command.py"),
+    Client("http-clients", PythonPackages(("aiohttp", "httpx")), "http_clients.py"),
     Client("lm-eval", PythonPackages(("lm-eval[api]",)), "lm_eval_harness.py"),
     Client("guidellm", PythonPackages(("guidellm",)), "guidellm_run.py"),
     Client(
