@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -150,6 +151,44 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine, roles: tuple[Role
         assert re.fullmatch("[a-z ]+", choice.text)
     streams = start_and_kill(engine, CASES, roles, KILL_AFTER, undisturbed)
     finish_as(streams, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slow_grammars_of_one_client_neither_refuse_nor_hold_up_those_of_another(
+    start_engine: EngineFactory,
+) -> None:
+    """A client with 200 of them has some refused; the other's are answered before most of these."""
+    engine = start_engine("--api-key", "many", "--api-key", "few", "--max-num-waiting", "2000")
+    engine.readiness()
+    url = engine.url() + "/v1/completions"
+
+    async def complete(client: httpx.AsyncClient, key: str, names: list[str]) -> int:
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        body = {"prompt": "a", "max_tokens": 2, "guided_json": schema}
+        headers = {"authorization": f"Bearer {key}"}
+        return (await client.post(url, json=body, headers=headers)).status_code
+
+    async def compete() -> tuple[list[int], int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
+            await complete(client, "few", ["first"])  # which starts the process that compiles
+            slow = [
+                asyncio.create_task(
+                    complete(client, "many", [f"name {i} {j}" for j in range(1500)])
+                )
+                for i in range(200)
+            ]
+            await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+            found = [await complete(client, "few", [f"{i}"]) for i in range(5)]
+            num_open = sum(not task.done() for task in slow)
+            for task in slow:
+                task.cancel()
+        return found, num_open
+
+    statuses, num_open = asyncio.run(compete())
+    assert statuses == [200] * 5
+    assert num_open >= 20, "these were sent before"
 
 
 @pytest.mark.slow
