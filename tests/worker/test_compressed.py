@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,47 @@ def test_outputs_of_long_texts_equal_generate(window: int, tmp_path: Path) -> No
         run = drive(runner, prompts, greedy, **({"max_num_seqs": 16} | options))
         assert run.output_token_ids == expected, options
     assert run.num_cached_tokens > 0
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_of_entries_with_equal_scores_the_earlier_ones_are_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few heads many scores are 0, and the order in which topk returns those is undefined."""
+    build()
+    config = DEEPSEEK_V4.config()
+    config.index_n_heads, config.index_topk = 2, 1
+    build_checkpoint(tmp_path, config)
+    model = auto_class(config).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, config.vocab_size) for _ in range(80)] for _ in range(6)]
+    params = SamplingParams(max_tokens=10, temperature=0.0, logprobs=0, ignore_eos=True)
+    run = drive(make_runner(tmp_path, 400), prompts, params, max_num_seqs=16)
+    num_equal = 0
+
+    def first_highest(scores: torch.Tensor, count: int, dim: int) -> SimpleNamespace:
+        nonlocal num_equal
+        values, indices = scores.sort(dim=dim, descending=True, stable=True)
+        last, next_one = values[..., count - 1], values[..., count]
+        num_equal += int(((last == next_one) & next_one.isfinite()).sum())
+        return SimpleNamespace(indices=indices[..., :count])
+
+    select = deepseek_v4.DeepseekV4Indexer.forward
+
+    def select_in_order(*args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "topk", first_highest)
+            return select(*args, **kwargs)
+
+    monkeypatch.setattr(deepseek_v4.DeepseekV4Indexer, "forward", select_in_order)
+    for number, (prompt, output) in enumerate(zip(prompts, run.output_token_ids, strict=True)):
+        with torch.inference_mode():
+            rows = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, 79:]
+        expected = rows.log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0]
+        found = [entry.logprob for entry in run.logprobs[number]]
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-4)
+    assert num_equal > 0
 
 
 @pytest.mark.slow

@@ -164,13 +164,25 @@ class Compression:
     def score(
         self, scorer: Any, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Replace an indexer's scores: there are no entries to score yet."""
+        """Replace an indexer's scores, by which its own forward selects entries.
+
+        Paged forwards have no entries to score yet.
+        """
         if self._is_plain:
-            scores: torch.Tensor = type(scorer).forward(scorer, queries, keys, hidden)
-            return scores
+            return _ranked(type(scorer).forward(scorer, queries, keys, hidden))
         weights = scorer.weights_proj(hidden).float() * scorer.weights_scaling
         self.index = IndexQueries(queries[0], weights[0])
         return queries.new_empty(*queries.shape[:2], 0)
+
+
+def _ranked(scores: torch.Tensor) -> torch.Tensor:
+    """Return scores in the same order, in which the earlier one of two equal ones is higher.
+
+    The kernel has this order; that of equal values in `topk` is undefined.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(0, -scores.shape[-1], -1, device=scores.device, dtype=scores.dtype)
+    return torch.empty_like(scores).scatter_(-1, order, ranks.expand_as(scores))
 
 
 def compression_of(module: nn.Module) -> Compression | None:
