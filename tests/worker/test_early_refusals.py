@@ -147,7 +147,9 @@ def test_encoders_write_texts_only_as_decoders(tmp_path: Path) -> None:
         assert CONFIG_MAPPING[model_type]().is_decoder is False
         assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         write_config(tmp_path, {"model_type": model_type})
-        with pytest.raises(UnsupportedModel, match=f"^{model_type}: (its attention is|positions)"):
+        with pytest.raises(
+            UnsupportedModel, match=f"^{model_type}: (its attention is|positions|embeddings)"
+        ):
             refuse_early(ModelConfig(model=str(tmp_path)))
 
 

@@ -34,16 +34,20 @@ _NOT_COMPUTED = {
     "xlstm": "layers that mix tokens in a way of their own are not supported",
 }
 """Reasons to refuse model types, some of whose code in transformers does not reveal them."""
-_PADDED = frozenset(
-    (
-        *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
-        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-    )
-)
-"""Encoders whose positions leave out padding tokens."""
-_ENCODERS = _PADDED | {
-    *("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert"),
-    *("roc_bert", "roformer"),
+_NO_DECODERS = {
+    **dict.fromkeys(
+        (
+            *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+            *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+        ),
+        "positions that leave out padding tokens are not supported in decoders",
+    ),
+    "rembert": "embeddings narrower than the layers are not supported in such decoders",
+    "roformer": "positions that layers count themselves are not supported in decoders",
+}
+"""Reasons to refuse encoders whose checkpoint is a decoder."""
+_ENCODERS = _NO_DECODERS.keys() | {
+    *("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "roc_bert"),
 }
 """Model types that transformers can make decoders of, with the key is_decoder."""
 _NOT_FROM_TEXT = {
@@ -157,13 +161,11 @@ def _class_name(config: Mapping[str, Any]) -> str | None:
 
 def _refuse_encoder(model_type: str, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel if an encoder cannot write texts, although its class would."""
-    if model_type in _PADDED:
-        reason = "positions that leave out padding tokens are not supported in decoders"
-    elif config.get("is_decoder") is not True:
+    reason = _NO_DECODERS.get(model_type)
+    if reason is None and config.get("is_decoder") is not True:
         reason = "its attention is causal only where config.json sets is_decoder to true"
-    else:
-        return
-    raise UnsupportedModel(f"{model_type}: {reason}")
+    if reason is not None:
+        raise UnsupportedModel(f"{model_type}: {reason}")
 
 
 def _certain_length(config: Mapping[str, Any]) -> int | None:
