@@ -20,13 +20,16 @@ from worker_proc.gguf.model_header import Header
 TOKENS = "tokenizer.ggml.tokens"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 """Types of tokens; others are plain text, or bytes."""
+_WITH_MERGES = "gemma4"
+"""Sentencepiece's tokens with merges, where other files have scores."""
+_SENTENCEPIECE = ("llama", _WITH_MERGES)
 _SPACE = "\u2581"
 """How sentencepiece writes a space."""
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens of tokenizer_config.json, by their names in the file."""
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
-    | {"<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>"}
+    | {"<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "<turn|>"}
 )
 """Control tokens that end an answer, which files need not state."""
 _END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
@@ -55,10 +58,11 @@ class TokenizerFiles:
 
     def write(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json; UnsupportedModel: it is not known."""
-        if self._model not in ("gpt2", "llama"):
+        if self._model not in ("gpt2", *_SENTENCEPIECE):
             raise UnsupportedModel(
                 f"{self._header.path}: tokenizer.ggml.model is {str(self._model)[:100]!r};"
-                " supported: gpt2 and llama; --tokenizer names a directory with a tokenizer.json"
+                f" supported: gpt2, {' and '.join(_SENTENCEPIECE)}; --tokenizer names a directory"
+                " with a tokenizer.json"
             )
         tokenizer = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
         self._add_tokens(tokenizer)
@@ -88,17 +92,20 @@ class TokenizerFiles:
                 f"{self._header.path}: tokenizer.ggml.pre is {str(name)[:100]!r}, which is not"
                 " known; --tokenizer names a directory with a tokenizer.json"
             )
-        merges = []
-        for merge in self._texts("tokenizer.ggml.merges"):
-            left, _, right = merge.partition(" ")
-            merges.append((left, right))
-        tokenizer = self._tokenizer(merges, ignore_merges=split.takes_whole_words)
+        tokenizer = self._tokenizer(self._stated_merges(), ignore_merges=split.takes_whole_words)
         if split.composes:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = split.pre_tokenizer()
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         return tokenizer
+
+    def _stated_merges(self) -> list[tuple[str, str]]:
+        merges = []
+        for merge in self._texts("tokenizer.ggml.merges"):
+            left, _, right = merge.partition(" ")
+            merges.append((left, right))
+        return merges
 
     def _split(self) -> Split | None:
         """Return how a byte-level tokenizer splits text; None: it is not known."""
@@ -113,8 +120,9 @@ class TokenizerFiles:
                 for token in self._tokens
             ]
         unknown = self._id("unknown")
+        has_merges = self._model == _WITH_MERGES
         tokenizer = self._tokenizer(
-            self._merges_by_score(is_gemma=is_gemma),
+            self._stated_merges() if has_merges else self._merges_by_score(is_gemma=is_gemma),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else self._tokens[unknown],
@@ -201,7 +209,7 @@ class TokenizerFiles:
     def _adds(self, name: str) -> bool:
         """Return whether a text gets a special token; llama.cpp has the same defaults."""
         split = self._split()
-        has_begin = self._model == "llama" or (split is not None and split.has_begin)
+        has_begin = self._model in _SENTENCEPIECE or (split is not None and split.has_begin)
         return bool(self._get(f"add_{name}_token", name == "bos" and has_begin))
 
     def _config(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ for the K types, which it only dequantizes, blocks are random, and their values 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,9 +39,14 @@ _WRITER_ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 """`general.architecture` by `model_type`, where they differ."""
-PERMUTED = frozenset({"llama", "ministral3", "mistral", "mixtral", "granite", "smollm3"})
+PERMUTED = frozenset(
+    {"llama", "ministral3", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo"}
+    | {"granitemoe", "granitemoeshared", "granitemoehybrid"}
+)
 """Types whose queries and keys llama.cpp stores in pairs of rows."""
-_OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
+_OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "nemotron"})
+_LAYER_NORM_EPSILONS = ("layer_norm_eps", "norm_epsilon")
+"""Of LayerNorm, as configurations name it; Nemotron's is `norm_eps`."""
 _PLAIN_ENDS = ("conv.weight", "conv1d.weight", ".bias", "ssm_a", "ssm_d", "ssm_norm.weight")
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -122,7 +128,8 @@ def write_gguf(
         stored = stored if is_stack else stored[0]
         stored = stored.squeeze(1) if "conv.weight" in name else stored
         is_plain = stored.ndim == 1 or name.endswith(_PLAIN_ENDS)
-        own = Type.F32 if is_plain else types(name) or type
+        own = Type.F32 if is_plain else types(name)
+        own = type if own is None else own
         blocks, values = _encode(stored, own)
         fused = name.replace("gate_exps", "gate_up_exps") if fuses_experts else name
         writer.add_tensor(fused, blocks, raw_dtype=own)
@@ -246,28 +253,14 @@ def write_random_gguf(path: Path, config: PretrainedConfig, type: Type) -> None:
 def _add_keys(
     writer: gguf.GGUFWriter, config: PretrainedConfig, further: Mapping[str, Any]
 ) -> None:
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(getattr(config, "max_position_embeddings", 256))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + further.get("nextn_predict_layers", 0))
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(_kv_heads(config))
-    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
-    rope = config.rope_parameters
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
-    writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
-    if hasattr(config, "kv_lora_rank"):
-        _add_latent_keys(writer, config)
-    else:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        writer.add_key_length(size)
-        writer.add_value_length(size)
-        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
+    widths = getattr(config, "intermediate_size", 0)
+    writer.add_feed_forward_length(widths[0] if isinstance(widths, list) else widths)
+    _add_epsilon(writer, config)
+    if hasattr(config, "num_attention_heads"):
+        _add_attention(writer, config)
     for key, add in {
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
@@ -287,14 +280,14 @@ def _add_keys(
         "attention_multiplier": writer.add_attention_scale,
         "logits_scaling": writer.add_logit_scale,
     }.items():
-        if getattr(config, key, None) is not None:
+        if getattr(config, key, None) is not None and config.model_type != "falcon_h1":
             add(getattr(config, key))
     if getattr(config, "sliding_window", None) and config.model_type != "mistral":
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
     for key, value in further.items():
-        name = f"{writer.arch}.{key}"
+        name = key if key.startswith("xielu.") else f"{writer.arch}.{key}"
         {
             str: writer.add_string,
             bool: writer.add_bool,
@@ -302,6 +295,40 @@ def _add_keys(
             int: writer.add_uint32,
             list: writer.add_array,
         }[type(value)](name, value)
+
+
+def _add_epsilon(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    """Add the epsilon of norms, of which OLMo has none to state."""
+    names = _LAYER_NORM_EPSILONS
+    names += ("norm_eps",) if config.model_type == "nemotron" else ()
+    stated = next((name for name in names if hasattr(config, name)), None)
+    if stated is not None:
+        writer.add_layer_norm_eps(getattr(config, stated))
+        return
+    names = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
+    stated = next((name for name in names if getattr(config, name, None)), None)
+    if stated is not None:
+        writer.add_layer_norm_rms_eps(getattr(config, stated))
+
+
+def _add_attention(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(_kv_heads(config))
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10_000.0}
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+    writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
+    if hasattr(config, "kv_lora_rank"):
+        _add_latent_keys(writer, config)
+    elif config.model_type != "gemma4_text":  # whose layers have several sizes
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
 
 
 def _add_latent_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
@@ -323,9 +350,11 @@ def _add_latent_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
 
 def _kv_heads(config: PretrainedConfig) -> int | list[int]:
     """Return the heads of keys, for each layer where some have none."""
+    if config.model_type == "gemma4_text":
+        return [own.num_key_value_heads for own in config.per_layer_config]
     if hasattr(config, "kv_lora_rank") and config.model_type != "deepseek_v2":
         return 1
-    if config.model_type != "lfm2":
+    if not config.model_type.startswith("lfm2"):
         return int(config.num_key_value_heads)
     writes = [kind != "conv" for kind in config.layer_types]
     return [config.num_key_value_heads * has_keys for has_keys in writes]
@@ -358,7 +387,8 @@ def _stored_names(
         base, _, leaf = name.rpartition(".")
         before, is_expert, rest = base.partition(".experts.")
         if is_expert and "." in rest:
-            base = f"{before.replace('block_sparse_moe', 'mlp')}.experts"
+            base = f"{re.sub('block_sparse_moe|mixer', 'mlp', before)}.experts"
+            base = base.replace("backbone.", "model.")
             part = rest.partition(".")[2]
             base = f"{base}.{_EXPERT_NAMES.get(part, part)}"
         stored = "output" if base == "lm_head" else table.get_name(base)  # Gemma's files tie it

@@ -156,8 +156,196 @@ def _qkvz_sizes(config: PretrainedConfig) -> list[int]:
     return [config.linear_key_head_dim, config.linear_key_head_dim, size, size]
 
 
+def _as_halves(names: Mapping[str, tuple[str, str]]) -> Layout:
+    """Return a layout in which weights are two, with the upper and the lower half of their rows."""
+
+    def apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+        parts: dict[str, torch.Tensor] = {}
+        for name, tensor in weights.items():
+            old = next((old for old in names if name.endswith(old)), None)
+            ends = (name,) if old is None else names[old]
+            before = "" if old is None else name.removesuffix(old)
+            halves = [tensor] if old is None else tensor.chunk(2, -2)
+            for end, part in zip(ends, halves, strict=True):
+                parts[before + end] = part.contiguous()
+        return parts
+
+    def together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+        weights = {}
+        for name, tensor in parts.items():
+            for whole, (upper, lower) in names.items():
+                if name.endswith(upper):
+                    other = parts[name.removesuffix(upper) + lower]
+                    weights[name.removesuffix(upper) + whole] = torch.cat((tensor, other), -2)
+            if not name.endswith(tuple(end for ends in names.values() for end in ends)):
+                weights[name] = tensor
+        return weights
+
+    return Layout(apart, together)
+
+
+def _named(names: Mapping[str, str]) -> Layout:
+    """Return a layout in which ends of names have changed."""
+    return Layout(
+        lambda weights, config: _renamed(weights, names),
+        lambda parts, config: _renamed(parts, _inverse(names)),
+    )
+
+
+def _then(*layouts: Layout) -> Layout:
+    """Return what layouts do one after the other."""
+
+    def apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+        for layout in layouts:
+            weights = layout.apart(weights, config)
+        return dict(weights)
+
+    def together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+        for layout in reversed(layouts):
+            parts = layout.together(parts, config)
+        return dict(parts)
+
+    return Layout(apart, together)
+
+
+def _states_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return tensors of Mamba and Mamba-2 as files have them."""
+    groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
+    parts = {}
+    for name, tensor in weights.items():
+        if name.endswith("A_log"):
+            rates = -tensor.exp()
+            parts[name] = rates if rates.ndim == 2 else rates.view(-1, 1)
+        elif name.endswith((".D", "dt_bias")) and "dt_proj" not in name:
+            is_matrix = name.endswith(".D") and not config.model_type.endswith("mamba")
+            parts[name] = tensor.view(-1, 1) if is_matrix else tensor
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            parts[name] = tensor.view(groups, -1)
+        elif name.endswith("conv1d.weight"):
+            parts[name] = tensor.squeeze(1)
+        else:
+            parts[name] = tensor
+    return parts
+
+
+def _states_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in parts.items():
+        if name.endswith("A_log"):
+            rates = (-tensor).log()
+            weights[name] = rates if config.model_type.endswith("mamba") else rates.flatten()
+        elif name.endswith((".D", "mamba.norm.weight", "mixer.norm.weight")):
+            weights[name] = tensor.flatten()
+        else:
+            is_kernel = name.endswith("conv1d.weight")
+            weights[name] = tensor.unsqueeze(1) if is_kernel else tensor
+    return weights
+
+
+_STACKS = ("model.altup_projections", "model.altup_unembed_projections")
+
+
+def _stacks_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights with the projections of Gemma-3n in one tensor of each kind."""
+    parts = {name: one for name, one in weights.items() if not name.startswith(_STACKS)}
+    for stack in _STACKS:
+        numbers = range(config.altup_num_inputs - 1)
+        matrices = [weights[f"{stack}.{number}.weight"] for number in numbers]
+        parts[f"{stack}.weight"] = torch.stack(matrices)
+    return parts
+
+
+def _stacks_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    weights = {name: one for name, one in parts.items() if not name.startswith(_STACKS)}
+    for stack in _STACKS:
+        for number, matrix in enumerate(parts[f"{stack}.weight"]):
+            weights[f"{stack}.{number}.weight"] = matrix
+    return weights
+
+
+def _without_activation(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights without the parameters of Apertus' activation, which files have as keys."""
+    return {name: one for name, one in weights.items() if ".act_fn." not in name}
+
+
+def _with_activation(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    layers = range(config.num_hidden_layers)
+    return {
+        **parts,
+        **{
+            f"model.layers.{layer}.mlp.act_fn.{name}": torch.full(shape, value)
+            for layer in layers
+            for name, (value, shape) in APERTUS_ACTIVATION.items()
+        },
+    }
+
+
+APERTUS_ACTIVATION: Mapping[str, tuple[float, tuple[int, ...]]] = {
+    **{"alpha_p": (0.75, (1,)), "alpha_n": (0.625, (1,))},
+    **{"beta": (0.5, ()), "eps": (-1e-6, ())},
+}
+_BIAS = "e_score_correction_bias"
+_STATE_NAMES = {".mamba.dt_bias": ".mamba.dt_proj.bias", ".mixer.dt_bias": ".mixer.dt_proj.bias"}
+_STATES = _then(Layout(_states_apart, _states_together), _named(_STATE_NAMES))
+_GRANITE_NAMES = {
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj.weight",
+}
+_GRANITE = _then(
+    _as_halves(
+        {
+            "block_sparse_moe.input_linear.weight": (
+                "mlp.experts.gate_proj.weight",
+                "mlp.experts.up_proj.weight",
+            ),
+            "shared_mlp.input_linear.weight": (
+                "mlp.shared_expert.gate_proj.weight",
+                "mlp.shared_expert.up_proj.weight",
+            ),
+        }
+    ),
+    _named(_GRANITE_NAMES),
+)
+_GRANITE_DENSE = _then(
+    _as_halves({"shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}),
+    _named({"shared_mlp.output_linear.weight": "mlp.down_proj.weight"}),
+)
+
+
+def _granite_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    own = _GRANITE if config.num_local_experts else _GRANITE_DENSE
+    return _then(own, _STATES).apart(weights, config)
+
+
+def _granite_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    own = _GRANITE if config.num_local_experts else _GRANITE_DENSE
+    return _then(own, _STATES).together(parts, config)
+
+
+_GEMMA4_NAMES = {
+    "layer_scalar": "layer_scalar.weight",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+    "experts.down_proj": "experts.down_proj.weight",
+}
 _DELTA = Layout(_delta_apart, _delta_together)
 LAYOUTS: Mapping[str, Layout] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
+    **dict.fromkeys(("falcon_h1", "mamba2"), _STATES),
+    **dict.fromkeys(("mamba", "falcon_mamba"), Layout(_states_apart, _states_together)),
+    "nemotron_h": _then(_STATES, _named({_BIAS: "e_score_correction.bias"})),
+    "granitemoehybrid": Layout(_granite_apart, _granite_together),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE),
+    "gemma3n_text": _then(
+        Layout(_stacks_apart, _stacks_together),
+        _named({"correct_output_scale": "correct_output_scale.weight"}),
+    ),
+    "gemma4_text": _named(_GEMMA4_NAMES),
+    "apertus": Layout(_without_activation, _with_activation),
+    **dict.fromkeys(("lfm2_moe", "afmoe"), _named({"expert_bias": "expert_bias.bias"})),
+    **dict.fromkeys(
+        ("dots1", "exaone_moe", "minimax_m2", "ernie4_5_moe"),
+        _named({_BIAS: "e_score_correction.bias"}),
+    ),
 }
 """By `model_type`."""

@@ -21,45 +21,16 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Ernie4_5Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GptOssConfig,
-    GraniteConfig,
-    Lfm2Config,
-    LlamaConfig,
-    Ministral3Config,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-)
+from transformers import LlamaConfig, Phi3Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from scripts.gguf.cache import MAX_DIRECTORIES, find_directory
 from scripts.gguf.directory import make_directory
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
-from tests.worker.checkpoints import WINDOW
 from tests.worker.driving import drive
 from tests.worker.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
+from tests.worker.gguf_models import BRIEF, CONFIGS, FILES, FURTHER, USUAL, write_named
 from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
@@ -129,194 +100,15 @@ def test_blocks_are_multiplied_as_what_they_stand_for(
     assert num_bytes < MOST_BYTES.get(type.name, 1.13)
 
 
-MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
-GEMMA: dict[str, Any] = {
-    **{"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}
-}
-MINISTRAL3_ROPE: dict[str, Any] = {
-    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0},
-    **{"beta_slow": 1.0, "original_max_position_embeddings": 16, "mscale": 1.0},
-    **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
-}
-LATENT: dict[str, Any] = {
-    **{key: value for key, value in WIDE.items() if key != "head_dim"},
-    **MOE,
-    **{"num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 16},
-    **{"qk_nope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8},
-}
-DEEPSEEK_ROPE: dict[str, Any] = {
-    **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 0.7},
-    **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 64},
-}
-DELTA: dict[str, Any] = WIDE | {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    **{"num_hidden_layers": 3, "linear_conv_kernel_dim": 3},
-    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2},
-    "linear_num_value_heads": 4,
-}
-SHARED_EXPERT = {"shared_expert_intermediate_size": 256}
-MROPE: dict[str, Any] = {
-    **{"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    **{"mrope_section": [4, 2, 2], "mrope_interleaved": True},
-}
-DELTA_KEYS: dict[str, Any] = {
-    **{"ssm.conv_kernel": 3, "ssm.state_size": 64, "ssm.group_count": 2, "ssm.inner_size": 256},
-    **{"ssm.time_step_rank": 4, "full_attention_interval": 3},
-}
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**WIDE),
-    "llama_tied": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
-    "mistral": lambda: MistralConfig(**WIDE, sliding_window=None),
-    "mixtral": lambda: MixtralConfig(
-        **WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
-    ),
-    "qwen2": lambda: Qwen2Config(**WIDE),
-    "qwen2moe": lambda: Qwen2MoeConfig(
-        **WIDE, **MOE, num_experts=4, shared_expert_intermediate_size=256
-    ),
-    "qwen3": lambda: Qwen3Config(**WIDE),
-    "qwen3moe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
-    "qwen3moe_fused": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
-    "gemma": lambda: GemmaConfig(**WIDE),
-    "gemma2": lambda: Gemma2Config(**WIDE, **GEMMA),
-    "gemma3": lambda: Gemma3TextConfig(**WIDE, **GEMMA),
-    "phi3": lambda: Phi3Config(**WIDE, original_max_position_embeddings=256),
-    "granite": lambda: GraniteConfig(
-        **WIDE,
-        embedding_multiplier=1.5,
-        residual_multiplier=0.5,
-        attention_multiplier=0.1,
-        logits_scaling=2.0,
-    ),
-    "smollm3": lambda: SmolLM3Config(**WIDE | {"num_hidden_layers": 5}),
-    "ernie4_5": lambda: Ernie4_5Config(**WIDE),
-    "lfm2": lambda: Lfm2Config(
-        **{key: value for key, value in WIDE.items() if key != "head_dim"},
-        layer_types=["conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-    ),
-    "glm4": lambda: Glm4Config(**WIDE, attention_bias=True),
-    "olmo2": lambda: Olmo2Config(**WIDE),
-    "seed_oss": lambda: SeedOssConfig(**WIDE),
-    "mistral3": lambda: Ministral3Config(**WIDE, rope_parameters=MINISTRAL3_ROPE),
-    "mistral_small": lambda: MistralConfig(**WIDE, sliding_window=None),
-    "glm4moe": lambda: Glm4MoeConfig(
-        **WIDE,
-        **MOE,
-        **{"n_routed_experts": 4, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
-        **{"use_qk_norm": True, "attention_bias": True},
-    ),
-    "deepseek_v2": lambda: DeepseekV2Config(
-        **LATENT,
-        **{"q_lora_rank": None, "n_shared_experts": 2, "rope_parameters": DEEPSEEK_ROPE},
-        **{"routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
-    ),
-    "deepseek_v2_groups": lambda: DeepseekV2Config(
-        **LATENT,
-        **{"q_lora_rank": 64, "n_shared_experts": 1, "topk_method": "group_limited_greedy"},
-        **{"n_group": 4, "topk_group": 1},
-    ),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **LATENT,
-        **{"q_lora_rank": 64, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
-        rope_parameters=DEEPSEEK_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    ),
-    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**LATENT, q_lora_rank=64),
-    "gpt-oss": lambda: GptOssConfig(
-        **WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
-    ),
-    "qwen2vl": lambda: Qwen2Config(**WIDE),
-    "qwen3vl": lambda: Qwen3Config(**WIDE),
-    "qwen3vlmoe": lambda: Qwen3MoeConfig(**WIDE, **MOE, num_experts=4, norm_topk_prob=True),
-    "qwen3next": lambda: Qwen3NextConfig(**DELTA, **MOE, num_experts=4, **SHARED_EXPERT),
-    "qwen35": lambda: Qwen3_5TextConfig(**DELTA, rope_parameters=MROPE),
-    "qwen35moe": lambda: Qwen3_5MoeTextConfig(
-        **DELTA, **MOE, num_experts=4, **SHARED_EXPERT, rope_parameters=MROPE
-    ),
-}
-KEYS: dict[str, dict[str, Any]] = {
-    "qwen3next": DELTA_KEYS,
-    **dict.fromkeys(
-        ("qwen35", "qwen35moe"), DELTA_KEYS | {"rope.dimension_sections": [4, 2, 2, 0]}
-    ),
-    "lfm2": {"shortconv.l_cache": 3},
-    "mistral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.5},
-    "glm4moe": {
-        **{"expert_weights_norm": True, "expert_gating_func": 2, "nextn_predict_layers": 1},
-    },
-    "deepseek_v2": {"rope.scaling.yarn_log_multiplier": 0.07},
-    "deepseek_v3": {
-        **{"expert_weights_norm": True, "expert_gating_func": 2},
-        "rope.scaling.yarn_log_multiplier": 0.1,
-    },
-    "glm4_moe_lite": {
-        **{"expert_weights_norm": True, "leading_dense_block_count": 1, "nextn_predict_layers": 1},
-    },
-    "qwen2vl": {"rope.dimension_sections": [16, 8, 8, 0]},
-    **{
-        name: {"rope.dimension_sections": [16, 8, 8, 0], "n_deepstack_layers": 3}
-        for name in ("qwen3vl", "qwen3vlmoe")
-    },
-}
-"""Further keys of files."""
-ARCHITECTURES = {
-    "qwen3moe_fused": "qwen3moe",
-    "mistral_small": "mistral3",
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite"), "deepseek2"
-    ),
-}
-"""`general.architecture`, where it is not the name."""
-UNUSED: dict[str, dict[str, np.ndarray]] = {
-    "glm4moe": {
-        "blk.2.attn_q.weight": np.ones((256, 256), np.float32),
-        "blk.2.nextn.eh_proj.weight": np.ones((256, 512), np.float32),
-    },
-    "deepseek_v2": {
-        f"blk.0.{name}.weight": np.ones((4, 64, size), np.float32)
-        for name, size in (("attn_k_b", 32), ("attn_v_b", 64))
-    },
-    "glm4_moe_lite": {"blk.2.attn_k_b.weight": np.ones((4, 64, 32), np.float32)},
-}
-"""Tensors of layers that draft tokens, and copies of parts of a weight."""
-FILES = {
-    **dict.fromkeys(CONFIGS, Type.Q4_0),
-    **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
-    **{"gemma2": Type.F16, "gemma3": Type.BF16, "phi3": Type.Q4_1, "granite": Type.F32},
-    **{"mixtral": Type.Q5_1, "smollm3": Type.Q5_0, "qwen3moe_fused": Type.Q4_K},
-    **{"qwen35": Type.Q8_0, "qwen35moe": Type.Q6_K, "qwen3next": Type.Q8_0},
-}
-"""The type of the matrices of each file."""
-TYPES: dict[str, Callable[[str], Type | None]] = {
-    "qwen35": lambda name: Type.Q4_K if "ssm_out" in name else None,
-    "qwen3next": lambda name: Type.Q5_1 if name == "blk.0.attn_gate.weight" else None,
-    "gpt-oss": lambda name: Type.MXFP4 if "_exps" in name else Type.Q8_0,
-    "qwen3vlmoe": lambda name: Type.MXFP4 if "_exps" in name else None,
-}
-"""Where they have others."""
-
-FUSED_EXPERTS = ("qwen3moe_fused",)
-"""Files whose gates and factors of experts are one tensor."""
-USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
-"""One of each kind of tensors; the others take a minute more."""
-
-
-def write_named(directory: Path, name: str) -> tuple[Path, Path]:
-    """Write the file of a name above, and the plain checkpoint."""
-    keys = KEYS.get(name)
-    return write_gguf(
-        directory,
-        CONFIGS[name](),
-        FILES[name],
-        types=TYPES.get(name, lambda tensor: None),
-        keys=keys,
-        tensors=UNUSED.get(name),
-        architecture=ARCHITECTURES.get(name, name if keys else ""),
-        fuses_experts=name in FUSED_EXPERTS,
-    )
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in FURTHER and name not in BRIEF
+        else name
+        for name in CONFIGS
+    ],
+)
 def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     path, reference = write_named(tmp_path, name)
     expected = load_file(reference / "model.safetensors")
@@ -470,6 +262,21 @@ def test_factors_of_phi_3_are_those_of_the_file(tmp_path: Path) -> None:
     assert made["original_max_position_embeddings"] == 64
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 40])
+def test_factors_of_gemma_4_show_which_values_are_rotated(place: int, tmp_path: Path) -> None:
+    path, reference = write_named(tmp_path, "gemma4")
+    made, expected = (
+        json.loads((directory / "config.json").read_text())["rope_parameters"]
+        for directory in (make_directory(path), reference)
+    )
+    assert made == expected
+    start = read_header(path).tensors["rope_freqs.weight"].offset
+    path.write_bytes(changed(start + 4 * place, struct.pack("<f", 2.0), path.read_bytes()))
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs.weight must have 64 factors"):
+        make_directory(path)
+
+
 def test_a_directory_is_made_once_for_each_file(tmp_path: Path, cache: Path) -> None:
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.Q8_0)
     directory = make_directory(path)
@@ -617,6 +424,17 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     path.write_bytes(changed(place, struct.pack("<e", float("inf")), path.read_bytes()))
     with pytest.raises(CheckpointError, match=f"{name} has scales that are not finite"):
         MappedFiles(path).read_codes(name)
+
+
+def test_rates_of_decay_are_negative(tmp_path: Path) -> None:
+    path, _ = write_named(tmp_path, "mamba2")
+    place = read_header(path).tensors["blk.0.ssm_a"].offset
+    path.write_bytes(changed(place, struct.pack("<f", 0.5), path.read_bytes()))
+    format = inspect_config(str(make_directory(path)), "auto", torch.device("cpu")).format
+    assert format is not None
+    rates = GgufFiles(format.sources).plain_slices()["backbone.layers.0.mixer.A_log"]
+    with pytest.raises(CheckpointError, match=r"blk.0.ssm_a has rates of decay that are not less"):
+        rates[...]
 
 
 def test_control_tokens_end_answers(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import (
     DeepseekV3Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -31,6 +34,7 @@ from tests.worker.gguf_files import WIDE, write_gguf
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.architectures import ARCHITECTURES, architecture_of, make_config
 from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.model_header import read_header
 from worker_proc.gguf.names import named_tensors
 
@@ -53,6 +57,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         moe_intermediate_size=256,
     ),
     "glm4moe": lambda: Glm4MoeConfig(**SMALL, n_routed_experts=4, moe_intermediate_size=256),
+    "granite": lambda: GraniteConfig(**SMALL),
+    "olmo2": lambda: Olmo2Config(**SMALL),
+    "exaone4": lambda: Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"]),
 }
 
 Load = Callable[..., MappedFiles]
@@ -145,6 +152,9 @@ def test_frequencies(load: Load, keys: dict[str, Any], expected: dict[str, Any])
         ("deepseek2", {"expert_group_used_count": 3}),
         ("deepseek2", {"attention.key_length_mla": 48, "rope.dimension_count": 48}),
         ("deepseek2", {"attention.temperature_scale": 0.1}),
+        ("granite", {"rope.scaling.finetuned": False}),
+        ("granite", {"attention.clamp_kqv": 8.0}),
+        ("gemma3", {"attention.shared_kv_layers": 1}),
     ],
 )
 def test_keys_that_change_results_are_refused(load: Load, name: str, keys: dict[str, Any]) -> None:
@@ -183,6 +193,43 @@ def test_layers_with_windows(load: Load) -> None:
         assert make_config(load(name, keys))["layer_types"] == expected
     with pytest.raises(UnsupportedModel, match=stated):
         make_config(load("gemma3", {stated: [True]}))
+
+
+def test_a_window_shows_the_model(load: Load) -> None:
+    """Of OLMo-3, whose files state olmo2, and of the large EXAONE-4."""
+    keys = {"attention.sliding_window": 64, "attention.sliding_window_pattern": [False]}
+    found = [make_config(load("olmo2", own)) for own in ({}, keys)]
+    assert [one["model_type"] for one in found] == ["olmo2", "olmo3"]
+    found = [make_config(load("exaone4", own)) for own in ({}, keys)]
+    assert [one["sliding_window"] for one in found] == [None, 64]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.5], "and must be a number for each of 2 layers"),
+        (["a", "b"], "and must be a number for each of 2 layers"),
+        ([math.nan, 0.5], "and must be a number for each of 2 layers"),
+        (None, "is null"),
+    ],
+)
+def test_values_of_layers_are_as_many_as_layers(load: Load, values: Any, text: str) -> None:
+    metadata = Metadata(load("llama", {"general.xielu": values or 0}).header)
+    if values is None:
+        del metadata.header.metadata["general.xielu"]
+    with pytest.raises(CheckpointError, match=f"general.xielu .*{text}"):
+        metadata.shared_numbers("general.xielu", 2)
+
+
+@pytest.mark.parametrize("stated", [2, [2, 0, 1], [2, 0, 1, 1]])
+def test_sizes_of_layers(load: Load, stated: Any) -> None:
+    metadata = Metadata(load("llama", {"sizes": stated}).header)
+    expected = [stated] * 3 if isinstance(stated, int) else stated[:3]
+    assert metadata.per_layer("sizes", 3) == expected
+    for wrong in ([2], [2, -1, 0], [2, 0.5, 0], [True] * 3, None):
+        metadata.header.metadata["llama.sizes"] = wrong
+        with pytest.raises((CheckpointError, UnsupportedModel), match=r"llama\.sizes"):
+            metadata.per_layer("sizes", 3)
 
 
 @pytest.mark.parametrize("is_normalized", [None, True, False])

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
+from transformers import Gemma2Config, GemmaTokenizer, LlamaConfig, PretrainedConfig
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_REGEX
 
@@ -246,3 +246,28 @@ def test_ids_of_sentencepiece(
             assert ids(found, text, special=False) == expected, text
             assert found.decode(expected, skip_special_tokens=True) == model.decode(expected)
         assert ids(found, text) == [model.bos_id(), *ids(found, text, special=False)]
+
+
+def test_ids_of_gemma_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are those of sentencepiece, and its merges are stated."""
+    trained = Tokenizer(BPE(byte_fallback=True))
+    trained.normalizer = normalizers.Replace(" ", "\u2581")
+    bytes_ = [f"<0x{code:02X}>" for code in range(256)]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_]
+    trainer = BpeTrainer(vocab_size=1200, special_tokens=special, show_progress=False)
+    trained.train_from_iterator(sentences(), trainer)
+    words, merges = trained.get_vocab(), json.loads(trained.to_str())["model"]["merges"]
+    original = GemmaTokenizer(vocab=words, merges=[tuple(merge) for merge in merges])
+    tokens = sorted(words, key=lambda token: words[token])
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * (len(tokens) - 260)]
+    keys = {
+        **{"model": "gemma4", "merges": [" ".join(merge) for merge in merges]},
+        **{"bos_token_id": 2, "eos_token_id": 1, "padding_token_id": 0, "unknown_token_id": 3},
+        "add_space_prefix": False,
+    }
+    found = load(Vocabulary(tokens, types, keys), tmp_path, monkeypatch, Gemma2Config)
+    for text in TEXTS:
+        expected = original.encode(text, add_special_tokens=False)
+        assert ids(found, text, special=False) == expected, text
+        assert ids(found, text) == [2, *expected], text
+        assert found.decode(expected, skip_special_tokens=False) == original.decode(expected)

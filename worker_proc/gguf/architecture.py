@@ -1,18 +1,26 @@
 """How files of an architecture become checkpoints, and what configurations have in common."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from worker_proc.gguf.changes import Change
 from worker_proc.gguf.joins import Join, Rows
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.rotary import rope_parameters
 
 Config = dict[str, Any]
 NORMALIZED = "expert_weights_norm"
 GATING = "expert_gating_func"
 SOFTMAX, SIGMOID = 1, 2
 KV_HEADS = "attention.head_count_kv"
+WINDOW = "attention.sliding_window"
+TEMPERATURE = "attention.temperature_scale"
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+FINETUNED = "rope.scaling.finetuned"
+"""Whether Granite has a rotary embedding."""
+RMS_NORM_EPSILON = "attention.layer_norm_rms_epsilon"
+LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
 _GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
 _DRAFTS = "nextn_predict_layers"
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
@@ -36,6 +44,14 @@ ROUTED = EXPERTS | {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 NORM_BEHIND = {"post_attention_norm": "post_attention_layernorm"}
+NORMS_BEHIND = NORM_BEHIND | {"post_ffw_norm": "post_feedforward_layernorm"}
+
+
+class Constant(NamedTuple):
+    """A tensor whose elements are all one number."""
+
+    value: float
+    shape: tuple[int, ...]
 
 
 class Architecture(NamedTuple):
@@ -63,14 +79,31 @@ class Architecture(NamedTuple):
     """Names of tensors beside those of layers, where they are not the usual ones."""
     drops_drafts: bool = False
     """Whether layers that draft tokens, behind the others, are left out."""
+    prefix: str = "model"
+    """What names of layers begin with."""
+    unused: Callable[[Metadata], Container[str]] = lambda metadata: ()
+    """Returns the names of tensors that files may have and that compute nothing."""
+    constants: Callable[[Metadata], Mapping[str, Constant]] = lambda metadata: {}
+    """Returns tensors whose values are keys, by their names in a checkpoint."""
+    has_rms_norms: bool = True
+    """Whether files state the epsilon of RMS norms."""
+    attends: bool = True
+    """Whether any layer has heads of attention."""
+    rotates: bool = True
+    """Whether attention has a rotary embedding."""
 
     def num_layers(self, metadata: Metadata) -> int:
         """Return the layers of the model."""
-        count = metadata.integer("block_count")
-        num_drafts = metadata.integer(_DRAFTS, 0, least=0) if self.drops_drafts else 0
-        if num_drafts >= count:
-            raise metadata.unsupported(_DRAFTS, f"less than {count}, the number of all layers")
-        return count - num_drafts
+        return before_drafts(metadata) if self.drops_drafts else metadata.integer("block_count")
+
+
+def before_drafts(metadata: Metadata) -> int:
+    """Return the layers before those that draft tokens."""
+    count = metadata.integer("block_count")
+    num_drafts = metadata.integer(_DRAFTS, 0, least=0)
+    if num_drafts >= count:
+        raise metadata.unsupported(_DRAFTS, f"less than {count}, the number of all layers")
+    return count - num_drafts
 
 
 def rotated_heads(metadata: Metadata) -> Config:
@@ -79,6 +112,36 @@ def rotated_heads(metadata: Metadata) -> Config:
     if metadata.integer("rope.dimension_count", size) != size:
         raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
     return {"head_dim": size}
+
+
+def partly_rotated(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return the size of heads, and which part of a head is rotated."""
+    size = metadata.head_size()
+    rope = rope_parameters(metadata, file)
+    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
+    return {"head_dim": size, "rope_parameters": rope}
+
+
+def check_rotates(metadata: Metadata) -> None:
+    """Raise UnsupportedModel for a model of Granite's kind without a rotary embedding."""
+    if not metadata.flag(FINETUNED, default=True):
+        raise metadata.unsupported(FINETUNED, "true")
+
+
+def check_sigmoid(metadata: Metadata) -> None:
+    """Raise UnsupportedModel unless a router scores experts by the sigmoid function."""
+    if metadata.integer(GATING, SIGMOID) != SIGMOID:
+        raise metadata.unsupported(GATING, f"{SIGMOID}, the sigmoid function")
+
+
+def scales(metadata: Metadata) -> Config:
+    """Return by what Granite scales embeddings, residuals, scores and logits."""
+    return {
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "attention_multiplier": metadata.number("attention.scale"),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+    }
 
 
 def has_tensor(file: MappedFiles, tensor: str) -> bool:
@@ -99,9 +162,12 @@ def used_experts(metadata: Metadata) -> Config:
     return {"num_experts_per_tok": metadata.integer("expert_used_count")}
 
 
-def window_layers(metadata: Metadata, interval: int) -> Config:
-    """Return the kinds of layers: of `interval` ones the last has no window, or as stated."""
-    count = metadata.integer("block_count")
+def window_layers(metadata: Metadata, interval: int, count: int | None = None) -> Config:
+    """Return the kinds of `count` layers, or of all.
+
+    Of `interval` ones the last has no window, or as stated.
+    """
+    count = metadata.integer("block_count") if count is None else count
     stated = metadata.get(_WINDOW_PATTERN)
     if isinstance(stated, list):
         has_window = stated

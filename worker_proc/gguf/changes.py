@@ -47,8 +47,15 @@ def as_matrix(row: torch.Tensor) -> torch.Tensor:
 
 
 def logarithm(rates: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms of decay rates, which files store negated."""
-    return (-rates.float()).log().flatten()
+    """Return the logarithms of decay rates, which files store negated; ValueError: they are not."""
+    if not rates.is_meta and not bool((rates < 0).all()):
+        raise ValueError("has rates of decay that are not less than 0")
+    return (-rates.float()).log()
+
+
+def flat_logarithm(rates: torch.Tensor) -> torch.Tensor:
+    """Return a vector of logarithms of decay rates, which files have as a matrix."""
+    return logarithm(rates).flatten()
 
 
 def pairs_to_halves(num_rows: int, num_heads: int) -> torch.Tensor:

@@ -10,13 +10,13 @@ from worker_proc.gguf.architecture import (
     SHARED,
     Architecture,
     Config,
+    partly_rotated,
     qwen_experts,
 )
-from worker_proc.gguf.changes import UNCHANGED, Change, as_channels, logarithm
+from worker_proc.gguf.changes import UNCHANGED, Change, as_channels, flat_logarithm
 from worker_proc.gguf.joins import Rows
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
-from worker_proc.gguf.rotary import rope_parameters
 
 _INTERVAL = "full_attention_interval"
 _RECURRENT = "attention.recurrent_layers"
@@ -55,13 +55,9 @@ def _layer_types(metadata: Metadata, num_layers: int) -> list[str]:
 
 
 def _common(metadata: Metadata, file: MappedFiles) -> Config:
-    size = metadata.head_size()
-    rope = rope_parameters(metadata, file)
-    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
-    num_layers = QWEN35.num_layers(metadata)
+    num_layers = _QWEN35.num_layers(metadata)
     return {
-        "head_dim": size,
-        "rope_parameters": rope,
+        **partly_rotated(metadata, file),
         "layer_types": _layer_types(metadata, num_layers),
         "attention_bias": False,
         **_linear(metadata),
@@ -111,7 +107,7 @@ def _behind_keys(metadata: Metadata) -> torch.Tensor:
 
 
 def _next_changes(metadata: Metadata) -> Mapping[str, Change]:
-    return {"ssm_a": Change(values=logarithm), "ssm_norm.weight": UNCHANGED}
+    return {"ssm_a": Change(values=flat_logarithm), "ssm_norm.weight": UNCHANGED}
 
 
 def _changes(metadata: Metadata) -> Mapping[str, Change]:
@@ -123,7 +119,7 @@ def _changes(metadata: Metadata) -> Mapping[str, Change]:
         "ssm_conv1d.weight": Change(rows=mixed, values=as_channels),
         "ssm_beta.weight": Change(rows=heads),
         "ssm_alpha.weight": Change(rows=heads),
-        "ssm_a": Change(rows=heads, values=logarithm),
+        "ssm_a": Change(rows=heads, values=flat_logarithm),
         "ssm_dt.bias": Change(rows=heads),
         "ssm_norm.weight": UNCHANGED,
         "ssm_out.weight": Change(inputs=values),
@@ -146,7 +142,7 @@ _NAMES = NORM_BEHIND | {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_QWEN35 = _NAMES | {
+_QWEN35_NAMES = _NAMES | {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
@@ -157,25 +153,25 @@ _QKVZ = Rows(
     ("attn_qkv.weight", "attn_gate.weight"),
     order=_by_key_heads,
 )
-QWEN35 = Architecture(
+_QWEN35 = Architecture(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     _qwen35,
-    _QWEN35,
+    _QWEN35_NAMES,
     norm_offset=1.0,
     changes=_changes,
     drops_drafts=True,
 )
-QWEN35MOE = Architecture(
+_QWEN35MOE = Architecture(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     _qwen35moe,
-    _QWEN35 | EXPERTS | SHARED,
+    _QWEN35_NAMES | EXPERTS | SHARED,
     norm_offset=1.0,
     changes=_changes,
     drops_drafts=True,
 )
-QWEN3NEXT = Architecture(
+_QWEN3NEXT = Architecture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     _qwen3next,
@@ -191,3 +187,9 @@ QWEN3NEXT = Architecture(
     changes=_next_changes,
     drops_drafts=True,
 )
+DELTA_NETS: Mapping[str, Architecture] = {
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35MOE,
+    "qwen3next": _QWEN3NEXT,
+}
+"""By `general.architecture`."""

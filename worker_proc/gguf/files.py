@@ -16,7 +16,7 @@ from worker_proc.gguf.architectures import architecture_of
 from worker_proc.gguf.blocks import code_kind
 from worker_proc.gguf.joins import JoinedRows, JoinedTensor
 from worker_proc.gguf.mapped import PLAIN, MappedFiles
-from worker_proc.gguf.names import NamedTensor, named_tensors
+from worker_proc.gguf.names import NamedConstant, NamedTensor, named_tensors
 from worker_proc.gguf.types import READ, TensorType, type_name
 from worker_proc.quantization.files import Parts, WholeWeight
 from worker_proc.quantization.gguf import check_unchanged
@@ -100,7 +100,21 @@ class _PlainSlice:
             values = self._file.dequantize(name, matrix or 0)
         else:
             values = self._file.read_plain(name, matrix)
-        return tensor.change.apply(values)
+        try:
+            return tensor.change.apply(values)
+        except ValueError as error:
+            path = self._file.header.files[tensor.entry.file].path
+            raise CheckpointError(f"{path}: {name} {error}") from error
+
+
+class _ConstantSlice:
+    """A tensor whose values are keys, read by the slice of all of it."""
+
+    def __init__(self, constant: NamedConstant) -> None:
+        self._constant = constant
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return torch.full(self._constant.shape, self._constant.value)
 
 
 class GgufFiles:
@@ -119,11 +133,16 @@ class GgufFiles:
         """Those that are several tensors."""
         self.plain: dict[str, StoredTensor] = {}
         self._named: dict[str, NamedTensor] = {}
+        self._constants: dict[str, NamedConstant] = {}
         for tensor in named_tensors(self._file.header, architecture_of(self._file)):
             if isinstance(tensor, JoinedRows) and tensor.has_codes:
                 self.whole[tensor.name] = JoinedWeight(self._file, tensor, self._experts(tensor))
             elif isinstance(tensor, JoinedTensor | JoinedRows):
                 self._join(tensor)
+            elif isinstance(tensor, NamedConstant):
+                self._constants[tensor.name] = tensor
+                path = self._file.header.path
+                self.plain[tensor.name] = StoredTensor(path.name, "F32", tensor.shape)
             else:
                 self._add(tensor)
 
@@ -138,7 +157,8 @@ class GgufFiles:
 
     def plain_slices(self) -> dict[str, Any]:
         """Return slices of the tensors that are not in codes."""
-        return {name: _PlainSlice(self._file, self._named[name]) for name in self.plain}
+        constants = {name: _ConstantSlice(one) for name, one in self._constants.items()}
+        return constants | {name: _PlainSlice(self._file, one) for name, one in self._named.items()}
 
     def _experts(self, tensor: JoinedRows) -> tuple[Parts, ...]:
         """Return the weights in codes that the rows of each expert are, or those of a matrix."""

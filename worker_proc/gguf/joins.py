@@ -82,17 +82,22 @@ class JoinedRows(NamedTuple):
     def read(self, file: MappedFiles, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`."""
         weight = torch.empty(self.shape, dtype=dtype)
-        matrices = weight if len(self.shape) == 3 else weight[None]
-        for number, matrix in enumerate(matrices):
-            rows = torch.cat([file.read_values(entry.name, number) for entry in self.entries])
+        is_stack = len(self.shape) == 3
+        for number, matrix in enumerate(weight if is_stack else weight[None]):
+            place = number if is_stack else None
+            rows = torch.cat([file.read_values(entry.name, place) for entry in self.entries])
             matrix.copy_(rows if self.order is None else rows[self.order])
         return weight
 
 
 def join_rows(header: Header, layer: str, how: Rows) -> JoinedRows:
-    """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined."""
-    is_whole = f"blk.{layer}.{how.whole}" in header.tensors
-    entries = _entries(header, layer, (how.whole,) if is_whole else how.parts)
+    """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined.
+
+    `layer` is what the names of its weights begin with: `PREFIX.layers.NUMBER`.
+    """
+    number = layer.rpartition(".")[2]
+    is_whole = f"blk.{number}.{how.whole}" in header.tensors
+    entries = _entries(header, number, (how.whole,) if is_whole else how.parts)
     shapes = [entry.shape for entry in entries]
     if len({(len(shape), *shape[:-2], shape[-1]) for shape in shapes}) > 1 or len(shapes[0]) < 2:
         raise _misfit(header, entries)
@@ -101,7 +106,7 @@ def join_rows(header: Header, layer: str, how: Rows) -> JoinedRows:
     if order is not None and len(order) != num_rows:
         raise _misfit(header, entries)
     shape = (*shapes[0][:-2], num_rows, shapes[0][-1])
-    return JoinedRows(f"model.layers.{layer}.{how.target}", entries, order, shape)
+    return JoinedRows(f"{layer}.{how.target}", entries, order, shape)
 
 
 def _entries(header: Header, layer: str, parts: Sequence[str]) -> tuple[TensorEntry, ...]:
@@ -120,8 +125,8 @@ def _misfit(header: Header, entries: Sequence[TensorEntry]) -> CheckpointError:
 
 
 def join_tensors(header: Header, layer: str, how: Join) -> JoinedTensor:
-    """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined."""
-    entries = _entries(header, layer, how.parts)
+    """Return a weight of a layer as `join_rows` does."""
+    entries = _entries(header, layer.rpartition(".")[2], how.parts)
     for entry in entries:
         if len(entry.shape) < 3 and entry.type not in PLAIN:
             raise CheckpointError(
@@ -135,7 +140,7 @@ def join_tensors(header: Header, layer: str, how: Join) -> JoinedTensor:
     except (RuntimeError, ValueError, IndexError) as error:
         raise _misfit(header, entries) from error
     shape = (count * of_one[0], *of_one[1:]) if how.flat else (count, *of_one)
-    return JoinedTensor(f"model.layers.{layer}.{how.target}", entries, how, shape)
+    return JoinedTensor(f"{layer}.{how.target}", entries, how, shape)
 
 
 def _equal(counts: Sequence[int]) -> int:
@@ -159,8 +164,9 @@ def _keys_and_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat((keys.mT, values))
 
 
+GATES_AND_FACTORS = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 GPT_OSS = (
-    Join("mlp.experts.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _alternate),
+    Join("mlp.experts.gate_up_proj", GATES_AND_FACTORS, _alternate),
     Join("mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _alternate),
     Join("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transpose),
 )
@@ -175,3 +181,13 @@ LATENT = (
     ),
 )
 """Joins of models with multi-head latent attention."""
+GRANITE = (
+    Rows(
+        "block_sparse_moe.input_linear.weight", GATES_AND_FACTORS, whole="ffn_gate_up_exps.weight"
+    ),
+    Rows("block_sparse_moe.output_linear.weight", ("ffn_down_exps.weight",)),
+    Rows("shared_mlp.input_linear.weight", ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")),
+)
+"""Joins of Granite's mixtures."""
+GRANITE_DENSE = (Rows("shared_mlp.input_linear.weight", ("ffn_gate.weight", "ffn_up.weight")),)
+"""Joins of Granite-4 without experts."""

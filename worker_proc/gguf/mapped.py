@@ -86,14 +86,14 @@ class MappedFiles:
         self._release(entry.file, first, num_bytes)
         return values.view(num_rows, num_inputs)
 
-    def read_values(self, name: str, matrix: int = 0) -> torch.Tensor:
-        """Return the values of one of the matrices of a tensor of any type."""
+    def read_values(self, name: str, matrix: int | None = None) -> torch.Tensor:
+        """Return the values of a matrix of any type, or of one of a tensor's matrices."""
         type = self._entry(name).type
         if type in PLAIN:
             return self.read_plain(name, matrix)
         if type in READ:
-            return self.read_codes(name, matrix).dequantize(torch.float32)
-        return self.dequantize(name, matrix)
+            return self.read_codes(name, matrix or 0).dequantize(torch.float32)
+        return self.dequantize(name, matrix or 0)
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self.header.tensors.get(name)

@@ -39,6 +39,34 @@ class Metadata:
             return value
         raise self._error(key, value, f"a whole number from {least} on")
 
+    def per_layer(self, key: str, count: int) -> list[int]:
+        """Return a size for each of the first `count` layers; 0: a layer has none."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) < count:
+            raise self.unsupported(key, f"one value, or one for each of {count} layers")
+        for one in values:
+            if type(one) is not int or not 0 <= one <= _MAX_SIZE:
+                raise self._error(key, value, "whole numbers from 0 on")
+        return values[:count]
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        """Return a number for each layer."""
+        return self._numbers(f"{self.header.architecture}.{key}", self.get(key), count)
+
+    def shared_numbers(self, name: str, count: int) -> list[float]:
+        """Return a number for each layer, of a key without the name of the architecture."""
+        return self._numbers(name, self.header.metadata.get(name), count)
+
+    def _numbers(self, name: str, value: Any, count: int) -> list[float]:
+        is_list = isinstance(value, list) and len(value) == count
+        if not is_list or not all(type(one) in (int, float) and one < math.inf for one in value):
+            raise CheckpointError(
+                f"{self.header.path}: {name} is {_shown(value)}, and must be a number for each of"
+                f" {count} layers"
+            )
+        return [float(one) for one in value]
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number greater than 0."""
         value = self.get(key)

@@ -45,6 +45,14 @@ _MAX_EXPERTS = 4096
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
+class NamedConstant(NamedTuple):
+    """A tensor whose values the file has as keys."""
+
+    name: str
+    value: float
+    shape: tuple[int, ...]
+
+
 class NamedTensor(NamedTuple):
     """A tensor, or one of its matrices, as a checkpoint of transformers has it."""
 
@@ -62,39 +70,43 @@ class NamedTensor(NamedTuple):
 
 def named_tensors(
     header: Header, architecture: Architecture
-) -> Iterator[NamedTensor | JoinedTensor | JoinedRows]:
+) -> Iterator[NamedTensor | NamedConstant | JoinedTensor | JoinedRows]:
     """Yield what a checkpoint has; raises CheckpointError for a tensor without a meaning."""
+    metadata = Metadata(header)
+    for name, (value, shape) in architecture.constants(metadata).items():
+        yield NamedConstant(name, value, shape)
     names, top = _LAYER | dict(architecture.names), _TOP | dict(architecture.top)
     joins = {part: how for how in architecture.joins for part in (*how.parts, how.whole) if part}
-    num_layers = architecture.num_layers(Metadata(header))
-    changes = architecture.changes(Metadata(header))
+    num_layers = architecture.num_layers(metadata)
+    changes, unused = architecture.changes(metadata), architecture.unused(metadata)
     for entry in header.tensors.values():
-        if entry.name in IN_CONFIG:
+        if entry.name in IN_CONFIG or entry.name in unused:
             continue
         found = _NAME.fullmatch(entry.name)
         layer, part, leaf = found.groups("") if found is not None else ("", "", "")
         own = f"{part}.{leaf}" if leaf else part
         if layer and int(layer) >= num_layers and architecture.drops_drafts:
             continue
+        before = f"{architecture.prefix}.layers.{layer}" if layer else ""
         how = joins.get(own) if layer else None
         if isinstance(how, Rows) or (how is not None and own != how.whole):
-            yield from _joined(header, layer, entry, how)
+            yield from _joined(header, before, entry, how)
             continue
         if layer and own == _FUSED_EXPERTS and _GATES in names:
-            yield from _fused_experts(header, layer, entry, names)
+            yield from _fused_experts(header, before, entry, names)
             continue
-        full = _full_name(names if layer else top, layer, part, leaf)
+        full = _full_name(names if layer else top, before, part, leaf)
         if full is None:
             raise CheckpointError(
                 f"{header.path} has {entry.name[:100]}, which {header.architecture} does not use"
             )
         if "{}" in full:
-            _check_experts(header, entry)
+            (_check_experts if layer else _check_stack)(header, entry)
             for number in range(entry.shape[0]):
                 yield NamedTensor(full.format(number), entry, number)
             continue
         change = changes.get(own) if layer else None
-        change = change or _change(header, architecture, part, entry)
+        change = change or _change(header, architecture, part, leaf, entry)
         _check_order(header, entry, change)
         yield NamedTensor(full, entry, None, change)
 
@@ -116,7 +128,7 @@ def _joined(
         return
     if how.of_experts:
         _check_num_experts(header, entry)
-    if f"blk.{layer}.{how.whole}" in header.tensors:
+    if f"blk.{layer.rpartition('.')[2]}.{how.whole}" in header.tensors:
         return
     joined = join_tensors(header, layer, how)
     if entry is joined.entries[0]:
@@ -137,25 +149,35 @@ def _fused_experts(
     halves = torch.arange(num_rows).view(2, -1)
     for number in range(entry.shape[0]):
         for part, rows in zip((_GATES, _FACTORS), halves, strict=True):
-            full = f"model.layers.{layer}.{names[part].format(number)}.weight"
+            full = f"{layer}.{names[part].format(number)}.weight"
             yield NamedTensor(full, entry, number, Change(rows=rows))
 
 
 def _full_name(names: Mapping[str, str], layer: str, part: str, leaf: str) -> str | None:
     """Return the name of a tensor in a checkpoint; None: it has no meaning."""
-    before = f"model.layers.{layer}." if layer else ""
+    before = f"{layer}." if layer else ""
     own = f"{part}.{leaf}" if leaf else part
     if own in names:
         return before + names[own]
     return f"{before}{names[part]}.{leaf}" if part in names else None
 
 
-def _check_experts(header: Header, entry: TensorEntry) -> None:
-    """Raise CheckpointError unless a tensor has a matrix for each expert."""
+def _check_stack(header: Header, entry: TensorEntry) -> None:
+    """Raise CheckpointError unless a tensor has some matrices."""
     if len(entry.shape) != 3:
         raise CheckpointError(
             f"{header.path}: {entry.name} has {len(entry.shape)} dimensions instead of 3"
         )
+    if entry.shape[0] > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"{header.path}: {entry.name} has {entry.shape[0]} matrices; at most {_MAX_EXPERTS}"
+            " are read"
+        )
+
+
+def _check_experts(header: Header, entry: TensorEntry) -> None:
+    """Raise CheckpointError unless a tensor has a matrix for each expert."""
+    _check_stack(header, entry)
     _check_num_experts(header, entry)
 
 
@@ -175,13 +197,15 @@ def _check_num_experts(header: Header, entry: TensorEntry) -> None:
         )
 
 
-def _change(header: Header, architecture: Architecture, part: str, entry: TensorEntry) -> Change:
+def _change(
+    header: Header, architecture: Architecture, part: str, leaf: str, entry: TensorEntry
+) -> Change:
     """Return what is done with a tensor of which its architecture states nothing."""
     if part in _CHANNELS and len(entry.shape) == 2:
         return Change(values=as_channels)
     if part == _SHARED_GATE and len(entry.shape) == 1:
         return Change(values=as_matrix)
-    if architecture.norm_offset and part.endswith("norm"):
+    if architecture.norm_offset and part.endswith("norm") and leaf == "weight":
         return Change(values=lambda norm: norm - architecture.norm_offset)
     if not architecture.permutes or part not in _PERMUTED:
         return UNCHANGED

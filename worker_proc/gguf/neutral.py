@@ -12,7 +12,7 @@ from worker_proc.gguf.metadata import Metadata
 Values = Collection[Any]
 _ANY: Values = ()
 _NOT_SCALED: Values = (0.0, 1.0)
-_WINDOW = "attention.sliding_window"
+_SCALE, _WINDOW = "attention.scale", "attention.sliding_window"
 _NEUTRAL: Mapping[str, Values] = {
     # Sizes, which the shapes of tensors have too, and what computes no logits.
     "embedding_length_out": _ANY,
@@ -70,8 +70,15 @@ _NEUTRAL: Mapping[str, Values] = {
 
 def neutral_values(metadata: Metadata) -> Mapping[str, Values]:
     """Return the values that change nothing, by their keys; no values: none does."""
-    (scale,) = struct.unpack("<f", struct.pack("<f", metadata.head_size() ** -0.5))
-    stated = metadata.header.metadata.get(f"{metadata.header.architecture}.{_WINDOW}")
-    is_wide = isinstance(stated, int) and stated >= metadata.integer("context_length")
-    windows = (0, stated) if is_wide else (0,)
-    return {**_NEUTRAL, "attention.scale": (0.0, scale), _WINDOW: windows}
+    scales = [0.0]
+    if _stated(metadata, _SCALE) is not None:
+        scales += struct.unpack("<f", struct.pack("<f", metadata.head_size() ** -0.5))
+    window = _stated(metadata, _WINDOW)
+    is_wide = isinstance(window, int) and window >= metadata.integer("context_length")
+    windows = (0, window) if is_wide else (0,)
+    return {**_NEUTRAL, _SCALE: scales, _WINDOW: windows}
+
+
+def _stated(metadata: Metadata, key: str) -> Any:
+    """Return the value of a key, which does not count as read."""
+    return metadata.header.metadata.get(f"{metadata.header.architecture}.{key}")

@@ -1,0 +1,79 @@
+"""Models with multi-head latent attention: DeepSeek, and those that take its layers."""
+
+from worker_proc.gguf.architecture import (
+    GATING,
+    LOG_MULTIPLIER,
+    NORMALIZED,
+    ROUTED,
+    SIGMOID,
+    SOFTMAX,
+    Architecture,
+    Config,
+    routed,
+)
+from worker_proc.gguf.joins import LATENT
+from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.rotary import rope_parameters
+
+
+def gating(file: MappedFiles) -> int:
+    """Return how DeepSeek's routers score experts; old files show it by the biases of scores."""
+    is_biased = any(name.endswith("exp_probs_b.bias") for name in file.header.tensors)
+    return Metadata(file.header).integer(GATING, SIGMOID if is_biased else SOFTMAX)
+
+
+def _latent(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what models with multi-head latent attention have in common."""
+    rope = rope_parameters(metadata, file)
+    multiplier = metadata.number_or_none(LOG_MULTIPLIER)
+    if multiplier is not None and rope["rope_type"] == "yarn":
+        scale = round(10 * multiplier, 6)  # files state a tenth
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    rotated, size = metadata.integer("rope.dimension_count"), metadata.latent_size("key_length")
+    if rotated >= size:
+        raise metadata.unsupported("rope.dimension_count", f"less than {size}, the values of a key")
+    has_queries = metadata.get("attention.q_lora_rank") is not None
+    return {
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank") if has_queries else None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": metadata.latent_size("value_length"),
+        "rope_parameters": rope,
+        "attention_bias": False,
+        **routed(metadata),
+    }
+
+
+def _deepseek_v3(metadata: Metadata, file: MappedFiles) -> Config:
+    if metadata.integer(GATING, SIGMOID) != SIGMOID:
+        raise metadata.unsupported(GATING, f"{SOFTMAX} or {SIGMOID}, softmax or sigmoid")
+    return _latent(metadata, file) | {"rope_interleave": True}
+
+
+def _deepseek_v2(metadata: Metadata, file: MappedFiles) -> Config:
+    if metadata.flag(NORMALIZED, default=False):
+        raise metadata.unsupported(NORMALIZED, f"false with {GATING} {SOFTMAX}")
+    own = _latent(metadata, file)
+    is_greedy = own["n_group"] == 1
+    return own | {"topk_method": "greedy" if is_greedy else "group_limited_greedy"}
+
+
+_LATENT = ROUTED | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+
+DEEPSEEK_V2 = Architecture(
+    "deepseek_v2", "DeepseekV2ForCausalLM", _deepseek_v2, _LATENT, joins=LATENT, drops_drafts=True
+)
+"""Files state deepseek2, as those of DeepSeek-V3 do, and score experts by softmax."""
+DEEPSEEK_V3 = Architecture(
+    "deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_v3, _LATENT, joins=LATENT, drops_drafts=True
+)

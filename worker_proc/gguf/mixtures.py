@@ -1,0 +1,278 @@
+"""Mixtures of experts with ordinary attention."""
+
+from collections.abc import Mapping
+
+from worker_proc.gguf.architecture import (
+    EXPERTS,
+    NORM_BEHIND,
+    NORMALIZED,
+    ROUTED,
+    SHARED,
+    WINDOW,
+    Architecture,
+    Config,
+    before_drafts,
+    check_sigmoid,
+    has_bias,
+    has_tensor,
+    partly_rotated,
+    qwen_experts,
+    rotated_heads,
+    routed,
+    used_experts,
+    window_layers,
+)
+from worker_proc.gguf.changes import Change, as_matrix
+from worker_proc.gguf.dense import (
+    HUNYUAN,
+    glm4_config,
+    granite_config,
+    hunyuan_config,
+    qwen2_config,
+    qwen3_config,
+    without_images,
+)
+from worker_proc.gguf.joins import GPT_OSS, GRANITE
+from worker_proc.gguf.mapped import MappedFiles
+from worker_proc.gguf.metadata import Metadata
+from worker_proc.gguf.rotary import rope_parameters
+
+
+def _mixtral(metadata: Metadata, file: MappedFiles) -> Config:
+    own = {"num_local_experts": metadata.integer("expert_count"), "sliding_window": None}
+    return rotated_heads(metadata) | used_experts(metadata) | own
+
+
+def _glm4moe(metadata: Metadata, file: MappedFiles) -> Config:
+    check_sigmoid(metadata)
+    own = {"use_qk_norm": has_tensor(file, "attn_q_norm.weight")}
+    return glm4_config(metadata, file) | routed(metadata) | own
+
+
+def _gpt_oss(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what it has beside limits and slopes of its activation, which are transformers'."""
+    rope = rope_parameters(metadata, file)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
+    return {
+        **rotated_heads(metadata),
+        **used_experts(metadata),
+        **window_layers(metadata, 2),
+        "num_local_experts": metadata.integer("expert_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "sliding_window": metadata.integer(WINDOW),
+        "attention_bias": has_bias(file, "attn_q"),
+        "rope_parameters": rope,
+    }
+
+
+def _qwen2moe(metadata: Metadata, file: MappedFiles) -> Config:
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    own = {
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=False),
+    }
+    return qwen2_config(metadata, file) | qwen_experts(metadata) | own
+
+
+def _qwen3moe(metadata: Metadata, file: MappedFiles) -> Config:
+    own = {"norm_topk_prob": metadata.flag(NORMALIZED, default=True)}
+    return qwen3_config(metadata, file) | qwen_experts(metadata) | own
+
+
+def _olmoe(metadata: Metadata, file: MappedFiles) -> Config:
+    return {
+        **qwen2_config(metadata, file),
+        **used_experts(metadata),
+        "num_experts": metadata.integer("expert_count"),
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=False),
+        "attention_bias": False,
+    }
+
+
+def _granitemoe(metadata: Metadata, file: MappedFiles) -> Config:
+    shared = file.header.tensors.get("blk.0.ffn_up_shexp.weight")
+    return {
+        **granite_config(metadata, file),
+        **used_experts(metadata),
+        "num_local_experts": metadata.integer("expert_count"),
+        **({} if shared is None else {"shared_intermediate_size": shared.shape[0]}),
+    }
+
+
+def _phimoe(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Phi-3.5-MoE has; files state one scale for short and long texts."""
+    rope = rope_parameters(metadata, file)
+    if rope["rope_type"] == "longrope":
+        scale = rope.pop("attention_factor", 1.0)
+        rope |= {"short_mscale": scale, "long_mscale": scale}
+    return {
+        **rotated_heads(metadata),
+        **used_experts(metadata),
+        "num_local_experts": metadata.integer("expert_count"),
+        "sliding_window": metadata.integer(WINDOW, 0, least=0) or None,
+        "attention_bias": has_bias(file, "attn_q"),
+        "lm_head_bias": "output.bias" in file.header.tensors,
+        "rope_parameters": rope,
+    }
+
+
+def _ernie4_5_moe(metadata: Metadata, file: MappedFiles) -> Config:
+    return {
+        **rotated_heads(metadata),
+        "use_bias": has_bias(file, "attn_q"),
+        "moe_k": metadata.integer("expert_used_count"),
+        "moe_num_experts": metadata.integer("expert_count"),
+        "moe_num_shared_experts": metadata.integer("expert_shared_count", 0, least=0),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "moe_layer_start_index": metadata.integer("leading_dense_block_count", 0, least=0),
+        "moe_layer_interval": metadata.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _scores_as_matrix(metadata: Metadata) -> Mapping[str, Change]:
+    return {"exp_probs_b.bias": Change(values=as_matrix)}
+
+
+def _hunyuan_moe(metadata: Metadata, file: MappedFiles) -> Config:
+    return hunyuan_config(metadata, file) | {
+        "num_experts": metadata.integer("expert_count"),
+        "moe_topk": metadata.integer("expert_used_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+    }
+
+
+def _dots1(metadata: Metadata, file: MappedFiles) -> Config:
+    check_sigmoid(metadata)
+    own = {"sliding_window": None, "attention_bias": has_bias(file, "attn_q")}
+    return rotated_heads(metadata) | routed(metadata) | own
+
+
+def _minimax_m2(metadata: Metadata, file: MappedFiles) -> Config:
+    check_sigmoid(metadata)
+    return {
+        **partly_rotated(metadata, file),
+        **used_experts(metadata),
+        "num_local_experts": metadata.integer("expert_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+    }
+
+
+def _exaone_moe(metadata: Metadata, file: MappedFiles) -> Config:
+    check_sigmoid(metadata)
+    own = routed(metadata)
+    own |= {"num_experts": own.pop("n_routed_experts")}
+    own |= {"num_shared_experts": own.pop("n_shared_experts")}
+    return {
+        **rotated_heads(metadata),
+        **window_layers(metadata, 4, before_drafts(metadata)),
+        **own,
+        "sliding_window": metadata.integer(WINDOW),
+    }
+
+
+def _afmoe(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Trinity has; as in llama.cpp, its embeddings are scaled."""
+    check_sigmoid(metadata)
+    if not metadata.flag(NORMALIZED, default=True):
+        raise metadata.unsupported(NORMALIZED, "true")
+    return {
+        **rotated_heads(metadata),
+        **window_layers(metadata, 4),
+        **used_experts(metadata),
+        "sliding_window": metadata.integer(WINDOW),
+        "num_experts": metadata.integer("expert_count"),
+        "num_shared_experts": metadata.integer("expert_shared_count", 0, least=0),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_dense_layers": metadata.integer("leading_dense_block_count", 0, least=0),
+        "route_scale": metadata.number_or_none("expert_weights_scale") or 1.0,
+        "mup_enabled": True,
+        "attention_bias": False,
+    }
+
+
+_GPT_OSS = NORM_BEHIND | {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_MINIMAX_M2 = _MIXTRAL | {
+    "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+}
+_ERNIE4_5_MOE = ROUTED | {
+    "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+}
+_HUNYUAN_MOE = (
+    HUNYUAN
+    | EXPERTS
+    | {
+        "ffn_gate_inp": "mlp.gate.wg",
+        "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+        "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+        "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    }
+)
+_EXAONE_MOE = ROUTED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}
+_AFMOE = ROUTED | {
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b.bias": "mlp.expert_bias",
+}
+GRANITE_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+
+MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL, permutes=True)
+"""Files state llama, and a number of experts."""
+GRANITE_SHARED = Architecture(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    _granitemoe,
+    GRANITE_NAMES,
+    permutes=True,
+    joins=GRANITE,
+)
+"""Files state granitemoe, and have shared experts."""
+MIXTURES: Mapping[str, Architecture] = {
+    "afmoe": Architecture("afmoe", "AfmoeForCausalLM", _afmoe, _AFMOE),
+    "dots1": Architecture("dots1", "Dots1ForCausalLM", _dots1, ROUTED),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        _ernie4_5_moe,
+        _ERNIE4_5_MOE,
+        changes=_scores_as_matrix,
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe", "ExaoneMoeForCausalLM", _exaone_moe, _EXAONE_MOE, drops_drafts=True
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe", "Glm4MoeForCausalLM", _glm4moe, ROUTED | NORM_BEHIND, drops_drafts=True
+    ),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, _GPT_OSS, joins=GPT_OSS),
+    "granitemoe": GRANITE_SHARED._replace(
+        model_type="granitemoe", model_class="GraniteMoeForCausalLM"
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _hunyuan_moe, _HUNYUAN_MOE
+    ),
+    "minimax-m2": Architecture("minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2, _MINIMAX_M2),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", _olmoe, EXPERTS),
+    "phimoe": Architecture("phimoe", "PhimoeForCausalLM", _phimoe, _MIXTRAL),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe, EXPERTS | SHARED),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe, EXPERTS),
+    "qwen3vlmoe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", without_images(_qwen3moe), EXPERTS
+    ),
+}
+"""By `general.architecture`."""
