@@ -54,6 +54,7 @@ from worker_proc.loading.inspection import inspect_config
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.quantization.packing import obstacle, pack_codes
+from worker_proc.quantization.selection import reorder_inputs
 
 CODED = [type for type in TensorType if not type.is_plain]
 MOST_BYTES = {"Q4_0": 0.57, "Q4_1": 0.63, "Q4_K": 0.58}
@@ -156,6 +157,34 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) 
     assert runner.facts.exact_resume
     is_plain = FILES[name] in (Type.F32, Type.F16, Type.BF16)
     assert runner.facts.quantization.startswith("" if is_plain else "gguf ")
+
+
+@pytest.mark.parametrize("type", [TensorType.Q4_K, TensorType.Q6_K], ids=lambda type: type.name)
+@pytest.mark.parametrize(
+    ("order", "keeps"),
+    [
+        (torch.arange(768).view(3, 256)[[2, 0, 1]].flatten(), True),
+        (torch.arange(768).view(24, 32).flip(0).flatten(), False),
+        (torch.arange(768).view(3, 256).roll(128, 1).flatten(), False),
+    ],
+    ids=["sections", "groups", "halves"],
+)
+def test_multiples_move_with_whole_sections(
+    type: TensorType, order: torch.Tensor, keeps: bool
+) -> None:
+    """A section has 256 inputs, whose groups have scales that are multiples of one number."""
+    weight = read_blocks(type, blocks_of(type, 8, 768))
+    assert weight.scale_multiples is not None
+    moved = reorder_inputs(weight, order)
+    expected = weight.dequantize(torch.float32)[:, order]
+    assert torch.equal(moved.dequantize(torch.float32), expected)
+    assert (moved.scale_multiples is not None) is keeps
+    for numbers, values in (
+        (moved.scale_multiples, moved.scales),
+        (moved.minimum_multiples, moved.minimums),
+    ):
+        if numbers is not None and values is not None:
+            assert torch.equal(numbers.values().abs(), values.abs())
 
 
 @needs_kernels

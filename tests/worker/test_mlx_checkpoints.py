@@ -47,7 +47,15 @@ WIDE: dict[str, Any] = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "h
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 Settings = dict[str, Any]
 """`bits` and `group_size` of all layers, and of some by their names; false: a layer is plain."""
+LAYER = "model.layers.0.mlp.down_proj"
 FOUR: Settings = {"group_size": 64, "bits": 4}
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 += [-value for value in E2M1]
+FLOATS: dict[str, Settings] = {
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
 MIXED: Settings = {
     **{"group_size": 32, "bits": 4, "mode": "affine"},
     "lm_head": {"group_size": 64, "bits": 8},
@@ -85,6 +93,26 @@ def encode(weight: torch.Tensor, group_size: int, bits: int) -> tuple[dict[str, 
     return {"weight": packed, "scales": scales, "biases": biases}, values.flatten(-2)
 
 
+def encode_floats(weight: torch.Tensor, mode: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the tensors of a layer in a mode of floating-point numbers, and their values."""
+    groups = weight.detach().unflatten(-1, (-1, 16 if mode == "nvfp4" else 32))
+    most = groups.abs().amax(-1)
+    if mode == "nvfp4":
+        scales = (most / 6.0).to(torch.float8_e4m3fn)
+    else:
+        scales = torch.exp2((most / 6.0).log2().ceil()).to(torch.float8_e8m0fnu)
+    factors = scales.float()[..., None]
+    if mode == "mxfp8":
+        codes = (groups / factors).to(torch.float8_e4m3fn).view(torch.uint8)
+        values = codes.view(torch.float8_e4m3fn).float() * factors
+    else:
+        table = torch.tensor(E2M1)
+        codes = (groups[..., None] / factors[..., None] - table).abs().argmin(-1)
+        values = table[codes] * factors
+    packed = pack(codes.flatten(-2).numpy().astype(np.int64), 8 if mode == "mxfp8" else 4)
+    return {"weight": packed, "scales": scales.view(torch.uint8)}, values.flatten(-2)
+
+
 def stacked_name(name: str) -> str:
     """Return under which name mlx-lm has the weights of all experts."""
     before, _, rest = name.partition(".experts.")
@@ -117,7 +145,10 @@ def write_mlx(
             stored[f"{layer}.weight"] = tensors[0]
             continue
         values = torch.stack(tensors) if ".switch_mlp." in layer else tensors[0]
-        parts, rounded = encode(values, own["group_size"], own["bits"])
+        if own.get("mode", "affine") == "affine":
+            parts, rounded = encode(values, own["group_size"], own["bits"])
+        else:
+            parts, rounded = encode_floats(values, own["mode"])
         stored |= {f"{layer}.{part}": value for part, value in parts.items()}
         for name, value in zip(names, rounded if len(names) > 1 else [rounded], strict=True):
             weights[name] = value.contiguous()
@@ -166,6 +197,15 @@ def test_words_are_read_as_the_weights_that_they_stand_for(
     check_codes(*write_mlx(tmp_path, config, {"group_size": group_size, "bits": bits}))
 
 
+@pytest.mark.parametrize("mode", FLOATS)
+def test_floating_point_numbers_are_read_as_the_weights_that_they_stand_for(
+    mode: str, tmp_path: Path
+) -> None:
+    """A layer with settings of its own and without a mode is affine."""
+    settings = FLOATS[mode] | {LAYER: {"group_size": 64, "bits": 8}}
+    check_codes(*write_mlx(tmp_path, LlamaConfig(**WIDE | {"num_hidden_layers": 1}), settings))
+
+
 class _Sizes(TorchDispatchMode):
     """Notes the bytes of the largest tensor that an operation returns."""
 
@@ -191,9 +231,14 @@ def test_words_are_unpacked_in_little_more_memory_than_their_codes(bits: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])
-def test_weights_of_all_experts_are_those_of_each(name: str, tmp_path: Path) -> None:
-    check_codes(*write_mlx(tmp_path, CONFIGS[name](), FOUR))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen3moe", FOUR), ("mixtral", FOUR), ("qwen3moe", FLOATS["mxfp4"])],
+)
+def test_weights_of_all_experts_are_those_of_each(
+    name: str, settings: Settings, tmp_path: Path
+) -> None:
+    check_codes(*write_mlx(tmp_path, CONFIGS[name](), settings))
 
 
 def test_layers_have_settings_of_their_own(tmp_path: Path) -> None:
@@ -203,9 +248,10 @@ def test_layers_have_settings_of_their_own(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *FLOATS])
 def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
-    path, dense = write_mlx(tmp_path, CONFIGS[name](), MIXED if name == "llama" else FOUR)
+    settings = FLOATS.get(name, MIXED if name == "llama" else FOUR)
+    path, dense = write_mlx(tmp_path, CONFIGS.get(name, CONFIGS["llama"])(), settings)
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(
         dense, dtype=torch.float32, attn_implementation="eager"
@@ -214,7 +260,8 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) 
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in expected}) > 1
     runner = make_runner(path, ROOMY)
-    assert runner.facts.quantization == ("mlx int4 int8" if name == "llama" else "mlx int4")
+    kinds = {"llama": "int4 int8", "mxfp4": "fp4", "nvfp4": "fp4", "mxfp8": "fp8"}
+    assert runner.facts.quantization == f"mlx {kinds.get(name, 'int4')}"
     assert runner.facts.exact_resume
     for mode, options in modes_of(runner.facts.num_gpu_blocks).items():
         run = drive(runner, prompts, GREEDY, **({"max_num_seqs": 16} | options))
@@ -226,14 +273,14 @@ def change(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(stored, path / "model.safetensors")
 
 
-LAYER = "model.layers.0.mlp.down_proj"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "tensors", "reason"),
     [
-        ({"mode": "mxfp4"}, {}, 'quantization_config.mode is "mxfp4"; supported: "affine"'),
+        ({"mode": "fp2"}, {}, 'quantization_config.mode is "fp2"; supported: "affine" or "mxfp4"'),
+        ({"mode": "nvfp4"}, {}, "quantization_config.group_size is 64; supported: 16"),
+        ({"mode": "mxfp8", "group_size": 32}, {}, "quantization_config.bits is 4; supported: 8"),
+        ({"mode": "mxfp4", "group_size": 32}, {}, r"has biases, which numbers in floating point"),
         ({"bits": 7}, {}, "quantization_config.bits is 7; supported: 2 or 3 or 4"),
         ({"group_size": 16}, {}, "group_size is 16; supported: 32 or 64 or 128"),
         ({LAYER: {"bits": 4, "group_size": 8}}, {}, rf"{LAYER}.group_size is 8; supported"),
@@ -253,6 +300,24 @@ def test_other_layouts_are_refused(
     (path / "config.json").write_text(json.dumps(content))
     with pytest.raises((CheckpointError, UnsupportedModel), match=reason):
         open_files(path).weights[f"{LAYER}.weight"].read()
+
+
+def test_scales_of_floating_point_numbers_are_finite(tmp_path: Path) -> None:
+    config = LlamaConfig(**WIDE | {"num_hidden_layers": 1})
+    path, _ = write_mlx(tmp_path, config, FLOATS["mxfp4"])
+    change(path, {f"{LAYER}.scales": torch.full((128, 8), 255, dtype=torch.uint8)})
+    with pytest.raises(CheckpointError, match="has scales that are not finite"):
+        open_files(path).weights[f"{LAYER}.weight"].read()
+
+
+def test_settings_of_another_library_are_refused_by_their_key(tmp_path: Path) -> None:
+    path, _ = write_mlx(tmp_path, LlamaConfig(**WIDE | {"num_hidden_layers": 1}), FOUR)
+    content = json.loads((path / "config.json").read_text())
+    del content["quantization_config"]
+    content["quantization"] = {"quant_method": "other"}
+    (path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModel, match=r"json: quantization\.quant_method is 'other'"):
+        open_files(path)
 
 
 def test_models_whose_weights_mlx_changes_are_refused(tmp_path: Path) -> None:

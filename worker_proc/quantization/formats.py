@@ -64,7 +64,7 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
         method = method_of(section)
     if settings is None:
         return None
-    check_method(path, method, config.model_type)
+    check_method(path, method, config.model_type, key)
     if method == MLX:
         return read_mlx(settings, config.model_type)
     format = _READERS[method](settings)

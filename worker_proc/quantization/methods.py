@@ -32,8 +32,11 @@ _JOINED_EXPERTS = ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_tex
 """Types of models whose published checkpoints have the codes of all experts in one tensor."""
 
 
-def check_method(path: Path, method: object, model_type: object) -> None:
-    """Raise UnsupportedModel unless a format is read; `path` is that of config.json."""
+def check_method(path: Path, method: object, model_type: object, key: str = KEY) -> None:
+    """Raise UnsupportedModel unless a format is read.
+
+    `path` is that of config.json, and `key` the one that its settings are under.
+    """
     if model_type in _JOINED_EXPERTS:
         raise UnsupportedModel(
             f"{path}: quantized checkpoints of {model_type} have the codes of all experts of a"
@@ -41,5 +44,5 @@ def check_method(path: Path, method: object, model_type: object) -> None:
         )
     if method not in (*METHODS, MLX):
         raise UnsupportedModel(
-            f"{path}: {KEY}.quant_method is {method!r}; supported: {', '.join(METHODS)}"
+            f"{path}: {key}.quant_method is {method!r}; supported: {', '.join(METHODS)}"
         )
