@@ -56,7 +56,7 @@ VARIANTS = {
     "soak/test_soak.py": {
         "test_short_soak": "",
     },
-    "system/test_chaos.py": {
+    "system/recovery/test_chaos.py": {
         "test_clients_read_on_after_the_death_of_the_api": "",
         "test_kills_at_a_steady_rate_change_no_stream": "",
         "test_clients_that_come_back_too_late_have_lost_their_stream": "",
@@ -65,59 +65,59 @@ VARIANTS = {
         ),
         "test_other_servers_are_measured_by_the_same_client": "",
     },
-    "system/test_demo.py": {
+    "system/models/test_demo.py": {
         "test_official_client_against_the_real_engine": "",  # tests/clients runs the same client
         "test_many_clients_share_the_engine": "",
         "test_prefix_cache_is_seen_in_usage": "",
         "test_stream_goes_on_after_kill_9": "core worker",
         "test_stream_of_rounded_numbers_goes_on_after_kill_9": "w8a8",
     },
-    "system/test_embedding_states.py": {
+    "system/embedding/test_embedding_states.py": {
         "test_cycles_leak_nothing_and_touch_nothing": "5",
     },
-    "system/test_hangs.py": {
+    "system/recovery/test_hangs.py": {
         "test_api_whose_loop_stands_still_is_replaced": "SIGSTOP",
         "test_long_steps_on_a_busy_machine_cause_no_kill": "",
         "test_process_that_starts_waits_for_a_supervisor_that_stands_still": "",
         "test_step_that_never_ends_is_killed_after_its_stacks_are_printed": "delay",
         "test_stopped_process_is_replaced_in_time_at_defaults": "core worker",
     },
-    "system/test_invariance.py": {
+    "system/models/test_invariance.py": {
         "test_seed_decides_alone": "float32 bfloat16-w4a16",
     },
-    "system/test_latency.py": {
+    "system/api/test_latency.py": {
         "test_tokenizing_a_megabyte_does_not_stall_other_streams": "",
     },
-    "system/test_memory_pressure.py": {
+    "system/recovery/test_memory_pressure.py": {
         "test_streams_under_memory_pressure_survive_kill_9": "recompute fair shortest priority",
     },
-    "system/test_offload.py": {
+    "system/offload/test_offload.py": {
         "test_a_request_that_is_moved_brings_its_blocks": "",  # as between machines
     },
-    "system/test_overload.py": {
+    "system/api/test_overload.py": {
         "test_past_every_bound_429_and_nothing_accepted_is_lost": "flags1 flags2 flags3",
     },
-    "system/test_pausing.py": {
+    "system/recovery/test_pausing.py": {
         "test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly": (
             "pause-resume-victims0 pause-resume-victims2 sleep-resume-victims1"
         ),
     },
-    "system/test_quarantine.py": {
+    "system/recovery/test_quarantine.py": {
         "test_only_the_poison_request_is_refused_and_all_others_are_exact": "exc@*-1",
     },
-    "system/test_remote_blocks.py": {
+    "system/offload/test_remote_blocks.py": {
         "test_a_request_that_moves_to_another_machine_brings_its_blocks": "False-machines1",
         "test_a_machine_that_hangs_delays_its_requests_and_no_stream": "",
         "test_blocks_that_are_damaged_or_missing_there_are_computed": "damage remove",
         "test_kill_9_of_the_reader_amid_a_load_continues_exactly": "core",
     },
-    "system/test_replicas.py": {
+    "system/machines/test_replicas.py": {
         "test_requests_are_spread_evenly": "least_tokens round_robin",  # test_routing covers all
     },
-    "system/test_responses.py": {
+    "system/api/test_responses.py": {
         "test_official_client": "",
     },
-    "system/test_restart.py": {
+    "system/recovery/test_restart.py": {
         "test_leaving_api_finishes_its_streams_while_its_successor_serves": "",
         "test_clients_do_not_notice_a_planned_restart": (
             "0-core-SIGTERM 0-api-SIGTERM 0-worker-command 1-worker-SIGTERM"
@@ -125,16 +125,16 @@ VARIANTS = {
         "test_restart_that_is_not_possible_is_refused": "",
         "test_worker_that_does_not_leave_is_killed": "",
     },
-    "system/test_resume.py": {
+    "system/recovery/test_resume.py": {
         "test_killed_streams_equal_undisturbed_ones": "worker-worker",
     },
-    "system/test_resumption.py": {
+    "system/recovery/test_resumption.py": {
         "test_stream_in_pieces_is_the_stream_in_one": (
             "api-plain api-usage api-echo api-sampled core-sampled core-chat worker-sampled "
             "worker-chat api-two -usage -echo -two"
         ),
     },
-    "system/test_standby.py": {
+    "system/recovery/test_standby.py": {
         "test_standby_that_hangs_is_replaced_when_it_is_needed": "",
         "test_three_deaths_within_ten_seconds": "",
         "test_demo_model_goes_on_with_the_standby": "",
@@ -145,7 +145,7 @@ VARIANTS = {
         "test_worker_does_without_helpers": "",
         "test_zygote_that_hangs_is_replaced_when_it_is_needed": "",
     },
-    "system/test_standby_core.py": {
+    "system/recovery/test_standby_core.py": {
         "test_engine_without_one": "",
         "test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of": "",
         "test_standby_that_hangs_is_replaced": "",
@@ -153,13 +153,13 @@ VARIANTS = {
             "standby_core+core worker+core core+standby_core standby_core"
         ),
     },
-    "system/test_supervisor.py": {
+    "system/recovery/test_supervisor.py": {
         "test_idle_engine_needs_no_cpu": "",
     },
-    "system/test_tool_calls.py": {
+    "system/api/test_tool_calls.py": {
         "test_official_client": "",
     },
-    "worker/test_adapters.py": {
+    "worker/adapters/test_adapters.py": {
         "test_every_row_is_that_of_its_adapter_alone_with_the_same_bits_in_every_schedule": (
             "llama-bfloat16-modules phi3-float32-native olmo2-float32-native glm4-float32-native "
             "llama_mlp_bias-float32-native granite-bfloat16-native"
@@ -183,25 +183,25 @@ VARIANTS = {
             "llama_wide_vocab_tied-auto-bfloat16 llama4-auto-bfloat16"
         ),
     },
-    "worker/test_coded_kv.py": {
+    "worker/kv/test_coded_kv.py": {
         "test_logits_are_the_same_bits_in_every_schedule": (
             "phi3-bfloat16-fp8 granite-bfloat16-int8"
         ),
     },
-    "worker/test_divided_adapters.py": {
+    "worker/parallel/test_divided_adapters.py": {
         "test_ranks_use_their_parts_of_adapters": "phi3-targets1-2-auto",
         "test_stages_use_the_matrices_of_their_layers": "gpt2-targets1-2-1",
     },
-    "worker/test_divided_states.py": {
+    "worker/parallel/test_divided_states.py": {
         "test_stages_have_the_logprobs_of_one_worker": "bamba lfm2",
         "test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart": "lfm2 mamba2",
     },
-    "worker/test_hooks.py": {
+    "worker/decoder/test_hooks.py": {
         "test_hooks_that_change_nothing_change_no_bit": (
             "llama-bfloat16 olmo2-bfloat16 granite-float32 llama_mlp_bias-float32"
         ),
     },
-    "worker/test_hybrid_kv.py": {
+    "worker/kv/test_hybrid_kv.py": {
         "test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards": "sdpa native",
         "test_blocks_that_a_window_has_passed_are_never_read": (
             "sdpa-gemma2 sdpa-gemma3 sdpa-mistral_window native-gemma2 native-mistral_window"
@@ -210,7 +210,7 @@ VARIANTS = {
         "test_tokens_survive_a_stay_on_the_host": "sdpa-llama sdpa-gemma3",
         "test_windows_may_be_left_to_attention": "gemma2 mistral_window",
     },
-    "worker/test_lean_import.py": {
+    "worker/startup/test_lean_import.py": {
         "test_worker_loads_without_what_it_never_uses": "",
     },
     "worker/test_output_equality.py": {
@@ -232,11 +232,11 @@ VARIANTS = {
             "native-qwen3_next native-lfm2"  # test_few_state_blocks_… has the same outputs
         ),
     },
-    "worker/test_proofs.py": {
+    "worker/loading/test_proofs.py": {
         "test_a_quantization_is_proven_by_itself": "w4a16 w8a16",
         "test_a_second_start_proves_nothing_and_computes_the_same": "llama-w8a16 llama-w4a16",
     },
-    "worker/test_quantization.py": {
+    "worker/quantization/test_quantization.py": {
         "test_greedy_tokens_are_those_of_the_rounded_weights": "dots1-w8a16 llama_tied-w8a16",
         "test_logits_are_the_same_bits_in_every_schedule": (
             "qwen3-w8a16 llama-w8a16 qwen3_moe-w4a16"
@@ -246,7 +246,7 @@ VARIANTS = {
             "dots1-w4a16 bamba-w4a16 jamba-w4a16"
         ),
     },
-    "worker/test_quantized_checkpoints.py": {
+    "worker/quantization/test_quantized_checkpoints.py": {
         "test_logits_are_the_same_bits_in_every_schedule": (
             "int_quantized_w8a8-0 int_quantized_w8a8-2 fp8_blocks-"
         ),
@@ -256,18 +256,18 @@ VARIANTS = {
             "float_quantized_channel-1"
         ),
     },
-    "worker/test_ranks.py": {
+    "worker/parallel/test_ranks.py": {
         "test_other_families_have_the_same_bits_in_every_batch": "olmo2",
     },
-    "worker/test_recurrent.py": {
+    "worker/recurrent/test_recurrent.py": {
         "test_few_state_blocks_are_shared_by_many_requests": "jamba bamba",
     },
-    "worker/test_speculation.py": {
+    "worker/drafting/test_speculation.py": {
         "test_tokens_and_logprobs_are_those_without_drafts": (
             "gemma3-sdpa-float32 llama-native-float32 llama-sdpa-float32 gemma3-native-float32"
         ),
     },
-    "worker/test_stages.py": {
+    "worker/parallel/test_stages.py": {
         "test_every_architecture_has_its_logprobs_or_is_refused": "llama mixtral gemma3",
         "test_preempted_requests_go_on": "0",
         "test_stages_compute_the_tokens_of_the_whole_model": "llama experts",
@@ -278,12 +278,12 @@ VARIANTS = {
         ),
         "test_stages_round_their_weights_as_one_worker_does": "llama-w8a16",
     },
-    "worker/test_steady_decode.py": {
+    "worker/decoder/test_steady_decode.py": {
         "test_random_steps_have_the_bits_of_steps_that_are_packed_anew": (
             "True-llama-float32 False-llama-bfloat16 False-gemma3-float32 True-gemma3-bfloat16"
         ),
     },
-    "worker/test_whole.py": {
+    "worker/decoder/test_whole.py": {
         "test_rows_have_their_logits_in_any_order": "olmo2",
         "test_one_call_has_the_bits_of_the_modules": (
             "llama_tied-float32 qwen2-float32 qwen3-float32 mistral_window-float32 "
@@ -291,7 +291,7 @@ VARIANTS = {
             "mixtral-float32 olmoe-bfloat16 qwen3_moe-float32"
         ),
     },
-    "worker/test_zygote.py": {
+    "worker/startup/test_zygote.py": {
         "test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself": (
             "float32-none bfloat16-w4a16 bfloat16-w8a8"
         ),
@@ -306,6 +306,8 @@ NAMES = {
     for variant in variants.split() or [""]
 }
 
+
+TESTS = Path(__file__).parent
 
 MANY_OBJECTS = 200_000
 """Fewer than those of the libraries; tests leave less than this behind."""
@@ -337,7 +339,7 @@ def _mixed(files: list[Path]) -> list[Path]:
     longest = [f"test_{name}.py" for name in LONGEST]
     groups: dict[str, list[Path]] = {}
     for path in sorted(files, key=lambda path: path.name not in longest):
-        name = path.parent.name
+        name = path.relative_to(TESTS).parts[0]
         groups.setdefault(name if name in ("system", "worker") else "", []).append(path)
     places = {
         path: place / len(group) for group in groups.values() for place, path in enumerate(group)

@@ -10,7 +10,7 @@ from protocol.sampling import SamplingParams
 from tests.gpu.test_parity_cuda import make_eager_runner, make_plain_runner, make_whole_runner
 from tests.worker.checkpoints import ARCHITECTURES, VOCAB_SIZE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.test_sampler import EOS, _logits, _random_params, _random_rows, _row
+from tests.worker.sampling.test_sampler import EOS, _logits, _random_params, _random_rows, _row
 from worker_proc.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

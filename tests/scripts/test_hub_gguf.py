@@ -20,7 +20,7 @@ from scripts.hub.gguf import directory_of
 from scripts.hub.messages import Refusal
 from scripts.hub.snapshot import Request, Snapshot
 from tests.hub import Hub, used_hub
-from tests.worker.gguf_files import WIDE, write_gguf
+from tests.worker.gguf.gguf_files import WIDE, write_gguf
 from worker_proc.gguf.parts import part_paths
 
 NAME = "tiny/files"

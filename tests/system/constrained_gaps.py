@@ -25,7 +25,7 @@ from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from tests.worker.driving import make_scheduler
-from tests.worker.test_structured_output import DEMO
+from tests.worker.grammar.test_structured_output import DEMO
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 

@@ -2,8 +2,8 @@
 
     python -m tests.tools.library_checkpoints NAME DIRECTORY
 
-runs in an environment with the library. tests/worker/library_checkpoints was written so.
-`expected.json` beside a checkpoint has its library's version, hashes of its weights as the library
+runs in an environment with the library, and has made tests/worker/quantization/library_checkpoints.
+For each checkpoint `expected.json` has the library's version, hashes of the weights as the library
 dequantizes them, and greedy tokens of transformers' model with these weights.
 
     pip install gptqmodel                        # gptqmodel_gptq, gptqmodel_awq

@@ -18,8 +18,8 @@ from protocol.adapters import Adapter, read_adapter
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from scripts.inprocess import InprocEngine
+from tests.worker.adapters.peft_adapters import write_adapter
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.peft_adapters import write_adapter
 from worker_proc.native.build import build
 
 NUM_REQUESTS, NUM_ADAPTERS, NUM_PROMPT_TOKENS = 32, 8, 16

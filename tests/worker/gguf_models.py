@@ -68,8 +68,8 @@ from transformers import (
 )
 
 from tests.worker.checkpoints import WINDOW
-from tests.worker.gguf_files import WIDE, write_gguf
-from tests.worker.gguf_layouts import APERTUS_ACTIVATION
+from tests.worker.gguf.gguf_files import WIDE, write_gguf
+from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION
 from worker_proc.gguf.architectures import ARCHITECTURES as READ
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from protocol.sampling import SamplingParams
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.test_sampler import (
+from tests.worker.sampling.test_sampler import (
     EOS,
     VOCAB,
     Row,

@@ -1,0 +1,1 @@
+"""Python programs that embed an engine."""

@@ -1,0 +1,1 @@
+"""Replicas and engines of several machines."""

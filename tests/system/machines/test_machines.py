@@ -1,0 +1,336 @@
+"""Engines of several machines, here at addresses of this one, and a proxy that cuts the wire."""
+
+import asyncio
+import itertools
+import os
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol.api_core import PauseMode
+from protocol.client import EngineClient, ReplicatedClient
+from protocol.lifecycle import Role
+from protocol.transport.curve import make_keys, read_client_keys
+from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system import streams
+from tests.system.machines.test_replicas import (
+    EXPECTED,
+    NUM_STREAMS,
+    PARAMS,
+    Tokens,
+    all_streams,
+    half_read,
+    prompt_of,
+    until_serving,
+)
+from tests.system.null_load import Stream
+from tests.system.recovery.test_resumption import body, ids_of
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+DEMO = Path(__file__).resolve().parents[3] / "scripts" / "demo_model"
+STALL_S = 0.3
+"""As after a lost packet, which is sent again."""
+
+
+class Proxy:
+    """A wire between two machines that can be cut: then nothing passes, and nothing is closed."""
+
+    def __init__(self, port: int, delay_s: float = 0.0, stalls: float = 0.0) -> None:
+        """Take the port behind it, the delay of all data, and the share of it that stalls."""
+        self._port = port
+        self._delay_s = delay_s
+        self._stalls = stalls
+        self._random = Random(1)
+        self._most_bytes = 2**62
+        self.num_bytes = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self._is_over = False
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """Forward connections to the port; yields the address to connect to."""
+        server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
+        async with server:
+            yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            self._is_over = True
+            self.mend()
+        for writer in self._writers:  # of peers that keep their connections
+            writer.transport.abort()
+        closed = [writer.wait_closed() for writer in self._writers]
+        await asyncio.gather(*closed, *self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        self._is_open.clear()
+
+    def cut_after(self, num_bytes: int) -> None:
+        """Let some more bytes pass."""
+        self._most_bytes = self.num_bytes + num_bytes
+
+    def mend(self) -> None:
+        self._most_bytes = 2**62
+        self._is_open.set()
+
+    @property
+    def is_cut(self) -> bool:
+        return not self._is_open.is_set()
+
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._writers.append(writer)
+        await self._is_open.wait()
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.close()
+            return
+        self._writers.append(back)
+        if self._is_over:
+            back.transport.abort()
+        self._tasks += [
+            asyncio.create_task(self._forward(reader, back)),
+            asyncio.create_task(self._forward(there, writer)),
+        ]
+
+    async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(2**16):
+                is_stalled = self._random.random() < self._stalls
+                await asyncio.sleep(self._delay_s + STALL_S * is_stalled)
+                self.num_bytes += len(data)
+                if self.num_bytes >= self._most_bytes:
+                    self.cut()
+                await self._is_open.wait()
+                target.write(data)
+                await target.drain()
+        except OSError:
+            pass
+        finally:
+            target.close()
+
+
+class Machine:
+    """An engine that other machines can reach."""
+
+    def __init__(
+        self, start_engine: EngineFactory, keys: Path, port: int = 0, model: str = "null"
+    ) -> None:
+        self.port = port or free_port()
+        listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
+        self.engine: Engine = start_engine("--no-api", "--null-step-ms", "5", *listen, model=model)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", ["api"])
+    return tmp_path / "keys"
+
+
+def test_streams_by_tcp_are_exact_through_kill_9_of_worker_and_core(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+    with EngineClient(machine.address, keys=read_client_keys(keys)) as client:
+        client.wait_ready(TIMEOUT_S)
+        for role in (Role.WORKER, Role.CORE):
+            streams = [client.submit(prompt_of(number), PARAMS) for number in range(8)]
+            for stream in streams:
+                next(stream)
+            os.kill(machine.engine.pid(role), signal.SIGKILL)
+            found = [stream.result(TIMEOUT_S).token_ids for stream in streams]
+            assert found == EXPECTED[:8]
+            machine.engine.ready()
+
+
+def test_a_machine_that_is_started_again_is_paused_as_before(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    """The client takes neither core for the other, although their run directories know no epoch."""
+    first, client_keys = Machine(start_engine, keys), read_client_keys(keys)
+    first.engine.ready()
+    with EngineClient(first.address, keys=client_keys) as client:
+        client.wait_ready(TIMEOUT_S)
+        assert client.pause(PauseMode.PAUSED_ALL)
+        epoch = first.engine.row(Role.CORE).epoch
+        first.engine.close()
+        again = Machine(start_engine, keys, first.port)
+        again.engine.ready()
+        assert again.engine.row(Role.CORE).epoch > epoch
+        with EngineClient(again.address, keys=client_keys) as other:
+
+            def is_paused() -> bool | None:
+                status = other.status
+                return status is not None and status.pause_mode is PauseMode.PAUSED_ALL
+
+            eventually(is_paused, "the pause holds again")
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_requests_of_a_machine_that_is_gone_or_silent_go_on_at_another(
+    is_killed: bool, start_engine: EngineFactory, keys: Path
+) -> None:
+    kept, lost = Machine(start_engine, keys), Machine(start_engine, keys)
+    for machine in (kept, lost):
+        machine.engine.ready()
+
+    async def play() -> None:
+        proxy = Proxy(lost.port)
+        async with proxy.listening() as address:
+            client = ReplicatedClient([kept.address, address], keys=read_client_keys(keys))
+            async with client:
+                found, streams, num_there = await half_read(client)
+                if is_killed:
+                    await asyncio.to_thread(lost.engine.process.kill)
+                else:
+                    proxy.cut()
+                await streams
+                assert found == EXPECTED
+                assert client.num_moved == num_there
+                if not is_killed:  # it comes back, without an old request
+                    proxy.mend()
+                    await until_serving(client)
+                    assert await all_streams(client, again := [[] for _ in range(NUM_STREAMS)])
+                    assert again == EXPECTED
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_a_slow_wire_that_loses_packets_costs_time_only(
+    start_engine: EngineFactory, keys: Path
+) -> None:
+    """50 ms of delay each way, and a stall for one piece of a hundred."""
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+
+    async def play() -> None:
+        proxy = Proxy(machine.port, delay_s=0.05, stalls=0.01)
+        made = read_client_keys(keys)
+        async with (
+            proxy.listening() as address,
+            ReplicatedClient([address], keys=made) as client,
+        ):
+            await client.wait_ready(TIMEOUT_S)
+            for _ in range(5):
+                found: Tokens = [[] for _ in range(NUM_STREAMS)]
+                await all_streams(client, found)
+                assert found == EXPECTED
+
+    asyncio.run(play())
+
+
+def test_an_api_has_replicas_on_other_machines(start_engine: EngineFactory, keys: Path) -> None:
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+    remote = ("--replica-addresses", machine.address, "--curve-keys", str(keys))
+    head = start_engine("--null-step-ms", "5", "--routing-policy", "round_robin", *remote)
+
+    def serve() -> bool:
+        states: list[str] = head.readiness()["replicas"]
+        return states == ["ready"] * 2
+
+    eventually(serve, "both replicas serve")
+    streams = [
+        Stream(head.url(), prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1)
+        for number in range(8)
+    ]
+    eventually(lambda: all(len(one.token_ids) > 10 for one in streams), "all have begun")
+    machine.engine.process.kill()
+    for number, stream in enumerate(streams):
+        stream.join()
+        assert stream.error is None
+        assert stream.token_ids == EXPECTED[number]
+
+
+def test_clients_of_a_lost_machine_read_on_at_another_api_from_the_journal(
+    start_engine: EngineFactory, keys: Path, tmp_path: Path
+) -> None:
+    """API, core and worker of a machine die; the journal is on storage that both machines have."""
+    machine = Machine(start_engine, keys)
+    machine.engine.ready()
+    flags = ("--replica-addresses", machine.address, "--curve-keys", str(keys))
+    flags += ("--journal-dir", str(tmp_path / "journal"))
+    lost = start_engine("--null-step-ms", "5", "--routing-policy", "round_robin", *flags)
+    eventually(lambda: lost.readiness()["replicas"] == ["ready"] * 2, "both replicas serve")
+    bodies = [
+        body(prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1) for number in range(8)
+    ]
+    begun = [
+        streams.Stream(lost.url(), each, headers={"X-Request-Id": f"request-{number}"})
+        for number, each in enumerate(bodies)
+    ]
+    first = [list(itertools.islice(iter(stream.next, None), 10)) for stream in begun]
+    lost.process.kill()
+    another = start_engine("--data-parallel-size", "0", *flags)
+    another.ready()
+    for number, read in enumerate(first):
+        begun[number].close()
+        last_id = read[-1].id
+        assert last_id is not None
+        headers = {"X-Request-Id": f"request-{number}", "Last-Event-ID": last_id}
+        rest = streams.Stream(another.url(), bodies[number], headers=headers).events()
+        assert ids_of(read + rest) == {0: EXPECTED[number]}
+
+
+@pytest.mark.slow
+def test_an_engine_with_another_training_of_the_model_gets_no_request(
+    start_engine: EngineFactory, keys: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(DEMO, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) // 2 :] = bytes(len(weights) - len(weights) // 2)
+    (other / "model.safetensors").unlink()  # it may be read-only
+    (other / "model.safetensors").write_bytes(weights)
+    machine = Machine(start_engine, keys, model=str(other))
+    machine.engine.ready()
+    remote = ("--replica-addresses", machine.address, "--curve-keys", str(keys))
+    alone = start_engine("--data-parallel-size", "0", *remote, model="demo")
+    head = start_engine("--routing-policy", "round_robin", *remote, model="demo")
+
+    def compared() -> Any:
+        answer = head.readiness()
+        return answer if answer["other_models"] else None
+
+    answer = eventually(compared, "the engine is compared")
+    assert answer["replicas"] == ["ready", "other_model"]
+    [line] = answer["other_models"]
+    assert line.startswith("replica 1 gets no requests: its model")
+    assert "weights" in line
+    assert "tokenizer" not in line
+    body = {"prompt": "def a", "max_tokens": 8, "temperature": 0}
+    texts = [head.post("/v1/completions", **body)["choices"][0]["text"] for _ in range(6)]
+    assert len(set(texts)) == 1
+
+    def remarked() -> str | None:
+        """Return where the engine without one of its own serves, once the status names it."""
+        reply = alone.status()
+        line = f"replica 0 gets no requests{answer['other_models'][0].partition('requests')[2]}"
+        return reply.url if reply is not None and reply.remarks == [line] else None
+
+    url = eventually(remarked, "the status names it")
+    refused = httpx.post(f"{url}/v1/completions", json=body)
+    assert refused.status_code == 503
+    assert "weights" in refused.json()["error"]["message"]

@@ -1,0 +1,1 @@
+"""Models of every kind in real processes."""

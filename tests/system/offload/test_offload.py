@@ -1,0 +1,305 @@
+"""KV blocks outside the workers: a successor reads them, and a damaged store costs no token."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.client import AsyncEngineClient, EngineClient, ReplicatedClient, ReplicatedOptions
+from protocol.client.request_stream import RequestStream
+from protocol.config import RoutingPolicy
+from protocol.config.settings import configure
+from protocol.lifecycle import Role
+from protocol.process.launch import EngineProcesses
+from protocol.sampling import SamplingParams
+from protocol.stores.tiers import memory_directory
+from scripts.bench.make_draft_model import make_draft
+from scripts.supervisor.model_names import BUNDLED_MODELS
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system.kills import NUM_TRIES, begin
+from tests.system.machines.test_replicas import kill_all, until_serving
+from tests.system.null_load import null_tokens
+
+NUM_PROMPTS = 4
+PROMPT_LEN = 320
+"""Twenty blocks; more than the least that is read."""
+PROMPTS = [
+    [7 + (13 * place + number * place * place) % 900 for place in range(PROMPT_LEN)]
+    for number in range(NUM_PROMPTS)
+]
+PARAMS = [
+    SamplingParams(max_tokens=200, temperature=0.9, seed=1 + number, ignore_eos=True)
+    for number in range(NUM_PROMPTS)
+]
+MEMORY = ("--kv-offload-bytes", str(2**28))
+Tokens = list[list[int]]
+
+
+def start(start_engine: EngineFactory, *flags: str) -> Engine:
+    few = ("--num-gpu-blocks-override", "400", "--check-invariants")
+    flags = ("--no-api", "--num-threads", "1", *few, *flags)
+    return start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
+
+
+def stop(engine: Engine) -> None:
+    engine.process.terminate()
+    assert engine.process.wait(TIMEOUT_S) == 0
+
+
+@contextlib.contextmanager
+def connected(engine: Engine) -> Iterator[EngineClient]:
+    with EngineClient(engine.address) as client:
+        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        yield client
+
+
+def tokens_of(client: EngineClient) -> Tokens:
+    streams = [client.submit(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+    return [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams]
+
+
+def tokens_over_kill(
+    engine: Engine, client: EngineClient, role: Role, rank: int
+) -> tuple[Tokens, bool]:
+    """Return the tokens of all requests, and whether all were open when the process died."""
+    victim = engine.row(role, rank)
+    assert victim.pid is not None
+    streams = begin(client, list(zip(PROMPTS, PARAMS, strict=True)))
+    os.kill(victim.pid, signal.SIGKILL)
+    was_amid = client._client.num_open_requests == NUM_PROMPTS
+    tokens = [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams]
+    eventually(lambda: engine.row(role, rank).epoch > victim.epoch, f"{role} is replaced")
+    return tokens, was_amid
+
+
+def num_loaded(client: EngineClient) -> int:
+    status = client.status
+    return 0 if status is None else status.stats.kv_tokens_loaded
+
+
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and len(path.name) >= 64]
+
+
+def wait_for_files(directory: Path, least: int) -> None:
+    def are_there() -> bool:
+        return len(files_in(directory)) >= least
+
+    eventually(are_there, f"{least} blocks in {directory}")
+
+
+STAGES = ("--pipeline-parallel-size", "2")
+CODED_STAGES = (*STAGES, "--quantization", "w8a16", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "flags"),
+    [
+        (Role.WORKER, 0, ()),
+        (Role.CORE, 0, ()),
+        pytest.param(Role.WORKER, 1, STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.CORE, 0, CODED_STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.WORKER, 0, CODED_STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.CORE, 0, STAGES, marks=pytest.mark.slow),
+        pytest.param(Role.WORKER, 0, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
+    ],
+)
+def test_after_kill_9_blocks_are_read_and_streams_go_on(
+    role: Role, rank: int, flags: tuple[str, ...], start_engine: EngineFactory
+) -> None:
+    """The tokens after it are those before it; with stages, each reads its layers' part."""
+    engine = start(start_engine, *MEMORY, *flags)
+    with connected(engine) as client:
+        directory = memory_directory(engine.run_dir)
+        alone = tokens_of(client)
+        num_parts = 2 if STAGES[0] in flags else 1
+        wait_for_files(directory, num_parts * NUM_PROMPTS * (PROMPT_LEN // 16))
+        for _ in range(NUM_TRIES):
+            tokens, was_amid = tokens_over_kill(engine, client, role, rank)
+            assert tokens == alone
+            if was_amid:
+                break
+        if role is Role.WORKER:  # the cache is empty; that of a worker without a core is, too
+            eventually(lambda: num_loaded(client) >= NUM_PROMPTS * PROMPT_LEN, "blocks are read")
+        else:
+            eventually(lambda: num_loaded(client) > 0, "blocks are read")
+    stop(engine)
+    assert not directory.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+def test_the_draft_models_blocks_are_kept_too(
+    role: Role, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """They cost no token, whether they are read, or damaged and left out."""
+    make_draft(BUNDLED_MODELS["demo"], tmp_path / "draft", 5, 0.0)
+    drafting = ("--speculative-model", str(tmp_path / "draft"), "--num-speculative-tokens", "3")
+    engine = start(start_engine, *MEMORY, *drafting, "--no-adaptive-speculation")
+    with connected(engine) as client:
+        directory = memory_directory(engine.run_dir)
+        alone = tokens_of(client)
+        wait_for_files(directory, 2 * NUM_PROMPTS * (PROMPT_LEN // 16))
+        for is_damaged in (False, True):
+            streams = [client.submit(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+            for stream in streams:
+                assert next(stream).finish_reason is None
+            if is_damaged:
+                for file in draft_files_in(directory):
+                    damage(file)
+            engine.kill(role)
+            assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in streams] == alone
+            eventually(lambda: num_loaded(client) > 0, "blocks are read")
+    stop(engine)
+
+
+def draft_files_in(directory: Path) -> list[Path]:
+    """Return the blocks of the smaller of two sizes, which are those of the draft model."""
+    sizes = {path: path.stat().st_size for path in files_in(directory)}
+    least, most = min(sizes.values()), max(sizes.values())
+    assert least < most
+    return [path for path, size in sizes.items() if size == least]
+
+
+def test_a_request_that_is_moved_brings_its_blocks() -> None:
+    """The blocks that a lost replica has written are read by the other one."""
+    config = configure(
+        model="demo",
+        data_parallel_size=2,
+        kv_offload_bytes=2**28,
+        num_gpu_blocks_override=400,
+        num_threads=1,
+        log_level="error",
+    )
+
+    options = ReplicatedOptions(policy=RoutingPolicy.ROUND_ROBIN)
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses, options) as client:
+            await until_serving(client, LOAD_TIMEOUT_S)
+            requests = list(zip(PROMPTS, PARAMS, strict=True))
+            streams = [client.submit(*one) for one in requests]
+            before = [await tokens_left(stream) for stream in streams]
+            streams, first = await begin_and_hold(client, 1)
+            num_there = client.clients[1].num_open_requests
+            # The other replica has not computed these prompts: it has another half.
+            kill_all(engine, 1)
+            pairs = zip(first, streams, strict=True)
+            assert [begun + await tokens_left(stream) for begun, stream in pairs] == before
+            assert client.num_moved == num_there
+            async with asyncio.timeout(TIMEOUT_S):
+                while num_loaded_at(client.clients[0]) < num_there * PROMPT_LEN:
+                    await asyncio.sleep(0.01)
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
+
+
+async def begin_and_hold(
+    client: ReplicatedClient, number: int
+) -> tuple[list[RequestStream], Tokens]:
+    """Begin all requests at two replicas in turn, and pause one of these amid its half.
+
+    Returns the streams, and the first tokens of each. The half has time for what the test does.
+    """
+    held = client.clients[number]
+    async with asyncio.timeout(LOAD_TIMEOUT_S):
+        while True:
+            streams = [client.submit(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+            first = [(await anext(stream)).token_ids for stream in streams]
+            assert await held.pause()
+            if held.num_open_requests == NUM_PROMPTS // 2:
+                return streams, first
+            await held.resume()  # some have ended before the pause
+            for stream in streams:
+                await tokens_left(stream)
+
+
+async def tokens_left(stream: RequestStream) -> list[int]:
+    return [token_id async for output in stream for token_id in output.token_ids]
+
+
+def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
+    config = configure(
+        model="null",
+        data_parallel_size=2,
+        prefill_replicas=1,
+        kv_offload_bytes=2**20,
+        null_step_ms=5.0,
+        null_token_ms=0.3,  # reading pays, however busy the machine is
+        log_level="error",
+    )
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+    short = [prompt[:100] for prompt in PROMPTS]
+    """Fewer tokens than those that are computed elsewhere."""
+
+    async def all_of(client: ReplicatedClient, prompts: Tokens) -> None:
+        streams = [client.submit(prompt, params) for prompt in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert await tokens_left(stream) == null_tokens(prompt, params.max_tokens)
+
+    options = ReplicatedOptions(prefill_replicas=1)
+
+    async def play(engine: EngineProcesses) -> None:
+        async with ReplicatedClient(engine.addresses, options) as client:
+            prefill, decode = client.clients
+            await until_serving(client)
+            await all_of(client, short)
+            assert client.num_handed_over == 0
+            await all_of(client, PROMPTS)
+            assert client.num_handed_over == NUM_PROMPTS
+            async with asyncio.timeout(TIMEOUT_S):
+                while num_loaded_at(decode) < NUM_PROMPTS * PROMPT_LEN // 2:
+                    await asyncio.sleep(0.01)
+            # Without the prefill replica the other one does everything.
+            kill_all(engine, 0)
+            async with asyncio.timeout(TIMEOUT_S):
+                while prefill.serves:
+                    await asyncio.sleep(0.01)
+            await all_of(client, PROMPTS)
+            await all_of(client, short)
+
+    with EngineProcesses.start(config) as engine:
+        asyncio.run(play(engine))
+
+
+def num_loaded_at(client: AsyncEngineClient) -> int:
+    return 0 if client.status is None else client.status.stats.kv_tokens_loaded
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("parts", "damaged"),
+    [((), "rank-0"), pytest.param(STAGES, "rank-1", marks=pytest.mark.slow)],
+)
+def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
+    parts: tuple[str, ...], damaged: str, start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """Of several ranks, one that cannot read its part is enough."""
+    flags = ("--kv-offload-dir", str(tmp_path / "kv"), *parts)
+    engine = start(start_engine, *flags)
+    with connected(engine) as client:
+        alone = tokens_of(client)
+        wait_for_files(tmp_path, (1 + len(parts) // 2) * NUM_PROMPTS * (PROMPT_LEN // 16))
+    stop(engine)
+    engine = start(start_engine, *flags)
+    with connected(engine) as client:
+        assert tokens_of(client) == alone
+        least = NUM_PROMPTS * PROMPT_LEN
+        eventually(lambda: num_loaded(client) >= least, "blocks are read")
+        loaded = num_loaded(client)
+        for file in files_in(tmp_path):
+            if damaged in file.parts:
+                damage(file)
+        engine.kill(Role.WORKER)
+        assert tokens_of(client) == alone
+        assert num_loaded(client) == loaded

@@ -1,0 +1,1 @@
+"""Processes that die, hang, pause or restart under load."""

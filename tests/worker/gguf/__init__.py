@@ -1,0 +1,1 @@
+"""GGUF files: headers, blocks, keys, tokenizers, and models that are made of them."""

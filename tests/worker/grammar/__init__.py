@@ -1,0 +1,1 @@
+"""Grammars: their compilation beside the worker, their texts, and constrained outputs."""

@@ -1,0 +1,1 @@
+"""The KV cache: pools, groups, windows, codes, and tables of states."""

@@ -1,0 +1,1 @@
+"""Checkpoints: what is loaded, proven, kept for the next start, or refused."""

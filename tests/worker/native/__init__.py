@@ -1,0 +1,1 @@
+"""Compiled kernels: their build, and their products."""

@@ -1,0 +1,217 @@
+"""Kernels over the codes of quantized checkpoints, against the weights that the codes stand for.
+
+In float32 both give the same bits. Rows in bfloat16 are multiplied with weights in float32, or
+with weights that are rounded to bfloat16, as the processor multiplies.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.combinations import in_turn
+from tests.worker.quantization.quantized_checkpoints import FP4, NF4
+from tests.worker.quantization.test_quantization import MOST_ROWS, NUM_MANY_ROWS, product
+from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.quantization.packing import (
+    CannotJoin,
+    can_take_codes,
+    join_packed,
+    obstacle,
+    pack_codes,
+    pack_for_codes,
+)
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
+
+NUM_ROWS = (*range(MOST_ROWS + 1), *NUM_MANY_ROWS)
+
+
+class Case(NamedTuple):
+    """A weight of some shape."""
+
+    kind: CodeKind
+    shape: tuple[int, int]
+    group_size: int
+    scales: torch.dtype = torch.float16
+    has_zeros: bool = False
+    has_order: bool = False
+
+
+CASES = (
+    Case(CodeKind.INT4, (96, 128), 32, has_zeros=True),
+    Case(CodeKind.INT4, (70, 200), 64, torch.bfloat16),
+    Case(CodeKind.INT4, (160, 257), 128, has_zeros=True),
+    Case(CodeKind.INT4, (34, 300), 300),
+    Case(CodeKind.INT4, (64, 256), 64, has_zeros=True, has_order=True),
+    Case(CodeKind.INT8, (70, 45), 45, torch.float32),
+    Case(CodeKind.INT8, (96, 192), 64, has_zeros=True),
+    Case(CodeKind.INT8, (64, 256), 32, torch.bfloat16, has_order=True),
+    Case(CodeKind.INT4, (70, 200), 32, torch.float32, has_zeros=True),
+    Case(CodeKind.INT4, (70, 200), 32, torch.bfloat16, has_zeros=True),
+    Case(CodeKind.NF4, (96, 192), 64, torch.float32),
+    Case(CodeKind.FP4, (70, 256), 32, torch.float32),
+    Case(CodeKind.NF4, (34, 300), 300),
+    Case(CodeKind.FP8, (70, 257), 257, torch.float32),
+    Case(CodeKind.FP8, (160, 300), 128, torch.float32),
+)
+
+
+def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
+    """Make codes of every value, with scales of both signs and many sizes."""
+    generator = torch.Generator().manual_seed(seed + sum(case.shape))
+    num_outputs, num_inputs = case.shape
+    num_groups = -(-num_inputs // case.group_size)
+    most = 2**case.kind.bits
+    codes = torch.randint(0, most, case.shape, generator=generator, dtype=torch.uint8)
+    if case.kind is CodeKind.FP8:
+        codes[codes & 0x7F == 0x7F] = 1  # less than the normal numbers, instead of NaN
+    scales = torch.randn(num_outputs, num_groups, generator=generator)
+    scales *= torch.logspace(-4, 1, num_outputs).unsqueeze(1)
+    zeros = torch.full((num_outputs, num_groups), most / 2)
+    if case.has_zeros:
+        zeros = torch.randint(0, most, zeros.shape, generator=generator).float()
+    table = None
+    if case.kind in (CodeKind.NF4, CodeKind.FP4):
+        table = torch.tensor(NF4 if case.kind is CodeKind.NF4 else FP4)
+    if case.kind is CodeKind.FP8 or table is not None:
+        zeros.zero_()
+    order = None
+    if case.has_order:
+        order = torch.randperm(num_inputs, generator=generator) // case.group_size
+    rounded = scales.to(case.scales).float()
+    return QuantizedWeight(case.kind, codes, rounded, zeros, case.group_size, order, table=table)
+
+
+@pytest.fixture(scope="module")
+def library() -> NativeLibrary:
+    return NativeLibrary(build())
+
+
+def permuted(rows: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    return rows if packed.order is None else rows[:, packed.order]
+
+
+@pytest.mark.parametrize(("case", "gates"), in_turn(CASES, [False, True]), ids=str)
+def test_products_in_float32_have_the_bits_of_the_dequantized_weight(
+    case: Case, gates: bool, kernels: NativeLibrary
+) -> None:
+    """The plain weight has its inputs in the same order, which is that of the sums."""
+    weight = make_weight(case)
+    assert obstacle(weight) == ""
+    bias = torch.randn(case.shape[0])
+    codes = pack_codes(weight, bias, torch.float32, gates=gates)
+    dense = permuted(weight.dequantize(torch.float32), codes)
+    units = kernels.pack(dense, bias, gates=gates)
+    rows = torch.randn(max(NUM_ROWS), case.shape[1])
+    for num_rows in NUM_ROWS:
+        given = permuted(rows[:num_rows], codes)
+        want = product(kernels, units, given, gates=gates)
+        assert torch.equal(product(kernels, codes, given, gates=gates), want), num_rows
+    assert codes.panels.nbytes < 0.8 * case.kind.bits * units.panels.nbytes / 8
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_in_bfloat16_are_those_of_the_weights_in_one_of_two_types(
+    case: Case, kernels: NativeLibrary
+) -> None:
+    weight = make_weight(case)
+    codes = pack_codes(weight, None, torch.bfloat16)
+    dense = permuted(weight.dequantize(torch.float32), codes)
+    wide, narrow = kernels.pack(dense, None), kernels.pack(dense.bfloat16(), None)
+    rows = torch.randn(max(NUM_ROWS), case.shape[1]).bfloat16()
+    agree: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "wide": lambda given: product(kernels, wide, given.float()).bfloat16(),
+        "narrow": lambda given: product(kernels, narrow, given),
+    }
+    for num_rows in NUM_ROWS:
+        given = permuted(rows[:num_rows], codes)
+        found = product(kernels, codes, given)
+        agree = {name: one for name, one in agree.items() if torch.equal(found, one(given))}
+        assert agree, num_rows
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_a_part_of_a_weight_is_that_part_packed(case: Case, library: NativeLibrary) -> None:
+    case = case._replace(shape=(160, case.shape[1]))
+    weight, rows = make_weight(case), torch.randn(3, case.shape[1])
+    part = pack_codes(weight, None, torch.float32).outputs(64, 40)
+    cut = slice(64, 104)
+    alone = weight._replace(
+        codes=weight.codes[cut], scales=weight.scales[cut], zeros=weight.zeros[cut]
+    )
+    packed = pack_codes(alone, None, torch.float32)
+    found, want = (product(library, one, rows)[:, :40] for one in (part, packed))
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("num_even", [0, 1])
+def test_experts_with_other_types_of_scales_and_zero_points_are_joined(num_even: int) -> None:
+    """A zero point of all groups, and scales of 16 bits, need not be those of every expert."""
+    cases = [CASES[0], CASES[0]._replace(scales=torch.float32), CASES[0]]
+    weights = [make_weight(case, seed) for seed, case in enumerate(cases)]
+    for weight in weights[:num_even]:
+        weight.zeros.fill_(7)
+    joined = join_packed(
+        (pack_codes(weight, None, torch.float32) for weight in weights), len(weights)
+    )
+    assert joined.scales is not None
+    assert joined.grouping is not None
+    assert joined.scales.dtype == torch.float32
+    zeros = joined.grouping.zeros
+    assert zeros is not None
+    assert len(zeros) == len(joined.scales)
+    assert bool((zeros[: num_even * len(zeros) // 3] == 7).all())
+
+
+def test_experts_with_tables_of_their_own_are_not_joined() -> None:
+    one = make_weight(Case(CodeKind.NF4, (96, 192), 64))
+    assert one.table is not None
+    packed = [
+        pack_codes(one._replace(table=table), None, torch.float32)
+        for table in (one.table, one.table * 2)
+    ]
+    join_packed(iter([packed[0], packed[0]]), 2)
+    with pytest.raises(CannotJoin, match="tables of their own"):
+        join_packed(iter(packed), 2)
+
+
+def test_rows_of_codes_are_multiplied_with_the_codes_of_the_checkpoint(
+    kernels: NativeLibrary,
+) -> None:
+    case = Case(CodeKind.INT8, (70, 300), 300, torch.float32)
+    weight = make_weight(case)
+    assert can_take_codes(weight)
+    packed = pack_for_codes(weight, None)
+    assert packed.format is Format.INT8_FOR_CODES
+    rows = torch.randint(-127, 128, (5, 300)).bfloat16()
+    rows[:, 7] = 127.0  # the scale of a row is 1
+    sums = rows.double() @ (weight.codes.double() - 128).t()
+    want = (sums.float() * weight.scales[:, 0]).bfloat16()
+    assert torch.equal(product(kernels, packed, rows)[:, :70], want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"group_size": 48}, "groups of 48 inputs"),
+        ({"order": torch.zeros(128, dtype=torch.int64)}, "groups of different sizes"),
+    ],
+)
+def test_codes_that_no_kernel_reads_are_named(changes: dict[str, object], reason: str) -> None:
+    weight = make_weight(CASES[0])._replace(**changes)
+    assert obstacle(weight) == reason
+
+
+@pytest.mark.parametrize("scale", [1e-33, 200.0])
+def test_scales_of_e4m3_are_bounded(scale: float) -> None:
+    weight = make_weight(CASES[-1])
+    weight.scales[3, 1] = scale
+    assert "scales that are not between" in obstacle(weight)

@@ -1,0 +1,1 @@
+"""Blocks outside the worker: stores, other machines, and their layout."""

@@ -1,0 +1,1 @@
+"""Models that are divided among ranks and stages."""

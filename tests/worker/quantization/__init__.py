@@ -1,0 +1,1 @@
+"""Weights in codes: of checkpoints, and rounded at the load."""

@@ -1,0 +1,1 @@
+"""From logits and hidden states to tokens, logprobs and vectors."""
