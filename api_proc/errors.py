@@ -8,7 +8,7 @@ import msgspec
 from api_proc.http.choices import choices
 from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import RequestFailed
-from protocol.config.complaints import read_complaint
+from protocol.config.field_errors import read_field_error
 from protocol.sampling import FinishReason
 
 RETRY_AFTER_S = 1
@@ -119,16 +119,16 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) 
     if not isinstance(error, msgspec.ValidationError):
         reason = f"the body is not valid JSON: {_not_json(text, raw)}"
         return ApiError(400, reason if raw != b"" else "the body is empty", code="invalid_json")
-    complaint = read_complaint(text)
-    param = complaint.place
-    if complaint.is_missing:
+    problem = read_field_error(text)
+    param = problem.place
+    if problem.is_missing:
         if param == "prompt" and raw is not None and _has_name(raw, "prompt_embeds"):
             return unsupported("prompt_embeds")
-        code, reason = "missing_required_parameter", complaint.reason
+        code, reason = "missing_required_parameter", problem.reason
     else:
-        code = _code(param, complaint.original)
-        reason = choices(complaint.original, kind, param) or (
-            read_complaint(text, _shown(raw, param)).reason
+        code = _code(param, problem.original)
+        reason = choices(problem.original, kind, param) or (
+            read_field_error(text, _shown(raw, param)).reason
         )
     return ApiError(400, f"{param or 'body'}: {reason}", param=param or None, code=code)
 
@@ -154,17 +154,17 @@ def _has_name(raw: bytes, name: str) -> bool:
     return value is not None and bytes(value).strip() != b"null"
 
 
-def _code(param: str, complaint: str) -> str:
-    if param == "prompt" and ("length >= 1" in complaint or "`null`" in complaint):
+def _code(param: str, problem: str) -> str:
+    if param == "prompt" and ("length >= 1" in problem or "`null`" in problem):
         return "empty_prompt"
     if param.startswith("prompt["):
-        return "empty_prompt" if "length >= 1" in complaint else code_of_id(complaint)
+        return "empty_prompt" if "length >= 1" in problem else code_of_id(problem)
     return ErrorCode.INVALID
 
 
-def code_of_id(complaint: str) -> str:
-    """Return the code of msgspec's complaint about a token id: `null` stands for none."""
-    return ErrorCode.INVALID if "`null`" in complaint else "token_out_of_range"
+def code_of_id(problem: str) -> str:
+    """Return the code of msgspec's error about a token id: `null` stands for none."""
+    return ErrorCode.INVALID if "`null`" in problem else "token_out_of_range"
 
 
 def _shown(raw: bytes | None, path: str) -> str | None:

@@ -8,8 +8,8 @@ workers. Until then every request and every control is refused with "starting".
 
 The loop drives the engine in a fixed order. A turn handles messages (`add`, `abort`, `control`,
 `update`), and then decides steps (`schedule`, until it returns None). Before it sends a step, it
-writes the result of `take_marks` to the progress page. `take_mail` comes last. Between two turns
-the following holds:
+writes the result of `take_marks` to the progress page. `take_outgoing` comes last. Between two
+turns the following holds:
 
 - A request is open for its client exactly as long as the scheduler knows it. Each request that
   ends does so once: with a final output, with `Refused`, or because its client aborted it or left.
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from core_proc.kv.stores import open_stores
-from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.output_check import InvalidWorkerOutput
 from core_proc.links.owners import Client, Owners
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.running_engine import RunningEngine
@@ -178,16 +178,16 @@ class EngineCore:
             self.running.pausing.drain()
 
     def control(self, client: Client, control: Control) -> None:
-        """Handle a request about the whole engine; the answer is left in the mail."""
+        """Handle a request about the whole engine; the answer is among the outgoing messages."""
         if self.running is None:
             done = ControlDone(control.number, ok=False, pause_mode=PauseMode.RUNNING)
             self._owners.post(client, done)
         else:
             self.running.control(client, control)
 
-    def take_mail(self) -> list[tuple[Client, CoreToClient]]:
+    def take_outgoing(self) -> list[tuple[Client, CoreToClient]]:
         """Return all messages for clients except outputs; called once in every turn."""
-        return self._owners.take_mail()
+        return self._owners.take_outgoing()
 
     def schedule(self) -> SchedulerOutput | None:
         running = self._with_workers
@@ -211,7 +211,7 @@ class EngineCore:
     def answered(self, answer: RankAnswer) -> None:
         """Handle the joined answer of all ranks to one of these messages."""
         if self.running is None:
-            raise WorkerMisbehaved(f"{type(answer).__name__} came before anything was asked for")
+            raise InvalidWorkerOutput(f"{type(answer).__name__} came before anything was asked for")
         self.running.answered(answer)
 
     @property
@@ -227,7 +227,9 @@ class EngineCore:
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
         """Take in the results of a step; returns the outputs for each client."""
         if self.running is None:
-            raise WorkerMisbehaved(f"output of step {output.step_id} came before any step was sent")
+            raise InvalidWorkerOutput(
+                f"output of step {output.step_id} came before any step was sent"
+            )
         return self.running.update(output)
 
     @property

@@ -125,7 +125,7 @@ class CoreLoop:
         failpoint("core.after_drain")
         self._has_more_to_decide = self._leaves_at is None and self._workers.dispatch()
         self._report()  # first, so that a pause is in the status when its answer arrives
-        self._clients.send_mail()
+        self._clients.send_outgoing()
         self._engine.loop_histogram.observe(self._clock.monotonic() - started)
 
     def _poll_ms(self) -> int:

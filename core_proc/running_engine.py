@@ -9,7 +9,7 @@ from core_proc.invariants import check_invariants
 from core_proc.kv.offload import Offload
 from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
 from core_proc.links.grammars import MAX_COMPILING, Grammars
-from core_proc.links.output_check import WorkerMisbehaved, check_output
+from core_proc.links.output_check import InvalidWorkerOutput, check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
 from core_proc.links.prompt_progress import PromptProgress
 from core_proc.options import SchedulerOptions
@@ -194,7 +194,7 @@ class RunningEngine:
         name = f"adapter {adapter.name!r}"
         if self.adapters.refuses(adapter):
             return RequestError(ErrorCode.QUARANTINED, f"{name}: {KILLS_WORKERS}", ADAPTER_PARAM)
-        if self.adapters.confuses(adapter):
+        if self.adapters.has_id_conflict(adapter):
             return RequestError(ErrorCode.INVALID, f"{name}: {SAME_ID}", ADAPTER_PARAM)
         return None
 
@@ -254,7 +254,7 @@ class RunningEngine:
             case AdapterLoaded():
                 self._unblocked(self.adapters.loaded(answer))
             case _ if self.scheduler.offload is None:
-                raise WorkerMisbehaved(f"blocks of request {answer.req_id} were never asked for")
+                raise InvalidWorkerOutput(f"blocks of request {answer.req_id} were never asked for")
             case BlocksLoaded():
                 self.scheduler.blocks_loaded(answer)
             case BlocksFound():

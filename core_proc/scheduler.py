@@ -42,9 +42,9 @@ from core_proc.request import BLOCKED, FOR_WORKER, Request, RequestStatus
 from core_proc.scheduling.admission import Admission
 from core_proc.scheduling.departures import Departures
 from core_proc.scheduling.loads import Loads, Outcome
-from core_proc.scheduling.making_room import RoomMaking
 from core_proc.scheduling.outputs import OutputUpdate
 from core_proc.scheduling.partial_prefills import PartialPrefills
+from core_proc.scheduling.priority_preemption import PriorityPreemption
 from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
 from core_proc.scheduling.results import Failure, StepResult
@@ -96,7 +96,7 @@ class Scheduler:
         self.requests = self.queues.requests
         self.waiting = self.queues.waiting
         self.loads = Loads(self.kv, self.queues, self._admission, self.policy, offload)
-        self._room_making = RoomMaking(
+        self._room_making = PriorityPreemption(
             self.kv, self.queues, self.loads, self._admission, self.victims
         )
         self._departures = Departures(

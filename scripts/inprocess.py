@@ -95,7 +95,7 @@ class InprocEngine:
     def _read_mail(self) -> list[ControlDone]:
         """Keep the failures; returns the answers."""
         answers = []
-        for _, message in self._core.take_mail():
+        for _, message in self._core.take_outgoing():
             if isinstance(message, ControlDone):
                 answers.append(message)
             elif isinstance(message, Refused) and message.request_id is not None:

@@ -91,7 +91,7 @@ async def _decoded(state: ApiState, connection: Connection, decode: BodyDecoder[
     if not state.config.lora.enable_lora:
         raise ApiError(400, "the server was started without --enable-lora", code="lora_disabled")
     with Turn(state.large_requests) as turn:
-        body, _ = await decode.in_turn(raw, turn)
+        body, _ = await decode.in_slices(raw, turn)
     return body
 
 

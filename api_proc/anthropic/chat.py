@@ -57,8 +57,8 @@ class MessagesDecoder:
     def __call__(self, raw: bytes) -> MessagesChat:
         return chat_of(self._decode(raw))
 
-    async def in_turn(self, raw: bytes, turn: Turn) -> tuple[MessagesChat, list[str]]:
-        body, unknown = await self._decode.in_turn(raw, turn)
+    async def in_slices(self, raw: bytes, turn: Turn) -> tuple[MessagesChat, list[str]]:
+        body, unknown = await self._decode.in_slices(raw, turn)
         refuse_foreign(raw, unknown, FOREIGN_NAMES)
         return chat_of(body), unknown
 

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_proc.anthropic.objects import MessageError, MessageErrorResponse, Ping, encode, frame
 from api_proc.errors import UNSUPPORTED, ApiError
-from api_proc.http.connection import REQUEST_ID_KEY, STYLE_KEY, Style
+from api_proc.http.connection import REQUEST_ID_KEY, STYLE_KEY, ResponseStyle
 
 PATH = "/v1/messages"
 
@@ -48,7 +48,7 @@ def render_error(error: ApiError, request_id: str) -> bytes:
     return encode(error_response(error, request_id))
 
 
-_STYLE = Style(frame(Ping()), render_error)
+_STYLE = ResponseStyle(frame(Ping()), render_error)
 
 
 class MessagesMiddleware:

@@ -61,7 +61,7 @@ async def count_tokens(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, unknown = await _decode_prompt.in_turn(raw, turn)
+        body, unknown = await _decode_prompt.in_slices(raw, turn)
         unknown = [name for name in unknown if name not in _CONCERN_OUTPUT]
         connection.headers += state.unknown_fields.check(raw, unknown)
         chat = prompt_of(body)

@@ -17,7 +17,7 @@ def choices(reason: str, kind: Any, path: str) -> str | None:
     """Return what the field may have, for an error; None: it may have any value of a type.
 
     Args:
-        reason: msgspec's complaint about a value.
+        reason: msgspec's error about a value.
         kind: what was decoded; None: not known.
         path: of the field, as `messages[0].role`.
     """

@@ -27,14 +27,14 @@ HAS_CLIENT_ID_KEY = "troika.has_client_id"
 ORIGIN_KEY = "troika.origin"
 """The API key that admitted the request, as a name that does not reveal it."""
 STYLE_KEY = "troika.style"
-"""How the answers of a route look if they do not have OpenAI's shape; see `Style`."""
+"""How the answers of a route look if they do not have OpenAI's shape; see `ResponseStyle`."""
 UNREAD_KEY = "troika.num_unread"
 """A function that counts the tokens that wait to be sent, for the server."""
 ABORT_KEY = "troika.abort"
 """A function of the server that closes the connection at once."""
 
 
-class Style(NamedTuple):
+class ResponseStyle(NamedTuple):
     """What all responses have in common on routes that do not have OpenAI's shape."""
 
     keep_alive: bytes
@@ -331,7 +331,7 @@ class Connection:
         self.disconnected = True
 
     async def _keep_alive(self) -> None:
-        style: Style | None = self.scope.get(STYLE_KEY)
+        style: ResponseStyle | None = self.scope.get(STYLE_KEY)
         frame = KEEP_ALIVE_COMMENT if style is None else style.keep_alive
         while not self.disconnected:
             num_sent = self._num_sent
@@ -342,7 +342,7 @@ class Connection:
 
 def error_body(scope: Scope, error: ApiError) -> bytes:
     """Return the body of an error response, in the shape of the request's route."""
-    style: Style | None = scope.get(STYLE_KEY)
+    style: ResponseStyle | None = scope.get(STYLE_KEY)
     return error.body() if style is None else style.render_error(error, scope[REQUEST_ID_KEY])
 
 

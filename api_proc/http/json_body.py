@@ -99,7 +99,7 @@ class BodyDecoding(Protocol[Decoded_co]):
     def __call__(self, raw: bytes) -> Decoded_co:
         """Decode a body that this server has accepted before, or a small one, without a pause."""
 
-    async def in_turn(self, raw: bytes, turn: Turn) -> tuple[Decoded_co, list[str]]:
+    async def in_slices(self, raw: bytes, turn: Turn) -> tuple[Decoded_co, list[str]]:
         """Decode a body of any size; returns it with names that its structs lack."""
 
 
@@ -119,7 +119,7 @@ class BodyDecoder(Generic[Body]):
             pass
         return decoding.body
 
-    async def in_turn(self, raw: bytes, turn: Turn) -> tuple[Body, list[str]]:
+    async def in_slices(self, raw: bytes, turn: Turn) -> tuple[Body, list[str]]:
         """Decode a body of any size; returns it with names that its structs lack."""
         decoding = self._begin(raw)
         for _ in decoding.steps():

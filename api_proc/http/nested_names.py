@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from protocol.config.complaints import read_complaint
+from protocol.config.field_errors import read_field_error
 
 _CONTENT = frozenset({"messages", "input", "documents", "system"})
 """Fields that hold texts: clients send them back as other servers have written them."""
@@ -28,7 +28,7 @@ class NestedNames:
         try:
             self._decoder.decode(raw)
         except msgspec.ValidationError as error:
-            return read_complaint(str(error)).place
+            return read_field_error(str(error)).place
         return None
 
 

@@ -14,7 +14,7 @@ from api_proc.params import bad_word_ids, nth_seed, room_for_output
 from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import TextTokenizer
 from protocol import sampling
-from protocol.config.complaints import read_complaint
+from protocol.config.field_errors import read_field_error
 from protocol.core_worker import ModelFacts
 
 
@@ -106,7 +106,7 @@ def convert_fields(params: msgspec.Struct, hints: Mapping[str, Any]) -> None:
         try:
             setattr(params, name, msgspec.convert(value, hint))
         except msgspec.ValidationError as error:
-            raise ValueError(read_complaint(str(error), repr(value)).about(name)) from None
+            raise ValueError(read_field_error(str(error), repr(value)).about(name)) from None
 
 
 class _Constrained(msgspec.Struct, kw_only=True):

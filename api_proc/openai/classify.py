@@ -14,7 +14,7 @@ from api_proc.openai.pooled import (
     PooledBody,
     PooledPrompt,
     PooledRequests,
-    decoded_in_turn,
+    decoded_in_slices,
     kept_length,
     usage_of,
 )
@@ -63,7 +63,7 @@ _decode = BodyDecoder(ClassifyBody)
 
 async def classify(state: ApiState, connection: Connection) -> None:
     """Handle one request; its texts are batched with all other requests."""
-    async with decoded_in_turn(state, connection, _decode) as (body, facts, turn):
+    async with decoded_in_slices(state, connection, _decode) as (body, facts, turn):
         adapter = state.require_model(body.model)
         if facts.num_labels == 0:
             raise ApiError(400, "the model has no classification head", code="unsupported_model")

@@ -19,7 +19,7 @@ from api_proc.openai.pooled import (
     PooledBody,
     PooledPrompt,
     PooledRequests,
-    decoded_in_turn,
+    decoded_in_slices,
     kept_length,
     require_vectors,
     usage_of,
@@ -76,7 +76,7 @@ _decode = BodyDecoder(EmbeddingBody)
 
 async def create_embeddings(state: ApiState, connection: Connection) -> None:
     """Handle one request; its vectors are batched with all other requests."""
-    async with decoded_in_turn(state, connection, _decode) as (body, facts, turn):
+    async with decoded_in_slices(state, connection, _decode) as (body, facts, turn):
         adapter = state.require_model(body.model)
         pooling = _pooling(state, body, facts)
         inputs = _inputs(body)

@@ -33,7 +33,7 @@ async def invoke(state: ApiState, connection: Connection) -> None:
     """POST /invocations; classifies `input` if the model has labels, and otherwise embeds it."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
     with Turn(state.large_requests) as turn:
-        _, names = await _decode.in_turn(raw, turn)
+        _, names = await _decode.in_slices(raw, turn)
     handler = next((_BY_FIELD[name] for name in _BY_FIELD if name in names), None)
     if handler is None:
         raise invalid("body", f"must have one of the fields {', '.join(_BY_FIELD)}")

@@ -9,7 +9,7 @@ from protocol.core_worker import ModelFacts
 _SLICE_S = 0.002
 
 
-async def packed_in_turn(
+async def packed_in_slices(
     prompts: list[list[int]], facts: ModelFacts, turn: Turn
 ) -> list[PromptIds]:
     """Return prompts in the form to submit; RequestFailed if an id is too large."""

@@ -14,7 +14,7 @@ from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.open_requests import Slot
-from api_proc.openai.packing import packed_in_turn
+from api_proc.openai.packing import packed_in_slices
 from api_proc.state import ApiState
 from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
@@ -63,14 +63,14 @@ def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:
 
 
 @asynccontextmanager
-async def decoded_in_turn(
+async def decoded_in_slices(
     state: ApiState, connection: Connection, decode: BodyDecoder[Body]
 ) -> AsyncIterator[tuple[Body, ModelFacts, Turn]]:
     """Read and decode the body of a request, whose turn lasts until the end of the block."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = await state.accepting()
     with Turn(state.large_requests) as turn:
-        body, unknown = await decode.in_turn(raw, turn)
+        body, unknown = await decode.in_slices(raw, turn)
         connection.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)
         del raw
@@ -186,7 +186,7 @@ class PooledRequests:
         state, body, adapter = self._state, self._body, self._adapter
         began = time.perf_counter()
         for token_ids, second_text_start in self._prompts:
-            [prompt] = await packed_in_turn([token_ids], facts, turn)
+            [prompt] = await packed_in_slices([token_ids], facts, turn)
             if self._is_cancelled:
                 return
             pooling = self._pooling

@@ -22,7 +22,7 @@ from api_proc.openai.pooled import (
     PooledBody,
     PooledPrompt,
     PooledRequests,
-    decoded_in_turn,
+    decoded_in_slices,
     kept_length,
     usage_of,
 )
@@ -143,7 +143,7 @@ _decode_rerank = BodyDecoder(RerankBody)
 
 async def create_scores(state: ApiState, connection: Connection) -> None:
     """POST /score and /v1/score."""
-    async with decoded_in_turn(state, connection, _decode_score) as (body, facts, turn):
+    async with decoded_in_slices(state, connection, _decode_score) as (body, facts, turn):
         scored = await _score(state, connection, _pairs(body), facts, turn)
     if scored is None:
         return
@@ -159,7 +159,7 @@ async def create_scores(state: ApiState, connection: Connection) -> None:
 
 async def rerank(state: ApiState, connection: Connection) -> None:
     """POST /rerank, /v1/rerank and /v2/rerank."""
-    async with decoded_in_turn(state, connection, _decode_rerank) as (body, facts, turn):
+    async with decoded_in_slices(state, connection, _decode_rerank) as (body, facts, turn):
         documents = [one if isinstance(one, str) else one.text for one in body.documents]
         pairs = _Pairs(body, [body.query], documents, ("query", "documents"))
         scored = await _score(state, connection, pairs, facts, turn)

@@ -16,7 +16,7 @@ from api_proc.errors import ApiError, from_request_error, internal
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoding, Turn
 from api_proc.openai.generation import Generation, MakeParser
-from api_proc.openai.packing import packed_in_turn
+from api_proc.openai.packing import packed_in_slices
 from api_proc.openai.reply import Answer, MakeAnswer
 from api_proc.openai.steps import Step, in_intervals
 from api_proc.openai.structured import grammar_of, name_field
@@ -76,7 +76,7 @@ class GenerationApi(Generic[Body]):
             return
         facts = await state.accepting()
         with Turn(state.large_requests) as turn:
-            body, unknown = await self.decode.in_turn(raw, turn)
+            body, unknown = await self.decode.in_slices(raw, turn)
             connection.reserve_values(turn.num_values)
             connection.headers += state.unknown_fields.check(raw, unknown)
             body.check()
@@ -89,7 +89,7 @@ class GenerationApi(Generic[Body]):
                 await turn.rest()
                 try:
                     prompts = await generation.prepare(self.tokenize(state, body, facts))
-                    forms = await packed_in_turn([ids for ids, _ in prompts], facts, turn)
+                    forms = await packed_in_slices([ids for ids, _ in prompts], facts, turn)
                 except RequestFailed as failure:
                     raise from_request_error(failure.error, self.prompt_param) from failure
                 if generation.cancelled:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from api_proc.chat.lark import nested_json
 from api_proc.errors import invalid, unsupported
 from protocol.api_core import RequestError
-from protocol.config.complaints import in_words
+from protocol.config.field_errors import json_error_text
 from protocol.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 MAX_CHOICES = 4096
@@ -175,7 +175,7 @@ def _from_structured_outputs(form: StructuredOutputs) -> Grammar:
     try:
         tag = msgspec.json.decode(_filled(value, where), type=ResponseFormat)
     except msgspec.DecodeError as error:
-        raise invalid(where, f"is not a structural tag: {in_words(error)}") from error
+        raise invalid(where, f"is not a structural tag: {json_error_text(error)}") from error
     return _from_structural_tag(tag, where)
 
 

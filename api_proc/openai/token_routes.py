@@ -61,7 +61,7 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, unknown = await _decode_tokenize.in_turn(raw, turn)
+        body, unknown = await _decode_tokenize.in_slices(raw, turn)
         reject_unsupported(body, "")
         connection.headers += state.unknown_fields.check(raw, unknown, _NO_FOREIGN)
         await turn.rest()
@@ -115,7 +115,7 @@ async def apply_template(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, unknown = await _decode_template.in_turn(raw, turn)
+        body, unknown = await _decode_template.in_slices(raw, turn)
         reject_unsupported(body, "")
         connection.headers += state.unknown_fields.check(raw, unknown, _NO_FOREIGN)
         state.require_model(body.model)
@@ -143,7 +143,7 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, unknown = await _decode_detokenize.in_turn(raw, turn)
+        body, unknown = await _decode_detokenize.in_slices(raw, turn)
         connection.headers += state.unknown_fields.check(raw, unknown, _NO_FOREIGN)
         state.require_model(body.model)
         if len(body.tokens) > facts.max_model_len:

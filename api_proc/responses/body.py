@@ -189,8 +189,8 @@ class ResponseDecoder:
     def __call__(self, raw: bytes) -> ResponsesChat:
         return _chat_of(self._decoder(raw))
 
-    async def in_turn(self, raw: bytes, turn: Turn) -> tuple[ResponsesChat, list[str]]:
-        body, unknown = await self._decoder.in_turn(raw, turn)
+    async def in_slices(self, raw: bytes, turn: Turn) -> tuple[ResponsesChat, list[str]]:
+        body, unknown = await self._decoder.in_slices(raw, turn)
         foreign = [name for name in unknown if name in _OTHER_ROUTES]
         if foreign:
             values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

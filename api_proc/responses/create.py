@@ -140,7 +140,7 @@ async def _count_input(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
-        body, unknown = await RESPONSES.decode.in_turn(raw, turn)
+        body, unknown = await RESPONSES.decode.in_slices(raw, turn)
         connection.headers += state.unknown_fields.check(raw, unknown)
         body.check()
         state.require_model(body.model)

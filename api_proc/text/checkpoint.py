@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from protocol.config import ConfigError
-from protocol.config.complaints import read_complaint
+from protocol.config.field_errors import read_field_error
 from protocol.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 log = logging.getLogger("troika.api")
@@ -61,7 +61,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
         try:
             values[item.name] = msgspec.convert(value, item.type)
         except msgspec.ValidationError as error:
-            reason = read_complaint(str(error), repr(value)).reason
+            reason = read_field_error(str(error), repr(value)).reason
             log.warning("generation_config.json: %s is ignored: %s", item.name, reason)
     return SamplingDefaults(**values)
 

@@ -185,7 +185,7 @@ class Adapters:
         """Return whether workers have died of the load of an adapter."""
         return self._trials.refuses(adapter.adapter_id)
 
-    def confuses(self, adapter: Adapter) -> bool:
+    def has_id_conflict(self, adapter: Adapter) -> bool:
         """Return whether a different adapter that is in use or loaded has the same id."""
         entry = self._entries.get(adapter.adapter_id)
         return entry is not None and entry.adapter.digest != adapter.digest
@@ -195,7 +195,7 @@ class Adapters:
 
         One that is refused is tried once more.
         """
-        if self.confuses(adapter):
+        if self.has_id_conflict(adapter):
             self._done(client, number, SAME_ID, ErrorCode.INVALID)
             return
         if sum(len(entry.callers) for entry in self._entries.values()) >= MAX_LOADS:

@@ -29,7 +29,7 @@ from protocol.api_core import (
     StepOutputs,
     decode_from_client,
 )
-from protocol.config.request_complaints import request_complaint
+from protocol.config.request_errors import request_error
 from protocol.kv_events import KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import MAX_TEXT, ProtocolError, encode
 from protocol.salvage import request_id_of_add
@@ -130,7 +130,7 @@ class Clients:
         request_id = request_id_of_add(body) if header.epoch == self._epoch else None
         if request_id is not None:
             self._engine.abort(peer, [request_id])
-            error = request_complaint(problem)
+            error = request_error(problem)
         else:
             error = RequestError(ErrorCode.INVALID, problem[:MAX_TEXT])
         self.send(peer, Refused(request_id, error, header.seq))
@@ -192,9 +192,9 @@ class Clients:
         severity = logging.INFO if num_aborted else logging.DEBUG
         log.log(severity, "client %s: %d requests aborted", why, num_aborted)
 
-    def send_mail(self) -> None:
+    def send_outgoing(self) -> None:
         """Send the messages of this turn except outputs, and events to clients that keep up."""
-        for peer, message in self._engine.take_mail():
+        for peer, message in self._engine.take_outgoing():
             self.send(peer, message)
         self._events.append(self._engine.take_kv_events())
         for peer in self._events.waiting():

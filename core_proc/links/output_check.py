@@ -7,7 +7,7 @@ from core_proc.request import Request, RequestStatus
 from protocol.core_worker import ModelRunnerOutput
 
 
-class WorkerMisbehaved(Exception):
+class InvalidWorkerOutput(Exception):
     """A worker's message contradicts the step that it answers; none of it was used."""
 
 
@@ -17,14 +17,14 @@ def check_output(
     vocab_size: int,
     most_drafts: int,
 ) -> None:
-    """Raise WorkerMisbehaved unless this answers `due`, the oldest step in flight."""
+    """Raise InvalidWorkerOutput unless this answers `due`, the oldest step in flight."""
     if due is None or due[0] != output.step_id:
         text = f"step {due[0]} is" if due is not None else "none is"
-        raise WorkerMisbehaved(f"output of step {output.step_id} came, and {text} due")
+        raise InvalidWorkerOutput(f"output of step {output.step_id} came, and {text} due")
     _check_counts(output, due[1], most_drafts)
     greatest = max(output.sampled_token_ids, default=0)
     if greatest >= vocab_size:
-        raise WorkerMisbehaved(f"token id {greatest} is outside the vocabulary of {vocab_size}")
+        raise InvalidWorkerOutput(f"token id {greatest} is outside the vocabulary of {vocab_size}")
     if output.logprobs:
         _check_logprobs(output, due[1])
     if output.pooled:
@@ -32,23 +32,25 @@ def check_output(
     if output.request_errors:
         unknown = output.request_errors.keys() - {request.req_id for request in due[1]}
         if unknown:
-            raise WorkerMisbehaved(f"request_errors names {min(unknown)}, which did not sample")
+            raise InvalidWorkerOutput(f"request_errors names {min(unknown)}, which did not sample")
 
 
 def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_drafts: int) -> None:
     counts, drafts = output.num_sampled_tokens, output.num_draft_tokens
     num_tokens = len(output.sampled_token_ids)
     if num_tokens != (sum(counts) if counts else len(sampling)):
-        raise WorkerMisbehaved(f"{num_tokens} tokens for {len(sampling)} that sampled")
+        raise InvalidWorkerOutput(f"{num_tokens} tokens for {len(sampling)} that sampled")
     for name, column in (("num_sampled_tokens", counts), ("num_draft_tokens", drafts)):
         if column and len(column) != len(sampling):
-            raise WorkerMisbehaved(f"{name} has {len(column)} numbers for {len(sampling)}")
+            raise InvalidWorkerOutput(f"{name} has {len(column)} numbers for {len(sampling)}")
     if max(drafts, default=0) > most_drafts:
-        raise WorkerMisbehaved(f"{max(drafts)} draft tokens for a request, more than {most_drafts}")
+        raise InvalidWorkerOutput(
+            f"{max(drafts)} draft tokens for a request, more than {most_drafts}"
+        )
     for request, count in zip(sampling, counts, strict=bool(counts)):
         is_known = request.status is RequestStatus.RUNNING
         if count > 1 + (request.num_drafts_in_flight if is_known else most_drafts):
-            raise WorkerMisbehaved(f"{count} tokens at once for request {request.req_id}")
+            raise InvalidWorkerOutput(f"{count} tokens at once for request {request.req_id}")
 
 
 def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
@@ -58,9 +60,9 @@ def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> N
         num_tokens = expected.get(req_id, 0)
         if len(rows) != num_tokens:
             text = f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
-            raise WorkerMisbehaved(text)
+            raise InvalidWorkerOutput(text)
         if any(isnan(row.logprob) for row in rows):
-            raise WorkerMisbehaved(f"a logprob of request {req_id} is not a number")
+            raise InvalidWorkerOutput(f"a logprob of request {req_id} is not a number")
 
 
 def _check_pooled(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
@@ -68,7 +70,7 @@ def _check_pooled(output: ModelRunnerOutput, sampling: Sequence[Request]) -> Non
     for req_id, packed in output.pooled.items():
         pooling = poolings.get(req_id)
         if pooling is None:
-            raise WorkerMisbehaved(f"a vector came for request {req_id}, which asked for none")
+            raise InvalidWorkerOutput(f"a vector came for request {req_id}, which asked for none")
         size, rest = divmod(len(packed), 4)
         if rest or size != (pooling.dimensions or max(size, 1)):
-            raise WorkerMisbehaved(f"the vector of request {req_id} has {len(packed)} bytes")
+            raise InvalidWorkerOutput(f"the vector of request {req_id} has {len(packed)} bytes")

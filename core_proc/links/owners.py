@@ -38,7 +38,7 @@ class Owners:
     def __init__(self) -> None:
         self._open: dict[Client, dict[int, int]] = {}
         """By client and its number: the engine's."""
-        self._mail: list[tuple[Client, CoreToClient]] = []
+        self._outgoing: list[tuple[Client, CoreToClient]] = []
 
     @property
     def num_open(self) -> int:
@@ -61,15 +61,15 @@ class Owners:
 
     def drop(self, client: Client) -> list[int]:
         """Remove a client and its messages; returns the engine's numbers of its open requests."""
-        self._mail = [(peer, message) for peer, message in self._mail if peer != client]
+        self._outgoing = [(peer, message) for peer, message in self._outgoing if peer != client]
         return list(self._open.pop(client, {}).values())
 
     def post(self, client: Client, message: CoreToClient) -> None:
-        self._mail.append((client, message))
+        self._outgoing.append((client, message))
 
-    def take_mail(self) -> list[tuple[Client, CoreToClient]]:
-        mail, self._mail = self._mail, []
-        return mail
+    def take_outgoing(self) -> list[tuple[Client, CoreToClient]]:
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
 
 
 def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:

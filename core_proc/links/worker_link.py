@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from core_proc.engine import EngineCore
-from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.output_check import InvalidWorkerOutput
 from core_proc.links.owners import Client
 from core_proc.links.pidfd_monitor import PidfdMonitor
 from core_proc.links.rank_answers import RankAnswers, joined
@@ -93,7 +93,7 @@ class WorkerLink:
         try:
             message = decode_from_worker(received.body)
             self._handle(received.peer, received.header.epoch, message)
-        except (ProtocolError, WorkerMisbehaved) as problem:
+        except (ProtocolError, InvalidWorkerOutput) as problem:
             if self._lose(received.peer, str(problem), kill=True):
                 self._explain_loss(is_fault=True)
 

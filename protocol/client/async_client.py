@@ -109,7 +109,7 @@ class AsyncEngineClient:
             options.max_open_tokens,
             clock.monotonic,
             None if shared is None else shared.numbers,
-            None if shared is None else shared.room,
+            None if shared is None else shared.limits,
         )
         self._open = OpenRequests(ledger, self._link.send, is_replica=can_move)
         self._status_event = asyncio.Event()

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def deadline(timeout_s: float, complaint: str) -> AsyncIterator[None]:
-    """Limit the body's time; the TimeoutError states the complaint and the limit."""
+async def deadline(timeout_s: float, problem: str) -> AsyncIterator[None]:
+    """Limit the body's time; the TimeoutError states the problem and the limit."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        raise TimeoutError(f"{complaint} within {timeout_s:g} s") from None
+        raise TimeoutError(f"{problem} within {timeout_s:g} s") from None

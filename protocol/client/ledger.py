@@ -39,7 +39,7 @@ from protocol.api_core import (
 )
 from protocol.client.errors import failure_of
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
-from protocol.config.request_complaints import request_complaint
+from protocol.config.request_errors import request_error
 from protocol.core_worker import ModelFacts, PromptLogprobs
 from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
 from protocol.sampling import SamplingParams
@@ -102,7 +102,7 @@ def check_request(
     try:
         checked = decode_from_client(body)
     except ProtocolError as problem:
-        raise failure_of(request_complaint(str(problem))) from problem
+        raise failure_of(request_error(str(problem))) from problem
     assert isinstance(checked, AddRequest)
     error = validate_request(checked, facts, id_bound)
     if error is not None:
@@ -121,7 +121,7 @@ def _packed(prompt: PromptIds) -> tuple[bytes, int | None]:
     return b"", None
 
 
-class Room:
+class OpenLimits:
     """Limits on what is open at once, shared by several ledgers."""
 
     def __init__(self, max_open: int, max_open_tokens: int | None = None) -> None:
@@ -216,13 +216,13 @@ class Ledger:
         max_open_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         numbers: Iterator[int] | None = None,
-        room: Room | None = None,
+        limits: OpenLimits | None = None,
     ) -> None:
         """Limit the open requests and their prompt tokens; `clock` is in monotonic seconds.
 
-        `numbers` (unused request numbers) and `room` may be shared by several ledgers.
+        `numbers` (unused request numbers) and `limits` may be shared by several ledgers.
         """
-        self.room = Room(max_open, max_open_tokens) if room is None else room
+        self.limits = OpenLimits(max_open, max_open_tokens) if limits is None else limits
         self.clock = clock
         self.num_unstarted_tokens = 0
         """Tokens left to compute of the prompts that have no output token yet."""
@@ -241,13 +241,13 @@ class Ledger:
     def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
         """Add a request accepted `age_s` ago; Overloaded if it exceeds a limit."""
         assert add.request_id not in self._entries
-        self.room.require(add.num_prompt_tokens)
+        self.limits.require(add.num_prompt_tokens)
         self.enter(Entry(add, self.clock() - age_s))
 
     def enter(self, entry: Entry) -> None:
         """Add an accepted request without checking limits."""
-        self.room.num_open += 1
-        self.room.num_prompt_tokens += entry.add.num_prompt_tokens
+        self.limits.num_open += 1
+        self.limits.num_prompt_tokens += entry.add.num_prompt_tokens
         self.num_unstarted_tokens += entry.num_unstarted_tokens
         self._entries[entry.add.request_id] = entry
 
@@ -272,8 +272,8 @@ class Ledger:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
-        self.room.num_open -= 1
-        self.room.num_prompt_tokens -= entry.add.num_prompt_tokens
+        self.limits.num_open -= 1
+        self.limits.num_prompt_tokens -= entry.add.num_prompt_tokens
         self.num_unstarted_tokens -= entry.num_unstarted_tokens
         return True
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from protocol.client.expected_model import ExpectedModel
-from protocol.client.ledger import Room
+from protocol.client.ledger import OpenLimits
 from protocol.config import EngineConfig, RoutingPolicy
 
 
@@ -59,7 +59,7 @@ class SharedByReplicas:
 
     numbers: Iterator[int]
     """Yields unused request numbers."""
-    room: Room
+    limits: OpenLimits
     """Limits on open requests."""
     expected: ExpectedModel
     """No request goes to an engine with another model."""

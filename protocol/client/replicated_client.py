@@ -47,7 +47,7 @@ from protocol.client.core_link import CoreLink
 from protocol.client.deadlines import deadline
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.expected_model import ExpectedModel
-from protocol.client.ledger import RequestOptions, Room, RoutedOptions
+from protocol.client.ledger import OpenLimits, RequestOptions, RoutedOptions
 from protocol.client.merged_status import merged_status
 from protocol.client.moving import RequestMover
 from protocol.client.open_requests import Receiver
@@ -100,7 +100,7 @@ class ReplicatedClient:
         """
         self._may_change = may_change
         self._keys = keys
-        self._room = Room(options.max_open_requests, options.max_open_tokens)
+        self._limits = OpenLimits(options.max_open_requests, options.max_open_tokens)
         is_only = len(addresses) == 1 and not may_change
         self._expected = ExpectedModel(files, learns=not is_only)
         make_client = partial(
@@ -109,7 +109,7 @@ class ReplicatedClient:
             keys=keys,
             shared=SharedByReplicas(
                 numbers=itertools.count(1),
-                room=self._room,
+                limits=self._limits,
                 expected=self._expected,
                 can_move=not is_only,
             ),
@@ -154,7 +154,7 @@ class ReplicatedClient:
     @property
     def num_open_requests(self) -> int:
         """Requests that were accepted and have not ended."""
-        return self._room.num_open
+        return self._limits.num_open
 
     @property
     def num_moved(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from protocol.client.homes import Homes
+from protocol.client.hash_ring import HashRing
 from protocol.client.prefix_index import PrefixIndex
 from protocol.config import RoutingPolicy
 
@@ -90,7 +90,7 @@ class Router:
     ) -> None:
         self.policy = policy
         self.index = PrefixIndex()
-        self.homes = Homes()
+        self.homes = HashRing()
         self._targets = targets
         self._rng = rng
         self._turns: dict[str, int] = {}

@@ -3,7 +3,7 @@
 import msgspec
 
 from protocol.adapters import AdapterName, AdapterPath
-from protocol.config.complaints import in_words
+from protocol.config.field_errors import json_error_text
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,10 +24,10 @@ def parse_lora_module(text: str) -> LoraModule:
         try:
             return msgspec.json.decode(text, type=LoraModule)
         except msgspec.DecodeError as error:
-            raise ValueError(in_words(error, repr(text))) from error
+            raise ValueError(json_error_text(error, repr(text))) from error
     name, separator, path = text.partition("=")
     try:
         return msgspec.convert({"name": name, "path": path}, LoraModule)
     except msgspec.ValidationError as error:
-        what = in_words(error) if separator else "is not name=path"
+        what = json_error_text(error) if separator else "is not name=path"
         raise ValueError(f"{text!r}: {what}") from error

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
-from protocol.config.complaints import read_complaint
+from protocol.config.field_errors import read_field_error
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
 from protocol.config.vllm_flags import INSTEAD, OTHER_VALUES
 
@@ -400,7 +400,7 @@ def _complaint(value: Any, setting: Setting, error: str) -> str:
         if setting.is_bool:
             kind = "true, false, 1 or 0"
         return f"{shown!r} is not {kind}"
-    return read_complaint(error, repr(shown)).reason
+    return read_field_error(error, repr(shown)).reason
 
 
 def _parse_size(text: str) -> int | str:

@@ -112,7 +112,7 @@ class ForkServer:
         self.child.close()
 
 
-def reap_strangers(known: frozenset[int]) -> None:
+def reap_unknown_children(known: frozenset[int]) -> None:
     """Reap dead children that are not `known`: workers given up before they were claimed."""
     while True:
         try:

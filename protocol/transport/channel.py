@@ -45,7 +45,7 @@ from protocol.message import (
 )
 from protocol.transport import multipart
 from protocol.transport.curve import ClientKeys, ServerKeys
-from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
+from protocol.transport.frame_sequence import Flag, FrameOrder, FrameSequence
 from protocol.transport.runtime import SocketFactory
 
 MAX_FRAME_BYTES = 16 * 2**20
@@ -208,13 +208,13 @@ class _Channel:
 
     def _is_message(self, peer: bytes, header: Header) -> bool:
         """Whether a frame carries a message, and is neither repeated nor after a gap."""
-        verdict = self._sequence(peer).judge(header)
-        if verdict is Verdict.NEXT:
+        order = self._sequence(peer).check(header)
+        if order is FrameOrder.NEXT:
             if header.flags:
                 self._on_flags(header)
             return not header.flags & _EMPTY
         self.num_dropped_frames += 1
-        if verdict is Verdict.AFTER_A_GAP:
+        if order is FrameOrder.AFTER_A_GAP:
             self._on_loss(peer)
         return False
 

@@ -27,7 +27,7 @@ _OUT_OF_STEP = 3
 """Consecutive former numbers that make a gap instead of repeated frames."""
 
 
-class Verdict(enum.Enum):
+class FrameOrder(enum.Enum):
     NEXT = "next"
     REPEATED = "repeated"
     AFTER_A_GAP = "after a gap"
@@ -49,21 +49,21 @@ class FrameSequence:
         self._num_former = 0
         """Such numbers in a row, each one more than the last."""
 
-    def judge(self, header: Header) -> Verdict:
+    def check(self, header: Header) -> FrameOrder:
         """Compare a frame's number with the expected one; advance if the frame is taken."""
         seq, begins = header.seq, header.flags & _BEGINS
         if seq != self._expected:
             if seq < self._expected:
-                return self._judge_former(seq)
+                return self._check_former(seq)
             if not begins and not self._ignores_gaps:
-                return Verdict.AFTER_A_GAP
+                return FrameOrder.AFTER_A_GAP
         self._expected = seq + 1
         self._num_former = 0
         if begins:
             self.owes_beginning = True
-        return Verdict.NEXT
+        return FrameOrder.NEXT
 
-    def _judge_former(self, seq: int) -> Verdict:
+    def _check_former(self, seq: int) -> FrameOrder:
         """Distinguish repeated frames from a sender that counts on from a lower number.
 
         In the latter case this end has counted frames that did not belong to the connection.
@@ -71,9 +71,9 @@ class FrameSequence:
         self._num_former = self._num_former + 1 if seq == self._former + 1 else 1
         self._former = seq
         if self._ignores_gaps or self._num_former < _OUT_OF_STEP:
-            return Verdict.REPEATED
+            return FrameOrder.REPEATED
         self._num_former = self._expected = 0
-        return Verdict.AFTER_A_GAP
+        return FrameOrder.AFTER_A_GAP
 
     def reconnected(self) -> None:
         """A new connection: the other end may be another process, which counts from 0."""

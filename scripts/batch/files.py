@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 
-from protocol.config.complaints import in_words
+from protocol.config.field_errors import json_error_text
 
 MAX_LINE_BYTES = 2**26
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -92,7 +92,7 @@ def requests(path: Path) -> Iterator[Request]:
         try:
             yield _decode_request(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BatchError(f"{path} line {number}: {in_words(error)}") from error
+            raise BatchError(f"{path} line {number}: {json_error_text(error)}") from error
 
 
 def custom_ids(path: Path) -> set[str]:
@@ -174,7 +174,7 @@ class Output:
         try:
             name = _decode_named(line).custom_id
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._not_an_output(number, in_words(error)) from error
+            raise self._not_an_output(number, json_error_text(error)) from error
         if name not in wanted:
             raise BatchError(
                 f"{self._path} line {number} answers {name!r}, which the input does not contain; "

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Raw
 
-from protocol.config.complaints import in_words
+from protocol.config.field_errors import json_error_text
 from scripts.batch.files import Answer, BatchError, LineError, Request, Response
 
 URLS = (
@@ -162,7 +162,7 @@ def problem_of(request: Request) -> LineError | None:
     try:
         flags = msgspec.json.decode(request.body, type=_Flags)
     except msgspec.ValidationError as error:
-        return LineError("invalid_body", in_words(error, "body"))
+        return LineError("invalid_body", json_error_text(error, "body"))
     if flags.stream:
         return LineError("invalid_body", "body: stream is not possible in a batch")
     return None

@@ -237,7 +237,7 @@ class Supervisor:
             self._perform(self.policy.on_death(slot, _CANNOT_START, now, Evidence()))
         for child in self._table.dead(ready):
             self._reap_child(child)
-        self._table.reap_strangers()
+        self._table.reap_unknown_children()
 
     def _reap_child(self, child: ChildHandle) -> None:
         status = child.poll()

@@ -272,10 +272,10 @@ class ProcessTable:
         row.child = row.peer = None
         return events
 
-    def reap_strangers(self) -> None:
+    def reap_unknown_children(self) -> None:
         """Reap dead workers that were given up before their fork was reported."""
         children = [row.child for row in self._rows.values()]
-        self._system.reap_strangers(frozenset(child.pid for child in children if child))
+        self._system.reap_unknown_children(frozenset(child.pid for child in children if child))
 
     def kill(self, slot: Slot, *, spares_zygote: bool = False) -> bool:
         """Send SIGKILL to the process of a slot.

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 from protocol.process.child_handle import Child
-from protocol.process.fork_server import ForkServer, reap_strangers
+from protocol.process.fork_server import ForkServer, reap_unknown_children
 from protocol.transport.runtime import Clock, Poller, SocketFactory
 
 _KILL_TO_DEATH_S = 10.0
@@ -79,4 +79,4 @@ class System:
     make_oom_counter: Callable[[], OomCounter] = OomCounter
     start_child: Callable[..., Child] = Child
     start_fork_server: Callable[..., ForkServer] = ForkServer
-    reap_strangers: Callable[[frozenset[int]], None] = reap_strangers
+    reap_unknown_children: Callable[[frozenset[int]], None] = reap_unknown_children

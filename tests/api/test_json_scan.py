@@ -158,7 +158,7 @@ def test_one_large_body_at_a_time() -> None:
 
         async def read(name: str, raw: bytes) -> None:
             with Turn(requests) as turn:
-                await decode.in_turn(raw, turn)
+                await decode.in_slices(raw, turn)
                 order.append(name)
                 if len(raw) > 1000:
                     await asyncio.sleep(0.01)
@@ -181,7 +181,7 @@ def test_a_resting_request_lets_others_work_up_to_the_number_in_memory() -> None
 
         async def read(name: str) -> None:
             with Turn(requests) as turn:
-                await decode.in_turn(raw, turn)
+                await decode.in_slices(raw, turn)
                 order.append(name)
                 await turn.rest()
                 await rested.wait()
@@ -208,7 +208,7 @@ def test_a_rejected_body_ends_its_turn() -> None:
     async def run() -> bool:
         requests = LargeRequests(1)
         with pytest.raises(ApiError), Turn(requests) as turn:
-            await decode_chat.in_turn(b'{"messages":[%b0]}' % (b"0," * 50_000), turn)
+            await decode_chat.in_slices(b'{"messages":[%b0]}' % (b"0," * 50_000), turn)
         return requests.working.locked() or requests.in_memory.locked()
 
     assert not asyncio.run(run())
@@ -218,7 +218,7 @@ def test_unknown_names_are_returned() -> None:
     async def run() -> list[str]:
         with Turn(LargeRequests(1)) as turn:
             raw = msgspec.json.encode({"prompt": "x", "é": {"inner": 1}, "n": 1, "a b": 2})
-            return (await decode.in_turn(raw, turn))[1]
+            return (await decode.in_slices(raw, turn))[1]
 
     assert asyncio.run(run()) == ["é", "a b"]
 

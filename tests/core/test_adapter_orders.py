@@ -71,7 +71,7 @@ class Disorder:
             self.engine.adopt_workers(FACTS)
         self._held.clear()
         self._running.clear()
-        mail = [message for _, message in self.engine.take_mail()]
+        mail = [message for _, message in self.engine.take_outgoing()]
         refused = {message.request_id for message in mail if isinstance(message, Refused)}
         assert not refused or len(loading) == 1, "what is refused was loaded alone"
         self.num_refused += len(refused)

@@ -87,7 +87,7 @@ def test_an_adapter_that_cannot_be_used_fails_its_requests_alone() -> None:
     engine.add(CLIENT, adapted(2, B))
     engine.take_adapters()
     engine.answered(AdapterLoaded(A.adapter_id, "r 64 is too large"))
-    [refused] = [m for _, m in engine.take_mail() if isinstance(m, Refused)]
+    [refused] = [m for _, m in engine.take_outgoing() if isinstance(m, Refused)]
     assert refused.request_id == 1
     assert (refused.error.code, refused.error.param) == (ErrorCode.INVALID, "model")
     assert refused.error.message == "adapter 'a': r 64 is too large"
@@ -248,7 +248,7 @@ def die(engine: EngineCore, *, is_fault: bool = True, in_step: bool = False) -> 
 
 
 def refusals(engine: EngineCore) -> dict[int, ErrorCode]:
-    mail = [message for _, message in engine.take_mail() if isinstance(message, Refused)]
+    mail = [message for _, message in engine.take_outgoing() if isinstance(message, Refused)]
     return {message.request_id: message.error.code for message in mail}
 
 
@@ -273,7 +273,7 @@ def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> No
     assert engine.schedule() is None
     assert refusals(engine) == {}
     die(engine)
-    mail = engine.take_mail()
+    mail = engine.take_outgoing()
     [refused] = [message for _, message in mail if isinstance(message, Refused)]
     assert (refused.request_id, refused.error.code) == (2, ErrorCode.QUARANTINED)
     assert "adapter 'b': workers died when they loaded it" in refused.error.message
@@ -359,7 +359,7 @@ def test_a_refused_adapter_is_tried_again_when_it_is_loaded_again() -> None:
     refused = engine.add(CLIENT, adapted(2, A))
     assert refused is not None
     assert refused.error.code is ErrorCode.QUARANTINED
-    engine.take_mail()
+    engine.take_outgoing()
     for number, is_fault, num_deaths in ((3, True, 1), (4, False, 2)):
         engine.control(CLIENT, control(number, A))
         assert kill_until_refused(engine, A, is_fault=is_fault) == num_deaths
@@ -522,7 +522,7 @@ def test_no_more_loads_are_sent_than_a_link_may_queue() -> None:
 
 
 def done(engine: EngineCore) -> list[tuple[int, bool, str]]:
-    mail = [message for _, message in engine.take_mail() if isinstance(message, ControlDone)]
+    mail = [message for _, message in engine.take_outgoing() if isinstance(message, ControlDone)]
     return [(message.number, message.ok, message.error) for message in mail]
 
 
@@ -619,7 +619,9 @@ def test_loads_without_requests_are_bounded_and_forgotten_with_their_client() ->
     for number in range(MAX_LOADS + 1):
         digest = number.to_bytes(2, "little") * 16
         engine.control(CLIENT, control(number, Adapter("x", "/x", digest)))
-    [refused] = [message for _, message in engine.take_mail() if isinstance(message, ControlDone)]
+    [refused] = [
+        message for _, message in engine.take_outgoing() if isinstance(message, ControlDone)
+    ]
     assert (refused.number, refused.ok, refused.code) == (MAX_LOADS, False, ErrorCode.OVERLOADED)
     engine.drop_client(CLIENT)
     engine.control(CLIENT, control(99, D))

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore, FactsChanged
-from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.output_check import InvalidWorkerOutput
 from protocol.api_core import AddRequest, EngineState, ErrorCode, RequestOutput, StepOutputs
 from protocol.config.settings import configure
 from protocol.core_worker import (
@@ -236,14 +236,14 @@ def test_an_answer_that_is_not_due_changes_nothing(output: ModelRunnerOutput, wh
     engine = make_engine()
     engine.add(CLIENT, add(1))
     step = scheduled(engine)
-    with pytest.raises(WorkerMisbehaved, match=what):
+    with pytest.raises(InvalidWorkerOutput, match=what):
         engine.update(output)
     [row] = engine.update(answer(engine, step))[CLIENT].outputs
     assert row.token_ids == [7]
 
 
 def test_an_answer_to_nothing_is_misbehaviour() -> None:
-    with pytest.raises(WorkerMisbehaved, match="none is due"):
+    with pytest.raises(InvalidWorkerOutput, match="none is due"):
         make_engine().update(ModelRunnerOutput(0, []))
 
 

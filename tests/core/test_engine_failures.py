@@ -8,7 +8,7 @@ import pytest
 from core_proc import running_engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import KVCacheManager
-from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.output_check import InvalidWorkerOutput
 from core_proc.links.owners import Owner
 from core_proc.options import SchedulerOptions
 from core_proc.recovery.quarantine import Quarantine
@@ -32,7 +32,7 @@ from tests.core.engine_bench import (
 def refusals(engine: EngineCore) -> list[tuple[bytes, int | None, ErrorCode]]:
     return [
         (client, message.request_id, message.error.code)
-        for client, message in engine.take_mail()
+        for client, message in engine.take_outgoing()
         if isinstance(message, Refused)
     ]
 
@@ -138,7 +138,7 @@ def test_an_error_for_a_request_that_did_not_sample_is_the_workers_fault() -> No
     engine = make_engine()
     engine.add(CLIENT, add(1))
     output = answer(engine, scheduled(engine))
-    with pytest.raises(WorkerMisbehaved, match="request_errors names 77"):
+    with pytest.raises(InvalidWorkerOutput, match="request_errors names 77"):
         engine.update(msgspec.structs.replace(output, request_errors={77: "not finite"}))
 
 
@@ -160,7 +160,7 @@ def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
     [req_id] = engine.running.scheduler.requests
     engine.running.scheduler.fail_request(req_id, "x" * 10_000)
     engine.schedule()
-    [(_, refused)] = engine.take_mail()
+    [(_, refused)] = engine.take_outgoing()
     assert isinstance(refused, Refused)
     assert len(refused.error.message) == 4096
 

@@ -33,7 +33,7 @@ def ask(engine: EngineCore, action: ControlAction, **fields: object) -> list[Con
 
 
 def answers(engine: EngineCore) -> list[ControlDone]:
-    return [m for _, m in engine.take_mail() if isinstance(m, ControlDone)]
+    return [m for _, m in engine.take_outgoing() if isinstance(m, ControlDone)]
 
 
 def tokens_of(engine: EngineCore) -> dict[int, int]:
@@ -110,7 +110,7 @@ def fall_asleep(engine: EngineCore) -> None:
         engine.update(answer(engine, step))
     assert engine.is_sleep_due
     engine.sleep_sent()
-    engine.take_mail()
+    engine.take_outgoing()
 
 
 def test_requests_that_slept_get_all_their_tokens() -> None:
@@ -143,7 +143,9 @@ def test_a_resume_before_the_sleep_began_fails_the_sleep() -> None:
     step = scheduled(engine)
     assert ask(engine, SLEEP) == []
     engine.control(OTHER, Control(3, RESUME))
-    assert [(client, m.ok) for client, m in engine.take_mail() if isinstance(m, ControlDone)] == [
+    assert [
+        (client, m.ok) for client, m in engine.take_outgoing() if isinstance(m, ControlDone)
+    ] == [
         (CLIENT, False),
         (OTHER, True),
     ]
@@ -202,7 +204,7 @@ def test_drain_ends_a_pause_and_allows_no_other(action: ControlAction) -> None:
     engine.add(CLIENT, add(1))
     ask(engine, action)
     engine.drain()
-    engine.take_mail()
+    engine.take_outgoing()
     assert [done.ok for done in ask(engine, action)] == [False]
     assert tokens_of(engine) == {1: 8}
     assert engine.is_drained
@@ -248,4 +250,4 @@ def test_a_client_that_begins_anew_gets_no_answer_to_controls_of_its_old_connect
     for client in (CLIENT, OTHER):
         engine.control(client, Control(9, RESUME))
     engine.drop_client(CLIENT)
-    assert [client for client, _ in engine.take_mail()] == [OTHER]
+    assert [client for client, _ in engine.take_outgoing()] == [OTHER]

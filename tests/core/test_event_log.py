@@ -150,7 +150,7 @@ class Core:
             step_id, sampling = engine.running.scheduler.in_flight[0]
             tokens = [rng.choice((5, 6, 7)) for _ in sampling]
             engine.update(ModelRunnerOutput(step_id, tokens))
-        engine.take_mail()
+        engine.take_outgoing()
         self.log.append(engine.take_kv_events())
 
 

@@ -40,7 +40,7 @@ def names(step: SchedulerOutput) -> list[int]:
 
 
 def refusals(engine: EngineCore) -> list[Refused]:
-    return [message for _, message in engine.take_mail() if isinstance(message, Refused)]
+    return [message for _, message in engine.take_outgoing() if isinstance(message, Refused)]
 
 
 def requests(engine: EngineCore) -> Iterable[Request]:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
-from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.output_check import InvalidWorkerOutput
 from protocol.api_core import AddRequest, ErrorCode, Refused, RequestOutput, StepOutputs
 from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, ModelRunnerOutput
@@ -49,7 +49,7 @@ class Bench:
         self.largest_answer = max(self.largest_answer, len(output.pooled))
         for row in self.core.update(output).get(CLIENT, StepOutputs([])).outputs:
             self.rows.setdefault(row.request_id, []).append(row)
-        for _, message in self.core.take_mail():
+        for _, message in self.core.take_outgoing():
             assert isinstance(message, Refused)
             assert message.request_id is not None
             self.refused[message.request_id] = message.error.code
@@ -247,7 +247,7 @@ def test_a_worker_that_returns_other_vectors_misbehaves(pooled: dict[int, bytes]
     bench = Bench()
     bench.add(1, [5], pooling_params(Pooling(dimensions=3)))
     bench.add(2, [5], SamplingParams(max_tokens=3))
-    with pytest.raises(WorkerMisbehaved, match="vector"):
+    with pytest.raises(InvalidWorkerOutput, match="vector"):
         bench.step({"pooled": pooled})
 
 

@@ -126,7 +126,7 @@ class Patient:
             self._execute(self._pipe.popleft())
         if len(self._results) > self._num_late or (self._results and not self._pipe):
             self._deliver(self._results.popleft())
-        for _, message in self.engine.take_mail():
+        for _, message in self.engine.take_outgoing():
             if isinstance(message, Refused) and message.request_id is not None:
                 self.refused[message.request_id] = message.error.code
 

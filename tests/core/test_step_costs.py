@@ -11,7 +11,7 @@ from core_proc.kv.kv_cache import KVCacheManager, Tables
 from core_proc.policy import Priority
 from core_proc.request import Request
 from core_proc.scheduling.admission import Admission
-from core_proc.scheduling.making_room import RoomMaking
+from core_proc.scheduling.priority_preemption import PriorityPreemption
 from protocol.api_core import PauseMode
 from protocol.core_worker import KVGroup
 from tests.core.harness import PLAIN_TOKEN, Harness
@@ -193,7 +193,7 @@ def test_what_is_kept_of_a_refusal_changes_no_decision(
 
     kept = decisions()
     monkeypatch.setattr(Admission, "_current_refusal", lambda *_: None)
-    monkeypatch.setattr(RoomMaking, "_is_futile", lambda *_: False)
+    monkeypatch.setattr(PriorityPreemption, "_is_futile", lambda *_: False)
     assert decisions() == kept
 
 

@@ -20,7 +20,7 @@ from api_proc.resumption.event_ids import parse_event_id
 from api_proc.resumption.history import History
 from api_proc.resumption.journal_segments import _END, _MAGIC, frame, read_segment
 from core_proc.engine import EngineCore
-from core_proc.links.output_check import WorkerMisbehaved, check_output
+from core_proc.links.output_check import InvalidWorkerOutput, check_output
 from core_proc.options import SchedulerOptions
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.recovery.quarantine import Quarantine, Stage
@@ -138,7 +138,7 @@ def _core() -> Iterator[Feed]:
             if next(numbers) % 64 == 0:
                 assert not engine.has_unfinished
                 engine.take_grammars()
-                engine.take_mail()
+                engine.take_outgoing()
                 engine.schedule()
         return True
 
@@ -156,7 +156,7 @@ def _results() -> Feed:
         except ProtocolError:
             return False
         if isinstance(message, ModelRunnerOutput):
-            with contextlib.suppress(WorkerMisbehaved):
+            with contextlib.suppress(InvalidWorkerOutput):
                 check_output(message, (message.step_id, requests), FACTS.vocab_size, 4)
         return True
 

@@ -1,13 +1,13 @@
 """Sequence numbers of frames: next, repeated, missing, or of a sender out of step."""
 
 from protocol.message import Header
-from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
+from protocol.transport.frame_sequence import Flag, FrameOrder, FrameSequence
 
-NEXT, REPEATED, GAP = Verdict.NEXT, Verdict.REPEATED, Verdict.AFTER_A_GAP
+NEXT, REPEATED, GAP = FrameOrder.NEXT, FrameOrder.REPEATED, FrameOrder.AFTER_A_GAP
 
 
-def judged(sequence: FrameSequence, *numbers: int, flags: int = 0) -> list[Verdict]:
-    return [sequence.judge(Header(1, number, flags)) for number in numbers]
+def judged(sequence: FrameSequence, *numbers: int, flags: int = 0) -> list[FrameOrder]:
+    return [sequence.check(Header(1, number, flags)) for number in numbers]
 
 
 def test_frames_are_taken_in_order_and_once() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.message import Header, pack_header
 from protocol.transport.channel import HighWaterMark
-from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
+from protocol.transport.frame_sequence import Flag, FrameOrder, FrameSequence
 from tests.protocol.test_channel import Link, eventually
 
 
@@ -163,7 +163,7 @@ def test_what_is_taken_is_a_run_without_gaps_from_the_last_beginning_on(
         if len(late) > 1:
             arriving.append(late.pop(0))
     sequence = FrameSequence(ignores_gaps=False)
-    taken = [f.seq for f in arriving + late if sequence.judge(f) is Verdict.NEXT]
+    taken = [f.seq for f in arriving + late if sequence.check(f) is FrameOrder.NEXT]
     before = [seq for seq in taken if seq < begins_at]
     after = [seq for seq in taken if seq >= begins_at]
     assert taken == before + after

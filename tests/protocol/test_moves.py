@@ -21,7 +21,7 @@ from protocol.api_core import (
     decode_from_client,
 )
 from protocol.client.errors import RequestFailed
-from protocol.client.ledger import MOVES_MAX, Ledger, Room
+from protocol.client.ledger import MOVES_MAX, Ledger, OpenLimits
 from protocol.client.open_requests import OpenRequests
 from protocol.message import encode
 from protocol.sampling import FinishReason, SamplingParams
@@ -71,8 +71,8 @@ class Reader:
 class Replica:
     """A core with what it knows, and the client's side of the link to it."""
 
-    def __init__(self, room: Room, numbers: Iterator[int]) -> None:
-        self.open = OpenRequests(Ledger(99, numbers=numbers, room=room), self._send)
+    def __init__(self, limits: OpenLimits, numbers: Iterator[int]) -> None:
+        self.open = OpenRequests(Ledger(99, numbers=numbers, limits=limits), self._send)
         self.fingerprint = "a"
         self.is_linked = False
         self.known: dict[int, list[int]] = {}
@@ -132,10 +132,10 @@ fingerprints = st.sampled_from(FINGERPRINTS)
 class Moves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.room = Room(99)
+        self.limits = OpenLimits(99)
         self.readers: dict[int, Reader] = {}
         self.numbers = iter(range(1, 10_000))
-        self.replicas = [Replica(self.room, self.numbers) for _ in range(NUM_REPLICAS)]
+        self.replicas = [Replica(self.limits, self.numbers) for _ in range(NUM_REPLICAS)]
         for number, replica in enumerate(self.replicas):
             replica.connect("a")
             self.accept(number)
@@ -226,8 +226,8 @@ class Moves(RuleBasedStateMachine):
     def each_open_request_is_in_one_ledger(self) -> None:
         found = [number for replica in self.replicas for number in replica.open.ledger]
         assert sorted(found) == [n for n, reader in self.readers.items() if not reader.is_ended]
-        assert self.room.num_open == len(found)
-        assert self.room.num_prompt_tokens == len(found)
+        assert self.limits.num_open == len(found)
+        assert self.limits.num_prompt_tokens == len(found)
         for replica in self.replicas:
             entries = map(replica.open.entry, replica.open.ledger)
             expected = sum(entry.num_unstarted_tokens for entry in entries if entry is not None)

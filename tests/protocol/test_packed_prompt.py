@@ -75,7 +75,7 @@ def test_the_ledger_counts_the_tokens_of_both_forms() -> None:
     for request_id, prompt in enumerate((MANY, pack(MANY)[0], [5, 6])):
         add = msgspec.structs.replace(ADD, request_id=request_id)
         ledger.accept(check_request(add, FACTS, prompt)[0])
-    assert ledger.room.num_prompt_tokens == 2 * len(MANY) + 2
+    assert ledger.limits.num_prompt_tokens == 2 * len(MANY) + 2
     for request_id in range(3):
         assert ledger.fail(request_id)
-    assert ledger.room.num_prompt_tokens == 0
+    assert ledger.limits.num_prompt_tokens == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.adapters import Adapter
-from protocol.client.homes import Homes
+from protocol.client.hash_ring import HashRing
 from protocol.client.packed_prompt import PackedPrompt
 from protocol.client.prefix_index import PrefixIndex, name_of, piece_names, piece_tokens
 from protocol.client.routing import Candidate, Load, Router, cheapest
@@ -165,7 +165,7 @@ def test_a_new_replica_becomes_the_home_of_its_share_and_all_other_sessions_stay
 
 def test_processes_that_have_seen_replicas_join_in_another_order_agree() -> None:
     addresses = [f"tcp://10.0.0.{number}:7000" for number in range(5)]
-    one, other = Homes(), Homes()
+    one, other = HashRing(), HashRing()
     for number, address in enumerate(addresses):
         one.add(number, address)
     # Here the first address was that of a replica that has left, and the rest joined in reverse.

@@ -151,7 +151,7 @@ class SupervisorProcess(Process):
             make_oom_counter=lambda: OomCounter(proc=Path("/nonexistent")),
             start_child=cast(Any, self.start_child),
             start_fork_server=cast(Any, self.start_zygote),
-            reap_strangers=lambda known: None,
+            reap_unknown_children=lambda known: None,
         )
 
     # In place of `Child` and `ForkServer` ---------------------------------------------------------

@@ -22,7 +22,7 @@ from protocol.config.settings import configure
 from protocol.lifecycle import Fatal, Hello, Ready, Stop, decode_to_supervisor
 from protocol.message import encode
 from protocol.process.child_handle import ChildHandle
-from protocol.process.fork_server import ForkServer, reap_strangers
+from protocol.process.fork_server import ForkServer, reap_unknown_children
 from protocol.process.prctl import set_subreaper
 from protocol.process.progress_page import ProgressPage
 from protocol.transport.channel import HighWaterMark, RouterChannel, lifecycle_address
@@ -121,7 +121,9 @@ def nursery(run_dir: str) -> Iterator[Nursery]:
         yield started
     finally:
         started.close()
-        eventually(lambda: (reap_strangers(known), known >= set(children()))[1], "no child is left")
+        eventually(
+            lambda: (reap_unknown_children(known), known >= set(children()))[1], "no child is left"
+        )
         set_subreaper(False)
 
 
@@ -207,7 +209,8 @@ def test_worker_that_was_given_up_ends_and_is_reaped(nursery: Nursery) -> None:
     known = frozenset({nursery.server.child.pid})
     # The process disappears with its last thread, which ends later than its first.
     eventually(
-        lambda: (reap_strangers(known), not Path(f"/proc/{forked.pid}").exists())[1], "it is reaped"
+        lambda: (reap_unknown_children(known), not Path(f"/proc/{forked.pid}").exists())[1],
+        "it is reaped",
     )
 
 
@@ -215,7 +218,7 @@ def test_known_dead_are_left_to_their_owners(nursery: Nursery) -> None:
     worker = nursery.fork(2)
     os.kill(worker.pid, signal.SIGKILL)
     eventually(lambda: not is_alive(worker.pid), "it is dead")
-    reap_strangers(frozenset({worker.pid}))
+    reap_unknown_children(frozenset({worker.pid}))
     ends(worker, -signal.SIGKILL)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from protocol.config.complaints import in_words, read_complaint
+from protocol.config.field_errors import json_error_text, read_field_error
 
 Name = Annotated[str, Meta(min_length=1)]
 
@@ -49,25 +49,28 @@ CASES: list[tuple[Any, str]] = [
 def test_a_complaint_names_the_place_and_what_must_be_there(value: Any, line: str) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(msgspec.json.encode(value), type=Body)
-    assert in_words(caught.value) == line
+    assert json_error_text(caught.value) == line
     prefix = "" if line.startswith(("must", "[")) else "."
-    assert in_words(caught.value, "body") == f"body{prefix or ': '}{line}"
+    assert json_error_text(caught.value, "body") == f"body{prefix or ': '}{line}"
     assert "`" not in line
 
 
 def test_a_value_that_is_known_is_shown() -> None:
     text = "Expected `int | null`, got `str` - at `$.n`"
-    assert read_complaint(text, "'x'").about("") == "n: must be an integer or null, got 'x'"
+    assert read_field_error(text, "'x'").about("") == "n: must be an integer or null, got 'x'"
     assert (
-        read_complaint("Expected `int` >= 1", "0").about("n") == "n: must be an integer >= 1, got 0"
+        read_field_error("Expected `int` >= 1", "0").about("n")
+        == "n: must be an integer >= 1, got 0"
     )
-    assert len(read_complaint("Expected `int`, got `str`", "x" * 10**6).reason) < 200
+    assert len(read_field_error("Expected `int`, got `str`", "x" * 10**6).reason) < 200
 
 
 def test_a_text_that_is_not_json_is_named() -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(b"{")
-    assert in_words(caught.value, "body") == "body: is not valid JSON: Input data was truncated"
+    assert (
+        json_error_text(caught.value, "body") == "body: is not valid JSON: Input data was truncated"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,4 +88,4 @@ def test_a_complaint_about_a_number_that_no_field_can_hold_names_the_bound(
 ) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(text, type=Body)
-    assert read_complaint(str(caught.value)).about("") == line
+    assert read_field_error(str(caught.value)).about("") == line

@@ -15,7 +15,7 @@ _NUM_POINTS = 64
 """Points per replica on the circle. More points distribute the sessions more evenly."""
 
 
-class Homes:
+class HashRing:
     """The points of all replicas. Finding a home takes O(log replicas).
 
     The circle is rebuilt at the first lookup after a change, so never without sessions.

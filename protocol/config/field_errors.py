@@ -1,4 +1,4 @@
-"""What msgspec complains about, in the words of JSON: a place, and `must be an integer >= 1`."""
+"""Errors of msgspec in the terms of JSON: a place, and `must be an integer >= 1`."""
 
 import re
 from typing import NamedTuple
@@ -23,12 +23,12 @@ _RANGES = {
     "Number out of range": "must be a number from -1.8e308 to 1.8e308",
     "Integer value out of range": "must be an integer of at most 4300 digits",
 }
-"""Complaints about numbers that no field can hold, in words that name the bounds."""
+"""Errors of numbers that no field can hold, with their bounds."""
 _MOST_SHOWN = 100
 """Characters of a value."""
 
 
-class Complaint(NamedTuple):
+class FieldError(NamedTuple):
     """What is wrong with a value, or with a part of it."""
 
     place: str
@@ -50,7 +50,7 @@ class Complaint(NamedTuple):
         return f"{where}: {self.reason}" if where else self.reason
 
 
-def read_complaint(text: str, shown: str | None = None) -> Complaint:
+def read_field_error(text: str, shown: str | None = None) -> FieldError:
     """Translate the text of a `ValidationError`; `shown` is the wrong value, where it is known."""
     found = _PLACE.search(text)
     what = text if found is None else text[: found.start()]
@@ -58,13 +58,13 @@ def read_complaint(text: str, shown: str | None = None) -> Complaint:
     place = path.replace(_ANY_VALUE, "")
     for pattern, reason in ((_MISSING, "the field is missing"), (_UNKNOWN, "is not a known field")):
         if named := pattern.fullmatch(what):
-            return Complaint(f"{place}.{named['name']}".lstrip("."), reason, what)
+            return FieldError(f"{place}.{named['name']}".lstrip("."), reason, what)
     reason = _reason(what, shown)
     if found is not None and found["key"]:
         reason = f"a name in it {reason}"
     elif path.endswith(_ANY_VALUE):
         reason = f"a value in it {reason}"
-    return Complaint(place, reason, what)
+    return FieldError(place, reason, what)
 
 
 def _reason(what: str, shown: str | None) -> str:
@@ -79,9 +79,9 @@ def _reason(what: str, shown: str | None) -> str:
     return f"must be {kinds}{bound}" + (f", got {got}" if got else "")
 
 
-def in_words(error: Exception, name: str = "") -> str:
+def json_error_text(error: Exception, name: str = "") -> str:
     """Return why a JSON text could not be decoded, as a line about the value with this name."""
     if isinstance(error, msgspec.ValidationError):
-        return read_complaint(str(error)).about(name)
+        return read_field_error(str(error)).about(name)
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
     return f"{name}: is not valid JSON: {reason}" if name else f"is not valid JSON: {reason}"

@@ -27,7 +27,7 @@ class _Futile(NamedTuple):
     """Number of missing blocks; infinite if no running request is less important."""
 
 
-class RoomMaking:
+class PriorityPreemption:
     """Decides for the front of the waiting queue, which was not admitted; preempts nothing."""
 
     def __init__(
