@@ -95,8 +95,8 @@ def test_the_order_of_all_clients_survives_a_restart_of_the_core() -> None:
         new.resend_to(successor)
         pass_time(0.005, successor, (old, new))
         old.resend_to(successor)
-        in_slices = [(host, n) for n in range(1, NUM_NEWER + 1) for host in (b"old", b"new")]
-        expected = [stream] + [(host, n + (host == b"old")) for host, n in in_slices]
+        in_turn = [(host, n) for n in range(1, NUM_NEWER + 1) for host in (b"old", b"new")]
+        expected = [stream] + [(host, n + (host == b"old")) for host, n in in_turn]
         assert served(successor) == expected, policy
 
 
