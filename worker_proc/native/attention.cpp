@@ -1,6 +1,6 @@
 // Attention of one module; called by attention/native.py.
 
-#include "attention_pairs.h"
+#include "pair_attention.h"
 #include "latent_attention.h"
 #include "text_attention.h"
 
@@ -46,7 +46,7 @@ extern "C" void troika_attend_texts(const Layer* layer, const WholeTexts* texts,
     attend_texts(*layer, *texts, *query, *key, *value, static_cast<float*>(out), scale, softcap);
 }
 
-// Whether the layouts and kernels of attention_pairs.h exist here.
+// Whether the layouts and kernels of pair_attention.h exist here.
 extern "C" int32_t troika_has_pairs() {
 #ifdef TROIKA_HAS_PAIRS
   return 1;

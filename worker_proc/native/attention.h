@@ -1,12 +1,11 @@
-// Attention over a paged KV cache, in place, by all threads of a parallel region.
+// Paged attention in float32, for any head dimension, block size and CPU.
 //
-// A row's result depends on its query and its context alone: never on the rows, chunks or requests
-// that it is computed with, since scores are summed in the order of the head's dimensions and
-// contexts in the order of positions, by sections (sections.h).
-//
-// Pools: keys [block][kv_head][dim][slot], so that 16 keys are scored at once without a horizontal
-// sum; values [block][kv_head][slot][dim]. Block 0 is the null block and is never written. Codes are
-// widened to float32, times their scales, before they are read (coded_kv.h).
+// A row's result depends on its query and its context alone, and not on the rows, chunks or requests
+// that it is computed with: scores are summed in the order of the head's dimensions, and contexts in
+// the order of positions, by sections (sections.h). Layout of the pools: keys
+// [block][kv_head][dim][slot], values [block][kv_head][slot][vdim]; codes are dequantized before they
+// are read (coded_kv.h). Block 0 is the null block and is never written. Called by attend_any
+// (pair_attention.h) and attend_texts (text_attention.h).
 
 #pragma once
 
@@ -14,15 +13,17 @@
 
 namespace {
 
-constexpr int kTileRows = 32;
+constexpr int kTileRows = 32;  // query rows of a tile
 
-// Inlined by force: GCC takes a call that only prefetches for one without effect, and drops it.
+// Prefetches memory for reads, or for writes where kWrite is 1. Always inlined, because GCC removes a
+// call that has no effect but prefetches.
 template <int kWrite>
 [[gnu::always_inline]] inline void prefetch(const void* begin, int64_t num_bytes) {
   const char* p = static_cast<const char*>(begin);
   for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(p + i, kWrite);
 }
 
+// Stores the keys and values of this step's tokens.
 template <typename T>
 void store(Team& team, const Layer& layer, const Step& step, const Rows& key, const Rows& value) {
   const int dim = layer.head_dim, vdim = layer.value_head_dim, size = layer.block_size;
@@ -30,8 +31,7 @@ void store(Team& team, const Layer& layer, const Step& step, const Rows& key, co
   const int last_row = static_cast<int>(team.last(step.num_rows));
   for (int row = static_cast<int>(team.first(step.num_rows)); row < last_row; row++) {
     const int64_t block = step.slots[row] / size, offset = step.slots[row] % size;
-    // A key's dimensions lie in as many cache lines as a block has: unless they are fetched ahead,
-    // the stores wait for them one after another.
+    // The dimensions of a key are spread over the lines of its block, so the next block is prefetched.
     const int64_t next = row + 1 < last_row ? step.slots[row + 1] / size : 0;
     if (next != 0 && next != block)
       prefetch<1>(static_cast<const T*>(layer.keys) + next * block_keys, block_keys * sizeof(T));
@@ -47,46 +47,47 @@ void store(Team& team, const Layer& layer, const Step& step, const Rows& key, co
   }
 }
 
+// The weight of a score relative to a greater one.
 struct Exponential {
   static constexpr float kUnit = 1.0f;
   float operator()(float x) const { return exp_of(splat(x))[0]; }
 };
 
-// Some query rows of one KV head, with the state of their softmax over the present section.
+// Query rows of one KV head, and the state of their online softmax over the current section.
 struct Tile {
-  int num_rows, dim, vdim, padded_vdim;
+  int num_rows, dim, vdim, padded_vdim;  // dimensions of a key and a value, and vdim in whole vectors
   float softcap;
   TileBiases<kTileRows> biases;
-  int position[kTileRows];
-  int visible_from[kTileRows];
-  float top[kTileRows];
+  int position[kTileRows];      // the last position that a row sees
+  int visible_from[kTileRows];  // the first one
+  float running_max[kTileRows];
   EndedSections<kTileRows, Exponential> ended;
-  alignas(64) float query[kTileRows * kMaxDim];
-  alignas(64) float out[kTileRows * kMaxDim];
-  alignas(64) float weight[kTileRows][kLanes];
-  alignas(64) float sums[kTileRows][kLanes];  // of weights
+  alignas(64) float query[kTileRows * kMaxDim];         // [row][dim], scaled
+  alignas(64) float accumulators[kTileRows * kMaxDim];  // [row][padded_vdim], sums of weighted values
+  alignas(64) float weights[kTileRows][kLanes];         // of a span: scores, then weights
+  alignas(64) float weight_sums[kTileRows][kLanes];     // partial sums, one for each lane
 
   void begin_section(int r) {
-    top[r] = kNegInf;
-    std::memset(sums[r], 0, sizeof(sums[r]));
-    std::memset(out + r * padded_vdim, 0, sizeof(float) * padded_vdim);
+    running_max[r] = kNegInf;
+    std::memset(weight_sums[r], 0, sizeof(weight_sums[r]));
+    std::memset(accumulators + r * padded_vdim, 0, sizeof(float) * padded_vdim);
   }
 
-  RowSums present(int r) {
-    const float sum = fold(load(sums[r]), [](Vec a, Vec b) { return a + b; });
-    return {top[r], sum, out + r * padded_vdim};
+  RowSums current_section(int r) {
+    const float sum = fold(load(weight_sums[r]), [](Vec a, Vec b) { return a + b; });
+    return {running_max[r], sum, accumulators + r * padded_vdim};
   }
 
   void end_section() {
     for (int r = 0; r < num_rows; r++) {
-      ended.add(r, present(r), padded_vdim);
+      ended.add(r, current_section(r), padded_vdim);
       begin_section(r);
     }
   }
 };
 
-// Up to 16 consecutive keys and their values. Lanes from `num_slots` on hold no key of the text;
-// keys from `count` on are seen by no row of the tile. Codes have scales, at any address.
+// Up to 16 consecutive keys, [dim][num_slots], and their values, [count][vdim]. Positions from `count`
+// on are visible to no row of the tile. Codes have scales, which need not be aligned.
 template <typename T>
 struct Span {
   const T *keys, *values;
@@ -94,9 +95,10 @@ struct Span {
   const void *key_scales = nullptr, *value_scales = nullptr;
 };
 
-// Rows whose sums fit into the registers, beside the keys or values that they share.
-constexpr int kRowsAtOnce = kPartLanes == kLanes ? 8 : 3;
+// Rows of a register tile: their accumulators fit into the registers, beside the keys or values.
+constexpr int kRegisterRows = kPartLanes == kLanes ? 8 : 3;
 
+// Scores of R rows with a span, in tile.weights. Even and odd dimensions have separate sums.
 template <typename T, int R>
 void score(Tile& tile, int first, const Span<T>& span) {
   Part even[R][kParts], odd[R][kParts];
@@ -121,28 +123,29 @@ void score(Tile& tile, int first, const Span<T>& span) {
   for (int r = 0; r < R; r++)
     for (int p = 0; p < kParts; p++) {
       const Part sum = even[r][p] + odd[r][p];
-      std::memcpy(tile.weight[first + r] + p * kPartLanes, &sum, sizeof(sum));
+      std::memcpy(tile.weights[first + r] + p * kPartLanes, &sum, sizeof(sum));
     }
 }
 
-// Makes the highest score of a row the one that weights are relative to, if it is not.
-[[gnu::noinline]] inline void raise_top(Tile& tile, int r, const Part (&scores)[kParts]) {
+// Raises a row's running maximum to its greatest score, and rescales its weights and accumulators.
+[[gnu::noinline]] inline void raise_maximum(Tile& tile, int r, const Part (&scores)[kParts]) {
   float highest = kNegInf;
   for (const Part& part : scores)
     for (int lane = 0; lane < kPartLanes; lane++) highest = std::max(highest, part[lane]);
-  if (!(highest > tile.top[r])) return;  // some score is NaN, and none is higher than the top
-  if (tile.top[r] != kNegInf) {
-    const float factor = Exponential()(tile.top[r] - highest);
-    float* out = tile.out + r * tile.padded_vdim;
-    for (int i = 0; i < tile.padded_vdim; i++) out[i] *= factor;
-    for (float& sum : tile.sums[r]) sum *= factor;
+  if (!(highest > tile.running_max[r])) return;  // some score is NaN, and none exceeds the maximum
+  if (tile.running_max[r] != kNegInf) {
+    const float factor = Exponential()(tile.running_max[r] - highest);
+    float* sums = tile.accumulators + r * tile.padded_vdim;
+    for (int i = 0; i < tile.padded_vdim; i++) sums[i] *= factor;
+    for (float& sum : tile.weight_sums[r]) sum *= factor;
   }
-  tile.top[r] = highest;
+  tile.running_max[r] = highest;
 }
 
-// Turns a row's scores into weights; false where it sees none of the keys.
-inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
-  float* const weights = tile.weight[r];
+// Replaces a row's scores of a span by softmax weights, and adds them to the row's sum. Returns false,
+// and leaves the scores, if no position is visible.
+inline bool softmax_row(Tile& tile, int r, int first_position, int num_slots) {
+  float* const weights = tile.weights[r];
   const int low = tile.visible_from[r] - first_position;
   const int end = std::min(tile.position[r] - first_position + 1, num_slots);
   if (end <= 0 || low >= kLanes) return false;
@@ -162,14 +165,14 @@ inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
         if (lane < low || lane >= end) s[p][i] = kNegInf;
       }
   bool is_higher = false;
-  for (const Part& part : s) is_higher |= exceeds(part, Part{} + tile.top[r]);
+  for (const Part& part : s) is_higher |= exceeds(part, Part{} + tile.running_max[r]);
   if (is_higher)
-    raise_top(tile, r, s);
-  else if (tile.top[r] == kNegInf)
+    raise_maximum(tile, r, s);
+  else if (tile.running_max[r] == kNegInf)
     return false;
   for (int p = 0; p < kParts; p++) {
-    const Part weight = s[p] == kNegInf ? Part{} : exp_of_part(s[p] - tile.top[r]);
-    float* const sums = tile.sums[r] + p * kPartLanes;
+    const Part weight = s[p] == kNegInf ? Part{} : exp_of_part(s[p] - tile.running_max[r]);
+    float* const sums = tile.weight_sums[r] + p * kPartLanes;
     const Part sum = part_at(sums) + weight;
     std::memcpy(weights + p * kPartLanes, &weight, sizeof(weight));
     std::memcpy(sums, &sum, sizeof(sum));
@@ -177,17 +180,18 @@ inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   return true;
 }
 
+// Adds the weighted values of R rows, C registers of dimensions from `column` on.
 template <typename T, int R, int C>
-void add_values(Tile& tile, int first, int column, const Span<T>& span) {
+void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
   Part acc[R][C];
-  float* out = tile.out + first * tile.padded_vdim + column;
+  float* out = tile.accumulators + first * tile.padded_vdim + column;
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = part_at(out + r * tile.padded_vdim + c * kPartLanes);
   for (int k = 0; k < span.count; k++) {
     const T* values = span.values + k * span.value_stride + column;
     for (int c = 0; c < C; c++) {
       const Part v = part_at(values + c * kPartLanes);
-      for (int r = 0; r < R; r++) acc[r][c] += tile.weight[first + r][k] * v;
+      for (int r = 0; r < R; r++) acc[r][c] += tile.weights[first + r][k] * v;
     }
   }
   for (int r = 0; r < R; r++)
@@ -195,25 +199,26 @@ void add_values(Tile& tile, int first, int column, const Span<T>& span) {
       std::memcpy(out + r * tile.padded_vdim + c * kPartLanes, &acc[r][c], sizeof(Part));
 }
 
+// Scores, softmax and weighted values of R rows for one span.
 template <typename T, int R>
 void attend_rows(Tile& tile, int first, const Span<T>& span) {
   score<T, R>(tile, first, span);
   bool any = false;
   for (int r = first; r < first + R; r++) {
-    const bool sees = weigh(tile, r, span.first_position, span.num_slots);
-    if (!sees) std::memset(tile.weight[r], 0, sizeof(tile.weight[r]));
+    const bool sees = softmax_row(tile, r, span.first_position, span.num_slots);
+    if (!sees) std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
     any |= sees;
   }
   if (!any) return;
   constexpr int kColumns = R > 4 ? 2 : 4;
   int column = 0;
   for (; column + kColumns * kPartLanes <= tile.padded_vdim; column += kColumns * kPartLanes)
-    add_values<T, R, kColumns>(tile, first, column, span);
+    accumulate_values<T, R, kColumns>(tile, first, column, span);
   for (; column < tile.padded_vdim; column += kPartLanes)
-    add_values<T, R, 1>(tile, first, column, span);
+    accumulate_values<T, R, 1>(tile, first, column, span);
 }
 
-// The last rows of a tile, R at most.
+// The remaining rows of a tile, at most R.
 template <typename T, int R>
 void attend_last_rows(Tile& tile, int first, const Span<T>& span) {
   if constexpr (R > 0) {
@@ -222,16 +227,17 @@ void attend_last_rows(Tile& tile, int first, const Span<T>& span) {
   }
 }
 
+// Updates all rows of a tile by one span, a register tile at a time.
 template <typename T>
 void attend_span(Tile& tile, const Span<T>& span) {
   int first = 0;
-  for (; first + kRowsAtOnce <= tile.num_rows; first += kRowsAtOnce)
-    attend_rows<T, kRowsAtOnce>(tile, first, span);
-  attend_last_rows<T, kRowsAtOnce - 1>(tile, first, span);
+  for (; first + kRegisterRows <= tile.num_rows; first += kRegisterRows)
+    attend_rows<T, kRegisterRows>(tile, first, span);
+  attend_last_rows<T, kRegisterRows - 1>(tile, first, span);
 }
 
-// A float32 copy of a span, for one that is not in whole vectors, that several passes read, or that
-// holds codes.
+// A float32 copy of a span: of one that is not in whole vectors, that several register tiles read, or
+// that holds codes.
 struct SpanCopy {
   alignas(64) float keys[kMaxDim * kLanes];
   alignas(64) float values[kMaxDim * kLanes];
@@ -255,7 +261,7 @@ struct SpanCopy {
   static Part scales_at(Part, const float* scales) { return part_at(scales); }
   static float scales_at(float, const float* scales) { return *scales; }
 
-  // Codes become scaled(code, row, place in the row); others stay as they are.
+  // Calls scaled(code, row, index in the row) for codes; other values are copied.
   template <typename T, class Scaled>
   static void copy_rows(const T* from, int stride, int num_rows, int width, float* to, int padded,
                         const Scaled& scaled) {
@@ -279,13 +285,13 @@ template <typename T>
 void attend_span_or_copy(Tile& tile, const Span<T>& span, SpanCopy& copy) {
   if constexpr (!kIsCode<T>) {
     const bool is_whole = span.num_slots == kLanes && tile.vdim == tile.padded_vdim;
-    const bool widens_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRowsAtOnce;
+    const bool widens_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRegisterRows;
     if (is_whole && widens_once) return attend_span(tile, span);
   }
   attend_span(tile, copy.take(span, tile));
 }
 
-// Blocks lie anywhere, so the hardware does not foresee the next one.
+// Blocks are scattered over the pool, so the hardware prefetcher cannot predict the next one.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_block(const Tile& tile, const Layer& layer, int64_t head) {
   const int64_t keys = head_size<T>(layer.block_size, tile.dim);
@@ -294,7 +300,8 @@ template <typename T>
   prefetch<0>(static_cast<const T*>(layer.values) + head * values, values * sizeof(T));
 }
 
-// Spans begin with a block or a section, and every 16 positions from there on.
+// Attends to a segment's positions, span by span. A span begins at the start of a block or a section,
+// or 16 positions after another span.
 template <typename T>
 void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
                     Positions positions, SpanCopy& copy) {
@@ -326,7 +333,7 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
   }
 }
 
-// One KV head of a layer in one step.
+// Attention of one KV head of a layer in one step.
 template <typename T>
 class Head {
  public:
@@ -343,6 +350,7 @@ class Head {
         terms_(terms),
         scale_(scale) {}
 
+  // Computes a piece and calls write(row, head, sums) for each result.
   template <class Write>
   void attend_piece(const Piece& piece, const Write& write) {
     int index = 0;
@@ -355,7 +363,7 @@ class Head {
   }
 
  private:
-  // Calls f(segment, first token, tokens) for the tiles of an item.
+  // Calls f(segment, first token, number of tokens) for the tiles of an item.
   template <class F>
   void for_tiles(int item, const F& f) const {
     const int segment = step_.item_segment[item], begin = step_.item_token[item];
@@ -371,8 +379,8 @@ class Head {
     }
   }
 
-  // Computes at most kTileRows query rows: tokens of a segment. The first one has the number
-  // `index` in its group.
+  // Computes at most kTileRows query rows: all heads of some tokens of a segment. `index` is the number
+  // of the first token within the piece's group.
   template <class Write>
   void attend_tile(const Piece& piece, int index, int segment, int first_token, int num_tokens,
                    const Write& write) {
@@ -399,7 +407,7 @@ class Head {
       with_codes(layer_, attend_pools);
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
-      const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
+      const RowSums sums = tile_.ended.merged(r, tile_.current_section(r), tile_.padded_vdim);
       if (piece.is_whole())
         write(first_row + token, head, sums);
       else
@@ -417,7 +425,9 @@ class Head {
   const float scale_;
 };
 
-// Stores keys and values, and attends; the caller ends the phase.
+// Stores this step's keys and values, and attends: query [num_rows][num_heads][dim], key and value
+// [num_rows][num_kv_heads][dim], out [num_rows][num_heads][vdim]. out_stride counts elements. The
+// caller ends the phase with a barrier.
 template <typename T>
 void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
             const Rows& value, const RowTerms& terms, T* out, int64_t out_stride, float scale,

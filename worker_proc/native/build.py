@@ -29,13 +29,14 @@ SOURCES = (
     *("low_rank.cpp", "pointwise.cpp", "recurrence.cpp", "sampling.cpp"),
 )
 HEADERS = (
-    *("attention.h", "attention_pairs.h", "channel_scan.h", "choice.h", "coded_kv.h"),
-    *("coded_rows.h", "compact_weights.h", "compressed_attention.h", "edits.h", "exact_sums.h"),
-    *("exchange.h", "experts.h", "float_products.h", "grouped_codes.h", "latent_attention.h"),
-    *("low_rank.h", "pointwise.h", "product_inputs.h", "products.h", "recurrence.h"),
-    *("row_sums.h", "sections.h", "selective_scan.h", "step.h", "stream_mixing.h", "team.h"),
-    *("text_attention.h", "tile_products.h", "value_weights.h", "vec.h", "vector_products.h"),
-    *("weights.h", "widened_products.h"),
+    *("attention.h", "channel_scan.h", "choice.h", "coded_kv.h", "coded_rows.h"),
+    *("compact_weights.h", "compressed_attention.h", "edits.h", "exact_sums.h", "exchange.h"),
+    *("experts.h", "float_products.h", "grouped_codes.h", "latent_attention.h", "low_rank.h"),
+    *("pair_amx.h", "pair_attention.h", "pair_codes.h", "pair_context.h", "pair_scores.h"),
+    *("pair_softmax.h", "pair_spans.h", "pair_tile.h", "pair_values.h", "pointwise.h"),
+    *("prefetch_queue.h", "product_inputs.h", "products.h", "recurrence.h", "sections.h"),
+    *("selective_scan.h", "step.h", "stream_mixing.h", "team.h", "text_attention.h"),
+    *("value_weights.h", "vec.h", "weights.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),

@@ -5,7 +5,7 @@
 // barrier ends it unless it joins the next one. Values are rounded to the model's dtype where
 // transformers' modules round.
 
-#include "attention_pairs.h"
+#include "pair_attention.h"
 #include "coded_rows.h"
 #include "exchange.h"
 #include "experts.h"

@@ -1,12 +1,10 @@
-// Attention over a paged cache of latent rows, which all heads share: multi-head latent attention.
+// Multi-head latent attention over a paged cache of latent rows, which all heads share.
 //
-// A token has one row of head_dim numbers in a layer. All of them are its key; the first
-// value_head_dim are its value, too. Pools: [block][slot][dim]. Block 0 is the null block and is never
-// written. Each cached row is read once for all heads that a tile holds.
-//
-// A row's result depends on its query and its context alone. Its score with a position is one chain of
-// sums for each lane of a vector, over the dimensions; spans lie at fixed positions of a text, and
-// sections.h merges the sections. So no bit depends on the rows, chunks or requests beside it.
+// A token has one latent row in a layer, [head_dim]: its key, whose first value_head_dim numbers are
+// also its value. Layout of the pool: [block][slot][head_dim]. Block 0 is the null block and is never
+// written. Each cached row is read once for all heads of a tile. A score is one chain of sums for each
+// lane, over the dimensions, and sections.h merges sections, so a row's result depends on its query and
+// its context alone. Called by attention.cpp.
 
 #pragma once
 
@@ -17,45 +15,46 @@
 namespace {
 
 constexpr int kMaxLatentDim = 640;
-constexpr int kMaxLatentRows = 128;   // of a tile: tokens times heads
-constexpr int kGoodLatentRows = 64;   // whose queries and outputs stay in a core's second cache
-constexpr int kLeastLatentHeads = 8;  // that a thread takes where threads share the heads of a token
-constexpr int kLatentSpan = 32;
-constexpr int kLatentRowsAtOnce = 4;
-// Keys, or vectors of values, whose sums for these rows fit into the registers.
-constexpr int kLatentColumnsAtOnce = kPartLanes == kLanes ? 4 : 2;
+constexpr int kMaxLatentRows = 128;   // query rows of a tile: tokens times heads
+constexpr int kGoodLatentRows = 64;   // queries and accumulators of these rows fit into the L2 cache
+constexpr int kMinLatentHeads = 8;    // of a thread, where threads share the heads of a token
+constexpr int kLatentSpan = 32;       // slots of a span
+constexpr int kLatentRegisterRows = 4;
+// Keys, or registers of values, of a register tile.
+constexpr int kLatentRegisterColumns = kPartLanes == kLanes ? 4 : 2;
 
+// The weight of a score relative to a greater one.
 struct LatentPower {
   float operator()(float x) const { return exp_of(splat(x))[0]; }
 };
 
-// Some query rows, with the state of their softmax over the present section. Rows from num_rows on, up
-// to a multiple of kLatentRowsAtOnce, are zeros.
+// Query rows, and the state of their online softmax over the current section. Rows from num_rows on, up
+// to a multiple of kLatentRegisterRows, are padding: zeros.
 struct LatentTile {
   int num_rows, padded_rows, padded_dim, padded_vdim, window;
   int position[kMaxLatentRows];
-  float top[kMaxLatentRows];
+  float running_max[kMaxLatentRows];
   EndedSections<kMaxLatentRows, LatentPower> ended;
   alignas(64) float query[kMaxLatentRows * kMaxLatentDim];
-  alignas(64) float out[kMaxLatentRows * kMaxDim];
-  alignas(64) float weight[kMaxLatentRows][kLatentSpan];
-  alignas(64) float sums[kMaxLatentRows][kLanes];  // of weights
+  alignas(64) float accumulators[kMaxLatentRows * kMaxDim];  // [row][padded_vdim]
+  alignas(64) float weights[kMaxLatentRows][kLatentSpan];    // of a span: scores, then weights
+  alignas(64) float weight_sums[kMaxLatentRows][kLanes];     // partial sums, one for each lane
   alignas(64) float copy[kLatentSpan * kMaxLatentDim];
 
   void begin_section(int r) {
-    top[r] = kNegInf;
-    std::memset(sums[r], 0, sizeof(sums[r]));
-    std::memset(out + r * padded_vdim, 0, sizeof(float) * padded_vdim);
+    running_max[r] = kNegInf;
+    std::memset(weight_sums[r], 0, sizeof(weight_sums[r]));
+    std::memset(accumulators + r * padded_vdim, 0, sizeof(float) * padded_vdim);
   }
 
-  RowSums present(int r) {
-    const float sum = fold(load(sums[r]), [](Vec a, Vec b) { return a + b; });
-    return {top[r], sum, out + r * padded_vdim};
+  RowSums current_section(int r) {
+    const float sum = fold(load(weight_sums[r]), [](Vec a, Vec b) { return a + b; });
+    return {running_max[r], sum, accumulators + r * padded_vdim};
   }
 
   void end_section() {
     for (int r = 0; r < num_rows; r++) {
-      ended.add(r, present(r), padded_vdim);
+      ended.add(r, current_section(r), padded_vdim);
       begin_section(r);
     }
   }
@@ -68,10 +67,10 @@ struct LatentSpan {
   int stride, first_position, count;
 };
 
-// Scores of kLatentRowsAtOnce queries with C cached rows.
+// Scores of kLatentRegisterRows queries with C cached rows, in tile.weights.
 template <typename T, int C>
 void score_latent(LatentTile& tile, int first, const LatentSpan<T>& span, int slot) {
-  constexpr int R = kLatentRowsAtOnce;
+  constexpr int R = kLatentRegisterRows;
   Part sums[R][C];
   for (auto& row : sums)
     for (Part& sum : row) sum = Part{};
@@ -89,12 +88,13 @@ void score_latent(LatentTile& tile, int first, const LatentSpan<T>& span, int sl
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) tile.weight[first + r][slot + c] = sum_of_part(sums[r][c]);
+    for (int c = 0; c < C; c++) tile.weights[first + r][slot + c] = sum_of_part(sums[r][c]);
 }
 
-// Turns a row's scores into weights; 0 for positions that it does not see.
-inline void weigh_latent(LatentTile& tile, int r, int first_position, int count) {
-  float* const weights = tile.weight[r];
+// Replaces a row's scores of a span by softmax weights, 0 for masked positions, and adds them to the
+// row's sum.
+inline void softmax_latent_row(LatentTile& tile, int r, int first_position, int count) {
+  float* const weights = tile.weights[r];
   const int low = tile.window ? tile.position[r] - tile.window + 1 - first_position : 0;
   const int end = std::min(tile.position[r] - first_position + 1, count);
   for (int i = 0; i < kLatentSpan; i++)
@@ -105,35 +105,35 @@ inline void weigh_latent(LatentTile& tile, int r, int first_position, int count)
     highest = std::max(highest, weights[i]);
     is_nan |= weights[i] != weights[i];
   }
-  if (highest > tile.top[r]) {
-    if (tile.top[r] != kNegInf) {
-      const float factor = LatentPower()(tile.top[r] - highest);
-      float* out = tile.out + r * tile.padded_vdim;
-      for (int i = 0; i < tile.padded_vdim; i += kLanes) save(load(out + i) * factor, out + i, kLanes);
-      save(load(tile.sums[r]) * factor, tile.sums[r], kLanes);
+  if (highest > tile.running_max[r]) {
+    if (tile.running_max[r] != kNegInf) {
+      const float factor = LatentPower()(tile.running_max[r] - highest);
+      float* sums = tile.accumulators + r * tile.padded_vdim;
+      for (int i = 0; i < tile.padded_vdim; i += kLanes) save(load(sums + i) * factor, sums + i, kLanes);
+      save(load(tile.weight_sums[r]) * factor, tile.weight_sums[r], kLanes);
     }
-    tile.top[r] = highest;
+    tile.running_max[r] = highest;
   }
-  if (tile.top[r] == kNegInf && !is_nan) {
-    std::memset(weights, 0, sizeof(tile.weight[r]));
+  if (tile.running_max[r] == kNegInf && !is_nan) {
+    std::memset(weights, 0, sizeof(tile.weights[r]));
     return;
   }
   for (int i = 0; i < kLatentSpan; i += kLanes) {
     const Vec score = load(weights + i);
-    Vec weight = exp_of(score - tile.top[r]);
+    Vec weight = exp_of(score - tile.running_max[r]);
     weight = score == kNegInf ? splat(0.0f) : weight;
     weight = score != score ? score : weight;
     save(weight, weights + i, kLanes);
-    save(load(tile.sums[r]) + weight, tile.sums[r], kLanes);
+    save(load(tile.weight_sums[r]) + weight, tile.weight_sums[r], kLanes);
   }
 }
 
-// Adds the values of a span, C vectors of them, to kLatentRowsAtOnce rows.
+// Adds the weighted values of kLatentRegisterRows rows, C registers of dimensions from `column` on.
 template <typename T, int C>
-void add_latent(LatentTile& tile, int first, int column, const LatentSpan<T>& span) {
-  constexpr int R = kLatentRowsAtOnce;
+void accumulate_latent(LatentTile& tile, int first, int column, const LatentSpan<T>& span) {
+  constexpr int R = kLatentRegisterRows;
   Part sums[R][C];
-  float* out = tile.out + first * tile.padded_vdim + column;
+  float* out = tile.accumulators + first * tile.padded_vdim + column;
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sums[r][c] = part_at(out + r * tile.padded_vdim + c * kPartLanes);
   for (int slot = 0; slot < span.count; slot++) {
@@ -143,7 +143,7 @@ void add_latent(LatentTile& tile, int first, int column, const LatentSpan<T>& sp
     for (int c = 0; c < C; c++) value[c] = part_at(values + c * kPartLanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      const Part weight = Part{} + tile.weight[first + r][slot];
+      const Part weight = Part{} + tile.weights[first + r][slot];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) sums[r][c] = multiply_add_part(weight, value[c], sums[r][c]);
     }
@@ -153,25 +153,26 @@ void add_latent(LatentTile& tile, int first, int column, const LatentSpan<T>& sp
       std::memcpy(out + r * tile.padded_vdim + c * kPartLanes, &sums[r][c], sizeof(Part));
 }
 
+// Updates all rows of a tile by one span.
 template <typename T>
 void attend_latent_span(LatentTile& tile, const LatentSpan<T>& span) {
-  constexpr int kColumns = kLatentColumnsAtOnce;
-  for (int first = 0; first < tile.padded_rows; first += kLatentRowsAtOnce) {
+  constexpr int kColumns = kLatentRegisterColumns;
+  for (int first = 0; first < tile.padded_rows; first += kLatentRegisterRows) {
     int slot = 0;
     for (; slot + kColumns <= span.count; slot += kColumns)
       score_latent<T, kColumns>(tile, first, span, slot);
     for (; slot < span.count; slot++) score_latent<T, 1>(tile, first, span, slot);
-    for (int r = first; r < first + kLatentRowsAtOnce; r++)
-      weigh_latent(tile, r, span.first_position, span.count);
+    for (int r = first; r < first + kLatentRegisterRows; r++)
+      softmax_latent_row(tile, r, span.first_position, span.count);
     int column = 0;
     for (; column + kColumns * kPartLanes <= tile.padded_vdim; column += kColumns * kPartLanes)
-      add_latent<T, kColumns>(tile, first, column, span);
+      accumulate_latent<T, kColumns>(tile, first, column, span);
     for (; column < tile.padded_vdim; column += kPartLanes)
-      add_latent<T, 1>(tile, first, column, span);
+      accumulate_latent<T, 1>(tile, first, column, span);
   }
 }
 
-// A float32 copy, which several passes read, and whose rows are whole vectors.
+// A float32 copy of a span, padded to whole vectors, for several register tiles.
 template <typename T>
 LatentSpan<float> copy_latent(LatentTile& tile, const LatentSpan<T>& span, int dim) {
   for (int slot = 0; slot < span.count; slot++) {
@@ -188,7 +189,7 @@ LatentSpan<float> copy_latent(LatentTile& tile, const LatentSpan<T>& span, int d
   return {tile.copy, tile.padded_dim, span.first_position, span.count};
 }
 
-// Some heads of a layer in one step. Heads of the layer are cut into layer.num_kv_heads groups.
+// Attention of one group of heads in one step. There are layer.num_kv_heads groups.
 template <typename T>
 class LatentHeads {
  public:
@@ -225,13 +226,13 @@ class LatentHeads {
     const int64_t first_row = step_.first_row[segment] + first_token;
     tile_.num_rows = num_tokens * num_heads_;
     tile_.padded_rows =
-        (tile_.num_rows + kLatentRowsAtOnce - 1) / kLatentRowsAtOnce * kLatentRowsAtOnce;
+        (tile_.num_rows + kLatentRegisterRows - 1) / kLatentRegisterRows * kLatentRegisterRows;
     for (int r = 0; r < tile_.padded_rows; r++) {
       float* const to = tile_.query + r * tile_.padded_dim;
       std::memset(to, 0, tile_.padded_dim * sizeof(float));
       tile_.ended.clear(r);
       tile_.begin_section(r);
-      tile_.position[r] = -1;  // sees nothing
+      tile_.position[r] = -1;  // all positions are masked
       if (r >= tile_.num_rows) continue;
       const int token = r / num_heads_, head = first_head_ + r % num_heads_;
       const T* q = static_cast<const T*>(query_.data) + (first_row + token) * query_.row_stride +
@@ -242,7 +243,7 @@ class LatentHeads {
     attend_context(segment, piece.positions());
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / num_heads_, head = first_head_ + r % num_heads_;
-      const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
+      const RowSums sums = tile_.ended.merged(r, tile_.current_section(r), tile_.padded_vdim);
       if (piece.is_whole())
         write(first_row + token, head, sums);
       else
@@ -250,7 +251,7 @@ class LatentHeads {
     }
   }
 
-  // Spans begin with a block or a section, and every kLatentSpan positions from there on.
+  // A span begins at the start of a block or a section, or kLatentSpan positions after another span.
   void attend_context(int segment, Positions positions) {
     const int size = layer_.block_size, dim = layer_.head_dim;
     const int last = std::min(tile_.position[tile_.num_rows - 1], positions.end - 1);
@@ -265,7 +266,7 @@ class LatentHeads {
       const int64_t block = step_.tables[step_.table_offset[segment] + base / size];
       const T* rows = static_cast<const T*>(layer_.keys) + (block * size + offset) * dim;
       const LatentSpan<T> span{rows, dim, base, std::min(last - base + 1, num_slots)};
-      const bool widens_once = sizeof(T) == sizeof(float) || tile_.num_rows <= kLatentRowsAtOnce;
+      const bool widens_once = sizeof(T) == sizeof(float) || tile_.num_rows <= kLatentRegisterRows;
       if (dim % kLanes == 0 && layer_.value_head_dim % kLanes == 0 && widens_once)
         attend_latent_span(tile_, span);
       else
@@ -286,22 +287,23 @@ template <typename T>
 void store_latent(Team& team, const Layer& layer, const Step& step, const Rows& key) {
   const int last_row = static_cast<int>(team.last(step.num_rows));
   for (int row = static_cast<int>(team.first(step.num_rows)); row < last_row; row++)
-    if (step.slots[row] >= layer.block_size)  // else it is in the null block
+    if (step.slots[row] >= layer.block_size)  // not in the null block
       std::memcpy(static_cast<T*>(layer.keys) + step.slots[row] * layer.head_dim,
                   static_cast<const T*>(key.data) + row * key.row_stride,
                   layer.head_dim * sizeof(T));
 }
 
-// How many groups of heads threads take, each of which reads the contexts.
+// The number of groups into which heads are divided among threads. Each group reads the whole context.
 inline int num_latent_groups(const Layer& layer, const Step& step, int num_threads) {
   const int least = (layer.num_heads + kMaxLatentRows - 1) / kMaxLatentRows;
-  const int most = std::max(layer.num_heads / kLeastLatentHeads, least);
+  const int most = std::max(layer.num_heads / kMinLatentHeads, least);
   const int wanted = (2 * num_threads + step.num_pieces - 1) / std::max(step.num_pieces, 1);
   return num_threads == 1 ? least : std::clamp(wanted, least, most);
 }
 
-// Stores the latent rows, and attends; the caller ends the phase. `key` has the rows, and `value`
-// their first numbers.
+// Stores the latent rows, and attends: query [num_rows][num_heads][head_dim], out
+// [num_rows][num_heads][value_head_dim]. `key` has the latent rows, and `value` their first numbers.
+// The caller ends the phase with a barrier.
 template <typename T>
 void attend_latent(Team& team, const Layer& layer, const Step& step, const Rows& query,
                    const Rows& key, const Rows& value, T* out, float scale) {
@@ -311,11 +313,11 @@ void attend_latent(Team& team, const Layer& layer, const Step& step, const Rows&
   tile.padded_dim = (layer.head_dim + kLanes - 1) / kLanes * kLanes;
   tile.padded_vdim = padded_dim(layer);
   tile.window = layer.window;
-  Layer shared = layer;  // by groups of heads
+  Layer shared = layer;  // with groups of heads in place of KV heads
   shared.num_kv_heads = num_latent_groups(layer, step, team.size);
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     T* o = out + (row * layer.num_heads + head) * layer.value_head_dim;
-    const float factor = 1.0f / sums.weights;
+    const float factor = 1.0f / sums.weight_sum;
     for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
   };
   attend_pieces<LatentPower>(

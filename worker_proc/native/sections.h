@@ -1,8 +1,9 @@
-// Sections of a context, each with a softmax of its own, and how they become one.
+// Sections of a context, each with its own softmax, and the loop of threads over pieces of work.
 //
-// A section ends at each multiple of kSectionSlots positions. The sections of a row are merged in
-// the order of positions, by one function, whether one thread computes them one after another or
-// several threads do at once. So no bit of a result depends on how threads share the work.
+// A section ends at each multiple of kSectionSlots positions. One function, `merge`, merges the sections
+// of a row in order of position, whether one thread computes them one after another or several threads
+// compute them in parallel. The bits of a result therefore do not depend on the number of threads.
+// Used by attention.h, pair_attention.h and latent_attention.h.
 
 #pragma once
 
@@ -15,10 +16,10 @@
 
 namespace {
 
-constexpr int kMaxDim = 512;
-constexpr int kSectionSlots = 1024;
+constexpr int kMaxDim = 512;         // of a head
+constexpr int kSectionSlots = 1024;  // SECTION in attention/work.py
 
-// The values of a head, in whole vectors.
+// The dimension of a head's values, rounded up to whole vectors.
 inline int padded_dim(const Layer& layer) {
   return (layer.value_head_dim + kLanes - 1) / kLanes * kLanes;
 }
@@ -30,12 +31,12 @@ inline int first_visible(const Layer& layer, int position) {
   return std::max(0, position - layer.window + 1);
 }
 
-// What a layer or a row adds to scores, for the rows of a tile.
+// Biases of scores, such as ALiBi, for the rows of a tile.
 template <int kRows>
 class TileBiases {
  public:
-  // Positions that kernels may read before and behind those of a row: 64 of a span, which may begin
-  // behind the row with a later one of the tile.
+  // Kernels may read this number of biases before and after those of a row: a span of 64 positions, which
+  // may begin after the row, at a later row of the tile.
   static constexpr int kRoom = 64 + kRows;
 
   void begin(const Layer& layer, const RowTerms& terms) {
@@ -45,6 +46,7 @@ class TileBiases {
     if (num_distances_ && values_.size() < size) values_.resize(size);
   }
 
+  // Sets the biases of row r of the tile.
   template <typename T>
   void take(int r, const Layer& layer, const RowTerms& terms, int64_t row, int head, int position) {
     if (!exist_) return;
@@ -66,14 +68,15 @@ class TileBiases {
     own_[r] = 0.0f;
   }
 
-  // Whether a row has biases for any of `count` positions, at most kRoom.
+  // Whether a row has a bias for any of `count` positions; the count is at most kRoom.
   bool reach(int r, int first_position, int count) const {
     return exist_ && first_position + count > from_[r];
   }
 
+  // The biases of row r from a position on.
   const float* at(int r, int position) const { return of_row_[r] + position; }
 
-  // At the row's own position, where columns are those of a layer: the others are relative to it.
+  // The bias at the row's own position, which kernels subtract from all others; 0 for biases of a row.
   float own(int r) const { return own_[r]; }
 
  private:
@@ -85,60 +88,59 @@ class TileBiases {
   std::vector<float> values_;
 };
 
-// From `begin` on, up to `end`.
+// Positions [begin, end) of a context.
 struct Positions {
   int begin, end;
 };
 
-// A row's softmax over some positions: the sums of its weights and of its weighted values, relative
-// to the weight of the score `top`. That is about the highest score: pairs leave it lower while no score
-// exceeds it by more than kMostAboveTop. Without any weight the row sees none of the positions.
+// A row's softmax over some positions. Weights are relative to `maximum`, the greatest score; the kernels
+// on pairs let scores exceed it by up to kRescaleThreshold. weight_sum is 0 if no position is visible.
 struct RowSums {
-  float top, weights;
-  float* values;
+  float maximum, weight_sum;
+  float* values;  // the sums of weighted values, in whole vectors
 };
 
-// Adds the positions that follow. `power` gives the weight of a score relative to a higher one.
+// Adds the sums of later positions. power(x) is the weight of a score that is -x below the maximum.
 template <class Power>
 [[gnu::noinline]] void merge(RowSums& total, const RowSums& next, int size, const Power& power) {
-  if (next.weights == 0.0f) return;
-  if (total.weights == 0.0f) {
+  if (next.weight_sum == 0.0f) return;
+  if (total.weight_sum == 0.0f) {
     std::memcpy(total.values, next.values, size * sizeof(float));
-    total.top = next.top;
-    total.weights = next.weights;
+    total.maximum = next.maximum;
+    total.weight_sum = next.weight_sum;
     return;
   }
   const auto combine = [&](const auto& sum) {
     for (int i = 0; i < size; i += kLanes)
       save(sum(load(total.values + i), load(next.values + i)), total.values + i, kLanes);
-    total.weights = sum(total.weights, next.weights);
+    total.weight_sum = sum(total.weight_sum, next.weight_sum);
   };
-  if (next.top > total.top) {
-    const float factor = power(total.top - next.top);
+  if (next.maximum > total.maximum) {
+    const float factor = power(total.maximum - next.maximum);
     combine([&](auto sum, auto more) { return sum * factor + more; });
-    total.top = next.top;
+    total.maximum = next.maximum;
   } else {
-    const float factor = power(next.top - total.top);
+    const float factor = power(next.maximum - total.maximum);
     combine([&](auto sum, auto more) { return sum + more * factor; });
   }
 }
 
-// The factor that turns the values of all sections into their average. A sink adds to the weights and
-// not to the values: it enters here, once. kUnit is how much of the scores of `Power` is one of the sink.
+// The factor that normalizes the sums of all sections. An attention sink adds to the sum of weights, and
+// not to the values; it is included here, once. Power::kUnit converts the sink to the unit of the scores.
 template <class Power>
 float averaging_factor(const Layer& layer, const RowTerms& terms, int64_t row, int head,
                        const RowSums& sums) {
   const float* const sinks = terms.sinks ? terms.sinks + row * layer.num_heads : layer.sinks;
-  if (sinks == nullptr) return 1.0f / sums.weights;
+  if (sinks == nullptr) return 1.0f / sums.weight_sum;
   const float sink = sinks[head] * Power::kUnit;
-  if (sink > sums.top) {
-    const float factor = Power()(sums.top - sink);
-    return factor / (sums.weights * factor + 1.0f);
+  if (sink > sums.maximum) {
+    const float factor = Power()(sums.maximum - sink);
+    return factor / (sums.weight_sum * factor + 1.0f);
   }
-  return 1.0f / (sums.weights + Power()(sink - sums.top));
+  return 1.0f / (sums.weight_sum + Power()(sink - sums.maximum));
 }
 
-// What the sections that have ended have come to, for the rows of a tile.
+// The merged sums of completed sections, for the rows of a tile.
 template <int kRows, class Power>
 class EndedSections {
  public:
@@ -148,10 +150,10 @@ class EndedSections {
     merge(totals_[row], section, size, Power());
   }
 
-  // Returns the sums of all sections, the present one included.
-  RowSums with_present(int row, const RowSums& present, int size) {
-    if (totals_[row].weights == 0.0f) return present;
-    add(row, present, size);
+  // Returns the sums of all sections, including the current one.
+  RowSums merged(int row, const RowSums& current, int size) {
+    if (totals_[row].weight_sum == 0.0f) return current;
+    add(row, current, size);
     return totals_[row];
   }
 
@@ -160,7 +162,7 @@ class EndedSections {
   alignas(64) float values_[kRows * kMaxDim];
 };
 
-// What a thread takes at a time: a group with the whole of its contexts, or with a section of them.
+// A unit of work of a thread: a group of items with its whole contexts, or with one section of them.
 class Piece {
  public:
   Piece(const Layer& layer, const Step& step, int number)
@@ -173,7 +175,7 @@ class Piece {
         sums_(step.sums + static_cast<int64_t>(step.piece_sums[number]) * num_heads_ * stride()) {}
 
   const int first_item, num_items, num_shared;
-  const int section;  // negative: all
+  const int section;  // negative: all sections
 
   bool is_whole() const { return section < 0; }
 
@@ -182,14 +184,15 @@ class Piece {
     return {section * kSectionSlots, (section + 1) * kSectionSlots};
   }
 
-  // Keeps what a section has come to, for one head of one of the group's tokens.
+  // Stores the sums of a section, for one head of one of the group's tokens.
   void keep(int token, int head, const RowSums& row) const {
     float* to = place_of(token, head);
     std::memcpy(to, row.values, size_ * sizeof(float));
-    to[size_] = row.top;
-    to[size_ + 1] = row.weights;
+    to[size_] = row.maximum;
+    to[size_ + 1] = row.weight_sum;
   }
 
+  // Returns what `keep` has stored.
   RowSums kept(int token, int head) const {
     float* from = place_of(token, head);
     return {from[size_], from[size_ + 1], from};
@@ -206,7 +209,7 @@ class Piece {
   float* const sums_;
 };
 
-// Calls f(token in the group, segment, token in the segment) for all tokens of some items.
+// Calls f(index in the group, segment, index in the segment) for all tokens of some items.
 template <class F>
 void for_tokens(const Step& step, int first_item, int num_items, const F& f) {
   int index = 0;
@@ -217,10 +220,10 @@ void for_tokens(const Step& step, int first_item, int num_items, const F& f) {
   }
 }
 
-// Counts the tokens from row `first` on, at most `most`, that one tile may hold. Every row of a tile
-// multiplies the values of all its tokens, by zero for later ones, and zero times NaN is NaN. So a
-// token whose values are not all finite shares no tile with a token before it. Rows whose window has
-// passed such a token may still be NaN, as others of their request are.
+// Returns how many tokens from row `first` on, at most `most`, may share a tile. Every row of a tile
+// multiplies the values of all tokens of the tile, those of later tokens by zero, and 0 · NaN is NaN. So a
+// token whose values are not all finite does not share a tile with earlier tokens. Rows whose window has
+// passed such a token may still be NaN, like other rows of their request.
 template <typename T>
 int num_tile_tokens(const Layer& layer, const Rows& values, int kv_head, int64_t first, int most) {
   constexpr uint32_t kExponent = 0x7f800000;
@@ -239,34 +242,34 @@ int num_tile_tokens(const Layer& layer, const Rows& values, int kv_head, int64_t
   return most;
 }
 
-// The piece of a KV head at a place; there is none at a negative one.
+// A piece and a KV head, by their index in the order of work. A negative index means none.
 struct PieceOfHead {
   const Layer& layer;
   const Step& step;
-  int place;
+  int index;
 
-  bool exists() const { return place >= 0; }
-  Piece piece() const { return Piece(layer, step, place / layer.num_kv_heads); }
-  int kv_head() const { return place % layer.num_kv_heads; }
+  bool exists() const { return index >= 0; }
+  Piece piece() const { return Piece(layer, step, index / layer.num_kv_heads); }
+  int kv_head() const { return index % layer.num_kv_heads; }
 };
 
-// Lets the threads take the pieces of a step, and merges the sections of the groups that are split.
-// attend(piece, kv_head, the piece that the thread will probably take next) computes; write(row, head,
-// sums) takes a result.
+// Distributes the pieces of a step over the threads, and merges the sections of groups that are split.
+// attend(piece, kv_head, next) computes a piece, where `next` is the one that the thread will probably
+// take next; write(row, head, sums) receives each result of a split group.
 template <class Power, class Attend, class Write>
 void attend_pieces(Team& team, const Layer& layer, const Step& step, const Attend& attend,
                   const Write& write) {
-  // The last pieces have the longest contexts, and begin first. Where there are many, a thread takes all
-  // heads of one: they lie side by side in each block, and memory is read faster in longer parts.
+  // The last pieces have the longest contexts, so they are taken first. If there are many pieces, a thread
+  // takes all heads of a piece: they are adjacent in each block, and longer reads are faster.
   constexpr int kManyPieces = 8;  // for each thread
   const int total = step.num_pieces * layer.num_kv_heads;
   const int num_heads = step.num_pieces < kManyPieces * team.size ? 1 : layer.num_kv_heads;
   for (int64_t taken; (taken = team.take(total / num_heads)) < total / num_heads;) {
     const int first = total - 1 - static_cast<int>(taken) * num_heads;
-    for (int place = first; place > first - num_heads; place--) {
-      const bool is_last = place == first - num_heads + 1;
-      const PieceOfHead taken_piece{layer, step, place};
-      const PieceOfHead next{layer, step, is_last ? first - team.size * num_heads : place - 1};
+    for (int index = first; index > first - num_heads; index--) {
+      const bool is_last = index == first - num_heads + 1;
+      const PieceOfHead taken_piece{layer, step, index};
+      const PieceOfHead next{layer, step, is_last ? first - team.size * num_heads : index - 1};
       attend(taken_piece.piece(), taken_piece.kv_head(), next);
     }
   }
@@ -281,7 +284,7 @@ void attend_pieces(Team& team, const Layer& layer, const Step& step, const Atten
       if (!step.reads_any(step.first_row[segment] + token, 1)) return;
       const int position = step.start[segment] + token;
       const int begin = std::max(first.section, first_visible(layer, position) / kSectionSlots);
-      alignas(64) float values[kMaxDim] = {};  // which stay where all scores are -infinity
+      alignas(64) float values[kMaxDim] = {};  // the result if all scores are -infinity
       RowSums sums{kNegInf, 0.0f, values};
       for (int section = begin; section <= position / kSectionSlots; section++) {
         const Piece piece(layer, step, first_piece + section - first.section);

@@ -20,7 +20,7 @@ struct Layer {
   int32_t block_size;
   int32_t window;  // 0: none; else the positions that a token sees, itself included
   int32_t is_bf16;
-  int32_t has_pairs;  // the layout is that of attention_pairs.h
+  int32_t has_pairs;  // the layout is that of pair_attention.h
   int32_t kv_format;
   int32_t is_latent;  // values are the first numbers of keys, as in latent_attention.h
   int32_t is_chunked;  // the window begins at a multiple of its size, where the token's chunk does

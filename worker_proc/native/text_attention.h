@@ -1,8 +1,8 @@
-// Attention of texts that are computed whole: a token also attends to those behind it.
+// Bidirectional attention of encoders: a token also attends to later tokens of its text.
 //
-// The keys and values of a text are the rows of the step, so nothing is kept in a cache. They are
-// copied head by head into spans of 16 positions, in the layout of attention.h, whose tiles compute
-// the rows. A row's result depends on its own text alone.
+// Each text is computed in one step, so there is no KV cache. Keys and values are copied, head by head,
+// into spans of 16 positions in the layout of attention.h, and its tiles compute the rows. A row's
+// result depends on its own text alone. Called by attention.cpp.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 extern "C" {
 
-// Text t has num_tokens[t] tokens, in the packed row from first_row[t] on.
+// Text t has num_tokens[t] tokens, which are the rows from first_row[t] on.
 struct WholeTexts {
   int32_t num_texts;
   const int32_t *first_row, *num_tokens;
@@ -21,7 +21,7 @@ struct WholeTexts {
 
 namespace {
 
-// Some heads of keys and values of one text, as float32.
+// The keys and values of one head of a text, as float32.
 struct TextSpans {
   std::vector<float> keys, values;  // [span][dim][16] and [span][16][padded_vdim]
 
@@ -53,7 +53,7 @@ struct TextSpans {
   }
 };
 
-// Computes one KV head of one text.
+// Computes one KV head of one text. A window of w shows a token its w - 1 neighbours on either side.
 template <typename T, class Write>
 void attend_text(Tile& tile, TextSpans& spans, const Layer& layer, int kv_head, int first_row,
                  int num_tokens, const Rows& query, const Rows& key, const Rows& value, float scale,
@@ -84,10 +84,12 @@ void attend_text(Tile& tile, TextSpans& spans, const Layer& layer, int kv_head, 
     }
     for (int r = 0; r < tile.num_rows; r++)
       write(first_row + begin + r / per_kv, kv_head * per_kv + r % per_kv,
-            tile.ended.with_present(r, tile.present(r), tile.padded_vdim));
+            tile.ended.merged(r, tile.current_section(r), tile.padded_vdim));
   }
 }
 
+// Attends: query [num_rows][num_heads][dim], key and value [num_rows][num_kv_heads][dim], out
+// [num_rows][num_heads][vdim].
 template <typename T>
 void attend_texts(const Layer& layer, const WholeTexts& texts, const Rows& query, const Rows& key,
                   const Rows& value, T* out, float scale, float softcap) {
@@ -101,7 +103,7 @@ void attend_texts(const Layer& layer, const WholeTexts& texts, const Rows& query
     tile.softcap = softcap;
     const auto write = [&](int64_t row, int head, const RowSums& sums) {
       T* o = out + (row * layer.num_heads + head) * layer.value_head_dim;
-      const float factor = 1.0f / sums.weights;
+      const float factor = 1.0f / sums.weight_sum;
       for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
     };
 #pragma omp for schedule(dynamic)
