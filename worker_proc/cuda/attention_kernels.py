@@ -2,13 +2,14 @@
 
 One kernel attends, with two kinds of tiles. A prefill tile holds some tokens of one part of the
 step, with all query heads that share a KV head. A decode tile holds the only token of its part; its
-context may be divided among several programs, whose results `combine_kernel` sums. The step's
+context may be divided among several programs, whose results `combine_kernel` merges. The step's
 arrays on the device determine which tokens a tile holds, so no plan is made on the host, and a
 launch depends only on the numbers of parts and tokens. `attention.py` launches the kernels.
 
 Keys are stored as [blocks, block size, KV heads, head dimension], and so are values. A program
-takes its tiles of keys in the order of positions, with an online softmax: the partial sums are
-rescaled when a greater score occurs.
+takes its tiles of keys in the order of positions, with an online softmax: `running_max` is the
+greatest score so far, `running_sum` the sum of the weights and `acc` that of the weighted values,
+which are rescaled when a greater score occurs.
 
 The arrays, int32: `first_rows` [P + 1], the row of each part's first token; `starts` [P], its
 position; `table_rows` [P], its row in the block table; `kept_from` [P], the first position whose KV
@@ -18,7 +19,7 @@ is kept.
 import triton
 import triton.language as tl
 
-# Slices of one array, whose alignment varies: each alignment would compile another kernel.
+# Slices of one array, whose alignment varies. A kernel would be compiled for each alignment.
 BY_PART = ["num_parts", "first_rows", "starts", "table_rows", "kept_from"]
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -42,6 +43,59 @@ def slot_of(table, table_row, table_stride, position, kept_from, BLOCK_SIZE: tl.
     block = tl.load(table + table_row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     return tl.where(position < kept_from, 0, slot)
+
+
+@triton.jit
+def slot_of_row(
+    table,
+    table_stride,
+    first_rows,
+    starts,
+    table_rows,
+    kept_from,
+    num_parts,
+    row,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Return the slot of the token in a row of the step."""
+    part = part_at(first_rows, num_parts, row, 1, 0)
+    position = tl.load(starts + part) + row - tl.load(first_rows + part)
+    kept = tl.load(kept_from + part)
+    return slot_of(table, tl.load(table_rows + part), table_stride, position, kept, BLOCK_SIZE)
+
+
+@triton.jit
+def store_heads(
+    x,
+    target,
+    first_head,
+    NUM_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Store the heads of one token in `target`, [heads, DIM], from `first_head` on."""
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    exists = (head < NUM_HEADS) & (dim < DIM)
+    tl.store(target + (first_head + head) * DIM + dim, x, mask=exists)
+
+
+@triton.jit
+def load_heads(
+    source,
+    head_stride,
+    NUM_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Return the heads of one token, with any value as padding."""
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    exists = (head < NUM_HEADS) & (dim < DIM)
+    # The stride may span a whole step.
+    return tl.load(source + head.to(tl.int64) * head_stride + dim, mask=exists)
 
 
 @triton.jit(do_not_specialize=BY_PART)
@@ -69,41 +123,43 @@ def store_kernel(
 ):
     """Store the keys and values of one token. Grid: tokens."""
     row = tl.program_id(0)
-    part = part_at(first_rows, num_parts, row, 1, 0)
-    position = tl.load(starts + part) + row - tl.load(first_rows + part)
-    kept = tl.load(kept_from + part)
-    slot = slot_of(table, tl.load(table_rows + part), table_stride, position, kept, BLOCK_SIZE)
-    head = tl.arange(0, PADDED_HEADS)[:, None]
-    dim = tl.arange(0, PADDED_DIM)[None, :]
-    exists = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
-    wide_head = head.to(tl.int64)  # the stride may span a whole step
-    source = key + row.to(tl.int64) * key_strides[0] + wide_head * key_strides[1] + dim
-    target = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + dim
-    tl.store(target, tl.load(source, mask=exists), mask=exists)
-    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-    exists = (head < NUM_KV_HEADS) & (dim < VALUE_DIM)
-    source = value + row.to(tl.int64) * value_strides[0] + wide_head * value_strides[1] + dim
-    target = values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + dim
-    tl.store(target, tl.load(source, mask=exists), mask=exists)
+    slot = slot_of_row(
+        *(table, table_stride, first_rows, starts, table_rows, kept_from, num_parts),
+        *(row, BLOCK_SIZE),
+    )
+    wide_row = row.to(tl.int64)
+    x = load_heads(
+        *(key + wide_row * key_strides[0], key_strides[1]),
+        *(NUM_KV_HEADS, PADDED_HEADS, HEAD_DIM, PADDED_DIM),
+    )
+    store_heads(x, keys, slot * NUM_KV_HEADS, NUM_KV_HEADS, PADDED_HEADS, HEAD_DIM, PADDED_DIM)
+    x = load_heads(
+        *(value + wide_row * value_strides[0], value_strides[1]),
+        *(NUM_KV_HEADS, PADDED_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
+    )
+    store_heads(
+        *(x, values, slot * NUM_KV_HEADS),
+        *(NUM_KV_HEADS, PADDED_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
+    )
 
 
 @triton.jit
-def load_tile(places, is_read, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
+def load_tile(pointers, is_read, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
     """Return a tile of keys or values; those that no query sees, and padding, are zero."""
     if not IS_WHOLE:
-        tile = tl.load(places, mask=is_read & is_dim, other=0.0)
+        tile = tl.load(pointers, mask=is_read & is_dim, other=0.0)
     elif IS_PADDED:
-        tile = tl.load(places, mask=is_dim, other=0.0)
+        tile = tl.load(pointers, mask=is_dim, other=0.0)
     else:
-        tile = tl.load(places)
+        tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
 def attend_to_tile(
-    most,
-    total,
-    sums,
+    running_max,
+    running_sum,
+    acc,
     queries,
     position,
     keys,
@@ -123,24 +179,24 @@ def attend_to_tile(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    IS_WHOLE: tl.constexpr,  # all queries of the tile see all of these keys
+    IS_WHOLE: tl.constexpr,  # all queries of the tile see all of these keys: no mask
     TILE_KEYS: tl.constexpr,
 ):
-    """Add a tile of keys; return the greatest scores, the sums of weights and those of values."""
+    """Add a tile of keys; return the running maxima, the sums of weights and those of values."""
     dim = tl.arange(0, PADDED_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
     seen = first_key + tl.arange(0, TILE_KEYS)
-    # Keys that no query of the tile sees may belong to another request, and not be finite.
+    # Keys that no query of the tile sees may belong to another request and may be NaN.
     is_read = (seen >= first_visible) & (seen < end)
     if IS_WHOLE:
         block = tl.load(blocks + seen // BLOCK_SIZE).to(tl.int64)
     else:
         block = tl.load(blocks + seen // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
     slot = (block * BLOCK_SIZE + seen % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
-    key_places = keys + slot[None, :] * HEAD_DIM + dim[:, None]
-    value_places = values + slot[:, None] * VALUE_DIM + value_dim[None, :]
+    key_pointers = keys + slot[None, :] * HEAD_DIM + dim[:, None]
+    value_pointers = values + slot[:, None] * VALUE_DIM + value_dim[None, :]
     is_dim = dim[:, None] < HEAD_DIM
-    tile_keys = load_tile(key_places, is_read[None, :], is_dim, IS_WHOLE, HEAD_DIM < PADDED_DIM)
+    tile_keys = load_tile(key_pointers, is_read[None, :], is_dim, IS_WHOLE, HEAD_DIM < PADDED_DIM)
     scores = tl.dot(queries, tile_keys, input_precision="ieee") * scale
     if HAS_SOFTCAP:
         scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
@@ -150,17 +206,17 @@ def attend_to_tile(
         if WINDOW > 0:
             is_seen = is_seen & (seen[None, :] > position[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
-    greatest = tl.maximum(most, tl.max(scores, axis=1))
+    greatest = tl.maximum(running_max, tl.max(scores, axis=1))
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(most - base)
+    rescale = tl.exp2(running_max - base)
     is_dim = value_dim[None, :] < VALUE_DIM
     is_padded: tl.constexpr = VALUE_DIM < PADDED_VALUE_DIM
-    tile_values = load_tile(value_places, is_read[:, None], is_dim, IS_WHOLE, is_padded)
+    tile_values = load_tile(value_pointers, is_read[:, None], is_dim, IS_WHOLE, is_padded)
     added = tl.dot(weights.to(tile_values.dtype), tile_values, input_precision="ieee")
-    sums = sums * shrink[:, None] + added
-    total = total * shrink + tl.sum(weights, axis=1)
-    return greatest, total, sums
+    acc = acc * rescale[:, None] + added
+    running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+    return greatest, running_sum, acc
 
 
 @triton.jit
@@ -200,13 +256,33 @@ def keys_that_all_see(
 
 
 @triton.jit
-def with_sinks(most, total, sums, sinks, head, is_row):
-    """Return the sum of weights and the sums of values, including each head's sink."""
+def with_sinks(running_max, running_sum, acc, sinks, head, is_row):
+    """Return the sums of weights and of weighted values, including each head's sink."""
     sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-    base = tl.maximum(most, sink)
-    sums = sums * tl.exp2(most - base)[:, None]
-    total = total * tl.exp2(most - base) + tl.exp2(sink - base)
-    return total, sums
+    base = tl.maximum(running_max, sink)
+    acc = acc * tl.exp2(running_max - base)[:, None]
+    running_sum = running_sum * tl.exp2(running_max - base) + tl.exp2(sink - base)
+    return running_sum, acc
+
+
+@triton.jit
+def rows_of_tile(
+    first_token,
+    num_tokens,
+    kv_head,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Return the token in its part and the query head of each row, and which rows exist.
+
+    A row is one of the GROUP query heads of a token. Other rows are padding.
+    """
+    index = tl.arange(0, TILE_ROWS)
+    token = first_token + index // GROUP
+    head = kv_head * GROUP + index % GROUP
+    is_row = (index // GROUP < TILE_TOKENS) & (token < num_tokens)
+    return token, head, is_row
 
 
 @triton.jit
@@ -216,8 +292,8 @@ def load_queries(
     """Return the query of each row's head, with zeros for padding rows."""
     dim = tl.arange(0, PADDED_DIM)
     wide_head = head[:, None].to(tl.int64)  # the stride may span a whole step
-    places = query + row[:, None] * query_strides[0] + wide_head * query_strides[1] + dim
-    return tl.load(places, mask=is_row[:, None] & (dim < HEAD_DIM), other=0.0)
+    pointers = query + row[:, None] * query_strides[0] + wide_head * query_strides[1] + dim
+    return tl.load(pointers, mask=is_row[:, None] & (dim < HEAD_DIM), other=0.0)
 
 
 @triton.jit
@@ -226,6 +302,90 @@ def keys_of_split(begin, end, TILE_KEYS: tl.constexpr):
     length = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
     begin += tl.program_id(2) * length
     return begin, tl.minimum(end, begin + length)
+
+
+@triton.jit
+def keys_of_tile(
+    start,
+    first_token,
+    num_tokens,
+    WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Return the first position that some query sees, and the range of keys of this program.
+
+    The range begins at a multiple of TILE_KEYS, and so may contain earlier positions.
+    """
+    end = start + tl.minimum(first_token + TILE_TOKENS, num_tokens)
+    first_visible = start * 0
+    if WINDOW > 0:
+        first_visible = tl.maximum(start + first_token - WINDOW + 1, 0)
+    begin = first_visible // TILE_KEYS * TILE_KEYS
+    if IS_SPLIT:
+        begin, end = keys_of_split(begin, end, TILE_KEYS)
+    return first_visible, begin, end
+
+
+@triton.jit
+def loop_bounds(
+    begin, end, whole_begin, whole_end, HAS_WHOLE_TILES: tl.constexpr, STAGE: tl.constexpr
+):
+    """Return the keys of one of the loops: before, within and after the whole tiles, or all."""
+    if not HAS_WHOLE_TILES:
+        loop_begin, loop_end = begin, end
+    elif STAGE == 0:
+        loop_begin, loop_end = begin, tl.minimum(whole_begin, end)
+    elif STAGE == 1:
+        loop_begin, loop_end = whole_begin, whole_end
+    else:
+        loop_begin, loop_end = whole_end, end
+    return loop_begin, loop_end
+
+
+@triton.jit
+def store_partial(
+    running_max,
+    running_sum,
+    acc,
+    partial_out,
+    partial_stats,
+    part,
+    head,
+    is_row,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+):
+    """Store the state of a split's softmax for `combine_kernel`: float32 `partial_out`,
+    [parts, heads, splits, value dimension], and `partial_stats`, [parts, heads, splits, 2]."""
+    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    exists = is_row[:, None] & (dim < VALUE_DIM)
+    offset = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(partial_out + offset[:, None] * VALUE_DIM + dim, acc, mask=exists)
+    tl.store(partial_stats + offset * 2, running_max, mask=is_row)
+    tl.store(partial_stats + offset * 2 + 1, running_sum, mask=is_row)
+
+
+@triton.jit
+def store_result(
+    running_sum,
+    acc,
+    out,
+    row,
+    head,
+    is_row,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+):
+    """Store the normalized sums of values in `out`, [rows, heads, value dimension]."""
+    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    exists = is_row[:, None] & (dim < VALUE_DIM)
+    result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]  # padding rows
+    offset = (row * NUM_HEADS + head)[:, None] * VALUE_DIM + dim
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=BY_PART)
@@ -277,78 +437,72 @@ def attend_kernel(
         is_mine = (num_tokens >= LEAST_TOKENS) & (first_token < num_tokens)
     if is_mine:
         start = tl.load(starts + part)
-        index = tl.arange(0, TILE_ROWS)
-        token = first_token + index // GROUP
-        head = kv_head * GROUP + index % GROUP
-        is_row = (index // GROUP < TILE_TOKENS) & (token < num_tokens)
+        token, head, is_row = rows_of_tile(
+            first_token, num_tokens, kv_head, GROUP, TILE_ROWS, TILE_TOKENS
+        )
         position = start + token
         row = (first_row + token).to(tl.int64)
         queries = load_queries(query, query_strides, row, head, is_row, HEAD_DIM, PADDED_DIM)
-        end = start + tl.minimum(first_token + TILE_TOKENS, num_tokens)
-        first_visible = start * 0
-        if WINDOW > 0:
-            first_visible = tl.maximum(start + first_token - WINDOW + 1, 0)
-        begin = first_visible // TILE_KEYS * TILE_KEYS
-        if IS_SPLIT:
-            begin, end = keys_of_split(begin, end, TILE_KEYS)
+        first_visible, begin, end = keys_of_tile(
+            start, first_token, num_tokens, WINDOW, IS_SPLIT, TILE_TOKENS, TILE_KEYS
+        )
         blocks = table + tl.load(table_rows + part).to(tl.int64) * table_stride
-        most = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_ROWS], tl.float32)
-        sums = tl.zeros([TILE_ROWS, PADDED_VALUE_DIM], tl.float32)
+        running_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        running_sum = tl.zeros([TILE_ROWS], tl.float32)
+        acc = tl.zeros([TILE_ROWS, PADDED_VALUE_DIM], tl.float32)
         # Only tiles of keys that some queries do not see, at either end, need masks. A single loop
         # is as fast for decodes, which are limited by memory.
         whole_begin, whole_end = keys_that_all_see(
             start + first_token, begin, end, WINDOW, TILE_TOKENS, TILE_KEYS
         )
         for stage in tl.static_range(3 if HAS_WHOLE_TILES else 1):
-            if not HAS_WHOLE_TILES:
-                loop_begin, loop_end = begin, end
-            elif stage == 0:
-                loop_begin, loop_end = begin, tl.minimum(whole_begin, end)
-            elif stage == 1:
-                loop_begin, loop_end = whole_begin, whole_end
-            else:
-                loop_begin, loop_end = whole_end, end
+            loop_begin, loop_end = loop_bounds(
+                begin, end, whole_begin, whole_end, HAS_WHOLE_TILES, stage
+            )
             for first_key in range(loop_begin, loop_end, TILE_KEYS):
-                most, total, sums = attend_to_tile(
-                    most,
-                    total,
-                    sums,
-                    queries,
-                    position,
-                    keys,
-                    values,
-                    blocks,
-                    first_key,
-                    first_visible,
-                    end,
-                    kv_head,
-                    scale,
-                    softcap,
-                    NUM_KV_HEADS,
-                    HEAD_DIM,
-                    PADDED_DIM,
-                    VALUE_DIM,
-                    PADDED_VALUE_DIM,
-                    BLOCK_SIZE,
-                    WINDOW,
-                    HAS_SOFTCAP,
-                    stage == 1,
-                    TILE_KEYS,
+                running_max, running_sum, acc = attend_to_tile(
+                    *(
+                        running_max,
+                        running_sum,
+                        acc,
+                        queries,
+                        position,
+                        keys,
+                        values,
+                        blocks,
+                    ),
+                    *(first_key, first_visible, end, kv_head, scale, softcap),
+                    *(NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, VALUE_DIM, PADDED_VALUE_DIM),
+                    *(BLOCK_SIZE, WINDOW, HAS_SOFTCAP, stage == 1, TILE_KEYS),
                 )
-        value_dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-        exists = is_row[:, None] & (value_dim < VALUE_DIM)
         if IS_SPLIT:
-            place = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + tl.program_id(2)
-            tl.store(partial_out + place[:, None] * VALUE_DIM + value_dim, sums, mask=exists)
-            tl.store(partial_stats + place * 2, most, mask=is_row)
-            tl.store(partial_stats + place * 2 + 1, total, mask=is_row)
+            store_partial(
+                *(
+                    running_max,
+                    running_sum,
+                    acc,
+                    partial_out,
+                    partial_stats,
+                    part,
+                    head,
+                    is_row,
+                ),
+                *(NUM_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
+            )
         else:
             if HAS_SINKS:
-                total, sums = with_sinks(most, total, sums, sinks, head, is_row)
-            result = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # padding rows
-            place = (row * NUM_HEADS + head)[:, None] * VALUE_DIM + value_dim
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=exists)
+                running_sum, acc = with_sinks(running_max, running_sum, acc, sinks, head, is_row)
+            store_result(
+                running_sum,
+                acc,
+                out,
+                row,
+                head,
+                is_row,
+                NUM_HEADS,
+                VALUE_DIM,
+                PADDED_VALUE_DIM,
+            )
 
 
 @triton.jit(do_not_specialize=["first_rows", "num_splits"])
@@ -365,7 +519,7 @@ def combine_kernel(
     HAS_SINKS: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
 ):
-    """Sum the splits of one decode and head. Grid: parts, heads."""
+    """Merge the splits of one decode and head. Grid: parts, heads."""
     part = tl.program_id(0)
     head = tl.program_id(1)
     first_row = tl.load(first_rows + part)
@@ -374,29 +528,29 @@ def combine_kernel(
         exists = dim < VALUE_DIM
         first = (part.to(tl.int64) * NUM_HEADS + head) * num_splits
         index = tl.arange(0, TILE_SPLITS)
-        most = tl.full([], float("-inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
+        running_max = tl.full([], float("-inf"), tl.float32)
+        running_sum = tl.zeros([], tl.float32)
         if HAS_SINKS:
-            most = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            total += 1.0
-        sums = tl.zeros([PADDED_VALUE_DIM], tl.float32)
+            running_max = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            running_sum += 1.0
+        acc = tl.zeros([PADDED_VALUE_DIM], tl.float32)
         for first_split in range(0, num_splits, TILE_SPLITS):
             split = first_split + index
             is_split = split < num_splits
-            place = first + split
-            split_most = tl.load(partial_stats + place * 2, mask=is_split, other=float("-inf"))
-            split_total = tl.load(partial_stats + place * 2 + 1, mask=is_split, other=0.0)
-            split_sums = tl.load(
-                partial_out + place[:, None] * VALUE_DIM + dim[None, :],
+            offset = first + split
+            split_max = tl.load(partial_stats + offset * 2, mask=is_split, other=float("-inf"))
+            split_sum = tl.load(partial_stats + offset * 2 + 1, mask=is_split, other=0.0)
+            split_acc = tl.load(
+                partial_out + offset[:, None] * VALUE_DIM + dim[None, :],
                 mask=is_split[:, None] & exists[None, :],
                 other=0.0,
             )
             # The first split has keys, so this is finite.
-            greatest = tl.maximum(most, tl.max(split_most, axis=0))
-            shares = tl.exp2(split_most - greatest)
-            shrink = tl.exp2(most - greatest)
-            sums = sums * shrink + tl.sum(split_sums * shares[:, None], axis=0)
-            total = total * shrink + tl.sum(split_total * shares, axis=0)
-            most = greatest
+            greatest = tl.maximum(running_max, tl.max(split_max, axis=0))
+            shares = tl.exp2(split_max - greatest)
+            rescale = tl.exp2(running_max - greatest)
+            acc = acc * rescale + tl.sum(split_acc * shares[:, None], axis=0)
+            running_sum = running_sum * rescale + tl.sum(split_sum * shares, axis=0)
+            running_max = greatest
         target = out + (first_row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + dim
-        tl.store(target, (sums / total).to(out.dtype.element_ty), mask=exists)
+        tl.store(target, (acc / running_sum).to(out.dtype.element_ty), mask=exists)

@@ -131,15 +131,15 @@ def top_p_target(total, top_p):
 
 
 @triton.jit
-def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TILE: tl.constexpr):
-    """Return the token that a row draws."""
+def list_near(row, nearby, has_cut, VOCAB, CAPACITY: tl.constexpr, TILE: tl.constexpr):
+    """Return the weight of all tokens, that of the near ones, and the number of the near ones.
+
+    If the row has a cut, the near tokens are written to `nearby`, as far as there is room.
+    """
     logits, best, temperature, min_weight = row
-    top_k = tl.load(parameters + TOP_K)
-    top_p = tl.load(parameters + TOP_P).to(tl.float64, bitcast=True)
-    has_cut = (top_k > 0) | (top_p < 1.0)
-    total = top_k * 0
-    near_total = top_k * 0
-    num_near = position * 0
+    total = min_weight * 0
+    near_total = min_weight * 0
+    num_near = VOCAB * 0
     for first in range(0, VOCAB, TILE):
         token = first + tl.arange(0, TILE)
         exists = token < VOCAB
@@ -153,17 +153,21 @@ def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TI
             num_near += tl.sum(is_near.to(tl.int32), axis=0)
             near_total += tl.sum(tl.where(is_near, weight, 0), axis=0)
     tl.debug_barrier()  # wait for writes of the program's other threads
-    is_inside = tl.where(top_k > 0, num_near >= top_k, top_p_target(total, top_p) < near_total)
-    is_listed = has_cut & is_inside & (num_near <= CAPACITY)
-    count = tl.where(is_listed, num_near, VOCAB)
-    members = (nearby, tl.where(is_listed, num_near, 0), count)
-    # Tokens above the key `cut` are kept, and the first `num_tied` of those with that key.
-    cut = num_near * 0 + LEAST_KEY
+    return total, near_total, num_near
+
+
+@triton.jit
+def cut_off(row, members, top_k, top_p, total, TILE: tl.constexpr):
+    """Apply top_k and top_p; return the cut, the number of kept ties, and the kept weight.
+
+    Tokens above the key `cut` are kept, and the first `num_tied` of those with that key.
+    """
+    cut = members[2] * 0 + LEAST_KEY
     num_tied = top_k * 0
-    if (top_k > 0) & (top_k < count):
+    if (top_k > 0) & (top_k < members[2]):
         cut, above = find_key(row, members, top_k - 1, cut, False, TILE)
         num_tied = top_k - above
-    if has_cut:
+    if (top_k > 0) | (top_p < 1.0):
         tied = num_tied * weight_at(row, cut)
         total, _, _ = divide(row, members, cut, cut, True, TILE)
         total += tied
@@ -174,11 +178,17 @@ def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TI
         num_tied = (target - above) // weight + 1
         cut = key
         total = above + num_tied * weight
-    target = scaled(drawn(tl.load(parameters + SEED), position), total)
-    running = top_k * 0
-    num_before = top_k * 0
-    found = num_near * 0 + VOCAB
-    for first in range(0, count, TILE):
+    return cut, num_tied, total
+
+
+@triton.jit
+def drawn_token(row, members, cut, num_tied, target, VOCAB, TILE: tl.constexpr):
+    """Return the first kept token, by id, up to which the sum of weights exceeds `target`."""
+    logits, best, temperature, min_weight = row
+    running = num_tied * 0
+    num_before = num_tied * 0
+    found = members[2] * 0 + VOCAB
+    for first in range(0, members[2], TILE):
         token, exists = tokens_at(members, first, TILE)
         score = score_of(logits, token, exists)
         key = key_of(score)
@@ -191,6 +201,22 @@ def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TI
         running += tl.sum(weight, axis=0)
         num_before += tl.sum(is_tied.to(tl.int64), axis=0)
     return found
+
+
+@triton.jit
+def sampled(row, parameters, position, nearby, VOCAB, CAPACITY: tl.constexpr, TILE: tl.constexpr):
+    """Return the token that a row draws."""
+    top_k = tl.load(parameters + TOP_K)
+    top_p = tl.load(parameters + TOP_P).to(tl.float64, bitcast=True)
+    has_cut = (top_k > 0) | (top_p < 1.0)
+    total, near_total, num_near = list_near(row, nearby, has_cut, VOCAB, CAPACITY, TILE)
+    is_inside = tl.where(top_k > 0, num_near >= top_k, top_p_target(total, top_p) < near_total)
+    is_listed = has_cut & is_inside & (num_near <= CAPACITY)
+    count = tl.where(is_listed, num_near, VOCAB)
+    members = (nearby, tl.where(is_listed, num_near, 0), count)
+    cut, num_tied, total = cut_off(row, members, top_k, top_p, total, TILE)
+    target = scaled(drawn(tl.load(parameters + SEED), position), total)
+    return drawn_token(row, members, cut, num_tied, target, VOCAB, TILE)
 
 
 @triton.jit(do_not_specialize=["lines", "positions"])

@@ -6,12 +6,13 @@ Values are rounded to the model's dtype at the same points as in transformers' m
 import triton
 import triton.language as tl
 
-from worker_proc.cuda.attention_kernels import BY_PART, part_at, slot_of
+from worker_proc.cuda.attention_kernels import BY_PART, load_heads, slot_of_row, store_heads
 
 HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.structures.Rotation
 SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)  # numbers of native.structures.Activation
 GELU = tl.constexpr(2)
-EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # values of HEAD_NORM
+# Values of HEAD_NORM: none, a norm of each head, or one norm over all heads.
+NO_NORM, EACH_HEAD, ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -121,6 +122,21 @@ def add_up_kernel(
 
 
 @triton.jit
+def partners(dim, NUM_ROTATED: tl.constexpr, ROTATION: tl.constexpr):
+    """Return each dimension's partner in the rotation, its angle, and whether it precedes it."""
+    HALF: tl.constexpr = NUM_ROTATED // 2
+    if ROTATION == HALVES:
+        is_first = dim < HALF
+        partner = tl.where(is_first, dim + HALF, dim - HALF)
+        angle = dim
+    else:
+        is_first = dim % 2 == 0
+        partner = tl.where(is_first, dim + 1, dim - 1)
+        angle = dim // 2
+    return tl.where(dim < NUM_ROTATED, partner, dim), angle, is_first
+
+
+@triton.jit
 def rotated(
     source,
     norm,
@@ -136,45 +152,35 @@ def rotated(
     HEAD_NORM: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Return the heads of one token, normalized and rotated by position."""
+    """Return one token's heads, [PADDED_HEADS, PADDED_DIM], normalized and rotated by position."""
     TYPE: tl.constexpr = source.dtype.element_ty
     ANGLE_TYPE: tl.constexpr = cosines.dtype.element_ty
     head = tl.arange(0, PADDED_HEADS)[:, None]
     dim = tl.arange(0, PADDED_DIM)[None, :]
     exists = (head < NUM_HEADS) & (dim < HEAD_DIM)
-    turns = dim < NUM_ROTATED
-    HALF: tl.constexpr = NUM_ROTATED // 2
-    if ROTATION == HALVES:
-        is_first = dim < HALF
-        partner = tl.where(is_first, dim + HALF, dim - HALF)
-        angle = dim
-    else:
-        is_first = dim % 2 == 0
-        partner = tl.where(is_first, dim + 1, dim - 1)
-        angle = dim // 2
-    partner = tl.where(turns, partner, dim)
+    partner, angle, is_first = partners(dim, NUM_ROTATED, ROTATION)
     x = tl.load(source + head * HEAD_DIM + dim, mask=exists, other=0.0).to(tl.float32)
     y = tl.load(source + head * HEAD_DIM + partner, mask=exists, other=0.0).to(tl.float32)
-    if HEAD_NORM == EACH_HEAD:
-        factor = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + epsilon)[:, None]
-        x_weight = tl.load(norm + head * 0 + dim, mask=exists, other=0.0)
-        y_weight = tl.load(norm + head * 0 + partner, mask=exists, other=0.0)
-        x = normalized(x, factor, x_weight, ROUNDS_FIRST, TYPE)
-        y = normalized(y, factor, y_weight, ROUNDS_FIRST, TYPE)
-    if HEAD_NORM == ALL_HEADS:
-        mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / (NUM_HEADS * HEAD_DIM)
-        factor = tl.rsqrt(mean + epsilon)
-        x_weight = tl.load(norm + head * HEAD_DIM + dim, mask=exists, other=0.0)
-        y_weight = tl.load(norm + head * HEAD_DIM + partner, mask=exists, other=0.0)
+    if HEAD_NORM != NO_NORM:
+        if HEAD_NORM == EACH_HEAD:
+            factor = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + epsilon)[:, None]
+            weights = norm + head * 0
+        else:
+            mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / (NUM_HEADS * HEAD_DIM)
+            factor = tl.rsqrt(mean + epsilon)
+            weights = norm + head * HEAD_DIM
+        x_weight = tl.load(weights + dim, mask=exists, other=0.0)
+        y_weight = tl.load(weights + partner, mask=exists, other=0.0)
         x = normalized(x, factor, x_weight, ROUNDS_FIRST, TYPE)
         y = normalized(y, factor, y_weight, ROUNDS_FIRST, TYPE)
     if NUM_ROTATED > 0:
-        cosine = tl.load(cosines + angle, mask=turns, other=0.0).to(tl.float32)
-        sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
+        is_rotated = dim < NUM_ROTATED
+        cosine = tl.load(cosines + angle, mask=is_rotated, other=0.0).to(tl.float32)
+        sine = tl.load(sines + angle, mask=is_rotated, other=0.0).to(tl.float32)
         straight = (x * cosine).to(ANGLE_TYPE).to(tl.float32)
         crossed = (y * sine).to(ANGLE_TYPE).to(tl.float32)
         turned = straight + tl.where(is_first, -crossed, crossed)
-        x = tl.where(turns, turned, x)
+        x = tl.where(is_rotated, turned, x)
     return x.to(TYPE)
 
 
@@ -212,55 +218,35 @@ def rotate_and_store_kernel(
     HEAD_NORM: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Write one token's queries to `query`, and its keys and values to their blocks. Grid: rows."""
+    """Write one token's queries to `query`, and its keys and values to their blocks. Grid: rows.
+
+    A row of `qkv` has the queries of all heads, then the keys and the values of all KV heads.
+    `query` is [rows, heads, head dimension]. Blocks are as in attention_kernels.py.
+    """
     row = tl.program_id(0)
-    source = qkv + row.to(tl.int64) * qkv_stride
-    cosines += row.to(tl.int64) * angle_stride
-    sines += row.to(tl.int64) * angle_stride
-    head = tl.arange(0, PADDED_HEADS)[:, None]
-    dim = tl.arange(0, PADDED_DIM)[None, :]
+    wide_row = row.to(tl.int64)
+    source = qkv + wide_row * qkv_stride
+    cosines += wide_row * angle_stride
+    sines += wide_row * angle_stride
     x = rotated(
-        source,
-        query_norm,
-        cosines,
-        sines,
-        epsilon,
-        NUM_HEADS,
-        PADDED_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        NUM_ROTATED,
-        ROTATION,
-        HEAD_NORM,
-        ROUNDS_FIRST,
+        *(source, query_norm, cosines, sines, epsilon, NUM_HEADS, PADDED_HEADS),
+        *(HEAD_DIM, PADDED_DIM, NUM_ROTATED, ROTATION, HEAD_NORM, ROUNDS_FIRST),
     )
-    target = query + (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim
-    tl.store(target, x, mask=(head < NUM_HEADS) & (dim < HEAD_DIM))
-    part = part_at(first_rows, num_parts, row, 1, 0)
-    position = tl.load(starts + part) + row - tl.load(first_rows + part)
-    kept = tl.load(kept_from + part)
-    slot = slot_of(table, tl.load(table_rows + part), table_stride, position, kept, BLOCK_SIZE)
-    head = tl.arange(0, PADDED_KV_HEADS)[:, None]
+    store_heads(x, query, wide_row * NUM_HEADS, NUM_HEADS, PADDED_HEADS, HEAD_DIM, PADDED_DIM)
+    slot = slot_of_row(
+        *(table, table_stride, first_rows, starts, table_rows, kept_from, num_parts),
+        *(row, BLOCK_SIZE),
+    )
     source += NUM_HEADS * HEAD_DIM
     x = rotated(
-        source,
-        key_norm,
-        cosines,
-        sines,
-        epsilon,
-        NUM_KV_HEADS,
-        PADDED_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        NUM_ROTATED,
-        ROTATION,
-        HEAD_NORM,
-        ROUNDS_FIRST,
+        *(source, key_norm, cosines, sines, epsilon, NUM_KV_HEADS, PADDED_KV_HEADS),
+        *(HEAD_DIM, PADDED_DIM, NUM_ROTATED, ROTATION, HEAD_NORM, ROUNDS_FIRST),
     )
-    target = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + dim
-    tl.store(target, x, mask=(head < NUM_KV_HEADS) & (dim < HEAD_DIM))
+    first_head = slot * NUM_KV_HEADS
+    store_heads(x, keys, first_head, NUM_KV_HEADS, PADDED_KV_HEADS, HEAD_DIM, PADDED_DIM)
     source += NUM_KV_HEADS * HEAD_DIM
-    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-    exists = (head < NUM_KV_HEADS) & (dim < VALUE_DIM)
-    x = tl.load(source + head * VALUE_DIM + dim, mask=exists, other=0.0)
-    tl.store(values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + dim, x, mask=exists)
+    x = load_heads(*(source, VALUE_DIM, NUM_KV_HEADS, PADDED_KV_HEADS, VALUE_DIM, PADDED_VALUE_DIM))
+    store_heads(
+        *(x, values, first_head),
+        *(NUM_KV_HEADS, PADDED_KV_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
+    )
