@@ -1,8 +1,8 @@
-// Scans whose channels have a few numbers of state each and do not depend on each other: the gated
-// recurrence of Griffin, and the weighted averages of RWKV.
+// Recurrences over independent channels: the gated linear recurrence of Griffin (RecurrentGemma), and the
+// weighted averages of RWKV.
 //
-// 16 channels are computed at once, token after token, in one order, so a row's bits depend on its
-// own text alone.
+// A channel has one or three numbers of state. 16 channels are one vector, and tokens are processed in
+// order, so a row's bits depend on its own text alone. Called by recurrence.cpp.
 
 #pragma once
 
@@ -23,7 +23,7 @@ struct GatedRecurrence {
 struct WeightedAverage {
   const void* keys;      // [total_rows, num_channels]
   const void* values;    // the same
-  const float* decays;   // [num_channels], added to the exponent of what came before
+  const float* decays;   // [num_channels], added to the exponent of earlier tokens
   const float* bonuses;  // [num_channels], added to the exponent of a token in its own average
   float* states;         // [block, 3, num_channels]: sum of weighted values, of weights, exponent
   void* out;             // [total_rows, num_channels]
@@ -31,9 +31,10 @@ struct WeightedAverage {
   int32_t is_bf16;
 };
 
-constexpr float kNoExponent = -1e38f;  // of sums to which nothing was added
+constexpr float kNoExponent = -1e38f;  // of empty sums
 
-// Calls `advance(row, first, count, state)` for each token, where `state` is that of 16 channels.
+// Calls advance(row, first channel, number of channels, state) for each token of each text, where `state`
+// has kNumbers vectors for up to 16 channels. States are [block][kNumbers][num_channels].
 template <int kNumbers, class Advance>
 inline void scan_texts(const RecurrentTexts& texts, float* states, int num_channels,
                        const Vec (&initial)[kNumbers], const Advance& advance) {
@@ -72,7 +73,7 @@ inline void gated_recurrence(const GatedRecurrence& g, const RecurrentTexts& tex
 
 inline Vec greater_of(Vec x, Vec y) { return x > y ? x : y; }
 
-// Sums have a common factor, whose logarithm is the exponent, so that no weight overflows.
+// Both sums are relative to exp(exponent), so that weights do not overflow.
 template <typename T>
 inline void weighted_average(const WeightedAverage& w, const RecurrentTexts& texts) {
   const Vec initial[] = {Vec{}, Vec{}, splat(kNoExponent)};

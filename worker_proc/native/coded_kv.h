@@ -1,11 +1,10 @@
-// Keys and values in the pools as codes of 8 bits, with a scale for each token and KV head.
+// Quantized KV cache: keys and values as 8-bit codes (int8 or fp8 e4m3), with a float32 scale for each
+// token and KV head.
 //
-// The scale follows from the values of that token and head alone: a token's codes are the same
-// whatever its block holds beside them. Every code is a finite bfloat16. A token with values that
-// are not finite has the scale NaN, and codes of zero.
-//
-// Pools: for each block and KV head the codes of all slots, in the order of the layout without codes,
-// and then the float32 scales of the slots.
+// A scale depends on the values of its token and head alone. Every code is exactly a bfloat16 value. A
+// token with values that are not finite has the scale NaN and codes of zero. Layout of a pool: for each
+// block and KV head the codes of all slots, in the order of the plain layout, followed by the scales,
+// [block_size]. Stored by attention.h and pair_attention.h.
 
 #pragma once
 
@@ -14,31 +13,31 @@
 
 namespace {
 
-// Whole numbers from -127 to 127.
+// An integer from -127 to 127.
 struct Int8Code {
   static constexpr float kMost = 127.0f;
   int8_t bits;
 };
 
-// e4m3: a sign, four bits of exponent and three of the significand.
+// fp8 e4m3: a sign bit, four exponent bits and three mantissa bits.
 struct Fp8Code {
   static constexpr float kMost = 448.0f;
   static constexpr uint32_t kSign = 0x80, kMagnitude = 0x7f;
-  static constexpr uint32_t kLeastNormal = 8;  // its exponent is -6; codes below are multiples of 2^-9
+  static constexpr uint32_t kLeastNormal = 8;  // its exponent is -6; smaller codes are multiples of 2^-9
   uint8_t bits;
 };
 
 template <class T>
 constexpr bool kIsCode = std::is_same_v<T, Int8Code> || std::is_same_v<T, Fp8Code>;
 
-// Calls f(a code) with the kind of codes that a layer's pools hold.
+// Calls f with a value of the code type of a layer's pools.
 template <class F>
 void with_codes(const Layer& layer, const F& f) {
   if (layer.kv_format == kInt8Pools) return f(Int8Code{});
   f(Fp8Code{});
 }
 
-// Of a block of one head, in elements of the pool.
+// The size of one head of a block, in elements of the pool.
 template <class T>
 int64_t head_size(int num_slots, int dim) {
   return static_cast<int64_t>(num_slots) * (dim + (kIsCode<T> ? sizeof(float) : 0));
@@ -48,7 +47,7 @@ inline VecBits encode(Vec v, float inverse, Int8Code) {
   return nearest_whole(v, inverse);
 }
 
-// To the nearest code, of two equally near ones to the even one.
+// Rounds v · inverse to the nearest code, ties to even.
 inline VecBits encode(Vec v, float inverse, Fp8Code) {
   constexpr int kLost = 23 - 3, kBias = 127 - 7;
   const VecBits bits = (VecBits)(v * inverse), magnitude = bits & 0x7fffffff;
@@ -58,8 +57,8 @@ inline VecBits encode(Vec v, float inverse, Fp8Code) {
   return (magnitude < bits_of(0x1p-6f) ? below : normal) | (bits >> 24 & Fp8Code::kSign);
 }
 
-// Makes the codes of one token's key or value of one head, and returns the scale. There is room for
-// whole vectors of codes.
+// Quantizes one token's key or value of one head, [size], and returns the scale. `codes` must have room
+// for whole vectors.
 template <class Code, typename T>
 float encode_row(const T* x, int size, uint8_t* codes) {
   constexpr float kNothing = 1e-30f;
@@ -84,8 +83,8 @@ float encode_row(const T* x, int size, uint8_t* codes) {
   return greatest / Code::kMost;
 }
 
-// Where a token's codes lie within a block of its head: the first two, and the steps from pair to
-// pair and within one.
+// The offsets of a token's codes within its head of a block: of the first pair of codes, the stride from
+// pair to pair, and the stride within a pair.
 struct CodePlaces {
   int64_t first, pair_step, step;
 
@@ -110,7 +109,7 @@ struct CodePlaces {
   }
 };
 
-// Stores keys and values of this step's tokens.
+// Quantizes and stores the keys and values of this step's tokens, [num_rows][num_kv_heads][dim].
 template <class Code, typename T>
 void store_codes(Team& team, const Layer& layer, const Step& step, const Rows& key,
                  const Rows& value) {
@@ -148,7 +147,7 @@ inline float widen(Fp8Code code) {
 
 typedef int8_t PartBytes __attribute__((vector_size(kPartLanes), aligned(1), may_alias));
 
-// The bytes of a vector's part, each with its sign; GCC would widen them one by one.
+// Signed bytes as the integers of a Part. GCC would convert them one by one.
 inline PartInt part_of_bytes(const void* p) {
 #if defined(__AVX512F__)
   return (PartInt)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));

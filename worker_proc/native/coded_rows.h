@@ -1,8 +1,8 @@
-// Rows as codes of 8 bits, each with a scale of its own.
+// Dynamic quantization of activations: rows of int8 codes, each with its own scale (w8a8).
 //
-// A row depends on nothing but its values. Sums of products of codes are whole numbers, and exact:
-// they are the same by tiles, by vectors, and in any order. They are taken modulo 2^32, since codes
-// of weights have 128 added (weights.h), and so must be less than 2^31 once that part is subtracted.
+// The codes of a row depend on its values alone. Sums of products of codes are integers, and exact: AMX
+// tiles and vectors give the same bits in any order. Codes of weights have an offset of 128 (weights.h),
+// which `products` subtracts. Sums are modulo 2^32; the difference must be less than 2^31.
 
 #pragma once
 
@@ -11,21 +11,21 @@
 
 namespace {
 
-// A row's line of the cache before its codes.
+// The header of a quantized row, a cache line, which its codes follow.
 struct alignas(kLine) CodedRow {
-  float scale;      // NaN: the row has values that are not finite
+  float scale;      // NaN if the row has values that are not finite
   uint32_t offset;  // 128 times the sum of the codes
 
   int8_t* codes() { return reinterpret_cast<int8_t*>(this + 1); }
 
-  // The sums of products with weights, from those with codes of weights.
+  // Dequantizes the sums of products of codes, [16 outputs].
   Vec products(VecInt sums, Vec weight_scales, Vec bias) const {
     const Vec whole = __builtin_convertvector((VecInt)((VecBits)sums - offset), Vec);
     return multiply_add(whole * weight_scales, splat(scale), bias);
   }
 };
 
-// The greatest magnitude, as bits of a bfloat16; those of infinity and NaN are the greatest.
+// The greatest magnitude, as bits of a bfloat16. Infinity and NaN are greater than all others.
 inline uint16_t greatest_magnitude(const Bf16* x, int64_t size) {
   constexpr uint16_t kMagnitude = 0x7fff;
   const int64_t whole = size / kLanes * kLanes;
@@ -41,8 +41,8 @@ inline uint16_t greatest_magnitude(const Bf16* x, int64_t size) {
   return greatest;
 }
 
-// Makes the codes of a row: each value over the scale, rounded to the nearest whole number, of two
-// equally near ones to the even one. There are zeros up to the end of a tile.
+// Quantizes a row: each value divided by the scale and rounded to the nearest integer, ties to even.
+// Zeros follow up to the end of a tile.
 inline void code_row(const Bf16* x, int64_t size, CodedRow& row) {
   constexpr uint16_t kInfinity = 0x7f80;
   constexpr float kNothing = 1e-30f, kMost = 127.0f;

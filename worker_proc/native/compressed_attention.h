@@ -1,18 +1,11 @@
-// Attention over a window of a text and over entries that are made of several of its tokens each.
+// DeepSeek-V4's attention: over a window of tokens and over compressed entries, in one softmax with sinks.
 //
-// A token has one row in a layer, which all heads share as key and value. Beside it the cache holds what
-// the token contributes to entries: one or two series of values, and of gates. Entry w is made of the
-// tokens of group w, which are `ratio` successive tokens, and with two series also of those of group
-// w - 1: each dimension is an average of the values, weighted by a softmax over the gates. Rows are in
-// blocks that are freed behind the window, and entries in others: each in that of the last token of its
-// group.
-//
-// A token attends to the window before it and, in the same softmax, to the entries of the groups that end
-// with it or before it: to all of them, or to those that an indexer scores highest. The indexer has
-// entries of its own.
-//
-// Entries are made of stored rows, and each score and sum is one chain in the order of a text. So no bit
-// of a row depends on where its text is cut into steps, or on the rows beside it.
+// A token has one row in a layer, which is the key and value of all heads, followed by its values and gates
+// for one or two series of entries. Entry w combines the `ratio` tokens of group w, and with two series
+// also those of group w - 1: each dimension is an average of values, weighted by a softmax over gates. A
+// token sees the entries of all complete groups, or those that an indexer, with its own entries, scores
+// highest. Each score and sum is one chain in the order of the text, so results do not depend on how a text
+// is divided into steps, nor on other rows. Called by compressed.cpp.
 
 #pragma once
 
@@ -27,29 +20,30 @@
 
 extern "C" {
 
-// How entries are made of the values and gates of tokens.
+// How the values and gates of tokens are combined to entries.
 struct Compressor {
-  const float* biases;   // added to gates, [ratio][num_series * dim]
-  const float* factors;  // of the norm of an entry, [dim]
-  float epsilon;
+  const float* biases;   // of gates, [ratio][num_series * dim]
+  const float* factors;  // the weights of the RMS norm of an entry, [dim]
+  float epsilon;         // of the norm
   int32_t dim;  // of an entry; 0: there is no such compressor
-  int32_t values_at, gates_at;  // in the row of a token
-  int32_t entry_at;             // in an entry
+  int32_t values_at, gates_at;  // offsets in the row of a token
+  int32_t entry_at;             // offset in the stored entry
 };
 
+// One layer: its pool and shape. Offsets, widths and strides count elements.
 struct CompressedLayer {
-  void *rows, *entries;  // of block 0
+  void *rows, *entries;  // those of block 0; rows in blocks of the window, entries in blocks of their own
   const float* sinks;    // as in Layer
   int64_t block_stride;  // in elements
   int32_t num_heads, head_dim, block_size, window, is_bf16;
   int32_t ratio;  // tokens of an entry; 0: there are no entries
   int32_t num_series, row_width, entry_width, rope_dim;
-  int32_t num_index_heads, num_chosen;  // num_chosen: entries that an indexer chooses
+  int32_t num_index_heads, num_chosen;  // heads of the indexer, and entries that it selects
   float scale, index_scale;
   Compressor attended, indexed;
 };
 
-// What a step gives a layer. Ends are the rows whose tokens end a group, with the angles of its entry.
+// The inputs of a layer in one step. Ends are the rows of the last tokens of groups.
 struct CompressedRows {
   Rows query;
   const int32_t *entry_table_offset, *entry_tables;  // as in Step, of the blocks of entries
@@ -57,21 +51,21 @@ struct CompressedRows {
   const void* index_queries;  // [num_rows][num_index_heads][indexed.dim]
   const float* index_weights;  // [num_rows][num_index_heads]
   const int64_t* end_rows;
-  const float *cosines, *sines;  // [num_ends][rope_dim / 2]
+  const float *cosines, *sines;  // of the entries, [num_ends][rope_dim / 2]
   int32_t num_ends, num_texts;
 };
 }
 
 namespace {
 
-constexpr int kHeadsAtOnce = 4;
-constexpr int kCopiedRows = 32;
-constexpr int kKeysPerPiece = 256;
-constexpr int64_t kMaxKeptScores = 1 << 22;
+constexpr int kHeadsAtOnce = 4;              // heads of a register tile
+constexpr int kCopiedRows = 32;              // rows that are widened to float32 at a time
+constexpr int kKeysPerPiece = 256;           // indexer keys that a thread takes
+constexpr int64_t kMaxKeptScores = 1 << 22;  // indexer scores that are in memory at a time
 
 inline int whole_vectors(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-// Some elements as a vector, which zeros fill up.
+// At most `count` elements as a vector, padded with zeros.
 template <typename T>
 inline Vec load_some(const T* from, int count) {
   if (count >= kLanes) return load(from);
@@ -80,12 +74,13 @@ inline Vec load_some(const T* from, int count) {
   return load(part);
 }
 
-// The same, up to a multiple of whole vectors.
+// Converts a row to float32, padded with zeros to whole vectors.
 template <typename T>
 inline void widen_row(const T* from, int dim, float* to) {
   for (int d = 0; d < dim; d += kLanes) save(load_some(from + d, dim - d), to + d, kLanes);
 }
 
+// Computes one layer in one step: stores rows, makes entries, selects them, and attends.
 template <typename T>
 class Compressed {
  public:
@@ -121,7 +116,7 @@ class Compressed {
            place * layer_.entry_width;
   }
 
-  // Tokens that are in the cache already have slots in the null block.
+  // Whether a token is stored. Tokens that are cached already have slots in the null block.
   bool is_kept(int64_t row) const { return step_.slots[row] >= layer_.block_size; }
 
   int num_visible(int row) const {
@@ -148,7 +143,7 @@ class Compressed {
     }
   }
 
-  // What one token contributes to an entry.
+  // The contribution of one token to an entry.
   struct Share {
     const T *values, *gates;
     const float* biases;
@@ -183,25 +178,26 @@ class Compressed {
     for (int d = 0; d < dim; d++) narrow(made[d], to[d]);
   }
 
+  // Averages the values of all contributions, weighted by a softmax over their gates.
   Vec weighted_average(const std::vector<Share>& parts, int at, int count) const {
     const auto gate = [&](const Share& part) {
       return load_some(part.gates + at, count) + load_some(part.biases + at, count);
     };
-    Vec top = splat(kNegInf);
+    Vec maximum = splat(kNegInf);
     for (const Share& part : parts) {
       const Vec own = gate(part);
-      top = own > top ? own : top;
+      maximum = own > maximum ? own : maximum;
     }
     Vec sums = splat(0.0f), weights = splat(0.0f);
     for (const Share& part : parts) {
-      const Vec weight = exp_of(gate(part) - top);
+      const Vec weight = exp_of(gate(part) - maximum);
       sums = sums + weight * load_some(part.values + at, count);
       weights = weights + weight;
     }
     return sums / weights;
   }
 
-  // Pairs of dimensions are rotated together.
+  // Applies the rotary embedding to adjacent pairs of dimensions.
   void rotate(float* part, int64_t end) const {
     const int half = layer_.rope_dim / 2;
     const float *cosines = rows_.cosines + end * half, *sines = rows_.sines + end * half;
@@ -212,7 +208,7 @@ class Compressed {
     }
   }
 
-  // Chooses the entries of rows that see more of them than an indexer chooses.
+  // Selects entries for the rows that see more entries than the indexer selects.
   void choose() {
     std::vector<int> choosing;
     int64_t most = 0;
@@ -247,6 +243,7 @@ class Compressed {
     }
   }
 
+  // Writes the indexer's scores of a row with the entries [begin, end).
   void score_keys(int row, int begin, int end, float* scores) const {
     const int dim = layer_.indexed.dim, padded = whole_vectors(dim);
     const int num_heads = layer_.num_index_heads;
@@ -273,7 +270,8 @@ class Compressed {
     }
   }
 
-  // Of equal scores, the earlier entry counts as higher.
+  // Writes the numbers of the entries with the highest scores, ascending. Of equal scores, the earlier
+  // entry comes first.
   void choose_highest(const float* scores, int count, int* chosen) const {
     static thread_local std::vector<int> numbers;
     numbers.resize(count);
@@ -288,7 +286,7 @@ class Compressed {
 
   void attend(T* out) const {
     const int num_threads = omp_get_max_threads();
-    int heads = layer_.num_heads;  // that a thread takes
+    int heads = layer_.num_heads;  // of a work item
     while (heads > kHeadsAtOnce && step_.num_rows * (layer_.num_heads / heads) < 2 * num_threads)
       heads = (heads / 2 + kHeadsAtOnce - 1) / kHeadsAtOnce * kHeadsAtOnce;
     const int per_row = (layer_.num_heads + heads - 1) / heads;
@@ -301,7 +299,7 @@ class Compressed {
     }
   }
 
-  // What a row attends to: positions of its window, then entries.
+  // Lists the keys that a row attends to: the tokens of its window, followed by entries.
   void list_seen(int row, std::vector<const T*>& seen) const {
     seen.clear();
     const int position = position_[row], segment = segment_[row];
@@ -314,6 +312,7 @@ class Compressed {
       seen.push_back(entry(segment, chooses ? chosen[i] : i) + layer_.attended.entry_at);
   }
 
+  // Computes some heads of one row.
   void attend_row(int row, int first_head, int num_heads, T* out) const {
     const int dim = layer_.head_dim, padded = whole_vectors(dim);
     const int padded_heads = (num_heads + kHeadsAtOnce - 1) / kHeadsAtOnce * kHeadsAtOnce;
@@ -344,7 +343,7 @@ class Compressed {
     }
     float factors[kMaxHeads];
     for (int h = 0; h < num_heads; h++)
-      factors[h] = weigh(scores.data() + h * stride, count, first_head + h);
+      factors[h] = softmax(scores.data() + h * stride, count, first_head + h);
     for (int begin = 0; begin < count; begin += kCopiedRows) {
       const int number = copy(begin);
       for (int h = 0; h < padded_heads; h += kHeadsAtOnce)
@@ -358,6 +357,7 @@ class Compressed {
     }
   }
 
+  // Writes the scores of kHeadsAtOnce queries with one key.
   void score(const float* queries, const float* key, int padded, float* scores,
              int64_t stride) const {
     Part products[kHeadsAtOnce] = {};
@@ -371,25 +371,26 @@ class Compressed {
       scores[h * stride] = sum_of_part(products[h]) * layer_.scale;
   }
 
-  // Turns scores into weights, and returns what makes their sum, with that of the sink, 1.
-  float weigh(float* scores, int count, int head) const {
+  // Replaces scores by softmax weights, and returns the factor that normalizes their sum, including the
+  // sink.
+  float softmax(float* scores, int count, int head) const {
     const float sink = layer_.sinks == nullptr ? kNegInf : layer_.sinks[head];
-    float top = sink;
-    for (int i = 0; i < count; i++) top = std::max(top, scores[i]);
+    float maximum = sink;
+    for (int i = 0; i < count; i++) maximum = std::max(maximum, scores[i]);
     Vec sums = splat(0.0f);
     for (int i = 0; i < count; i += kLanes) {
       const Vec score = load(scores + i);
-      Vec weight = exp_of(score - top);
-      weight = score == kNegInf ? splat(0.0f) : weight;  // behind the last one
+      Vec weight = exp_of(score - maximum);
+      weight = score == kNegInf ? splat(0.0f) : weight;  // padding
       save(weight, scores + i, kLanes);
       sums = sums + weight;
     }
     float sum = fold(sums, [](Vec a, Vec b) { return a + b; });
-    if (sink != kNegInf) sum += exp_of(splat(sink - top))[0];
+    if (sink != kNegInf) sum += exp_of(splat(sink - maximum))[0];
     return 1.0f / sum;
   }
 
-  // Adds weighted rows, one after the other.
+  // Adds `number` weighted rows to the sums of kHeadsAtOnce heads, one register of dimensions.
   static void add(const float* weights, int64_t stride, const float* values, int padded, int number,
                   float* sums) {
     Part parts[kHeadsAtOnce];

@@ -1,4 +1,4 @@
-// Normalizations and activations of one module; called by modules/fused.py.
+// Entry points of norms, activations and hyper-connections, for one module; called by native/kernels.py.
 
 #include <vector>
 
@@ -47,7 +47,7 @@ void gated_norm(const GatedNorm& norm) {
 
 }  // namespace
 
-// y = x / sqrt(mean(x²) + epsilon) · weight, per row of `size` values; rows of x are `stride` apart.
+// y = x / sqrt(mean(x²) + epsilon) · weight, [num_rows][size]. Rows of x are `stride` values apart.
 extern "C" void troika_rms_norm(const void* in, int64_t stride, const float* weight, void* out,
                                 int32_t num_rows, int32_t size, float epsilon, int32_t is_bf16,
                                 int32_t round_before_weight) {
@@ -59,7 +59,7 @@ extern "C" void troika_rms_norm(const void* in, int64_t stride, const float* wei
              epsilon, round_before_weight);
 }
 
-// y = f(x), for rows of `size` values; rows of x are `stride` apart.
+// y = f(x), [num_rows][size]. Rows of x are `stride` values apart.
 extern "C" void troika_activate(const void* in, int64_t stride, void* out, int32_t num_rows,
                                 int32_t size, int32_t kind, int32_t is_bf16) {
   if (is_bf16)
@@ -68,12 +68,12 @@ extern "C" void troika_activate(const void* in, int64_t stride, void* out, int32
     activate(static_cast<const float*>(in), stride, static_cast<float*>(out), num_rows, size, kind);
 }
 
-// Normalizes rows of `size` values, of which each group has a norm of its own.
+// Normalizes each group of each row; see GatedNorm.
 extern "C" void troika_gated_norm(const GatedNorm* norm) {
   norm->is_bf16 ? gated_norm<Bf16>(*norm) : gated_norm<float>(*norm);
 }
 
-// Mixes the streams of rows.
+// Computes the inputs and mixing weights of hyper-connections; see StreamMixing.
 extern "C" void troika_mix_streams(const StreamMixing* mixing) {
   mixing->is_bf16 ? StreamMixer<Bf16>(*mixing).compute() : StreamMixer<float>(*mixing).compute();
 }

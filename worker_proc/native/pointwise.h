@@ -1,7 +1,7 @@
-// Normalizations and activations in one pass over a row.
+// RMS norms and activation functions, each in one pass over a row.
 //
-// They round where transformers' own modules round, so that results differ in the order of a sum
-// at most.
+// Values are rounded where transformers' modules round, so results differ at most by the order of a sum.
+// Used by pointwise.cpp (one module), decoder.cpp (epilogues and norms) and recurrence.h.
 
 #pragma once
 
@@ -11,6 +11,7 @@
 
 namespace {
 
+// The first `count` values as a vector, padded with zeros.
 inline Vec load_part(const float* p, int count) {
   Vec v = splat(0.0f);
   std::memcpy(&v, p, count * sizeof(float));
@@ -26,10 +27,11 @@ inline Vec load_part(const Bf16* p, int count) {
 template <typename T>
 inline Vec load_any(const T* p, int count) { return count == kLanes ? load(p) : load_part(p, count); }
 
+// The number of lanes that hold values, in the vector at index i of `size` values.
 inline int lanes_at(int i, int size) { return size - i < kLanes ? size - i : kLanes; }
 
-// Calls f(first, count) for the vectors of `size` values. The count is a constant in all but the last
-// one, so that whole vectors are loaded and saved by single instructions.
+// Calls f(first, count) for each vector of `size` values. For whole vectors, the count is an integral
+// constant, so that single instructions load and save them.
 template <class F>
 [[gnu::always_inline]] inline void for_vectors(int size, const F& f) {
   int i = 0;
@@ -37,7 +39,7 @@ template <class F>
   if (i < size) f(i, size - i);
 }
 
-// y = x / sqrt(mean(x²) + epsilon) · weight
+// y = x / sqrt(mean(x²) + epsilon) · weight, for one row of `size` values
 template <typename T>
 inline void normalize_row(const T* x, const float* weight, T* y, int size, float epsilon,
                           bool round_before_weight) {
@@ -55,7 +57,7 @@ inline void normalize_row(const T* x, const float* weight, T* y, int size, float
   });
 }
 
-// Numbers that structures.py knows.
+// The values of Activation in structures.py.
 constexpr int kSilu = 0;
 constexpr int kGeluTanh = 1;
 constexpr int kGelu = 2;
@@ -71,29 +73,29 @@ inline Vec erfc_of(Vec x) {
   return y * t * exp_of(-x * x);
 }
 
-// max(x, 0) - 0.5 · |x| · erfc(|x| / sqrt(2)). Not inlined: each place could round a product before
-// the sum or not, as the compiler chooses.
+// max(x, 0) - 0.5 · |x| · erfc(|x| / sqrt(2)). Not inlined, because the compiler could fuse a product and
+// a sum in one caller and not in another.
 [[gnu::noinline]] inline Vec gelu_of(Vec x) {
   const Vec size = x < 0.0f ? -x : x;
   const Vec positive = x < 0.0f ? Vec{} : x;
   return positive - size * erfc_of(size * 0.70710678f) * 0.5f;
 }
 
-// x · sigmoid(y). What is rounded to bfloat16 has a relative error of 3e-6 before.
+// x · sigmoid(y). For bfloat16, the relative error before the rounding is at most 3e-6.
 inline Vec times_sigmoid(Vec x, Vec y, float) { return x * sigmoid_of(y); }
 inline Vec times_sigmoid(Vec x, Vec y, Bf16) {
-  constexpr float kBound = 87.0f;          // past it, the sigmoid counts as at it
-  constexpr float kPowers = -1.44269504f;  // it is 1 / (1 + 2^(kPowers · y))
+  constexpr float kBound = 87.0f;          // of |y|: greater values are clamped
+  constexpr float kPowers = -1.44269504f;  // sigmoid(y) = 1 / (1 + 2^(kPowers · y))
   constexpr float kTerms[] = {5.5917863e-2f, 2.4024744e-1f, 6.9312179e-1f, 9.9999928e-1f};
   Part parts[kParts], factors[kParts];
   std::memcpy(parts, &y, sizeof y);
   std::memcpy(factors, &x, sizeof x);
   for (int p = 0; p < kParts; p++) {
     const Part bounded = smaller(larger(parts[p], splat_part(-kBound)), splat_part(kBound));
-    // Adding kWhole rounds to a whole number, which the lowest bits then hold.
+    // Adding kWhole rounds to the nearest integer, which the lowest bits of the sum then hold.
     const Part whole = multiply_add_part(bounded, splat_part(kPowers), splat_part(kWhole));
     const Part rest = multiply_add_part(bounded, splat_part(kPowers), kWhole - whole);
-    Part power = splat_part(9.5701022e-3f);  // of 2, by a polynomial for |rest| <= 0.5
+    Part power = splat_part(9.5701022e-3f);  // 2^rest, by a polynomial for |rest| <= 0.5
     for (const float term : kTerms) power = multiply_add_part(power, rest, splat_part(term));
     power = (Part)((PartInt)power + ((PartInt)whole << 23));
     factors[p] /= power + 1.0f;
@@ -102,8 +104,8 @@ inline Vec times_sigmoid(Vec x, Vec y, Bf16) {
   return x;
 }
 
-// SiLU and tanh-GELU are x times a sigmoid: 0.5 · (1 + tanh(u)) = sigmoid(2u), without the
-// cancellation.
+// An activation function of each lane. SiLU and tanh-GELU are x times a sigmoid: 0.5 · (1 + tanh(u)) =
+// sigmoid(2u), without cancellation.
 template <typename T>
 inline Vec activation_of(Vec x, int kind) {
   switch (kind) {
@@ -115,8 +117,7 @@ inline Vec activation_of(Vec x, int kind) {
   return times_sigmoid(x, u * 1.5957691216f, T{});  // 2 · sqrt(2 / pi)
 }
 
-// A root-mean-square norm whose rows are multiplied by a function of gates; GatedNormArgs in
-// recurrence.py.
+// An RMS norm whose rows are multiplied by a function of gates; GatedNormArgs in recurrence.py.
 struct GatedNorm {
   const void* rows;
   const void* gates;
@@ -126,20 +127,21 @@ struct GatedNorm {
   int64_t gate_stride;
   int32_t num_rows;
   int32_t size;
-  int32_t group_size;  // values with a norm of their own
+  int32_t group_size;  // values that are normalized together
   int32_t is_bf16;
-  int32_t gates_first;     // before the norm; else behind the weight
-  int32_t is_sigmoid;      // of the gate; else the gate times it
-  int32_t rounds_between;  // where a module converts to its own type
+  int32_t gates_first;     // gates are applied before the norm, otherwise after the weight
+  int32_t is_sigmoid;      // the factor is sigmoid(gate), otherwise gate · sigmoid(gate)
+  int32_t rounds_between;  // intermediate results are rounded to the dtype
   float epsilon;
 };
 
+// The factor of a gate.
 inline Vec gate_of(Vec x, const GatedNorm& norm) {
   const Vec sigmoid = sigmoid_of(x);
   return norm.is_sigmoid ? sigmoid : x * sigmoid;
 }
 
-// Normalizes one group of a row; `gated` has room for it.
+// Normalizes one group of a row; `gated` has room for group_size values.
 template <typename T>
 inline void normalize_gated(const T* x, const T* gates, const float* weight, T* y,
                             const GatedNorm& norm, float* gated) {

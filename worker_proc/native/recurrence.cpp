@@ -1,4 +1,4 @@
-// Causal convolutions and recurrent states of one module; called by worker_proc/recurrent.
+// Entry points of causal convolutions and recurrences, for one module; called by native/recurrence.py.
 
 #include "channel_scan.h"
 #include "recurrence.h"
@@ -26,12 +26,12 @@ void scan(const Scan& s, const RecurrentTexts& texts) {
 
 }  // namespace
 
-// Convolves the channels of each text with `size` taps, of which the last one is a row's own.
+// Convolves the channels of each text with `size` taps; the last tap is the row itself.
 extern "C" void troika_convolve(const Convolution* convolution, const RecurrentTexts* texts) {
   convolution->is_bf16 ? convolve<Bf16>(*convolution, *texts) : convolve<float>(*convolution, *texts);
 }
 
-// Writes rows of heads as float32.
+// Converts the rows of heads, [num_rows, num_heads, dim], to float32; see HeadRows.
 extern "C" void troika_prepare_heads(const HeadRows* heads) {
   heads->is_bf16 ? prepare<Bf16>(*heads) : prepare<float>(*heads);
 }

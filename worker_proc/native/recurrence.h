@@ -1,8 +1,9 @@
-// Layers with a recurrent state: causal convolutions, and scans over the tokens of each text.
+// Layers with a recurrent state: causal convolutions, and linear attention such as Mamba-2 and the gated
+// delta rule.
 //
-// A state is read from a block of its pool, and saved to blocks after some rows of the text. Every
-// row is computed from the one before it, in one order, so its bits depend neither on where a text
-// is cut into steps, nor on other texts, nor on the number of threads.
+// A state is read from a block of its pool and is saved to blocks after certain rows of the text (cuts).
+// Tokens are processed in order, so a row's bits do not depend on how a text is divided into steps, on
+// other texts or on the number of threads. Called by recurrence.cpp.
 
 #pragma once
 
@@ -16,10 +17,10 @@ namespace {
 struct RecurrentTexts {
   const int32_t* first_row;
   const int32_t* num_rows;
-  const int32_t* source;   // the block with the state before the first row; -1: zeros
-  const int32_t* cuts;     // [num_texts + 1]: a text's first entry in the columns below
-  const int32_t* cut_row;  // its rows after which the state is saved, ascending
-  const int32_t* cut_block;
+  const int32_t* source;     // the block with the state before the first row; -1: zeros
+  const int32_t* cuts;       // [num_texts + 1]: the first cut of each text
+  const int32_t* cut_row;    // of each cut, the number of rows after which the state is saved; ascending
+  const int32_t* cut_block;  // of each cut, the block
   int32_t num_texts;
   int32_t total_rows;
 };
@@ -47,7 +48,7 @@ struct HeadRows {
   int32_t num_heads;
   int32_t dim;
   int32_t is_bf16;
-  int32_t normalizes;  // to unit length
+  int32_t normalizes;  // rows are scaled to unit length
   float epsilon;
   float factor;
 };
@@ -67,11 +68,12 @@ struct Scan {
   int32_t num_key_heads;
   int32_t num_keys;
   int32_t num_values;
-  int32_t has_key_decays;
-  int32_t corrects;
+  int32_t has_key_decays;  // a decay for each key, instead of one for each head
+  int32_t corrects;        // the delta rule: key · state is subtracted from the value
   int32_t is_bf16;
 };
 
+// The text of each row.
 inline std::vector<int32_t> texts_of_rows(const RecurrentTexts& texts) {
   std::vector<int32_t> out(texts.total_rows);
   for (int32_t text = 0; text < texts.num_texts; text++)
@@ -80,14 +82,14 @@ inline std::vector<int32_t> texts_of_rows(const RecurrentTexts& texts) {
 }
 
 constexpr int kMaxTaps = 16;
-constexpr int kSpan = 1024;  // channels that are computed together
+constexpr int kSpan = 1024;  // channels of a work item
 
-// Computes some channels of one row of a text, `place` rows after its first one.
+// Convolves some channels of one row, which is row number `place` of its text in this step.
 template <typename T>
 inline void convolve_row(const Convolution& c, const T* window, int row, int place, int first,
                          int count) {
   const T* taps[kMaxTaps];
-  int num_missing = 0;  // of the first taps, before the text's first token
+  int num_missing = 0;  // taps before the text's first token
   for (int j = 0; j < c.size; j++) {
     const int back = c.size - 1 - j;
     if (back <= place)
@@ -161,7 +163,7 @@ inline void convolve(const Convolution& c, const RecurrentTexts& texts) {
   }
 }
 
-// Widens a row of a head, and brings it to unit length if asked, times a factor.
+// Converts a row of a head to float32, optionally scaled to unit length, times a factor.
 template <typename T>
 inline void prepare_head(const T* x, float* y, const HeadRows& heads) {
   float factor = heads.factor;
@@ -180,9 +182,9 @@ inline void prepare_head(const T* x, float* y, const HeadRows& heads) {
 
 inline void store_part(Part v, float* p) { *reinterpret_cast<Part*>(p) = v; }
 
-constexpr int kChains = 4;  // independent sums, which a processor adds at the same time
+constexpr int kChains = 4;  // independent accumulators, which hide the latency of additions
 
-// Calls f(key, chain) for all keys of a tile, so that each chain takes every fourth one.
+// Calls f(key, chain) for all keys of a tile. Keys are distributed over the chains in turn.
 template <class F>
 [[gnu::always_inline]] inline void for_keys(int num_keys, const F& f) {
   int key = 0;
@@ -191,6 +193,7 @@ template <class F>
   for (; key < num_keys; key++) f(key, 0);
 }
 
+// The accumulators of 16 columns.
 struct Sums {
   Part chains[kChains][kParts] = {};
 
@@ -238,7 +241,7 @@ inline Vec add_and_read(float* tile, const float* keys, const float* queries, Ve
   return sums.total();
 }
 
-// The same with a decay of the tile before.
+// Multiplies a tile by its decays, adds keys ⊗ added, and returns queries · tile.
 template <bool kKeyDecays>
 inline Vec decay_add_and_read(float* tile, const float* keys, const float* queries,
                               const float* decays, Vec added, int num_keys) {
@@ -258,7 +261,8 @@ inline Vec decay_add_and_read(float* tile, const float* keys, const float* queri
   return sums.total();
 }
 
-// Scans the tokens of a text with 16 columns of one head's state, which stay in the first cache.
+// Scans the tokens of a text with a tile of one head's state, [num_keys, 16 columns], which stays in the L1
+// cache.
 template <typename T, bool kCorrects, bool kKeyDecays>
 inline void scan_tile(const Scan& s, const RecurrentTexts& texts, int text, int head, int tile,
                       float* buffer) {

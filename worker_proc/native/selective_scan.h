@@ -1,7 +1,7 @@
-// The selective scan of Mamba-1: each channel has a state of its own, of `num_keys` numbers.
+// The selective scan of Mamba-1: each channel has its own state of `num_keys` numbers.
 //
-// 16 channels are computed at once, and their states stay in the first cache for all tokens of a
-// text. Sums over keys have one order, so a row's bits depend on its own text alone.
+// 16 channels are one vector, and their states stay in the L1 cache for all tokens of a text. Sums over
+// keys have a fixed order, so a row's bits depend on its own text alone. Called by recurrence.cpp.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct SelectiveScan {
   int32_t is_bf16;
 };
 
-// log(1 + y) for 0 <= y <= 1, by the series of atanh(y / (2 + y)); its next term is below 1e-8.
+// log(1 + y) for 0 <= y <= 1, by the series of atanh(y / (2 + y)), with an error below 1e-8.
 inline Vec log1p_of(Vec y) {
   const Vec s = y / (y + 2.0f), squared = s * s;
   Vec sum = squared * (1.0f / 13.0f) + 1.0f / 11.0f;
@@ -45,7 +45,7 @@ inline Vec softplus_of(Vec x) {
   return positive + log1p_of(exp_of(x > 0.0f ? -x : x));
 }
 
-// Moves the states of 16 channels, [num_keys, 16], on by one token; returns queries · states.
+// Advances the states of 16 channels, [num_keys, 16], by one token; returns queries · states.
 template <typename T>
 inline Vec advance(float* states, const float* decays, const T* keys, const T* queries, Vec step,
                    Vec added, int num_keys) {

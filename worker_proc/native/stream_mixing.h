@@ -1,8 +1,9 @@
-// What hyper-connections make of the streams of a row: one row that the next module takes, and the
-// weights by which its result and the streams make new streams.
+// Hyper-connections: the input row of a module from the residual streams of a token, and the weights that
+// mix the module's result and the streams to new streams.
 //
-// The weights are functions of products that come before: gates of the streams, gates of the result,
-// and a matrix whose rows and columns are divided by their sums in turn. Each row is computed alone.
+// The inputs are products of the streams and a matrix. From them follow gates of the streams, gates of the
+// result, and a mixing matrix that is made doubly stochastic by Sinkhorn iterations: its rows and columns
+// are divided by their sums in turn. Each row is computed separately. Called by pointwise.cpp.
 
 #pragma once
 
@@ -14,8 +15,8 @@ extern "C" {
 struct StreamMixing {
   const float* products;  // [num_rows][num_streams * (2 + num_streams)], the rows `stride` apart
   const void* streams;    // [num_rows][num_streams][size]
-  const float* biases;    // of the products
-  const float* scales;    // [3], of the three kinds of products
+  const float* biases;    // of the products, [num_streams * (2 + num_streams)]
+  const float* scales;    // [3]: of the gates of streams, the gates of the result, and the matrix
   float* gates;           // of the result, [num_rows][num_streams]
   float* matrix;          // [num_rows][num_streams][num_streams]
   void* out;              // [num_rows][size]
@@ -27,7 +28,7 @@ struct StreamMixing {
 
 namespace {
 
-constexpr int kMaxStreams = 8;  // the lanes of the shortest vectors
+constexpr int kMaxStreams = 8;  // the lanes of an AVX2 register
 
 template <typename T>
 class StreamMixer {
@@ -59,12 +60,13 @@ class StreamMixer {
     }
   }
 
+  // The products from `first` on, scaled and biased; `kind` is an index of `scales`.
   Vec scaled(const float* products, int first, int kind) const {
     return load_any(products + first, count_) * mixing_.scales[kind] +
            load_any(mixing_.biases + first, count_);
   }
 
-  // A softmax of each row, whose columns and rows are then divided by their sums in turn.
+  // Sinkhorn iterations: a softmax of each row, then columns and rows are divided by their sums in turn.
   void balance(const float* products, float* matrix) const {
     Vec rows[kMaxStreams];
     for (int i = 0; i < count_; i++) {

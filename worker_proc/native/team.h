@@ -1,4 +1,8 @@
-// The threads of one parallel region: barriers between phases, and shares of a phase's work.
+// The threads of one parallel region: barriers between phases, and the distribution of work.
+//
+// A phase is the work between two barriers. Work is a number of pieces, which threads either divide
+// evenly (`first`, `last`) or take one by one (`take`, `take_near`). A thread that waits at a barrier
+// spins for about 50 us and then sleeps on a futex. Used by decoder.cpp and attention.cpp.
 
 #pragma once
 
@@ -16,7 +20,7 @@
 
 namespace {
 
-// What the threads of a region share. Phases are numbered; each thread counts them by itself.
+// The shared state of the threads. Phases are numbered, and each thread counts them separately.
 class Crew {
   friend class Team;
   static constexpr int kPhases = 4, kMostShares = 8;
@@ -37,7 +41,7 @@ class Team {
 
   const int id, size;
 
-  // Ends a phase: returns once all threads have ended it, and all that they wrote can be read.
+  // Ends a phase. It returns when all threads have ended it, and their writes are visible.
   void barrier() {
     phase_++;
     if (id < num_shares()) counter(phase_ + 2, id).store(0, std::memory_order_relaxed);
@@ -53,19 +57,19 @@ class Team {
       if (last_ended.load(std::memory_order_acquire) == phase_) return;
       pause();
     }
-    // The other threads are long at work, or other processes have their processors.
+    // The other threads have much work left, or have been preempted.
     crew_.num_asleep_.value.fetch_add(1);
     while (last_ended.load() != phase_) sleep(last_ended, phase_ - 1);
     crew_.num_asleep_.value.fetch_sub(1);
   }
 
-  // Takes the next of `count` pieces of this phase's work; `count` if none is left.
+  // Takes the next of `count` pieces of this phase and returns its number, or `count` if none is left.
   int64_t take(int64_t count) {
     return std::min(counter(phase_, 0).fetch_add(1, std::memory_order_relaxed), count);
   }
 
-  // The same for a phase that takes all pieces so: first those of this thread's share of them, from the
-  // first to the last, and then what is left of others.
+  // Takes a piece like `take`, from this thread's own share first, in ascending order, and then from the
+  // shares of other threads. One phase must not mix both functions.
   int64_t take_near(int64_t count) {
     const int shares = num_shares(), own = id * shares / size;
     for (int i = 0; i < shares; i++) {
@@ -79,17 +83,18 @@ class Team {
     return count;
   }
 
-  // The shares of take_near: one for each thread, unless there are too many.
+  // The number of shares of take_near: one for each thread, up to a bound.
   int num_shares() const { return std::min(size, Crew::kMostShares); }
 
-  // This thread's share of `count` pieces, [first, last).
+  // This thread's part of `count` pieces that are divided evenly: [first, last).
   int64_t first(int64_t count) const { return count * id / size; }
   int64_t last(int64_t count) const { return count * (id + 1) / size; }
 
  private:
   static constexpr int kSpins = 1000;  // about 50 us
 
-  // Cleared two phases ahead, when no thread can still take from the phase that used it before.
+  // The counter of a share. It is cleared two phases ahead, when no thread can still be in the phase that
+  // used it last.
   std::atomic<int64_t>& counter(int64_t phase, int share) {
     return crew_.taken_[phase % Crew::kPhases][share].value;
   }
@@ -101,7 +106,7 @@ class Team {
   }
 
 #ifdef __linux__
-  // Sleeps while the word has a value.
+  // Sleeps until another thread wakes this one, if the word has a value.
   static void sleep(std::atomic<int32_t>& word, int32_t value) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
   }

@@ -1,4 +1,7 @@
-// Vectors of 16 floats, and the few operations on them that the kernels share.
+// Vectors of 16 floats, the bfloat16 type, and the operations that all kernels share.
+//
+// A Vec is 16 floats on every CPU: one AVX-512 register, two AVX2 registers or four SSE registers. A Part
+// is one register of it.
 
 #pragma once
 
@@ -15,7 +18,7 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr float kWhole = 12582912.0f;  // 1.5 · 2^23: floats of this size are whole numbers
+constexpr float kWhole = 12582912.0f;  // 1.5 · 2^23: adding it rounds to the nearest integer
 
 typedef float Vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
@@ -24,8 +27,8 @@ typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
 typedef uint8_t VecCodes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int8_t VecSignedCodes __attribute__((vector_size(16), aligned(1), may_alias));
 
-// What a register holds of a Vec. The compiler keeps larger vectors in memory where a loop changes
-// them, so sums are kept in parts.
+// A register's share of a Vec. GCC keeps larger vectors in memory where a loop changes them, so kernels
+// hold accumulators as Parts.
 #if defined(__AVX512F__)
 constexpr int kPartLanes = 16;
 #elif defined(__AVX2__)
@@ -90,7 +93,7 @@ inline Part part_at(const Bf16* p) {
 #endif
 }
 
-// Whether a lane is greater than the bound, or not a number.
+// Whether any lane is greater than the bound, or NaN.
 inline bool exceeds(Part v, Part bound) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)v, (__m512)bound, _CMP_NLE_UQ) != 0;
@@ -105,7 +108,7 @@ inline bool exceeds(Part v, Part bound) {
 
 inline Vec splat(float x) { return x - Vec{}; }
 
-// x · y + z, rounded once where the processor can.
+// x · y + z, with a single rounding if the processor has such an instruction.
 inline Vec multiply_add(Vec x, Vec y, Vec z) {
 #ifdef __AVX512F__
   return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
@@ -128,7 +131,7 @@ inline float float_of(uint32_t bits) {
 
 inline Part splat_part(float x) { return x - Part{}; }
 
-// As multiply_add, for as many values as a register holds.
+// multiply_add for a Part.
 inline Part multiply_add_part(Part x, Part y, Part z) {
 #if defined(__AVX512F__)
   return multiply_add(x, y, z);
@@ -139,7 +142,7 @@ inline Part multiply_add_part(Part x, Part y, Part z) {
 #endif
 }
 
-// `b` where `a` is not a number.
+// The maximum of each lane; `b` where `a` is NaN.
 inline Part larger(Part a, Part b) {
 #if defined(__AVX512F__)
   return (Part)_mm512_max_ps((__m512)a, (__m512)b);
@@ -150,7 +153,7 @@ inline Part larger(Part a, Part b) {
 #endif
 }
 
-// `b` where `a` is not a number.
+// The minimum of each lane; `b` where `a` is NaN.
 inline Part smaller(Part a, Part b) {
 #if defined(__AVX512F__)
   return (Part)_mm512_min_ps((__m512)a, (__m512)b);
@@ -161,16 +164,15 @@ inline Part smaller(Part a, Part b) {
 #endif
 }
 
-// v · factor, rounded to the nearest whole number, of two equally near ones to the even one: below
-// 2^22, and as a two's complement.
+// v · factor rounded to the nearest integer, ties to even, in two's complement. |v · factor| < 2^22.
 inline VecBits nearest_whole(Vec v, float factor) {
   return (VecBits)multiply_add(v, splat(factor), splat(kWhole)) - bits_of(kWhole);
 }
 
-// To the nearest bfloat16, of two equally near ones to the even one.
+// Rounds to the nearest bfloat16, ties to even.
 inline VecHalf narrow(Vec v) {
 #ifdef __AVX512BF16__
-  return (VecHalf)_mm512_cvtneps_pbh((__m512)v);  // values below the normal ones become 0
+  return (VecHalf)_mm512_cvtneps_pbh((__m512)v);  // subnormal values become 0
 #else
   const VecBits bits = (VecBits)v;
   return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, VecHalf);
@@ -186,7 +188,7 @@ inline void save(Vec v, Bf16* p, int count) {
   std::memcpy(p, &half, count * sizeof(Bf16));
 }
 
-// Halves a part until one lane is left: the order of the lanes never changes.
+// The sum of all lanes, by halving: the order of the additions is fixed.
 inline float sum_of_part(Part v) {
 #ifdef __AVX2__
 #ifdef __AVX512F__
@@ -206,7 +208,7 @@ inline float sum_of_part(Part v) {
 #endif
 }
 
-// Applies f to each part.
+// Applies f to each Part of a Vec.
 template <class F>
 inline Vec by_parts(Vec v, const F& f) {
   Part parts[kParts];
@@ -216,7 +218,7 @@ inline Vec by_parts(Vec v, const F& f) {
   return v;
 }
 
-// For x <= 0. Values below -87 count as -87.
+// exp(x) for x <= 0. Values below -87 are taken as -87.
 inline Part exp_of_part(Part x) {
   x = x < -87.0f ? Part{} - 87.0f : x;
   // The operand is negative, so truncating after subtracting 0.5 rounds to nearest.
@@ -242,7 +244,7 @@ inline Vec tanh_of(Vec x) {
   return x < 0.0f ? -y : y;
 }
 
-// Halves a vector until one lane is left: the order of the lanes never changes.
+// Reduces a vector to one value, by halving: the order of the operations is fixed.
 template <typename Op>
 inline float fold(Vec v, Op op) {
   const VecInt by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
