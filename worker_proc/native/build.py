@@ -34,9 +34,9 @@ HEADERS = (
     *("experts.h", "float_products.h", "grouped_codes.h", "latent_attention.h", "low_rank.h"),
     *("pair_amx.h", "pair_attention.h", "pair_codes.h", "pair_context.h", "pair_scores.h"),
     *("pair_softmax.h", "pair_spans.h", "pair_tile.h", "pair_values.h", "pointwise.h"),
-    *("prefetch_queue.h", "product_inputs.h", "products.h", "recurrence.h", "sections.h"),
-    *("selective_scan.h", "step.h", "stream_mixing.h", "team.h", "text_attention.h"),
-    *("value_weights.h", "vec.h", "weights.h"),
+    *("prefetch_queue.h", "product_inputs.h", "products.h", "program.h", "recurrence.h"),
+    *("rotations.h", "sections.h", "selective_scan.h", "step.h", "stream_mixing.h", "team.h"),
+    *("text_attention.h", "value_weights.h", "vec.h", "weights.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),

@@ -1,5 +1,5 @@
-// Recurrences over independent channels: the gated linear recurrence of Griffin (RecurrentGemma), and the
-// weighted averages of RWKV.
+// Recurrences over independent channels: the gated linear recurrence of Griffin (RecurrentGemma), and
+// the weighted averages of RWKV.
 //
 // A channel has one or three numbers of state. 16 channels are one vector, and tokens are processed in
 // order, so a row's bits depend on its own text alone. Called by recurrence.cpp.
@@ -33,8 +33,8 @@ struct WeightedAverage {
 
 constexpr float kNoExponent = -1e38f;  // of empty sums
 
-// Calls advance(row, first channel, number of channels, state) for each token of each text, where `state`
-// has kNumbers vectors for up to 16 channels. States are [block][kNumbers][num_channels].
+// Calls advance(row, first channel, number of channels, state) for each token of each text, where
+// `state` has kNumbers vectors for up to 16 channels. States are [block][kNumbers][num_channels].
 template <int kNumbers, class Advance>
 inline void scan_texts(const RecurrentTexts& texts, float* states, int num_channels,
                        const Vec (&initial)[kNumbers], const Advance& advance) {

@@ -1,11 +1,12 @@
-// DeepSeek-V4's attention: over a window of tokens and over compressed entries, in one softmax with sinks.
+// DeepSeek-V4's attention: over a window of tokens and over compressed entries, in one softmax with
+// sinks.
 //
-// A token has one row in a layer, which is the key and value of all heads, followed by its values and gates
-// for one or two series of entries. Entry w combines the `ratio` tokens of group w, and with two series
-// also those of group w - 1: each dimension is an average of values, weighted by a softmax over gates. A
-// token sees the entries of all complete groups, or those that an indexer, with its own entries, scores
-// highest. Each score and sum is one chain in the order of the text, so results do not depend on how a text
-// is divided into steps, nor on other rows. Called by compressed.cpp.
+// A token has one row in a layer, which is the key and value of all heads, followed by its values and
+// gates for one or two series of entries. Entry w combines the `ratio` tokens of group w, and with two
+// series also those of group w - 1: each dimension is an average of values, weighted by a softmax over
+// gates. A token sees the entries of all complete groups, or those that an indexer, with its own
+// entries, scores highest. Each score and sum is one chain in the order of the text, so results do not
+// depend on how a text is divided into steps, nor on other rows. Called by compressed.cpp.
 
 #pragma once
 
@@ -32,7 +33,7 @@ struct Compressor {
 
 // One layer: its pool and shape. Offsets, widths and strides count elements.
 struct CompressedLayer {
-  void *rows, *entries;  // those of block 0; rows in blocks of the window, entries in blocks of their own
+  void *rows, *entries;  // those of block 0; entries are in blocks of their own
   const float* sinks;    // as in Layer
   int64_t block_stride;  // in elements
   int32_t num_heads, head_dim, block_size, window, is_bf16;

@@ -1,117 +1,24 @@
-// Executes a decoder's forward over one step: a program of instructions, in one parallel region.
+// Executes a program (program.h), which is the forward of a model or of some layers, over one step.
 //
-// worker_proc/decoder/ writes the program once, when a model is loaded. An instruction reads and
-// writes buffers with one row for each token of the step; all threads work on it together, and a
-// barrier ends it unless it joins the next one. Values are rounded to the model's dtype where
-// transformers' modules round.
+// One parallel region executes all instructions: all threads work on each instruction, and a barrier
+// ends it unless joins_next is set. Executor has one function for each kind of instruction, which
+// calls the kernels: pointwise.h (norms, activations), products.h (projections), rotations.h,
+// pair_attention.h, experts.h, low_rank.h, exchange.h. Values are rounded to the model's dtype where
+// transformers' modules round. docs/execution.md shows how a step gets here; native/kernels.py calls
+// the entry points at the end.
 
-#include "pair_attention.h"
 #include "coded_rows.h"
 #include "exchange.h"
 #include "experts.h"
 #include "grouped_codes.h"
 #include "low_rank.h"
+#include "pair_attention.h"
 #include "pointwise.h"
 #include "products.h"
+#include "program.h"
+#include "rotations.h"
 
 #include <omp.h>
-
-extern "C" {
-
-enum Kind : int32_t {
-  kNormalize,
-  kProject,
-  kRotate,
-  kAttend,
-  kAdd,
-  kChoose,
-  kGather,
-  kExperts,
-  kCombine,
-  kGate,
-  kCode,
-  kEmbed,
-  kKeep,
-  kProjectHeads,
-  kPermute,
-  kShrink,
-  kExpand,
-  kAddRanks,
-};
-
-enum Epilogue : int32_t {
-  kStore,     // target = product
-  kAddTo,     // target += factor * product
-  kActivate,  // a pair of panels is gates and factors: target = f(gate) * up
-  kSplit,     // a pair of panels is gates and factors: the factors are stored from a column on
-  kApply,     // target = f(product)
-};
-
-enum Rotation : int32_t {
-  kHalves,  // the first half of the dimensions with the second
-  kPairs,   // each even dimension with the next
-  kNone,
-};
-
-struct Buffer {
-  void* data;
-  int64_t stride;  // bytes between rows: a multiple of 4, and of 64 in a program
-};
-
-// Sizes count values. Each kind uses the fields that its function names.
-struct Instruction {
-  int32_t kind;
-  int32_t source, target;  // indices of buffers
-  int32_t size, column;    // of a part of a row
-  int32_t epilogue, activation;
-  int32_t rounds_first;    // a norm rounds before it multiplies by its weight
-  int32_t num_heads, num_kv_heads, head_dim, num_rotated, rotation;
-  int32_t angles, has_wide_angles;  // the kind of angles, and whether they are float32
-  int32_t group;
-  int32_t num_experts, num_chosen;  // experts, and those of one row
-  int32_t choices;                  // index of the buffer with the choices of each row
-  int32_t normalizes, rounds_weights;
-  // It follows kKeep, and its rows are those that are kept. Of kAttend, which comes before that one: the
-  // results of other rows are not read.
-  int32_t of_kept;
-  int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
-  int32_t joins_next;  // the next one reads of its results what the same thread has written, or none
-  float factor, epsilon, scale, softcap;
-  // Of kActivate, 0 without: gates are at most the limit and factors within it; the gate times
-  // sigmoid(alpha * gate) is multiplied by the factor plus 1.
-  float limit, alpha;
-  int32_t format;  // of a packed weight
-  int32_t scale_type, zero, group_inputs, section_inputs;  // of grouped codes
-  int64_t num_units, num_pairs;
-  const void *weight, *scales;
-  const uint8_t* zeros;
-  const void* minimums;
-  const uint16_t *scale_units, *minimum_units;
-  const float* table;
-  const float *bias, *query_norm, *key_norm;
-  const Layer* layer;
-};
-
-struct Program {
-  const Instruction* instructions;
-  int32_t num_instructions;
-  int32_t is_bf16;
-  int32_t num_done, num_later;  // what other calls execute: the first ones, and those behind all
-};
-
-struct Run {
-  const Buffer* buffers;
-  const Step* const* steps;     // one for each KV group
-  const void* const* cosines;   // one for each kind of angles: [num_rows, num_rotated], or tables
-  const void* const* sines;
-  // Of a program that begins with the embedding: the tokens, their positions, which are rows of the
-  // tables of angles, and the rows that get logits. Else they are null.
-  const int64_t *tokens, *positions, *kept;
-  const Adaptation* adaptation;  // of a program that adapts
-  Exchange* exchange;            // of a program in which ranks add up rows
-  int32_t num_rows, num_kept;
-};
-}
 
 namespace {
 
@@ -169,15 +76,15 @@ class Executor {
 
   int32_t num_rows(const Instruction& i) const { return num_rows_of(i, run_); }
 
-  // target = norm(source) * weight, from a column on
+  // target = norm(source) * weight, for `size` values from `column` on
   void normalize(const Instruction& i) {
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       normalize_row(row(i.source, r) + i.column, static_cast<const float*>(i.weight),
                     row(i.target, r) + i.column, i.size, i.epsilon, i.rounds_first);
   }
 
-  // The rows that get logits become the first ones of source and target. A thread moves a part of the
-  // columns of all rows, so none is overwritten by another thread before it has moved.
+  // Moves the rows that get logits to the front of source and target. A thread moves a range of
+  // columns of all rows, so that no row is overwritten before it has been moved.
   void keep(const Instruction& i) {
     int64_t num_in_place = 0;
     while (num_in_place < run_.num_kept && run_.kept[num_in_place] == num_in_place) num_in_place++;
@@ -198,8 +105,8 @@ class Executor {
       std::memcpy(data + r * buffer.stride, moved + r * width, width);
   }
 
-  // target = factor * the row of the token in the table `weight`, which has num_outputs rows, of values
-  // or of grouped codes. What is no token gets a row that is not a number.
+  // target = factor * the token's row of the table `weight`, [num_outputs][size], of values or of
+  // grouped codes. Invalid tokens get a row of NaN.
   void embed(const Instruction& i) {
     const int64_t width = run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T));
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++) {
@@ -220,7 +127,7 @@ class Executor {
     }
   }
 
-  // out = factor * the weights of an output, rounded to T before. A tile has them in one column.
+  // out = factor * the weights of one output, rounded to T. They are one column of each tile.
   static void look_up(const GroupedPanels<T>& w, int64_t output, int32_t size, float factor, T* out) {
     constexpr int64_t kStep = GroupedPanels<T>::kStepInputs;
     const int64_t lane = output % kLanes;
@@ -235,8 +142,8 @@ class Executor {
     }
   }
 
-  // Calls f(a value of the type of the rows, weight, rows) with a weight in its format, and the rows
-  // that it is multiplied with.
+  // Calls f(value, weight, rows) with the weight in its format and the rows that it multiplies. The
+  // type of `value` is that of the rows.
   template <class F>
   void with_weight(const Instruction& i, const F& f) const {
     const UnitRows rows = unit_rows(i.source);
@@ -286,8 +193,8 @@ class Executor {
             static_cast<const typename Code::Scale*>(i.scales), i.num_units, i.num_pairs};
   }
 
-  // Where an instruction writes, and what it does with a product. Kernels copy it, so that it stays
-  // in registers: a store could change the instruction, as far as the compiler knows.
+  // The target of a projection and the parameters of its epilogue. Kernels copy them, so that they
+  // stay in registers: for the compiler, a store could change the instruction.
   struct Outputs {
     Outputs(const Executor& executor, const Instruction& i)
         : data(reinterpret_cast<char*>(executor.row(i.target, 0))),
@@ -303,14 +210,14 @@ class Executor {
 
     char* const data;
     const int64_t stride;
-    const float *const scales, *const bias;  // of outputs; null: none
+    const float *const scales, *const bias;  // for each output; null: none
     const int32_t column, activation;
     const bool has_bounds;
     const Instruction& instruction;
   };
 
-  // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
-  // zeros past the last output; a product may be stored from a column on.
+  // target = epilogue(source * weight + bias). Whole panels are written, with zeros past the last
+  // output.
   void project(const Instruction& i) {
     const Outputs to(*this, i);
     switch (i.epilogue) {
@@ -338,9 +245,9 @@ class Executor {
     }
   }
 
-  // target = source * weight for each head, which has a weight of its own. A head has head_dim values
-  // in source; of its target_dim values in target, the first num_outputs are written. The values from
-  // a head's inputs up to the last unit of its weight must be finite.
+  // target = source * weight of the head, for each head. A head has head_dim values in source and
+  // target_dim values in target, of which the first num_outputs are written. The values after a head's
+  // inputs, up to the last unit of its weight, must be finite.
   void project_heads(const Instruction& i) {
     const Panels w{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     const int64_t head_units = i.head_dim * sizeof(T) / sizeof(Unit);
@@ -356,20 +263,22 @@ class Executor {
                       });
   }
 
-  // The inner values of each row's adapter with source, for the num_units AdaptedSites in `weight`.
+  // LoRA: inner = down * source, for the num_units AdaptedSites in `weight`.
   void shrink(const Instruction& i) {
     shrink_all<T>(team_, *run_.adaptation, static_cast<const AdaptedSite*>(i.weight), i.num_units,
                   i.size, [&](int64_t r) -> const T* { return row(i.source, r); });
   }
 
-  // target += the products with these inner values, for the same sites
+  // LoRA: target += scale * up * inner, for the same sites
   void expand(const Instruction& i) {
     expand_all<T>(team_, *run_.adaptation, static_cast<const AdaptedSite*>(i.weight), i.num_units,
                   [&](int64_t r) { return row(i.target, r); });
   }
 
-  // target = the products of a row and a pair of panels. `place` is the place of the pair among those
-  // of all experts, if the weight has any.
+  // The epilogues write the products of a row and a pair of panels, 32 outputs. `place` is the number of
+  // the pair among those of all experts; without experts it is `pair`.
+
+  // target = product
   template <class Sums>
   void store(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
     T* out = to.row(r) + to.column + pair * kPairOutputs;
@@ -377,7 +286,7 @@ class Executor {
     save(biased(to, r, place * kPairOutputs + kLanes, high), out + kLanes, kLanes);
   }
 
-  // target = f(gate) * up, likewise
+  // target = f(gate) * up
   template <class Sums>
   void activate(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums gate, Sums up) {
     T* out = to.row(r) + pair * kLanes;
@@ -386,9 +295,9 @@ class Executor {
     save(round(activation_of<T>(own_gate, to.activation)) * own_up, out, kLanes);
   }
 
-  // The same with a limit or an alpha. Not inlined, as accumulate_scaled.
+  // target = f(gate) * up with a limit or an alpha. Not inlined, for the reason of accumulate_scaled.
   [[gnu::noinline]] static void activate_within(const Instruction& i, Vec gate, Vec up, T* out) {
-    if (i.limit != 0.0f) {  // what is not a number stays so
+    if (i.limit != 0.0f) {  // NaN stays NaN
       gate = gate > i.limit ? splat(i.limit) : gate;
       up = up > i.limit ? splat(i.limit) : up;
       up = up < -i.limit ? splat(-i.limit) : up;
@@ -403,7 +312,7 @@ class Executor {
     save(round(opened) * up, out, kLanes);
   }
 
-  // target = f(product), likewise
+  // target = f(product)
   template <class Sums>
   void apply(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
     T* out = to.row(r) + pair * kPairOutputs;
@@ -411,14 +320,14 @@ class Executor {
     save(activation_of<T>(finished(to, r, place, 1, high), to.activation), out + kLanes, kLanes);
   }
 
-  // The products of a row and a panel, rounded.
+  // The products of a row and a panel with scales and bias, rounded to T.
   template <class Sums>
   Vec finished(const Outputs& to, int64_t r, int64_t pair, int half, Sums sums) const {
     return round(biased(to, r, pair * kPairOutputs + half * kLanes, sums));
   }
 
-  // The sums of a row and 16 outputs, times the scales, plus the bias. The product is rounded before the
-  // sum, also where the compiler could fuse them.
+  // The sums of a row and 16 outputs, times the scales, plus the bias. The multiply-add with zero
+  // rounds the product, so that the compiler cannot fuse it with the addition of the bias.
   Vec biased(const Outputs& to, int64_t, int64_t output, Vec sums) const {
     if (to.scales) sums = multiply_add(sums, load(to.scales + output), Vec{});
     return to.bias ? sums + load(to.bias + output) : sums;
@@ -431,17 +340,19 @@ class Executor {
     return coded_row(i.source, r).products(sums, scales, bias);
   }
 
+  // out += factor * value
   static void accumulate(T* out, Vec value, float factor) {
     if (factor != 1.0f) return accumulate_scaled(out, value, factor);
     save(load(out) + value, out, kLanes);
   }
 
-  // Not inlined: each place could round the product before the sum or not, as the compiler chooses.
+  // Not inlined, because the compiler could fuse the product and the sum in one caller and not in
+  // another.
   [[gnu::noinline]] static void accumulate_scaled(T* out, Vec value, float factor) {
     save(load(out) + round(value * factor), out, kLanes);
   }
 
-  // Queries and keys in place: optional norms of each head, and their rotation by position.
+  // Queries and keys in source, in place: optional norms of each head, and the rotary embedding.
   void rotate(const Instruction& i) {
     return i.has_wide_angles ? rotate_by<float>(i) : rotate_by<T>(i);
   }
@@ -463,39 +374,12 @@ class Executor {
     }
   }
 
-  template <typename A>
-  static void rotate_halves(T* x, const A* cosines, const A* sines, int half) {
-    const auto product = [](Vec a, Vec b) { return rounded(a * b, A{}); };
-    for_vectors(half, [&](int d, auto count) {
-      const Vec a = load_any(x + d, count), b = load_any(x + half + d, count);
-      const Vec low = product(a, load_any(cosines + d, count)) -
-                      product(b, load_any(sines + d, count));
-      const Vec high = product(b, load_any(cosines + half + d, count)) +
-                       product(a, load_any(sines + half + d, count));
-      save(low, x + d, count);
-      save(high, x + half + d, count);
-    });
-  }
-
-  template <typename A>
-  static void rotate_pairs(T* x, const A* cosines, const A* sines, int size) {
-    const auto product = [](T a, A b) {
-      A out;
-      narrow(widen(a) * widen(b), out);
-      return widen(out);
-    };
-    for (int d = 0; d < size; d += 2) {
-      const T a = x[d], b = x[d + 1];
-      const A cosine = cosines[d / 2], sine = sines[d / 2];
-      narrow(product(a, cosine) - product(b, sine), x[d]);
-      narrow(product(b, cosine) + product(a, sine), x[d + 1]);
-    }
-  }
-
-  // source: queries, keys and values of all heads, side by side
+  // target = attention of source, whose row has the queries, keys and values of all heads. Stores the
+  // keys and values.
   void attend_to(const Instruction& i) {
     const Layer& layer = *i.layer;
     const int64_t source_stride = run_.buffers[i.source].stride / sizeof(T);
+    const int64_t target_stride = run_.buffers[i.target].stride / sizeof(T);
     const T* query = row(i.source, 0);
     const T* key = query + layer.num_heads * layer.head_dim;
     const T* value = key + layer.num_kv_heads * layer.head_dim;
@@ -508,8 +392,7 @@ class Executor {
     }
     attend_any(team_, layer, step, {query, source_stride, layer.head_dim},
                {key, source_stride, layer.head_dim}, {value, source_stride, layer.value_head_dim},
-               RowTerms{}, row(i.target, 0), run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T)),
-               i.scale, i.softcap);
+               RowTerms{}, row(i.target, 0), target_stride, i.scale, i.softcap);
   }
 
   // target += factor * source
@@ -519,8 +402,8 @@ class Executor {
         accumulate(row(i.target, r) + d, load(row(i.source, r) + d), i.factor);
   }
 
-  // target = the sums of all ranks' rows, of a slot's bytes at once. If a rank is missing, it ends
-  // early, and goes on when it is executed again.
+  // target = the sum of all ranks' rows, in pieces that fit into a slot. If a rank is missing, it
+  // returns early, and continues when it is executed again.
   void add_ranks(const Instruction& i) {
     Exchange& exchange = *run_.exchange;
     const int64_t row_bytes = i.size * static_cast<int64_t>(sizeof(T));
@@ -530,7 +413,7 @@ class Executor {
       uint8_t* const data = reinterpret_cast<uint8_t*>(row(i.target, first));
       const ExchangedRows rows{data, std::min(count - first, most), row_bytes, stride};
       const int64_t own_first = team_.first(rows.num_rows), own_last = team_.last(rows.num_rows);
-      // All threads read this before the barrier, and the first one changes it behind it.
+      // All threads read this before the barrier; thread 0 changes it after the barrier.
       const bool is_published = exchange.is_published;
       const int64_t sequence = exchange.sequence + !is_published;
       if (!is_published) copy_to_slot(exchange, rows, sequence, own_first, own_last);
@@ -542,7 +425,7 @@ class Executor {
     }
   }
 
-  // Publishes what is in the slot, unless that was done, and waits for the other ranks.
+  // Publishes the slot, unless it has been published, and waits for the other ranks.
   static void await_all(Exchange& exchange, int64_t sequence, int64_t first, bool is_published) {
     exchange.sequence = sequence;
     if (!is_published) publish(exchange, sequence);
@@ -551,7 +434,8 @@ class Executor {
     exchange.num_summed = exchange.is_published ? static_cast<int32_t>(first) : 0;
   }
 
-  // target = f(gate) * up, as kActivate computes it, of what kSplit has stored in source
+  // target = f(gate) * up with the bits of kActivate, after kSplit has stored gates and factors in
+  // source
   void gate(const Instruction& i) {
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int d = 0; d < i.size; d += kLanes) {
@@ -560,7 +444,7 @@ class Executor {
       }
   }
 
-  // target = codes of source; with num_chosen, of the rows of each token's experts
+  // target = quantized rows of source (coded_rows.h); with num_chosen, there is a row for each choice
   void code(const Instruction& i) {
     const int64_t count = int64_t{num_rows(i)} * std::max(i.num_chosen, 1);
     if constexpr (std::is_same<T, Bf16>::value)
@@ -568,7 +452,7 @@ class Executor {
         code_row(row(i.source, r), i.size, coded_row(i.target, r));
   }
 
-  // target = the values of source in the order of `weight`, int32, and zeros behind them
+  // target = the values of source in the order of the indices in `weight`, int32, followed by zeros
   void permute(const Instruction& i) {
     const auto* order = static_cast<const int32_t*>(i.weight);
     const int64_t width = run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T));
@@ -580,7 +464,7 @@ class Executor {
     }
   }
 
-  // choices = the experts of each row, by the logits in source
+  // choices = the experts of each row, from the logits in source
   void choose(const Instruction& i) {
     std::vector<float> scratch;
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
@@ -588,7 +472,7 @@ class Executor {
                      {i.normalizes != 0, i.rounds_weights != 0}, choices(i, r), scratch);
   }
 
-  // target = the rows of source, or their codes, once for each of their experts, sorted by expert
+  // target = a copy of each row of source, or of its codes, for each of its experts, sorted by expert
   void gather(const Instruction& i) {
     const SortedChoices sorted = sort(i);
     const int64_t size = std::min(run_.buffers[i.source].stride, run_.buffers[i.target].stride);
@@ -597,8 +481,8 @@ class Executor {
         std::memcpy(row(i.target, sorted.place(r * i.num_chosen + c)), row(i.source, r), size);
   }
 
-  // target = source * weight of the expert, for sorted rows. The weights of all experts lie side by
-  // side.
+  // target = epilogue(source * weight of the expert + bias), for sorted rows. The weights of the experts
+  // follow each other.
   void compute_experts(const Instruction& i) {
     const SortedChoices sorted = sort(i);
     const Outputs to(*this, i);
@@ -614,7 +498,7 @@ class Executor {
     });
   }
 
-  // target = the sum of what the experts of a row have computed in source, each times its weight
+  // target = the sum of the results of a row's experts in source, times their weights
   void combine(const Instruction& i) {
     const SortedChoices sorted = sort(i);
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
@@ -642,7 +526,8 @@ class Executor {
   Team& team_;
 };
 
-// Products of vectors of an instruction, by its size. Few rows wait for the weights that they read.
+// An estimate of the work of an instruction, in products of vectors. A few rows take as long as
+// kLeastRows, because they wait for the weights.
 int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
   constexpr int64_t kLeastRows = 8;
   const auto products = [&](int64_t num_taken, int64_t num_weights) {
@@ -658,9 +543,9 @@ int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
   return 0;
 }
 
-// Whether one of at most two threads computes a step of a whole model alone: where that takes less
-// than about a millisecond. On a machine with two processors the second thread shares its processor
-// with the core and the API, and each instruction would end only after it has got that back.
+// Whether a single thread computes a step: with at most two threads, for a whole model, if that takes
+// less than about a millisecond. On two processors, the second thread competes with the core and the
+// API, and each barrier would wait for it.
 bool is_for_one_thread(const Program& program, const Run& run) {
   constexpr int kMostThreads = 2;
   constexpr int64_t kBriefWork = 2'000'000;
@@ -673,8 +558,8 @@ bool is_for_one_thread(const Program& program, const Run& run) {
   return work < kBriefWork;
 }
 
-// Returns the number of the instruction at which it has stopped, since a rank is missing; else that
-// of all instructions.
+// Executes a program. Returns the number of instructions, or that of the instruction at which it has
+// stopped because a rank is missing.
 template <typename T>
 int32_t execute_all(const Program& program, const Run& run) {
   Crew crew;
@@ -698,12 +583,13 @@ int32_t execute_all(const Program& program, const Run& run) {
 
 }  // namespace
 
+// The forward of a whole model or of some layers, over one step.
 extern "C" int32_t troika_execute(const Program* program, const Run* run) {
   return (program->is_bf16 ? execute_all<Bf16> : execute_all<float>)(*program, *run);
 }
 
-// One projection outside of a program: `rows` and `out` are its only buffers, and `codes` of the
-// rows, where the weight needs them.
+// One projection of a module, from `rows` to `out`. `codes` has room for the quantized rows if the
+// weight needs them (kInt8ForCodes).
 extern "C" void troika_project(const Instruction* instruction, const Buffer* rows,
                                const Buffer* out, const Buffer* codes, int32_t num_rows,
                                int32_t is_bf16) {
@@ -722,7 +608,7 @@ extern "C" void troika_project(const Instruction* instruction, const Buffer* row
   troika_execute(&program, &run);
 }
 
-// Rows of a table outside of a program: those of `tokens`, in `out`.
+// One embedding of a module: writes the rows of `tokens`, [num_rows], to `out`.
 extern "C" void troika_look_up(const Instruction* instruction, const int64_t* tokens, const Buffer* out,
                                int32_t num_rows, int32_t is_bf16) {
   Run run{};
@@ -733,7 +619,7 @@ extern "C" void troika_look_up(const Instruction* instruction, const int64_t* to
   troika_execute(&program, &run);
 }
 
-// What adapters add to one projection outside of a program: from `rows` to `out`.
+// The LoRA adapters of one projection of a module, which are added to `out`.
 extern "C" void troika_adapt(const AdaptedSite* site, int32_t num_inputs, const Buffer* rows,
                              const Buffer* out, const Adaptation* adaptation, int32_t num_rows,
                              int32_t is_bf16) {

@@ -1,5 +1,8 @@
-// Changes to a row's scores before a token is chosen, as worker_proc/sampling/logit_edits.py
-// defines them.
+// Edits of a row's logits before a token is chosen: bans, biases, penalties, and allowed or forced
+// tokens, as worker_proc/sampling/logit_edits.py defines them.
+//
+// Logits are not modified. The scores of edited tokens are stored separately, with a bit for each token,
+// and EditedScores combines both where choice.h reads a row. Used by sampling.cpp.
 
 #pragma once
 
@@ -10,13 +13,13 @@
 
 namespace {
 
-// Numbers that structures.py knows.
+// The values of EditKind in structures.py.
 enum EditKind : int32_t {
-  kBan,       // the ids
-  kAddBias,   // to each id
-  kPenalize,  // ids that have occurred, with their numbers of outputs
-  kAllow,     // the ids alone
-  kForce,     // the first id, if the mask allows it
+  kBan,       // the score of each id becomes -infinity
+  kAddBias,   // a bias is added to the score of each id
+  kPenalize,  // repetition, frequency and presence penalties of ids that have occurred
+  kAllow,     // only the ids can be chosen
+  kForce,     // the first id is chosen, if the mask allows it
 };
 
 // `SCORE_EDIT` of structures.py.
@@ -24,16 +27,16 @@ struct Edit {
   const int32_t* ids;
   const float* biases;
   const int32_t* counts;  // outputs with this id
-  const int32_t* latest;  // outputs that are not counted yet: few
+  const int32_t* latest;  // the latest outputs, which are not counted yet
   int32_t kind, num_ids, num_latest;
   float repetition, frequency, presence;
 };
 
-// The edited tokens of a row: memory of one thread, used again for each row.
+// The edited tokens of a row: memory of one thread, which is reused for each row.
 struct EditSpace {
   std::vector<int32_t> ids;           // in the order in which they were edited
-  std::vector<uint32_t> bits;         // of the same tokens, 32 to a word
-  std::vector<float> by_id, in_order;  // their scores
+  std::vector<uint32_t> bits;          // a bit for each token: whether it is edited
+  std::vector<float> by_id, in_order;  // scores, by token id and in the order of `ids`
   std::vector<float> saved;
 };
 
@@ -43,9 +46,9 @@ struct EditedScores {
   using Value = T;
   static constexpr bool kAreEdited = true;
 
-  const T* logits;  // null: the tokens that are not edited have the score `rest`
+  const T* logits;  // null: tokens that are not edited have the score `rest`
   float rest;
-  const uint32_t* mask;  // one bit a token, or null: others have the score -inf
+  const uint32_t* mask;  // a bit for each token, or null; tokens without a bit have the score -infinity
   int32_t num_words;     // of the mask
   const uint32_t* bits;  // of the edited tokens
   const float* by_id;    // scores of the edited tokens
@@ -69,7 +72,7 @@ struct EditedScores {
     return bits_from(i) & 1 ? by_id[i] : logit(i);
   }
 
-  // No branch depends on the edited tokens.
+  // The scores of all tokens but the edited ones, without branches that depend on these.
   struct Others {
     const EditedScores& all;
 
@@ -83,9 +86,10 @@ struct EditedScores {
 
   Others without_edited() const { return {*this}; }
 
+  // A bit for each token from i on, within a word: whether it may be chosen and is not edited.
   uint32_t unedited(int i) const { return ~bits_from(i) & (mask ? allowed(i) : UINT32_MAX); }
 
-  // The bits of the tokens from i on, of those in the same word.
+  // The bits of the tokens from i on that are in the same word.
   uint32_t bits_from(int i) const { return bits[i / 32] >> (i % 32); }
   uint32_t allowed(int i) const { return i / 32 < num_words ? mask[i / 32] >> (i % 32) : 0; }
 
@@ -94,6 +98,7 @@ struct EditedScores {
   }
 };
 
+// Applies the edits of one row.
 template <typename T>
 class Editor {
  public:
@@ -114,7 +119,7 @@ class Editor {
     return scores_;
   }
 
-  // Whether other scores differ from the logits than those of the edited tokens.
+  // Whether scores of tokens that are not edited differ from the logits.
   bool changes_others() const { return scores_.mask || !scores_.logits; }
 
   void apply(const Edit& e) {
@@ -128,7 +133,7 @@ class Editor {
     }
   }
 
-  // Gives every token the same score, whatever was changed before.
+  // Gives every token the same score, and drops earlier edits.
   void set_all(float score) {
     scores_.logits = nullptr;
     scores_.rest = score;
@@ -139,7 +144,7 @@ class Editor {
  private:
   bool is_token(int32_t id) const { return static_cast<uint32_t>(id) < static_cast<uint32_t>(size_); }
 
-  // The score of a token, for changes.
+  // Returns the score of a token for modification, and marks the token as edited.
   float& at(int32_t id) {
     uint32_t& bits = space_.bits[id / 32];
     const uint32_t own = 1u << (id % 32);
@@ -191,7 +196,7 @@ class Editor {
       if (is_token(e.latest[i])) at(e.latest[i]) = saved[i];
   }
 
-  // Where every allowed token is banned, the first of them is allowed.
+  // If every allowed token is banned, the first of them stays possible.
   void allow(const Edit& e) {
     std::vector<float>& saved = space_.saved;
     saved.clear();

@@ -1,6 +1,7 @@
-// Lanes as bits, the weights of scores, and exact sums of weights.
+// Integer weights of scores, and their exact sums, which do not depend on the order of additions.
 //
-// All values are what one register holds (`Part`), so that loops keep them in registers.
+// Functions work on Parts (vec.h), one register each. `Lanes` is the result of a comparison: a mask
+// register with AVX-512, and a vector otherwise. Used by choice.h and value_weights.h.
 
 #pragma once
 
@@ -18,14 +19,14 @@ inline PartInt int_at(const int32_t* p) { return *reinterpret_cast<const PartInt
 inline void save_part(Part v, float* p) { std::memcpy(p, &v, sizeof v); }
 inline void save_int(PartInt v, int32_t* p) { std::memcpy(p, &v, sizeof v); }
 
-// The numbers of the lanes from 0 on.
+// 0, 1, 2, ...: the number of each lane.
 inline PartInt lane_numbers() {
   PartInt numbers = {};
   for (int lane = 0; lane < kPartLanes; lane++) numbers[lane] = lane;
   return numbers;
 }
 
-// Lanes that a comparison selects.
+// The lanes for which a comparison holds.
 #ifdef __AVX512F__
 typedef __mmask16 Lanes;
 
@@ -38,7 +39,7 @@ inline Lanes equal(Part a, Part b) {
 inline Lanes at_most(PartInt v, PartInt limit) {
   return _mm512_cmple_epi32_mask((__m512i)v, (__m512i)limit);
 }
-// Where one of both is not a number.
+// The lanes in which either value is NaN.
 inline Lanes unordered(Part a, Part b) {
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
 }
@@ -47,7 +48,7 @@ inline Lanes lanes_of(uint32_t bits) { return static_cast<Lanes>(bits); }
 inline Part select(Lanes lanes, Part v, Part other) {
   return (Part)_mm512_mask_blend_ps(lanes, (__m512)other, (__m512)v);
 }
-// The sum with v where the lanes are, and as it was elsewhere.
+// Adds v in the given lanes.
 inline PartInt sum_where(Lanes lanes, PartInt sum, PartInt v) {
   return (PartInt)_mm512_mask_add_epi32((__m512i)sum, lanes, (__m512i)sum, (__m512i)v);
 }
@@ -100,7 +101,7 @@ inline float sum_of(Part v) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// For each set of bits, the numbers of its lanes side by side, one byte each.
+// For each set of lanes, their numbers as bytes, without gaps.
 constexpr std::array<uint64_t, 256> lanes_of_sets() {
   std::array<uint64_t, 256> orders{};
   for (unsigned bits = 0; bits < 256; bits++) {
@@ -113,7 +114,7 @@ constexpr std::array<uint64_t, 256> lanes_of_sets() {
 constexpr std::array<uint64_t, 256> kLanesOfSets = lanes_of_sets();
 #endif
 
-// Writes the lanes that have a bit side by side; a whole part is overwritten. The caller counts.
+// Stores the lanes whose bit is set, without gaps. A whole Part is overwritten.
 inline void compress(PartInt v, uint32_t bits, int32_t* to) {
 #if defined(__AVX512F__)
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), (__m512i)v));
@@ -127,18 +128,16 @@ inline void compress(PartInt v, uint32_t bits, int32_t* to) {
 
 constexpr float kUnit = 1099511627776.0f;  // 2^40: the weight of the most likely token
 
-// Some parts at once: a processor computes their chains of operations side by side.
+// Several Parts, whose independent chains of operations hide the latency of each other.
 constexpr int kBlockParts = 4;
-constexpr int kBlock = kBlockParts * kPartLanes;  // values
+constexpr int kBlock = kBlockParts * kPartLanes;  // values of a block
 struct Block {
   Part parts[kBlockParts];
 };
 
-// Weights of scores, from 0 to 2^40; their fractions do not count.
-//
-// The weight of a score is 2^40 · 2^z, with z = (score - best) · factor. Below -64 it is 0, and z
-// counts as -64. One sequence of operations computes it everywhere, so that it always has the same
-// bits.
+// The weight of a score is 2^40 · 2^z with z = (score - best) · factor, of which sums use the integer
+// part. Values of z below -64 are taken as -64, which gives the weight 0. The same sequence of
+// operations computes a weight everywhere, so that it always has the same bits.
 class Weigher {
  public:
   Weigher() = default;
@@ -164,7 +163,7 @@ class Weigher {
   // Turns scores into weights.
   template <int kCount>
   [[gnu::always_inline]] void weigh(Part* v, std::integral_constant<int, kCount>) const {
-    // Adding 1.5 · 2^23 rounds to a whole number, which the lowest bits then hold.
+    // Adding 1.5 · 2^23 rounds to the nearest integer, which the lowest bits of the sum then hold.
     const Part factor = splat_part(factor_), whole = splat_part(kWhole + 40.0f);
     Part r[kCount], n[kCount];
     for (int i = 0; i < kCount; i++) r[i] = larger(v[i] - best_, splat_part(farthest_));
@@ -182,7 +181,7 @@ class Weigher {
   float best_ = 0.0f, factor_ = 1.0f, farthest_ = 0.0f;
 };
 
-// Weights as sums of two halves: a multiple of kHigh, and a whole number. Their fractions are dropped.
+// Weights as sums of a multiple of kHigh and an integer. Fractions are dropped.
 template <int kCount>
 struct Halves {
   // A sum of 512 / kPartLanes weights is 2^24 · kHigh at most, and so exact.
@@ -223,7 +222,7 @@ inline int64_t total_of(PartInt sums) {
 #endif
 }
 
-// A sum of weights, each rounded down: those of a chunk of 512.
+// The exact sum of up to 512 weights, each rounded down.
 class WideSum {
  public:
   [[gnu::always_inline]] void add(const Block& weights) { add(Halves<kBlockParts>(weights.parts)); }
@@ -249,9 +248,9 @@ class WideSum {
   PartInt low_ = {};
 };
 
-constexpr float kNarrowNats = 11.8f;  // from here on under the best score, weights are below 2^23
+constexpr float kNarrowNats = 11.8f;  // weights of scores this far below the best one are below 2^23
 
-// The same for weights below 2^23, up to 2^7 of them for each lane.
+// The exact sum of weights below 2^23, each rounded down, at most 2^7 in each lane.
 class NarrowSum {
  public:
   [[gnu::always_inline]] void add(const Block& weights) {

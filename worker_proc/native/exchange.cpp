@@ -1,10 +1,10 @@
-// The exchange of exchange.h outside of a program: sums and columns of tensors.
+// Entry points of the exchange among ranks, for tensors outside of a program; called by exchange.py.
 
 #include "exchange.h"
 
 namespace {
 
-constexpr int64_t kParallelBytes = 1 << 17;
+constexpr int64_t kParallelBytes = 1 << 17;  // more bytes are summed by several threads
 
 template <typename T>
 void add_all(const Exchange& exchange, const ExchangedRows& rows, int64_t sequence) {
@@ -21,6 +21,7 @@ extern "C" void troika_publish(const Exchange* exchange, const ExchangedRows* ro
   publish(*exchange, sequence);
 }
 
+// Waits for all ranks; see await_ranks.
 extern "C" int32_t troika_await_ranks(const Exchange* exchange, int64_t sequence,
                                       int64_t timeout_ns) {
   return await_ranks(*exchange, sequence, timeout_ns);
@@ -35,7 +36,7 @@ extern "C" void troika_add_ranks(const Exchange* exchange, const ExchangedRows* 
     add_all<float>(*exchange, *rows, sequence);
 }
 
-// Writes the rows of each rank side by side to `out`, in which a row has the bytes of all ranks'.
+// Concatenates the columns of all ranks: `out` is [num_rows][num_ranks][row_bytes].
 extern "C" void troika_gather_ranks(const Exchange* exchange, const ExchangedRows* rows,
                                     int64_t sequence, uint8_t* out) {
   const int64_t row_bytes = rows->row_bytes, all_bytes = row_bytes * exchange->num_ranks;

@@ -1,12 +1,10 @@
-// What ranks of one machine exchange, through memory that they share.
+// All-reduce and all-gather among the ranks of one machine, in shared memory.
 //
-// Each rank has a counter and two slots. An exchange has a sequence number: every rank writes its
-// part to the slot of that number, publishes the number, and reads the parts of all. A rank that has
-// published n has read all parts of n - 1, so once all ranks have published n - 1, nothing of n - 2
-// is read any more, and n can take its slots.
-//
-// A rank that waits spins for a while, and then sleeps until another one publishes: ranks may share
-// their processors with other processes, to which a rank that yields would lose a whole time slice.
+// Each rank has a counter and two slots. In exchange number n, every rank writes its rows to slot n %
+// 2, publishes n in its counter, and reads the slots of all ranks. A rank that has published n - 1 has
+// read everything of n - 2, so after all ranks have published n - 1, exchange n can reuse the slots of
+// n - 2. A waiting rank spins for a while and then sleeps on a futex; yielding could cost a whole time
+// slice where ranks share processors with other processes. Used by decoder.cpp and exchange.cpp.
 
 #pragma once
 
@@ -22,20 +20,21 @@
 
 extern "C" {
 
+// The shared memory as one rank uses it, and the state of an exchange in a program of decoder.cpp.
 struct Exchange {
   uint8_t* memory;
   int32_t rank, num_ranks;
   int64_t slot_bytes;
-  // Of the latest publication, by callers that count them here.
+  // The number of the latest exchange of a program.
   int64_t sequence;
-  // Of one wait within a program; after it, the program stops and can go on.
+  // The timeout of one wait in a program, which then stops and can be resumed.
   int64_t wait_ns;
-  // Of the instruction at which a program has stopped: the rank that is missing, rows that have been
-  // added up, and whether the next ones have been published.
+  // The state of the instruction at which a program has stopped: the missing rank, the number of rows
+  // that have been summed, and whether the rows after these have been published.
   int32_t missing, num_summed, is_published;
 };
 
-// Rows of one rank: dense values, with a number of bytes between the rows.
+// The rows of one rank, dense values of row_bytes bytes. Rows are `stride` bytes apart.
 struct ExchangedRows {
   uint8_t* data;
   int64_t num_rows, row_bytes, stride;
@@ -45,18 +44,18 @@ struct ExchangedRows {
 
 namespace {
 
-constexpr int64_t kRankLine = 128;  // bytes that no two ranks write
-constexpr int kExchangeSpins = 2000;
+constexpr int64_t kRankLine = 128;    // bytes between counters: a pair of cache lines
+constexpr int kExchangeSpins = 2000;  // before a rank sleeps
 constexpr int32_t kAllPublished = -1;
 
 static_assert(std::atomic<int64_t>::is_always_lock_free, "counters are shared by processes");
 
 using Counter = std::atomic<int64_t>;
 
-// What the ranks have in common, in the first line of the memory.
+// The state that all ranks share, in the first line of the memory.
 struct Common {
-  std::atomic<int32_t> num_published;  // by all ranks together; it may wrap
-  std::atomic<int32_t> num_sleeping;   // ranks that wait for it to change
+  std::atomic<int32_t> num_published;  // publications of all ranks, modulo 2^32
+  std::atomic<int32_t> num_sleeping;   // ranks that wait for num_published to change
 };
 
 inline Common& common(const Exchange& exchange) { return *reinterpret_cast<Common*>(exchange.memory); }
@@ -77,7 +76,7 @@ inline void wake_others(const Exchange& exchange) {
     syscall(SYS_futex, &shared.num_published, FUTEX_WAKE, exchange.num_ranks, nullptr, nullptr, 0);
 }
 
-// Sleeps until a rank publishes after the first `before` publications, or for a time.
+// Sleeps until num_published differs from `before`, or for `ns` nanoseconds.
 inline void sleep_until_published(const Exchange& exchange, int32_t before, int64_t ns) {
   Common& shared = common(exchange);
   const timespec time{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
@@ -92,7 +91,7 @@ inline int64_t now_ns() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-// Copies rows to this rank's slot, from row `first` to `last` of those of the exchange.
+// Copies the rows [first, last) to this rank's slot.
 inline void copy_to_slot(const Exchange& exchange, const ExchangedRows& rows, int64_t sequence,
                          int64_t first, int64_t last) {
   uint8_t* slot = slot_of(exchange, exchange.rank, sequence);
@@ -100,14 +99,14 @@ inline void copy_to_slot(const Exchange& exchange, const ExchangedRows& rows, in
     std::memcpy(slot + row * rows.row_bytes, rows.data + row * rows.stride, rows.row_bytes);
 }
 
-// Lets the other ranks read what is in the slot of a sequence number.
+// Publishes a sequence number: from then on, other ranks may read this rank's slot.
 inline void publish(const Exchange& exchange, int64_t sequence) {
   published(exchange, exchange.rank).store(sequence, std::memory_order_release);
   wake_others(exchange);
 }
 
-// Waits until all ranks have published a number, and returns kAllPublished; after `timeout_ns` it
-// returns the first rank that is missing.
+// Waits until all ranks have published a number, and returns kAllPublished. After timeout_ns, it returns
+// the first missing rank.
 inline int32_t await_ranks(const Exchange& exchange, int64_t sequence, int64_t timeout_ns) {
   const int64_t deadline = now_ns() + timeout_ns;
   Common& shared = common(exchange);
@@ -130,8 +129,8 @@ inline int32_t await_ranks(const Exchange& exchange, int64_t sequence, int64_t t
   }
 }
 
-// Replaces a row by the sum of all ranks' rows, in float32 and in the order of the ranks; the inner
-// loops are over values, so that the compiler computes several at once.
+// Replaces a row by the sum of all ranks' rows, in float32 and in the order of the ranks. The inner
+// loops run over values, so that the compiler vectorizes them.
 template <typename T>
 void add_row(const Exchange& exchange, const ExchangedRows& rows, int64_t sequence, int64_t row) {
   constexpr int64_t kBlock = 256;

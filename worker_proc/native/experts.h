@@ -1,8 +1,8 @@
-// Mixtures of experts: which experts compute a row, and their products over the rows of a step.
+// Mixtures of experts: the routing of rows, and the products of experts over the rows of a step.
 //
-// A row's bits depend on nothing but the row. Its choices are made from its own logits, every
-// product is one chain of sums (products.h), and its experts are added in the order in which they
-// were chosen. Rows are sorted by expert only to read each expert's weights once.
+// A row's bits depend on the row alone: its experts are selected from its own logits, every product is
+// one chain of sums (products.h), and the experts' results are added in the order of selection. Rows
+// are sorted by expert so that the weights of an expert are read once. Used by decoder.cpp.
 
 #pragma once
 
@@ -13,19 +13,20 @@
 
 namespace {
 
-// The experts of one row, the most probable first, and their weights.
+// One expert of a row, and its weight. The choices of a row are in descending order of probability.
 struct Choice {
   int32_t expert;
   float weight;
 };
 
-// How probabilities become weights, as the model's router does it.
+// How the model's router derives weights from probabilities.
 struct Weighting {
-  bool is_normalized;  // the chosen ones add up to 1
-  bool is_rounded;     // to the model's dtype
+  bool is_normalized;  // the weights of the selected experts add up to 1
+  bool is_rounded;     // weights are rounded to the model's dtype
 };
 
-// Chooses the most probable experts of a row by the softmax of its logits; of equal ones the first.
+// Selects the most probable experts of a row by the softmax of its logits, [num_experts]. Of equally
+// probable experts, the first is selected.
 template <typename T>
 inline void choose_experts(const T* logits, int num_experts, int num_chosen, Weighting weighting,
                            Choice* choices, std::vector<float>& scratch) {
@@ -51,7 +52,7 @@ inline void choose_experts(const T* logits, int num_experts, int num_chosen, Wei
     int best = -1;
     for (int e = 0; e < num_experts; e++)
       if (scratch[e] >= 0.0f && (best < 0 || scratch[e] > scratch[best])) best = e;
-    if (best < 0) best = 0;  // the logits are not finite, and the row is lost anyway
+    if (best < 0) best = 0;  // the logits are not finite, and so is the result
     choices[c] = {best, scratch[best] / sum};
     chosen_sum += choices[c].weight;
     scratch[best] = -1.0f;
@@ -62,10 +63,10 @@ inline void choose_experts(const T* logits, int num_experts, int num_chosen, Wei
   }
 }
 
-// The choices of all rows, sorted by expert. Every thread makes the same one for itself.
+// The choices of all rows, sorted by expert. Every thread computes its own copy.
 class SortedChoices {
  public:
-  // `choices(row)` are those of a row.
+  // choices(row) returns the choices of a row, [num_chosen].
   template <class Choices>
   SortedChoices(int64_t num_rows, int num_chosen, int num_experts, const Choices& choices)
       : first_(num_experts + 1), place_(num_rows * num_chosen) {
@@ -78,24 +79,24 @@ class SortedChoices {
         place_[r * num_chosen + c] = next[choices(r)[c].expert]++;
   }
 
-  // The places of one expert's rows, [first, last).
+  // The sorted places of one expert's rows are [first, last).
   int64_t first(int expert) const { return first_[expert]; }
   int64_t last(int expert) const { return first_[expert + 1]; }
 
-  // The place of choice c of row r, at index r * num_chosen + c.
+  // The sorted place of choice c of row r; the index is r * num_chosen + c.
   int64_t place(int64_t index) const { return place_[index]; }
 
  private:
   std::vector<int64_t> first_, place_;
 };
 
-// Calls out(expert, place, pair, low, high) with the sums of sorted rows and the weights of their
-// experts; the threads of a team share them. `w` is the weight of expert 0, and the others lie behind
-// it.
+// Multiplies sorted rows by the weights of their experts, and calls out(expert, place, pair, low,
+// high) with the sums of a row and a pair of panels. `w` is the weight of expert 0, which those of the
+// other experts follow. The threads of a team share the work.
 template <typename T, class W, class Out>
 void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, const W& w,
                      UnitRows rows, const Out& out) {
-  constexpr int64_t kExpertRows = 128;  // rows that stay in a core's cache
+  constexpr int64_t kExpertRows = 128;  // rows of a work item, which stay in the L2 cache
   struct Group {
     int32_t expert;
     int64_t first, last;

@@ -1,10 +1,10 @@
-// Products of many rows in bfloat16 by instructions for float32, with the same bits.
+// Products of six or more bfloat16 rows by float32 multiply-adds, with the bits of vdpbf16ps.
 //
-// vdpbf16ps adds two products to a sum one after the other, that of the upper halves of two units
-// first. It rounds each sum to float32, and takes numbers below the normal ones as zero. Two
-// multiply-adds do the same, if the processor is set to take such numbers as zero. There are processors
-// that execute four of them in the time of one vdpbf16ps. There, many rows are widened to float32, and
-// so is each block of a weight, once for all rows.
+// vdpbf16ps adds two products to a sum, first that of the upper halves of two Units. It rounds after
+// each addition and flushes subnormal numbers to zero. Two multiply-adds do the same if the processor
+// flushes subnormals (FTZ, DAZ). Some processors execute four of them in the time of one vdpbf16ps;
+// there, rows are widened to float32, and each block of a weight is widened once for all rows. Used by
+// products.h, and by attention on pairs.
 
 #pragma once
 
@@ -12,19 +12,19 @@
 
 #include "product_inputs.h"
 
-// Whether this process multiplies so; set when the library is loaded.
+// Whether this process uses float32 products; set when the library is loaded.
 extern bool troika_uses_floats;
 
 namespace {
 
 #ifdef __AVX512BF16__
 
-constexpr int kMostFloatRows = 12;    // of which the sums of one pair fit into the registers
-constexpr int64_t kLeastFloatRows = 6;  // fewer take less time with vdpbf16ps
-constexpr int64_t kFloatUnits = 64;   // of a block of a pair, which stays in the first cache
-constexpr int64_t kUnitFloats = 2;    // the upper half of a unit, then the lower one
+constexpr int kMostFloatRows = 12;      // rows of a register tile, with one pair of panels
+constexpr int64_t kLeastFloatRows = 6;  // with fewer rows, vdpbf16ps is faster
+constexpr int64_t kFloatUnits = 64;     // units of a block of a pair, which stays in the L1 cache
+constexpr int64_t kUnitFloats = 2;      // floats of a unit: its upper half, then its lower half
 
-// While it exists, this thread computes as vdpbf16ps does.
+// While it exists, this thread flushes subnormal numbers to zero, as vdpbf16ps does.
 class NoSubnormals {
  public:
   NoSubnormals() : saved_(_mm_getcsr()) {
@@ -48,14 +48,14 @@ inline VecBits lower_floats(VecBits units) { return units << 16; }
   return (Vec)(half ? upper_floats(units) : lower_floats(units));
 }
 
-// Rows as float32, for as long as a thread multiplies the same ones.
+// Rows widened to float32, which are kept until a thread multiplies other rows.
 class FloatRows {
  public:
   FloatRows(UnitRows rows, int64_t num_units) : rows_(rows), num_units_(num_units) {}
 
   int64_t stride() const { return kUnitFloats * num_units_; }
 
-  // Rows [row, last_row), one after another.
+  // The rows [row, last_row), [rows][stride()].
   const float* of(int64_t row, int64_t last_row) {
     if (row != row_ || last_row != last_row_) widen(row, last_row);
     return floats_;
@@ -81,7 +81,7 @@ class FloatRows {
   int64_t row_ = 0, last_row_ = 0;
 };
 
-// Units [first, first + count) of a pair as float32, [units][2 halves][32 outputs].
+// Widens the units [first, first + count) of a pair to float32, [units][2 halves][32 outputs].
 template <class W>
 void widen_units(const W& w, int64_t pair, int64_t first, int64_t count, float* to) {
   alignas(64) Unit space[W::kAreCodes ? kTile : 1];
@@ -97,7 +97,7 @@ void widen_units(const W& w, int64_t pair, int64_t first, int64_t count, float* 
     }
 }
 
-// Adds products of R rows with a block to their sums, [R][32].
+// Adds the products of R rows and a block to their sums, [R][32].
 template <int R>
 [[gnu::noinline]] void add_floats(const float* block, int64_t num_floats, const float* rows,
                                   int64_t stride, float* saved) {
@@ -109,7 +109,7 @@ template <int R>
   for (int r = 0; r < R; r += kRowsPerPointer) {
     const float*& at = inputs[r / kRowsPerPointer];
     at = rows + r * stride;
-    asm("" : "+r"(at));  // else the compiler would address all rows from the first one
+    asm("" : "+r"(at));  // otherwise GCC would address all rows relative to the first one
   }
   __m512 sums[R][2];
 #pragma GCC unroll 32
@@ -143,8 +143,8 @@ FloatAdder float_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
   return kAdders[num_rows - 1];
 }
 
-// Adds the sums of a group, [rows][32], times its scales to those of the groups before it, and sets them to
-// zero. Here numbers below the normal ones count.
+// Adds the sums of a group, [rows][32], times its scales to the sums of earlier groups, and clears them.
+// Subnormal numbers are not flushed here.
 template <class W>
 void add_group(const W& w, int64_t pair, int64_t unit, int64_t num_rows, float* group, float* sums) {
   const Vec low = w.group_scales(pair, 0, unit), high = w.group_scales(pair, 1, unit);
@@ -159,7 +159,8 @@ void add_group(const W& w, int64_t pair, int64_t unit, int64_t num_rows, float* 
 struct FloatBlock;
 struct FloatSums;
 
-// Rows [row, last_row) and pairs [pair, last_pair), as multiply_with_vectors computes them.
+// Multiplies the rows [row, last_row) by the pairs [pair, last_pair), like multiply_with_vectors.
+// num_next: the number of pairs after these whose weights are prefetched.
 template <class W, class Out>
 void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row, int64_t pair,
                      int64_t last_pair, int64_t num_next, const Out& out) {
@@ -174,7 +175,7 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
   const int64_t num_sums = num_rows * kPairOutputs;
   float* const saved =
       reinterpret_cast<float*>(space_for<FloatSums>(kAreGroups ? 2 * num_sums : num_sums));
-  float* const sums = kAreGroups ? saved + num_sums : saved;  // of the present block, or of all
+  float* const sums = kAreGroups ? saved + num_sums : saved;  // of the current block, or of all blocks
   for (; pair < last_pair; pair++) {
     WeightsAhead ahead = weights_ahead(w, pair + 1, last_pair + num_next, num_tiles);
     std::fill(saved, sums + num_sums, 0.0f);
@@ -198,7 +199,7 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
   }
 }
 
-// Whether both ways give the same sums, of numbers of every size.
+// Whether float32 multiply-adds give the bits of vdpbf16ps, for random numbers of all magnitudes.
 inline bool floats_are_equal() {
   constexpr int kRounds = 4096;
   uint64_t state = 1;
@@ -213,7 +214,8 @@ inline bool floats_are_equal() {
   const NoSubnormals mode;
   bool are_equal = true;
   for (int round = 0; round < kRounds; round++) {
-    // Exponents near those of 1, so that sums are rounded and cancel, but for each eighth round.
+    // Exponents near that of 1, so that sums are rounded and cancel; in every eighth round, any
+    // exponents.
     const VecBits kept = VecBits{} + (round % 8 == 0 ? 0xffffffffu : 0x83ff83ffu);
     const VecBits added = VecBits{} + (round % 8 == 0 ? 0 : 0x3c003c00u);
     const VecBits x = (next() & kept) | added, y = (next() & kept) | added;
@@ -228,13 +230,13 @@ inline bool floats_are_equal() {
   return are_equal;
 }
 
-// The least time of several turns of one kind of product.
+// The shortest time of several measurements of one kind of product, in ticks of the time stamp counter.
 template <class F>
 inline int64_t least_ticks(const F& add) {
   constexpr int kTurns = 16, kSteps = 256;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int turn = 0; turn < kTurns; turn++) {
-    // Ten chains, as products take some cycles. In an array, the compiler would keep them in memory.
+    // Ten independent chains hide the latency. GCC would keep an array of them in memory.
     __m512 a{}, b{}, c{}, d{}, e{}, f{}, g{}, h{}, i{}, j{};
     const auto begin = static_cast<int64_t>(__builtin_ia32_rdtsc());
     for (int step = 0; step < kSteps; step++) {
@@ -248,7 +250,7 @@ inline int64_t least_ticks(const F& add) {
   return least;
 }
 
-// Whether two multiply-adds of float32 take less time than vdpbf16ps.
+// Whether two float32 multiply-adds are faster than one vdpbf16ps.
 inline bool floats_are_faster() {
   const __m512 floats = _mm512_setzero_ps();
   const __m512bh pairs = (__m512bh)floats;

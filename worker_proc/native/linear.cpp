@@ -1,4 +1,5 @@
-// Weights of linear layers: packing, rounding, and the right to use AMX.
+// Entry points that pack and quantize the weights of linear layers, and that choose the instructions of
+// products. Called by native/kernels.py when the library and a model are loaded. Layouts: weights.h.
 
 #include <algorithm>
 #include <vector>
@@ -13,7 +14,7 @@
 bool troika_has_tiles = false;
 bool troika_uses_floats = false;
 
-// Requests the tile registers from the operating system.
+// Requests permission to use the AMX tile registers from the operating system.
 extern "C" void troika_enable_tiles() {
 #ifdef __AMX_BF16__
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -21,7 +22,7 @@ extern "C" void troika_enable_tiles() {
 #endif
 }
 
-// Whether multiply-adds of float32 have the bits of vdpbf16ps here, and take less time.
+// Whether float32 multiply-adds give the bits of vdpbf16ps on this CPU, and are faster.
 extern "C" int32_t troika_floats_are_faster() {
 #ifdef __AVX512BF16__
   return floats_are_equal() && floats_are_faster();
@@ -30,15 +31,16 @@ extern "C" int32_t troika_floats_are_faster() {
 #endif
 }
 
+// Sets whether products use float32 multiply-adds (float_products.h).
 extern "C" void troika_use_floats(int32_t uses) { troika_uses_floats = uses != 0; }
 
 namespace {
 
-// A weight as a checkpoint has it, [num_outputs, num_inputs].
+// A weight in the layout of a checkpoint, [num_outputs, num_inputs].
 struct PlainWeight {
   const void* data;
   int64_t num_outputs, num_inputs, item_bytes;
-  bool gates;  // half of the outputs are gates and half factors, and the panels alternate
+  bool gates;  // the first half of the outputs are gates, the second half factors; panels alternate
 
   int64_t num_units() const {  // of a panel
     constexpr int64_t kStep = kUnitStep * sizeof(Unit);
@@ -52,8 +54,8 @@ struct PlainWeight {
     return (num_columns() + per_pair - 1) / per_pair;
   }
 
-  // Packs 16 outputs, 16 units of each at a time: a cache line on both sides. The last unit of an
-  // output may be incomplete.
+  // Packs 16 outputs, 16 units of each at a time: a cache line of the source and of the target. The last
+  // unit of an output may be incomplete.
   void pack_panel(int64_t panel, Unit* to) const {
     constexpr int64_t kUnit = sizeof(Unit);
     const int64_t num_bytes = num_inputs * item_bytes;
@@ -75,7 +77,7 @@ struct PlainWeight {
   }
 
  private:
-  // An output of a panel; null: there is none.
+  // The weights of one output of a panel, or null past the last output.
   const char* row(int64_t panel, int64_t lane) const {
     const int64_t column = (gates ? panel / 2 : panel) * kLanes + lane;
     if (column >= num_columns()) return nullptr;
@@ -84,15 +86,14 @@ struct PlainWeight {
   }
 };
 
-// Where an output lies in the panels. With `gates`, half of the outputs are gates and half factors,
-// and the panels alternate between them.
+// The place of an output in the panels. With `gates`, panels of gates and of factors alternate.
 int64_t place_of(int64_t output, int64_t num_outputs, bool gates) {
   if (!gates) return output;
   const int64_t half = num_outputs / 2, column = output % half;
   return column / kLanes * kPairOutputs + (output < half ? 0 : kLanes) + column % kLanes;
 }
 
-// The codes of one output, with zeros past the last input.
+// The codes of one output, padded with zeros.
 template <class Code>
 class CodedOutput {
  public:
@@ -106,16 +107,16 @@ class CodedOutput {
   }
 
   const std::vector<int8_t>& codes() const { return codes_; }
-  const std::vector<float>& scales() const { return scales_; }  // of the groups
+  const std::vector<float>& scales() const { return scales_; }  // one for each group of inputs
 
-  // The weights that the codes stand for.
+  // Writes the dequantized weights.
   void save(Bf16* weight, int64_t num_inputs) const {
     for (int64_t i = 0; i < num_inputs; i++)
       narrow(codes_[i] * scales_[i / kTileInputs / Code::kGroupTiles], weight[i]);
   }
 
  private:
-  static constexpr int64_t kMostInputs = CodedUnits::kUnitInputs * kUnitStep;  // of a tile
+  static constexpr int64_t kMostInputs = CodedUnits::kUnitInputs * kUnitStep;  // of the largest tile
 
   void find(int64_t first, int64_t size) {
     constexpr float kNothing = 1e-30f;  // products of less are not exact
@@ -163,9 +164,9 @@ void round_to_codes(Bf16* weight, int64_t num_outputs, int64_t num_inputs) {
 
 }  // namespace
 
-// Packs a weight, [num_outputs, num_inputs], as units; see weights.h. With `gates`, half of the
-// outputs are gates and half factors, and the panels alternate between them. All of `packed` is
-// written.
+// Packs a weight, [num_outputs, num_inputs], as Panels (weights.h). With `gates`, the first half of the
+// outputs are gates and the second half factors, and the panels alternate between them. All of `packed`
+// is written.
 extern "C" void troika_pack(const void* weight, int32_t is_bf16, int32_t num_outputs,
                             int32_t num_inputs, int32_t gates, void* packed) {
   const PlainWeight plain{weight, num_outputs, num_inputs, is_bf16 ? 2 : 4, gates != 0};
@@ -175,8 +176,8 @@ extern "C" void troika_pack(const void* weight, int32_t is_bf16, int32_t num_out
     plain.pack_panel(panel, units + panel * plain.num_units() * kLanes);
 }
 
-// Of a pair of panels in bfloat16 with this many units: the bytes of its codes, and of what lies beside
-// them (compact_weights.h). Zeros where kernels gain nothing by them.
+// The size in bytes of a pair of compact panels with num_units units: of its codes, and of its tables
+// and exceptions (compact_weights.h). Zero where compact weights are not used.
 extern "C" void troika_compact_bytes(int32_t num_units, int64_t* codes, int64_t* others) {
   *codes = *others = 0;
 #ifdef __AVX512BW__
@@ -187,7 +188,7 @@ extern "C" void troika_compact_bytes(int32_t num_units, int64_t* codes, int64_t*
 #endif
 }
 
-// Packs a weight in bfloat16 in 12 bits a value, and writes whether it can be.
+// Packs a bfloat16 weight into 12 bits for each value. Sets `is_packed` to false if that is impossible.
 extern "C" void troika_pack_compact(const void* weight, int32_t num_outputs, int32_t num_inputs,
                                     int32_t gates, void* codes, void* others, int32_t* is_packed) {
   *is_packed = false;
@@ -214,13 +215,13 @@ extern "C" void troika_pack_compact(const void* weight, int32_t num_outputs, int
 #endif
 }
 
-// The multiple of inputs that codes are padded to.
+// The inputs of quantized weights are padded to a multiple of this number.
 extern "C" int32_t troika_coded_inputs(int32_t format) {
   if (format == kInt8ForCodes) return CodedUnits::kUnitInputs * kUnitStep;
   return format == kInt4 && troika_has_tiles ? Int4::kGroupTiles * kTileInputs : kTileInputs;
 }
 
-// Packs a weight in bfloat16 as codes with scales, into zeros.
+// Quantizes a bfloat16 weight, and packs its codes and scales. `packed` must be filled with zeros.
 extern "C" void troika_pack_codes(const void* weight, int32_t format, int32_t num_outputs,
                                   int32_t num_inputs, int32_t gates, void* packed, void* scales) {
   const auto* from = static_cast<const Bf16*>(weight);
@@ -238,7 +239,7 @@ extern "C" void troika_pack_codes(const void* weight, int32_t format, int32_t nu
   pack(from, num_outputs, num_inputs, gates, codes, static_cast<Bf16*>(scales));
 }
 
-// Rounds a weight in bfloat16 to what its codes stand for.
+// Quantizes and dequantizes a bfloat16 weight in place.
 extern "C" void troika_round(void* weight, int32_t format, int32_t num_outputs,
                              int32_t num_inputs) {
   (format == kInt4 ? round_to_codes<Int4> : round_to_codes<Int8>)(static_cast<Bf16*>(weight),

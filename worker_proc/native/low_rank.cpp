@@ -1,4 +1,4 @@
-// Copies the matrices of an adapter into the layout of low_rank.h, in one thread.
+// Copies the matrices of an adapter to the layout of low_rank.h, in one thread; called by kernels.py.
 
 #include <cmath>
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace {
 
-// The numbers of StoredType in low_rank.py.
+// The values of StoredType in structures.py.
 constexpr int32_t kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2;
 
 float widen_half(uint16_t half) {
   const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
   if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  if (magnitude < 0x0400) {  // zero, or below the normal ones
+  if (magnitude < 0x0400) {  // zero or subnormal
     const float size = static_cast<float>(magnitude) * 0x1p-24f;
     return sign ? -size : size;
   }
@@ -32,7 +32,7 @@ float value_at(const char* from, int32_t type, int64_t index) {
   return type == kFloat16 ? widen_half(bits) : widen(Bf16{bits});
 }
 
-// Where a value of a line lies, in blocks of lines; see LowRank.
+// The places of values in blocks of lines; see LowRank.
 class Places {
  public:
   Places(int64_t num_values, int64_t block_lines)
@@ -63,9 +63,9 @@ bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns,
 
 }  // namespace
 
-// Copies a matrix, [num_rows, num_columns] with `stride` values from row to row, to blocks of lines,
-// which are zeros: `down`, whose lines are the rows, or, if `transposes`, `up`, whose lines are the
-// columns. Sets `is_finite` to whether all values are, in the type of the lines.
+// Copies a matrix, [num_rows, num_columns] with rows `stride` values apart, to lines that are filled
+// with zeros: to `down`, whose lines are the rows, or, if `transposes`, to `up`, whose lines are the
+// columns. Sets `is_finite` to whether all copied values are finite.
 extern "C" void troika_copy_low_rank(const void* from, int32_t type, int64_t num_rows,
                                      int64_t num_columns, int64_t stride, int32_t transposes,
                                      void* to, int32_t is_bf16, int32_t* is_finite) {

@@ -1,9 +1,11 @@
-// Low-rank products that are added to the outputs of projections, for rows with several adapters.
+// LoRA: low-rank products that are added to the outputs of projections, for rows with different
+// adapters.
 //
-// A row is computed by itself: one chain of sums for each of its inner values, over the inputs, and
-// one for each output, over the inner values. So its result depends neither on the rows beside it
-// nor on their adapters, and nothing is padded to the greatest rank. Sums and products are fused by
-// intrinsics, as the compiler could fuse them in one place and not in another.
+// Each row is computed separately: an inner value is one chain of sums over the inputs, and an output
+// one chain over the inner values. Its result does not depend on other rows and their adapters, and
+// nothing is padded to the greatest rank. Multiply-adds are intrinsics, because the compiler could
+// fuse a product and a sum in one place and not in another. Used by decoder.cpp; low_rank.cpp copies
+// the matrices.
 
 #pragma once
 
@@ -13,30 +15,31 @@
 
 extern "C" {
 
-// What an adapter adds to one projection: scale * up * (down * row), for each inner value a line of
-// `down` and one of `up`. Lines lie in blocks, those of `down` in blocks of kInnerBlock and all those
-// of `up` in one; a block has kChunk values of each of its lines, one line after the other, and then
-// the next ones. Zeros fill up the last chunk and the last block. Rank 0: nothing is added.
+// The matrices of an adapter for one projection, which add scale * up * (down * row). Each inner value
+// has a line of `down`, [num_inputs], and a line of `up`, [num_outputs]. Layouts: down [rank /
+// kInnerBlock] [num_inputs / kChunk][kInnerBlock][kChunk], up [num_outputs / kChunk][rank][kChunk],
+// padded with zeros. Rank 0 means that the adapter has no matrices here.
 struct LowRank {
   const void *down, *up;
   int32_t rank;
   float scale;
 };
 
-// The rows of a step that have one adapter, whose products lie at the sites of the projections.
+// The rows of a step that have the same adapter. A site is the index of a projection in `sites`.
 struct AdaptedRows {
   const int32_t* rows;
   const LowRank* sites;
   int64_t num_rows;
 };
 
+// The adapters of one step, and memory for inner values.
 struct Adaptation {
   const AdaptedRows* parts;
-  float* inner;  // a line for each row of the step; such lines for each site of an instruction
+  float* inner;  // [sites of an instruction][rows of the step][inner values]; strides count values
   int64_t num_parts, row_stride, site_stride;
 };
 
-// A projection among those of one instruction: its site, and where its outputs are.
+// A projection of an instruction: its site, and the first column of its outputs.
 struct AdaptedSite {
   int32_t site, num_outputs, column;
 };
@@ -44,14 +47,15 @@ struct AdaptedSite {
 
 namespace {
 
-constexpr int kInnerBlock = 4;
-constexpr int kChunk = 32;
-constexpr int kStepValues = 2 * kPartLanes;
-constexpr int kSteps = kChunk / kStepValues;
-constexpr int64_t kRowsOfPiece = 16;    // that one thread computes with a block of a matrix
-constexpr int64_t kChunksOfPiece = 8;  // of outputs that one thread computes at once
+constexpr int kInnerBlock = 4;                // lines of a block of `down`
+constexpr int kChunk = 32;                    // values of a chunk of a line
+constexpr int kStepValues = 2 * kPartLanes;   // values of a Halves
+constexpr int kSteps = kChunk / kStepValues;  // Halves of a chunk
+constexpr int64_t kRowsOfPiece = 16;          // rows of a work item
+constexpr int64_t kChunksOfPiece = 8;         // chunks of outputs of a work item
 
-// kStepValues values. Those of a unit of bfloat16 are in one lane each: widening them so costs least.
+// kStepValues values. For bfloat16, both values of a pair are in the same lane: the widening is
+// cheapest.
 struct Halves {
   Part low, high;
 };
@@ -79,7 +83,7 @@ inline float sum_of(Part v) {
   return fold(all, [](Vec a, Vec b) { return a + b; });
 }
 
-// sums += kChunk values of R rows times those of a block of lines
+// Adds the products of a chunk of R rows and a chunk of a block of lines.
 template <typename T, int R>
 [[gnu::always_inline]] inline void add_chunk(const T* const (&rows)[R], int64_t first,
                                              const T* lines, Part (&sums)[R][kInnerBlock]) {
@@ -100,7 +104,7 @@ template <typename T, int R>
   }
 }
 
-// inner = a block of lines of `down` times R rows.
+// Computes kInnerBlock inner values of R rows.
 template <typename T, int R>
 [[gnu::noinline]] void shrink_rows(const T* const (&rows)[R], const T* down, int32_t num_inputs,
                                    float* const (&inner)[R]) {
@@ -124,7 +128,7 @@ template <typename T, int R>
     for (int line = 0; line < kInnerBlock; line++) inner[r][line] = sum_of(sums[r][line]);
 }
 
-// outputs += scale * (inner values times a chunk of `up`), for R rows. `count` of the outputs exist.
+// Adds scale * (inner values · up) to a chunk of outputs of R rows. Only `count` of the outputs exist.
 template <typename T, int R>
 [[gnu::noinline]] void expand_rows(const float* const (&inner)[R], const T* up, int32_t rank,
                                    float scale, int count, T* const (&outputs)[R]) {
@@ -163,15 +167,16 @@ template <typename T, int R>
   }
 }
 
-// Calls f(a constant, first row) for some rows, several at once.
+// Calls f(number of rows, first row) for groups of up to two rows; the number is an integral constant.
 template <class F>
 void for_row_groups(int64_t first, int64_t last, const F& f) {
   for (; first + 2 <= last; first += 2) f(std::integral_constant<int, 2>{}, first);
   if (first < last) f(std::integral_constant<int, 1>{}, first);
 }
 
-// Calls f(number of the site, part, first row, last row, block) for all blocks of all parts that this
-// thread takes, whose numbers are count(site, part). `is_mine` is asked once for each.
+// Calls f(site, part, first row, last row, block) for the work items of this thread, which are those for
+// which is_mine() returns true: it is called once for each item. count(site, matrices) is the number of
+// blocks.
 template <class Count, class Mine, class F>
 void for_blocks(const Adaptation& adaptation, const AdaptedSite* sites, int64_t num_sites,
                 const Count& count, const Mine& is_mine, const F& f) {
@@ -190,8 +195,8 @@ inline float* inner_at(const Adaptation& adaptation, int64_t site, int64_t row) 
   return adaptation.inner + site * adaptation.site_stride + row * adaptation.row_stride;
 }
 
-// Computes the inner values of all adapted rows. Each thread has an equal share, so that a product,
-// whose pieces are taken one by one, may follow without a barrier.
+// Computes the inner values of all adapted rows. The work is divided evenly, so that a product, which
+// takes its work dynamically, can follow without a barrier.
 template <typename T, class Team, class Source>
 void shrink_all(const Team& team, const Adaptation& adaptation, const AdaptedSite* sites,
                 int64_t num_sites, int32_t num_inputs, const Source& source) {
@@ -218,7 +223,7 @@ void shrink_all(const Team& team, const Adaptation& adaptation, const AdaptedSit
       });
 }
 
-// targets += the products of each row's adapter with its inner values, from the site's column on.
+// Adds the products of `up` and the inner values to the targets, from the site's column on.
 template <typename T, class Team, class Target>
 void expand_all(Team& team, const Adaptation& adaptation, const AdaptedSite* sites,
                 int64_t num_sites, const Target& target) {

@@ -73,8 +73,8 @@ class PairContext {
   }
 
  private:
-  // The addresses of groups in a pool. `head` is block * num_kv_heads + kv_head, and `index` is the number
-  // of the group within the block.
+  // The addresses of groups in a pool. `head` is block * num_kv_heads + kv_head, and `index` is the
+  // number of the group within the block.
   struct Groups {
     Groups(const Layer& layer, const void* pool, int dim)
         : pool(static_cast<const char*>(pool)),

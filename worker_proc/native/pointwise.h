@@ -73,8 +73,8 @@ inline Vec erfc_of(Vec x) {
   return y * t * exp_of(-x * x);
 }
 
-// max(x, 0) - 0.5 · |x| · erfc(|x| / sqrt(2)). Not inlined, because the compiler could fuse a product and
-// a sum in one caller and not in another.
+// max(x, 0) - 0.5 · |x| · erfc(|x| / sqrt(2)). Not inlined, because the compiler could fuse a product
+// and a sum in one caller and not in another.
 [[gnu::noinline]] inline Vec gelu_of(Vec x) {
   const Vec size = x < 0.0f ? -x : x;
   const Vec positive = x < 0.0f ? Vec{} : x;

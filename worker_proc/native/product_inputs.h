@@ -1,4 +1,4 @@
-// What products read: rows, the weights that come next, and memory of a thread.
+// Inputs of products: rows, the prefetch of the next weights, and scratch memory of a thread.
 
 #pragma once
 
@@ -11,19 +11,21 @@ namespace {
 
 class FloatRows;
 
+// Rows of a step as Units: pairs of bfloat16, or floats.
 struct UnitRows {
   const Unit* data;
   int64_t stride;               // in units
-  FloatRows* floats = nullptr;  // the same rows, where a thread multiplies them by several pairs
+  FloatRows* floats = nullptr;  // the same rows as float32, if a thread multiplies them by several pairs
 };
 
-// Caches, as prefetches name them.
+// Localities of __builtin_prefetch: the L1 and the L2 cache.
 constexpr int kFirstCache = 3, kSecondCache = 2;
 
-// Weights that a thread reads after the present pair of panels, fetched while it multiplies.
+// The weights of the next pair of panels, which are prefetched while a thread multiplies by the
+// current one.
 struct WeightsAhead {
   const char *next = nullptr, *end = nullptr;
-  int64_t lines_per_step = 0;  // fetched at each step of kUnitStep units
+  int64_t lines_per_step = 0;  // cache lines prefetched for each kUnitStep units
 
   template <int Locality>
   [[gnu::always_inline]] void fetch() {
@@ -32,8 +34,8 @@ struct WeightsAhead {
   }
 };
 
-// The weights of a pair, if it comes before the last one. The tiles of rows that are computed until
-// then share in fetching them, so that memory is never idle. Tiles of other codes fetch their own.
+// The prefetch of a pair, if it precedes `last_pair`. The num_tiles tiles of rows that use the current
+// pair share it, so that memory is never idle. Weights with kStepLines = 0 prefetch their own tiles.
 template <class W>
 WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t num_tiles) {
   if constexpr (W::kStepLines > 0)
@@ -42,7 +44,7 @@ WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t 
   return {};
 }
 
-// Memory of a thread for units, one for each use.
+// Scratch memory of this thread, one buffer for each type `Use`.
 template <class Use>
 Unit* space_for(int64_t num_units) {
   struct Freed {

@@ -114,7 +114,8 @@ inline void convolve_row(const Convolution& c, const T* window, int row, int pla
 
 // Saves some channels of a text's last rows after each of its cuts.
 template <typename T>
-inline void save_windows(const Convolution& c, const RecurrentTexts& texts, int text, int first, int count) {
+inline void save_windows(const Convolution& c, const RecurrentTexts& texts, int text, int first,
+                         int count) {
   const int taps = c.size - 1;
   const int64_t block_size = static_cast<int64_t>(taps) * c.num_channels;
   T* windows = static_cast<T*>(c.windows);
@@ -261,8 +262,8 @@ inline Vec decay_add_and_read(float* tile, const float* keys, const float* queri
   return sums.total();
 }
 
-// Scans the tokens of a text with a tile of one head's state, [num_keys, 16 columns], which stays in the L1
-// cache.
+// Scans the tokens of a text with a tile of one head's state, [num_keys, 16 columns], which stays in
+// the L1 cache.
 template <typename T, bool kCorrects, bool kKeyDecays>
 inline void scan_tile(const Scan& s, const RecurrentTexts& texts, int text, int head, int tile,
                       float* buffer) {

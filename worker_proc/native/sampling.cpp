@@ -1,7 +1,7 @@
-// Chooses one token for each row of logits that a step samples.
+// Sampling: chooses one token for each row of logits; called by sampling/native_choice.py.
 //
-// A row is read where it lies. Edits and masks change no logits: the scores that they change lie
-// beside them, in memory of the thread that treats the row.
+// Rows are read in place. Edits and masks do not modify logits: edited scores are in memory of the
+// thread that processes the row (edits.h). The choice itself is in choice.h.
 
 #include <omp.h>
 
@@ -12,20 +12,20 @@
 
 namespace {
 
-// `LogitsArgs` of kernels.py.
+// LogitsArgs in structures.py.
 struct Logits {
   const void* data;
   int64_t stride;  // of rows, in values
   int32_t vocab_size, is_bf16;
 };
 
-// `MasksArgs` of kernels.py: lines of words, each of 32 tokens.
+// MasksArgs in structures.py: [masks][num_words], one bit for each token.
 struct Masks {
   const uint32_t* words;
   int32_t num_words;
 };
 
-// Numbers that kernels.py knows.
+// The values of ChoiceState in structures.py.
 constexpr int32_t kChosen = 0;
 constexpr int32_t kNotFinite = 1;  // NaN, +inf, or nothing but -inf: the token is 0
 
@@ -36,8 +36,8 @@ class Chooser {
           EditSpace& space)
       : logits_(logits), edits_(edits), masks_(masks), scratch_(scratch), space_(space) {}
 
-  // Returns the state of the row, and sets the token. The thread takes the `upcoming` order next, if
-  // there is one.
+  // Sets the token of a row, and returns its ChoiceState. `upcoming` is the order that the thread takes
+  // next, or null.
   int32_t choose(const Order& order, const Order* upcoming, int64_t& token) {
     token = 0;
     const T* raw = scores_of(order);
@@ -73,7 +73,7 @@ class Chooser {
       return true;
     };
     if (choose_possible()) return kChosen;
-    // Where all that is allowed has score -inf, each of these tokens is equally likely.
+    // If all allowed tokens have the score -infinity, they are equally likely.
     editor.set_all(0.0f);
     if (mask && choose_possible()) return kChosen;
     raw_row.scan();
@@ -91,7 +91,7 @@ class Chooser {
 template <typename T>
 void choose_all(const Logits& logits, const Order* orders, int32_t num_orders, const Edit* edits,
                 const Masks& masks, int64_t* tokens, int32_t* states) {
-  // For few scores, waking the other threads takes longer than the work.
+  // With few scores, waking the other threads takes longer than the work.
   constexpr int64_t kFewScores = 1 << 17;
   std::atomic<int32_t> num_taken{0};
 #pragma omp parallel if (num_orders > 1 && int64_t{num_orders} * logits.vocab_size > kFewScores)
@@ -99,8 +99,8 @@ void choose_all(const Logits& logits, const Order* orders, int32_t num_orders, c
     thread_local Scratch scratch;
     thread_local EditSpace space;
     Chooser<T> chooser(logits, edits, masks, scratch, space);
-    // Except for the last ones, an order is taken before the one ahead of it is chosen, so that its
-    // scores can be fetched.
+    // A thread takes its next order before it processes the current one, so that the scores can be
+    // prefetched. The last orders are taken one by one, which balances the threads.
     const int32_t num_last = 2 * omp_get_num_threads();
     for (int32_t i = num_taken++, next; i < num_orders; i = next) {
       const bool is_last = i + num_last >= num_orders;
@@ -114,7 +114,7 @@ void choose_all(const Logits& logits, const Order* orders, int32_t num_orders, c
 
 }  // namespace
 
-// Chooses a token for each order.
+// Chooses a token for each order: `tokens` and `states` are [num_orders].
 extern "C" void troika_sample(const Logits* logits, const Order* orders, int32_t num_orders,
                               const Edit* edits, const Masks* masks, int64_t* tokens,
                               int32_t* states) {

@@ -35,8 +35,8 @@ inline int first_visible(const Layer& layer, int position) {
 template <int kRows>
 class TileBiases {
  public:
-  // Kernels may read this number of biases before and after those of a row: a span of 64 positions, which
-  // may begin after the row, at a later row of the tile.
+  // Kernels may read this number of biases before and after those of a row: a span of 64 positions,
+  // which may begin after the row, at a later row of the tile.
   static constexpr int kRoom = 64 + kRows;
 
   void begin(const Layer& layer, const RowTerms& terms) {
@@ -93,8 +93,9 @@ struct Positions {
   int begin, end;
 };
 
-// A row's softmax over some positions. Weights are relative to `maximum`, the greatest score; the kernels
-// on pairs let scores exceed it by up to kRescaleThreshold. weight_sum is 0 if no position is visible.
+// A row's softmax over some positions. Weights are relative to `maximum`, the greatest score; the
+// kernels on pairs let scores exceed it by up to kRescaleThreshold. weight_sum is 0 if no position is
+// visible.
 struct RowSums {
   float maximum, weight_sum;
   float* values;  // the sums of weighted values, in whole vectors
@@ -125,8 +126,9 @@ template <class Power>
   }
 }
 
-// The factor that normalizes the sums of all sections. An attention sink adds to the sum of weights, and
-// not to the values; it is included here, once. Power::kUnit converts the sink to the unit of the scores.
+// The factor that normalizes the sums of all sections. An attention sink adds to the sum of weights,
+// and not to the values; it is included here, once. Power::kUnit converts the sink to the unit of the
+// scores.
 template <class Power>
 float averaging_factor(const Layer& layer, const RowTerms& terms, int64_t row, int head,
                        const RowSums& sums) {
@@ -221,9 +223,9 @@ void for_tokens(const Step& step, int first_item, int num_items, const F& f) {
 }
 
 // Returns how many tokens from row `first` on, at most `most`, may share a tile. Every row of a tile
-// multiplies the values of all tokens of the tile, those of later tokens by zero, and 0 · NaN is NaN. So a
-// token whose values are not all finite does not share a tile with earlier tokens. Rows whose window has
-// passed such a token may still be NaN, like other rows of their request.
+// multiplies the values of all tokens of the tile, those of later tokens by zero, and 0 · NaN is NaN.
+// So a token whose values are not all finite does not share a tile with earlier tokens. Rows whose
+// window has passed such a token may still be NaN, like other rows of their request.
 template <typename T>
 int num_tile_tokens(const Layer& layer, const Rows& values, int kv_head, int64_t first, int most) {
   constexpr uint32_t kExponent = 0x7f800000;
@@ -259,8 +261,8 @@ struct PieceOfHead {
 template <class Power, class Attend, class Write>
 void attend_pieces(Team& team, const Layer& layer, const Step& step, const Attend& attend,
                   const Write& write) {
-  // The last pieces have the longest contexts, so they are taken first. If there are many pieces, a thread
-  // takes all heads of a piece: they are adjacent in each block, and longer reads are faster.
+  // The last pieces have the longest contexts, so they are taken first. If there are many pieces, a
+  // thread takes all heads of a piece: they are adjacent in each block, and longer reads are faster.
   constexpr int kManyPieces = 8;  // for each thread
   const int total = step.num_pieces * layer.num_kv_heads;
   const int num_heads = step.num_pieces < kManyPieces * team.size ? 1 : layer.num_kv_heads;

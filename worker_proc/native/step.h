@@ -40,10 +40,10 @@ struct Layer {
   }
 };
 
-// The work of one step, shared by all layers of a KV group. Segment s is the part of the step that belongs
-// to one request: num_tokens[s] tokens, in the step's rows from first_row[s] on, at the positions from
-// start[s] on. Its block b is tables[table_offset[s] + b], for all blocks that some token sees. Offsets
-// may be negative.
+// The work of one step, shared by all layers of a KV group. Segment s is the part of the step that
+// belongs to one request: num_tokens[s] tokens, in the step's rows from first_row[s] on, at the
+// positions from start[s] on. Its block b is tables[table_offset[s] + b], for all blocks that some
+// token sees. Offsets may be negative.
 struct Step {
   int32_t num_rows, item_size, num_pieces, num_splits;
   const int64_t* slots;
@@ -75,8 +75,8 @@ struct Rows {
 
 // Biases and sinks of each row, in addition to or instead of those of the layer.
 struct RowTerms {
-  // Biases, [num_rows][num_heads][num_distances], by the distance of the key from the row, in the model's
-  // dtype; null data: none. Keys at a distance of num_distances or more have no bias.
+  // Biases, [num_rows][num_heads][num_distances], by the distance of the key from the row, in the
+  // model's dtype; null data: none. Keys at a distance of num_distances or more have no bias.
   Rows biases;
   int32_t num_distances;
   const float* sinks;  // [num_rows][num_heads], in place of the layer's; null: none

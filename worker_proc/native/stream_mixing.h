@@ -1,9 +1,9 @@
-// Hyper-connections: the input row of a module from the residual streams of a token, and the weights that
-// mix the module's result and the streams to new streams.
+// Hyper-connections: the input row of a module from the residual streams of a token, and the weights
+// that mix the module's result and the streams to new streams.
 //
-// The inputs are products of the streams and a matrix. From them follow gates of the streams, gates of the
-// result, and a mixing matrix that is made doubly stochastic by Sinkhorn iterations: its rows and columns
-// are divided by their sums in turn. Each row is computed separately. Called by pointwise.cpp.
+// The inputs are products of the streams and a matrix. From them follow gates of the streams, gates of
+// the result, and a mixing matrix that is made doubly stochastic by Sinkhorn iterations: its rows and
+// columns are divided by their sums in turn. Each row is computed separately. Called by pointwise.cpp.
 
 #pragma once
 

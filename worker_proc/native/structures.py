@@ -21,7 +21,7 @@ class Activation(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """Kinds of instructions of decoder.cpp."""
+    """Kinds of instructions of program.h."""
 
     NORMALIZE = 0
     PROJECT = 1
@@ -107,13 +107,13 @@ class RowTermsArgs(ctypes.Structure):
 
 
 class BufferArgs(ctypes.Structure):
-    """`Buffer` of decoder.cpp."""
+    """`Buffer` of program.h."""
 
     _fields_ = (("data", _POINTER), ("stride", _LONG))
 
 
 class Instruction(ctypes.Structure):
-    """`Instruction` of decoder.cpp."""
+    """`Instruction` of program.h."""
 
     _fields_ = (
         *_fields("kind source target size column epilogue activation rounds_first", _INT),
@@ -132,7 +132,7 @@ class Instruction(ctypes.Structure):
 
 
 class ProgramArgs(ctypes.Structure):
-    """`Program` of decoder.cpp."""
+    """`Program` of program.h."""
 
     _fields_ = (
         ("instructions", _POINTER),
@@ -152,7 +152,7 @@ class ProgramArgs(ctypes.Structure):
 
 
 class RunArgs(ctypes.Structure):
-    """`Run` of decoder.cpp."""
+    """`Run` of program.h."""
 
     _fields_ = (
         *_fields("buffers steps cosines sines tokens positions kept adaptation exchange", _POINTER),

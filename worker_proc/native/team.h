@@ -93,8 +93,8 @@ class Team {
  private:
   static constexpr int kSpins = 1000;  // about 50 us
 
-  // The counter of a share. It is cleared two phases ahead, when no thread can still be in the phase that
-  // used it last.
+  // The counter of a share. It is cleared two phases ahead, when no thread can still be in the phase
+  // that used it last.
   std::atomic<int64_t>& counter(int64_t phase, int share) {
     return crew_.taken_[phase % Crew::kPhases][share].value;
   }

@@ -1,7 +1,7 @@
 // Vectors of 16 floats, the bfloat16 type, and the operations that all kernels share.
 //
-// A Vec is 16 floats on every CPU: one AVX-512 register, two AVX2 registers or four SSE registers. A Part
-// is one register of it.
+// A Vec is 16 floats on every CPU: one AVX-512 register, two AVX2 registers or four SSE registers. A
+// Part is one register of it.
 
 #pragma once
 
