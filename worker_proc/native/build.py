@@ -24,20 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = (
-    *("attention.cpp", "compressed.cpp", "decoder.cpp", "exchange.cpp", "linear.cpp"),
-    *("low_rank.cpp", "pointwise.cpp", "recurrence.cpp", "sampling.cpp"),
-)
-HEADERS = (
-    *("attention.h", "channel_scan.h", "choice.h", "coded_kv.h", "coded_rows.h"),
-    *("compact_weights.h", "compressed_attention.h", "edits.h", "exact_sums.h", "exchange.h"),
-    *("experts.h", "float_products.h", "grouped_codes.h", "latent_attention.h", "low_rank.h"),
-    *("pair_amx.h", "pair_attention.h", "pair_codes.h", "pair_context.h", "pair_scores.h"),
-    *("pair_softmax.h", "pair_spans.h", "pair_tile.h", "pair_values.h", "pointwise.h"),
-    *("prefetch_queue.h", "product_inputs.h", "products.h", "program.h", "recurrence.h"),
-    *("rotations.h", "sections.h", "selective_scan.h", "step.h", "stream_mixing.h", "team.h"),
-    *("text_attention.h", "value_weights.h", "vec.h", "weights.h"),
-)
+_HERE = Path(__file__).parent
+SOURCES = tuple(sorted(path.name for path in _HERE.glob("*.cpp")))
+HEADERS = tuple(sorted(path.name for path in _HERE.glob("*.h")))
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-fPIC"),
@@ -49,7 +38,7 @@ COMPILE_TIMEOUT_S = 600.0
 """Of a whole library."""
 _LOCK_PAUSE_S = 0.05
 _SCRATCH = "compiling-"
-PREBUILT = Path(__file__).parent / "prebuilt"
+PREBUILT = _HERE / "prebuilt"
 """Where a wheel has the libraries of all targets."""
 
 
@@ -112,7 +101,7 @@ def _file_name(target: Target) -> str:
 
 
 def _digest(flags: tuple[str, ...], cpu: str = "") -> str:
-    parts = [(Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS)]
     parts += [" ".join(flags).encode(), cpu.encode()]
     return hashlib.blake2b(b"".join(parts), digest_size=10).hexdigest()
 
@@ -206,7 +195,7 @@ def _compile(flags: tuple[str, ...], path: Path) -> None:
     # Renamed when complete, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
         objects = [str(Path(scratch) / name) + ".o" for name in SOURCES]
-        sources = [str(Path(__file__).parent / name) for name in SOURCES]
+        sources = [str(_HERE / name) for name in SOURCES]
         try:
             compiled = [
                 threads.submit(_run, deadline, *FLAGS, *flags, "-c", source, "-o", made)
