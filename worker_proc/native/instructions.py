@@ -17,9 +17,9 @@ from worker_proc.native.packed_weights import (
 from worker_proc.native.structures import Instruction, Kind
 
 _ROW_BYTES = 64
-_CODED_ROW_BYTES = 64  # of `CodedRow` in coded_rows.h, before the codes
+_CODED_ROW_BYTES = 64  # size of `CodedRow` in coded_rows.h, which the codes follow
 _ALIAS_BYTES = 2048
-"""Rows that are a multiple of it apart share few sets of the first cache."""
+"""With a stride of a multiple of it, rows would share few sets of the L1 cache."""
 
 
 def projection(weight: PackedWeight, **fields: Any) -> Instruction:

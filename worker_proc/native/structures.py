@@ -8,7 +8,7 @@ from typing import Any
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 CHOICE_BYTES = 8
-"""Of `Choice` in experts.h."""
+"""The size of `Choice` in experts.h."""
 
 
 class Activation(enum.IntEnum):
@@ -234,7 +234,7 @@ class EditKind(enum.IntEnum):
 
 
 class ChoiceState(enum.IntEnum):
-    """What became of a row, by its number in sampling.cpp."""
+    """The result of sampling a row, by its number in sampling.cpp."""
 
     CHOSEN = 0
     NOT_FINITE = 1
