@@ -46,6 +46,7 @@ CLIENTS = (
     Client("instructor", PythonPackages(("instructor",)), "instructor_models.py"),
     Client("pydantic-ai", PythonPackages(("pydantic-ai-slim[openai]",)), "pydantic_ai_agents.py"),
     Client("outlines", PythonPackages(("outlines", "openai")), "outlines_models.py"),
+    Client("openai-agents", PythonPackages(("openai-agents",)), "openai_agents.py"),
     Client("llm", PythonPackages(("llm",)), "llm_command.py"),
     Client("http-clients", PythonPackages(("aiohttp", "httpx")), "http_clients.py"),
     Client("lm-eval", PythonPackages(("lm-eval[api]",)), "lm_eval_harness.py"),
