@@ -150,6 +150,7 @@ def test_engines_stay_when_the_placer_or_the_head_of_the_cluster_is_gone(
     streams = begin(served.engine)
     served.engine.kill(Role.PLACER)
     check(streams)
+    served.engine.ready()  # the placer, too: it imports Ray first
     streams = begin(served.engine)
     cluster.head_node.kill_gcs_server(check_alive=False)
     eventually(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.client import ReplicatedClient, ReplicatedOptions
-from protocol.config import EngineConfig
+from protocol.client import AsyncEngineClient, ReplicatedClient, ReplicatedOptions
+from protocol.config import EngineConfig, RoutingPolicy
 from protocol.config.settings import configure
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.process.launch import EngineProcesses
@@ -71,6 +71,19 @@ async def until_serving(client: ReplicatedClient, timeout_s: float = TIMEOUT_S) 
 async def until_half(found: Tokens) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while min(map(len, found)) < 30:
+            await asyncio.sleep(0.01)
+
+
+async def until_begun(client: AsyncEngineClient) -> None:
+    """Wait until a replica has open requests, and all of them have outputs.
+
+    On a busy machine a replica may end its requests before those of the other one have begun.
+    """
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            entries = [client.entry(request_id) for request_id in client.open_ids()]
+            if entries and all(entry is not None and entry.has_begun for entry in entries):
+                return
             await asyncio.sleep(0.01)
 
 
@@ -199,10 +212,11 @@ def test_streams_go_on_elsewhere_when_a_worker_is_killed_that_has_no_standby() -
         num_threads=1,
         log_level="error",
     )
-    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=300, seed=1, ignore_eos=True)
 
     async def play(engine: EngineProcesses) -> float:
-        async with ReplicatedClient(engine.addresses) as client:
+        options = ReplicatedOptions(policy=RoutingPolicy.ROUND_ROBIN)
+        async with ReplicatedClient(engine.addresses, options) as client:
             await until_serving(client, LOAD_TIMEOUT_S)
             expected: Tokens = [[] for _ in range(8)]
             await all_streams(client, expected, params)
@@ -212,7 +226,7 @@ def test_streams_go_on_elsewhere_when_a_worker_is_killed_that_has_no_standby() -
                 num_before = client.num_moved
                 found: Tokens = [[] for _ in expected]
                 streams = asyncio.create_task(all_streams(client, found, params))
-                await until_half(found)
+                await until_begun(client.clients[1])
                 [pid] = [one.pid for one in rows_of(engine, 1) if one.role is Role.WORKER]
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
