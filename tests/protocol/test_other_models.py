@@ -41,12 +41,17 @@ def run(
     act: Callable[[ReplicatedClient], Awaitable[None]],
     *serving: FakeCore,
     stall_timeout_s: float = 120.0,
+    allow_inexact_resume: bool = False,
 ) -> None:
     """Run a test with a client of all cores, of which these may answer first."""
 
     async def main() -> None:
         addresses = [core.address for core in cores]
-        options = ReplicatedOptions(failover_s=0.1, stall_timeout_s=stall_timeout_s)
+        options = ReplicatedOptions(
+            failover_s=0.1,
+            stall_timeout_s=stall_timeout_s,
+            allow_inexact_resume=allow_inexact_resume,
+        )
         async with ReplicatedClient(addresses, options, may_change=True) as client:
             first = asyncio.create_task(pump(list(serving)))
             indices = [cores.index(core) for core in serving]
@@ -140,6 +145,23 @@ def test_where_only_engines_with_another_model_are_left_requests_are_refused_and
         assert not cores[0].adds
 
     run(cores, act, cores[0], stall_timeout_s=1.0)
+
+
+def test_no_request_continues_inexactly_at_an_engine_with_another_model(cores: Cores) -> None:
+    with_facts(cores[0], weights="w1")
+    with_facts(cores[1], weights="w2")
+
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: cores[0].num_added == 1)
+        output(cores[0], 7)
+        await until(lambda: stream.num_unread == 1)
+        cores.pop(0).link.close()
+        await until(lambda: not client.clients[0].connected)
+        await ticks(client)
+        assert not cores[0].adds
+
+    run(cores, act, cores[0], allow_inexact_resume=True)
 
 
 def test_once_all_engines_have_another_model_it_is_the_model(cores: Cores) -> None:
