@@ -129,7 +129,7 @@ class NativeLibrary:
             uses_floats = bool(self._library.troika_floats_are_faster())
         self._library.troika_use_floats(uses_floats)
         self.has_pairs = bool(self._library.troika_has_pairs())
-        """Whether attention in bfloat16 has kernels for pairs of values (attention_pairs.h)."""
+        """Whether attention in bfloat16 has kernels for pairs of values (pair_attention.h)."""
 
     def exchange(self, memory: int, rank: int, num_ranks: int, slot_bytes: int) -> NativeExchange:
         """Return what exchanges rows with other ranks, over shared memory at an address."""
