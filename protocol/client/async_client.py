@@ -14,7 +14,8 @@ import itertools
 import time
 from array import array
 from collections.abc import Callable
-from typing import Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
 import msgspec
 
@@ -76,14 +77,17 @@ class AsyncEngineClient:
         shared: SharedByReplicas | None = None,
         clock: Clock = time,
         make_link: Callable[..., CoreLink] = CoreLink,
+        **fields: Any,
     ) -> None:
         """Set the core's address (see `channel.client_address`); nothing connects yet.
 
         Args:
+            fields: fields of the options by name, such as `stall_timeout_s=30`.
             keys: for a tcp address: see `protocol.transport.curve.read_client_keys`.
             shared: state that the clients of several replicas share; otherwise it is this client's.
             make_link: takes the arguments of `CoreLink`.
         """
+        options = replace(options, **fields)
         self._address = address
         self._options = options
         self._stall_text = f"no engine has served for {options.stall_timeout_s:.0f} s"

@@ -23,8 +23,9 @@ import random
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Self, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import msgspec
 
@@ -88,16 +89,19 @@ class ReplicatedClient:
         clock: Clock = time,
         rng: random.Random | None = None,
         make_link: Callable[..., CoreLink] = CoreLink,
+        **fields: Any,
     ) -> None:
         """Set the cores' addresses (see `run_dir.core_addresses`); nothing connects yet.
 
         Args:
+            fields: fields of the options by name, as for `AsyncEngineClient`.
             keys: for replicas with tcp addresses: see `AsyncEngineClient`.
             files: of the model that engines of other machines must have; the one that serves first
                 decides besides. Others get no requests.
             may_change: True if `set_addresses` is called later; `addresses` may then be empty.
             make_link: takes the arguments of `CoreLink`.
         """
+        options = replace(options, **fields)
         self._may_change = may_change
         self._keys = keys
         self._limits = OpenLimits(options.max_open_requests, options.max_open_tokens)

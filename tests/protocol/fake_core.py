@@ -24,7 +24,7 @@ from protocol.api_core import (
     StepOutputs,
     decode_from_client,
 )
-from protocol.client import AsyncEngineClient, ClientOptions
+from protocol.client import AsyncEngineClient
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import Message, encode
@@ -178,7 +178,7 @@ def run_connected(
     async def main() -> None:
         async with (
             asyncio.timeout(2 * TIMEOUT_S),
-            AsyncEngineClient(core.address, ClientOptions(**options)) as client,
+            AsyncEngineClient(core.address, **options) as client,
         ):
             await core.until(lambda: client.connected)
             await play(client)
