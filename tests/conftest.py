@@ -15,9 +15,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from protocol.config.gpu_defaults import GPU_NODES
-from tests.forking import pytest_xdist_setupnodes
-
-__all__ = ["pytest_xdist_setupnodes"]
 
 # As in a worker: a thread of OpenMP that waits soon leaves the processor to other processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
