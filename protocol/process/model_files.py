@@ -1,4 +1,4 @@
-"""Digests of a model's files, the same wherever its files are.
+"""Digests of a model's files, which are the same on every machine.
 
 Names and sizes are the same for two trainings of one model, so contents are hashed. Small files are
 hashed whole; of a large file, its beginning, which has the names and shapes of its tensors, and
@@ -25,12 +25,12 @@ class ModelFiles(NamedTuple):
     """Digests of the files that decide what a model answers; empty: unknown, or none."""
 
     tokenizer: str = ""
-    """Of tokenizer.json."""
+    """Digest of tokenizer.json."""
     weights: str = ""
-    """Of the files of the weights; that of the null model is its name."""
+    """Digest of the files with the weights; for the null model, its name."""
 
     def difference(self, facts: ModelFacts) -> str:
-        """Describe how an engine's model differs from this one; empty: not as far as is known."""
+        """Describe how an engine's model differs; empty: no difference is known."""
         pairs = {"tokenizer": self.tokenizer, "weights": self.weights}
         found = [
             f"{name} {other} instead of {own}"
@@ -41,7 +41,7 @@ class ModelFiles(NamedTuple):
 
 
 def read_model_files(model: str) -> ModelFiles:
-    """Return the digests of a model in a directory; what cannot be read is unknown."""
+    """Return the digests of a model in a directory; files that cannot be read have none."""
     if model == NULL_MODEL:
         return ModelFiles(weights=NULL_MODEL)
     directory = Path(model)
