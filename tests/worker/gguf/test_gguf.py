@@ -30,7 +30,7 @@ from scripts.gguf.directory import make_directory
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.driving import drive
 from tests.worker.gguf.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
-from tests.worker.gguf_models import BRIEF, CONFIGS, FILES, FURTHER, USUAL, write_named
+from tests.worker.gguf.gguf_models import BRIEF, CONFIGS, FILES, FURTHER, USUAL, write_named
 from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,

@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2M
 from protocol.config.settings import configure
 from scripts.gguf.directory import make_directory
 from tests.worker.gguf.gguf_files import WIDE, random_blocks, write_gguf
-from tests.worker.gguf_models import MOE
+from tests.worker.gguf.gguf_models import MOE
 from tests.worker.native.test_grouped_codes import CASES, Case, make_weight
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.types import TensorType
