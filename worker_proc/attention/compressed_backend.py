@@ -1,6 +1,6 @@
 """Attention over windows and compressed entries, by the native kernel.
 
-See native/compressed_attention.h. A row's result depends only on its own text.
+See native/attention/compressed_attention.h. A row's result depends only on its own text.
 """
 
 from collections.abc import Sequence

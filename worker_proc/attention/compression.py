@@ -3,8 +3,8 @@
 A compressor's own forward passes the values and gates of its rows to a cache, and receives those
 whose groups of tokens are complete. The cache passed to it here keeps them for the attention that
 follows, and returns none: the native kernel computes the entries, selects those that an indexer
-scores highest, and attends (native/compressed_attention.h). Projections, norms, rotations and
-everything else remain transformers'.
+scores highest, and attends (native/attention/compressed_attention.h). Projections, norms,
+rotations and everything else remain transformers'.
 """
 
 import inspect

@@ -29,7 +29,7 @@ MAX_HEADS_PER_KV_HEAD = 32
 """The most query heads for each KV head in one kernel call; a layer with more takes several
 calls."""
 MAX_LATENT_DIM = 640  # limit in latent_attention.h
-PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # constants of native/pair_tile.h
+PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # constants of pair_tile.h
 VECTOR = 16
 MAX_SUMS_BYTES = 32 << 20
 """Bounds the partial sums that are kept when contexts are split among threads."""

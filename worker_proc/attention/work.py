@@ -1,14 +1,14 @@
 """Divides a step's attention among the threads of the native kernels.
 
-The kernels merge sections in the order of positions (native/sections.h), so no result depends on
-this division.
+The kernels merge sections in the order of positions (native/attention/sections.h), so no result
+depends on this division.
 """
 
 from collections.abc import Sequence
 from operator import add
 from typing import NamedTuple
 
-SECTION = 1024  # constant of native/sections.h
+SECTION = 1024  # constant of native/attention/sections.h
 ITEM_TOKENS = 64
 """The most tokens of a chunk that a thread computes at a time."""
 PIECES_PER_THREAD = 4

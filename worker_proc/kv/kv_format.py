@@ -1,8 +1,8 @@
 """Formats of keys and values in the pools: the model's dtype, or codes of 8 bits.
 
 A token's key (or value) of one KV head has codes and one float32 scale, which depends on that row
-alone. worker_proc/native/coded_kv.h computes and reads them; `round_rows` returns the values that
-they represent.
+alone. worker_proc/native/attention/coded_kv.h computes and reads them; `round_rows` returns the
+values that they represent.
 """
 
 import enum

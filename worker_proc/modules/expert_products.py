@@ -1,7 +1,7 @@
 """The products of a mixture of experts, over rows that the native kernels sort by expert.
 
 The caller provides each row's experts. A row's results are added in the order in which its experts
-are given, so that its bits do not depend on the other rows (worker_proc/native/experts.h).
+are given, so that its bits do not depend on the other rows (worker_proc/native/products/experts.h).
 """
 
 import ctypes

@@ -2,8 +2,8 @@
 
 The router chooses a few experts for each row. The rows are sorted by expert, so that an expert's
 weights are read once, and the results of a row's experts are added in the order in which they were
-chosen (worker_proc/native/experts.h). The experts' weights may be codes; the router's weights are
-kept as they are.
+chosen (worker_proc/native/products/experts.h). The experts' weights may be codes; the router's
+weights are kept as they are.
 """
 
 import inspect

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(sorted(path.name for path in _HERE.glob("*.cpp")))
-HEADERS = tuple(sorted(path.name for path in _HERE.glob("*.h")))
+SOURCES = tuple(sorted(str(path.relative_to(_HERE)) for path in _HERE.rglob("*.cpp")))
+HEADERS = tuple(sorted(str(path.relative_to(_HERE)) for path in _HERE.rglob("*.h")))
+"""Relative to this directory, as includes are."""
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-fPIC"),
@@ -101,9 +102,13 @@ def _file_name(target: Target) -> str:
 
 
 def _digest(flags: tuple[str, ...], cpu: str = "") -> str:
-    parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    parts += [" ".join(flags).encode(), cpu.encode()]
-    return hashlib.blake2b(b"".join(parts), digest_size=10).hexdigest()
+    """Return a digest of the names and contents of all files, the flags and the CPU."""
+    digest = hashlib.blake2b(digest_size=10)
+    for name in (*SOURCES, *HEADERS):
+        content = (_HERE / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    digest.update("\0".join((" ".join(flags), cpu)).encode())
+    return digest.hexdigest()
 
 
 def cache_directory() -> Path:
@@ -194,11 +199,12 @@ def _compile(flags: tuple[str, ...], path: Path) -> None:
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     # Renamed when complete, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
-        objects = [str(Path(scratch) / name) + ".o" for name in SOURCES]
+        objects = [str(Path(scratch) / name.replace("/", "-")) + ".o" for name in SOURCES]
         sources = [str(_HERE / name) for name in SOURCES]
+        include = f"-I{_HERE}"
         try:
             compiled = [
-                threads.submit(_run, deadline, *FLAGS, *flags, "-c", source, "-o", made)
+                threads.submit(_run, deadline, *FLAGS, *flags, include, "-c", source, "-o", made)
                 for source, made in zip(sources, objects, strict=True)
             ]
             for each in compiled:

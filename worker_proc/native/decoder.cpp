@@ -2,21 +2,21 @@
 //
 // One parallel region executes all instructions: all threads work on each instruction, and a barrier
 // ends it unless joins_next is set. Executor has one function for each kind of instruction, which
-// calls the kernels: pointwise.h (norms, activations), products.h (projections), rotations.h,
-// pair_attention.h, experts.h, low_rank.h, exchange.h. Values are rounded to the model's dtype where
-// transformers' modules round. docs/execution.md shows how a step gets here; native/kernels.py calls
-// the entry points at the end.
+// calls the kernels: pointwise.h (norms, activations), products/products.h (projections),
+// attention/rotations.h, attention/pair_attention.h, products/experts.h, products/low_rank.h,
+// exchange.h. Values are rounded to the model's dtype where transformers' modules round.
+// docs/execution.md shows how a step gets here; native/kernels.py calls the entry points at the end.
 
-#include "coded_rows.h"
+#include "products/coded_rows.h"
 #include "exchange.h"
-#include "experts.h"
-#include "grouped_codes.h"
-#include "low_rank.h"
-#include "pair_attention.h"
+#include "products/experts.h"
+#include "products/grouped_codes.h"
+#include "products/low_rank.h"
+#include "attention/pair_attention.h"
 #include "pointwise.h"
-#include "products.h"
+#include "products/products.h"
 #include "program.h"
-#include "rotations.h"
+#include "attention/rotations.h"
 
 #include <omp.h>
 
@@ -444,7 +444,7 @@ class Executor {
       }
   }
 
-  // target = quantized rows of source (coded_rows.h); with num_chosen, there is a row for each choice
+  // target = quantized rows of source (products/coded_rows.h); with num_chosen, a row for each choice
   void code(const Instruction& i) {
     const int64_t count = int64_t{num_rows(i)} * std::max(i.num_chosen, 1);
     if constexpr (std::is_same<T, Bf16>::value)

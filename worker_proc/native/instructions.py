@@ -17,7 +17,7 @@ from worker_proc.native.packed_weights import (
 from worker_proc.native.structures import Instruction, Kind
 
 _ROW_BYTES = 64
-_CODED_ROW_BYTES = 64  # size of `CodedRow` in coded_rows.h, which the codes follow
+_CODED_ROW_BYTES = 64  # size of `CodedRow` in products/coded_rows.h, which the codes follow
 _ALIAS_BYTES = 2048
 """With a stride of a multiple of it, rows would share few sets of the L1 cache."""
 

@@ -113,8 +113,8 @@ class NativeLibrary:
     ) -> None:
         """Load the library; without `uses_tiles` its kernels use no AMX.
 
-        `uses_floats` chooses how many rows in bfloat16 are multiplied (float_products.h); by
-        default in the way that is faster here.
+        `uses_floats` chooses how many rows in bfloat16 are multiplied
+        (products/float_products.h); by default in the way that is faster here.
         """
         self.path = path
         self._library = ctypes.CDLL(str(path))
@@ -129,7 +129,7 @@ class NativeLibrary:
             uses_floats = bool(self._library.troika_floats_are_faster())
         self._library.troika_use_floats(uses_floats)
         self.has_pairs = bool(self._library.troika_has_pairs())
-        """Whether attention in bfloat16 has kernels for pairs of values (pair_attention.h)."""
+        """Whether attention in bfloat16 has kernels for pairs (attention/pair_attention.h)."""
 
     def exchange(self, memory: int, rank: int, num_ranks: int, slot_bytes: int) -> NativeExchange:
         """Return what exchanges rows with other ranks, over shared memory at an address."""

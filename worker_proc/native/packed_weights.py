@@ -1,6 +1,6 @@
 """Weights in the layouts that the compiled kernels read.
 
-The outputs of a weight lie in pairs of panels, of 16 outputs each (weights.h).
+The outputs of a weight lie in pairs of panels, of 16 outputs each (products/weights.h).
 """
 
 import enum
@@ -16,7 +16,7 @@ UNIT_STEP = 16
 
 
 class Format(enum.IntEnum):
-    """Formats of packed weights, by their numbers in weights.h."""
+    """Formats of packed weights, by their numbers in products/weights.h."""
 
     UNITS = 0
     INT8 = 1
@@ -24,9 +24,9 @@ class Format(enum.IntEnum):
     INT8_FOR_CODES = 3
     """The codes of INT8, for rows that are codes, too."""
     COMPACT = 4
-    """Values of bfloat16 in 12 bits each, without loss (compact_weights.h)."""
+    """Values of bfloat16 in 12 bits each, without loss (products/compact_weights.h)."""
     GROUPED_INT4 = 5
-    """Whole numbers of a quantized checkpoint, as grouped_codes.h reads them."""
+    """Whole numbers of a quantized checkpoint, as products/grouped_codes.h reads them."""
     GROUPED_INT8 = 6
     GROUPED_E4M3 = 7
     GROUPED_TABLE = 8
@@ -34,7 +34,7 @@ class Format(enum.IntEnum):
 
 
 class _Codes(NamedTuple):
-    """How weights.h packs codes."""
+    """How products/weights.h packs codes."""
 
     per_byte: int
     per_unit: int
@@ -53,7 +53,7 @@ GROUPED = (
     Format.GROUPED_E4M3,
     Format.GROUPED_TABLE,
 )
-"""Formats of grouped_codes.h, for rows of either type."""
+"""Formats of products/grouped_codes.h, for rows of either type."""
 MAX_CODED_INPUTS = (2**31 - 1) // 127**2
 """Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
 
@@ -90,11 +90,11 @@ class Grouping(NamedTuple):
 
 
 SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Types of the scales of grouped codes, by their numbers in grouped_codes.h."""
+"""Types of the scales of grouped codes, by their numbers in products/grouped_codes.h."""
 
 
 class PackedWeight(NamedTuple):
-    """A weight in a layout of weights.h or grouped_codes.h, with its bias."""
+    """A weight in a layout of products/weights.h or products/grouped_codes.h, with its bias."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None  # of codes; or what COMPACT has beside them

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "exchange.h"
-#include "low_rank.h"
+#include "products/low_rank.h"
 #include "step.h"
 
 extern "C" {
@@ -69,7 +69,7 @@ struct Instruction {
   int32_t group;                    // the KV group of an attention layer
   int32_t num_experts, num_chosen;  // experts, and experts of one row
   int32_t choices;                  // index of the buffer with the choices of each row
-  int32_t normalizes, rounds_weights;  // Weighting of experts.h
+  int32_t normalizes, rounds_weights;  // Weighting of products/experts.h
   // The rows are those that kKeep has kept. For kAttend, which precedes kKeep: results of other rows are
   // not used.
   int32_t of_kept;
@@ -79,7 +79,7 @@ struct Instruction {
   // Bounds of kActivate, or 0: gate <= limit and |up| <= limit; with alpha, the result is
   // gate * sigmoid(alpha * gate) * (up + 1).
   float limit, alpha;
-  int32_t format;  // Format (weights.h) of a packed weight
+  int32_t format;  // Format (products/weights.h) of a packed weight
   int32_t scale_type, zero, group_inputs, section_inputs;  // of grouped codes
   int64_t num_units, num_pairs;
   const void *weight, *scales;

@@ -22,7 +22,7 @@ class GatedNormArgs(ctypes.Structure):
 
 
 class RecurrentTexts(ctypes.Structure):
-    """`RecurrentTexts` of recurrence.h."""
+    """`RecurrentTexts` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("first_row num_rows source cuts cut_row cut_block", _POINTER),
@@ -31,7 +31,7 @@ class RecurrentTexts(ctypes.Structure):
 
 
 class ConvolutionArgs(ctypes.Structure):
-    """`Convolution` of recurrence.h."""
+    """`Convolution` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("rows windows out weight bias", _POINTER),
@@ -41,7 +41,7 @@ class ConvolutionArgs(ctypes.Structure):
 
 
 class HeadRowsArgs(ctypes.Structure):
-    """`HeadRows` of recurrence.h."""
+    """`HeadRows` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("rows out", _POINTER),
@@ -52,7 +52,7 @@ class HeadRowsArgs(ctypes.Structure):
 
 
 class ScanArgs(ctypes.Structure):
-    """`Scan` of recurrence.h."""
+    """`Scan` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("queries keys values decays rates skips states out", _POINTER),
@@ -63,7 +63,7 @@ class ScanArgs(ctypes.Structure):
 
 
 class SelectiveScanArgs(ctypes.Structure):
-    """`SelectiveScan` of selective_scan.h."""
+    """`SelectiveScan` of recurrent/selective_scan.h."""
 
     _fields_ = (
         *_fields("inputs steps keys queries gates decays skips biases states out", _POINTER),
@@ -73,13 +73,13 @@ class SelectiveScanArgs(ctypes.Structure):
 
 
 class GatedRecurrenceArgs(ctypes.Structure):
-    """`GatedRecurrence` of channel_scan.h."""
+    """`GatedRecurrence` of recurrent/channel_scan.h."""
 
     _fields_ = (*_fields("inputs decays states out", _POINTER), ("num_channels", _INT))
 
 
 class WeightedAverageArgs(ctypes.Structure):
-    """`WeightedAverage` of channel_scan.h."""
+    """`WeightedAverage` of recurrent/channel_scan.h."""
 
     _fields_ = (
         *_fields("keys values decays bonuses states out", _POINTER),

@@ -7,8 +7,8 @@
 
 // The values of KVFormat in kv/kv_format.py.
 constexpr int32_t kPlainPools = 0;  // values of the model's dtype
-constexpr int32_t kInt8Pools = 1;   // int8 codes with scales (coded_kv.h)
-constexpr int32_t kFp8Pools = 2;    // fp8 codes with scales (coded_kv.h)
+constexpr int32_t kInt8Pools = 1;   // int8 codes with scales (attention/coded_kv.h)
+constexpr int32_t kFp8Pools = 2;    // fp8 codes with scales (attention/coded_kv.h)
 
 extern "C" {
 
@@ -20,9 +20,9 @@ struct Layer {
   int32_t block_size;
   int32_t window;  // the number of positions that a token sees, including its own; 0: all
   int32_t is_bf16;
-  int32_t has_pairs;  // the pools have the layout of pair_tile.h, otherwise that of attention.h
+  int32_t has_pairs;  // the pools have the layout of attention/pair_tile.h, otherwise that of attention.h
   int32_t kv_format;
-  int32_t is_latent;  // the pool has the layout of latent_attention.h
+  int32_t is_latent;  // the pool has the layout of attention/latent_attention.h
   int32_t is_chunked;  // the window begins at the last multiple of its size
   int32_t is_shared;   // an earlier layer has stored the keys and values
   // Attention sinks, [num_heads]: scores that take part in the softmax without a value; null: none.

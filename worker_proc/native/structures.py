@@ -8,7 +8,7 @@ from typing import Any
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 CHOICE_BYTES = 8
-"""The size of `Choice` in experts.h."""
+"""The size of `Choice` in products/experts.h."""
 
 
 class Activation(enum.IntEnum):
@@ -89,7 +89,7 @@ class StepArgs(ctypes.Structure):
 
 
 class WholeTextsArgs(ctypes.Structure):
-    """`WholeTexts` of text_attention.h."""
+    """`WholeTexts` of attention/text_attention.h."""
 
     _fields_ = (("num_texts", _INT), ("first_rows", _POINTER), ("counts", _POINTER))
 
@@ -161,7 +161,7 @@ class RunArgs(ctypes.Structure):
 
 
 class LowRankArgs(ctypes.Structure):
-    """`LowRank` of low_rank.h."""
+    """`LowRank` of products/low_rank.h."""
 
     _fields_ = (
         *_fields("down up", _POINTER),
@@ -171,13 +171,13 @@ class LowRankArgs(ctypes.Structure):
 
 
 class AdaptedRowsArgs(ctypes.Structure):
-    """`AdaptedRows` of low_rank.h."""
+    """`AdaptedRows` of products/low_rank.h."""
 
     _fields_ = (*_fields("rows sites", _POINTER), ("num_rows", _LONG))
 
 
 class AdaptationArgs(ctypes.Structure):
-    """`Adaptation` of low_rank.h."""
+    """`Adaptation` of products/low_rank.h."""
 
     _fields_ = (
         *_fields("parts inner", _POINTER),
@@ -186,13 +186,13 @@ class AdaptationArgs(ctypes.Structure):
 
 
 class AdaptedSiteArgs(ctypes.Structure):
-    """`AdaptedSite` of low_rank.h."""
+    """`AdaptedSite` of products/low_rank.h."""
 
     _fields_ = (*_fields("site num_outputs column", _INT),)
 
 
 class StoredType(enum.IntEnum):
-    """Types of the matrices in an adapter's file, by their numbers in low_rank.cpp."""
+    """Types of the matrices in an adapter's file, by their numbers in products/low_rank.cpp."""
 
     F32 = 0
     F16 = 1
@@ -200,7 +200,7 @@ class StoredType(enum.IntEnum):
 
 
 class LogitsArgs(ctypes.Structure):
-    """`Logits` of sampling.cpp."""
+    """`Logits` of sampling/sampling.cpp."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -210,21 +210,21 @@ class LogitsArgs(ctypes.Structure):
 
 
 class MasksArgs(ctypes.Structure):
-    """`Masks` of sampling.cpp."""
+    """`Masks` of sampling/sampling.cpp."""
 
     _fields_ = (("words", _POINTER), ("num_words", _INT))
 
 
 SAMPLING_ROW = struct.Struct("=qqddfiiiii")
-"""`Order` of choice.h: seed, position, min_p, top_p, temperature, top_k, row, line of masks, first
-edit, number of edits."""
+"""`Order` of sampling/choice.h: seed, position, min_p, top_p, temperature, top_k, row, line of
+masks, first edit, number of edits."""
 SCORE_EDIT = struct.Struct("=QQQQiiifff")
-"""`Edit` of edits.h: addresses of ids, biases, counts and the latest outputs; kind, number of ids,
-number of the latest outputs; penalties for repetition, frequency and presence."""
+"""`Edit` of sampling/edits.h: addresses of ids, biases, counts and the latest outputs; kind, number
+of ids, number of the latest outputs; penalties for repetition, frequency and presence."""
 
 
 class EditKind(enum.IntEnum):
-    """Kinds of edits, by their numbers in edits.h."""
+    """Kinds of edits, by their numbers in sampling/edits.h."""
 
     BAN = 0
     ADD_BIAS = 1
@@ -234,14 +234,14 @@ class EditKind(enum.IntEnum):
 
 
 class ChoiceState(enum.IntEnum):
-    """The result of sampling a row, by its number in sampling.cpp."""
+    """The result of sampling a row, by its number in sampling/sampling.cpp."""
 
     CHOSEN = 0
     NOT_FINITE = 1
 
 
 class CompressorArgs(ctypes.Structure):
-    """`Compressor` of compressed_attention.h."""
+    """`Compressor` of attention/compressed_attention.h."""
 
     _fields_ = (
         *_fields("biases factors", _POINTER),
@@ -251,7 +251,7 @@ class CompressorArgs(ctypes.Structure):
 
 
 class CompressedLayerArgs(ctypes.Structure):
-    """`CompressedLayer` of compressed_attention.h."""
+    """`CompressedLayer` of attention/compressed_attention.h."""
 
     _fields_ = (
         *_fields("rows entries sinks", _POINTER),
@@ -265,7 +265,7 @@ class CompressedLayerArgs(ctypes.Structure):
 
 
 class CompressedRowsArgs(ctypes.Structure):
-    """`CompressedRows` of compressed_attention.h."""
+    """`CompressedRows` of attention/compressed_attention.h."""
 
     _fields_ = (
         ("query", RowsArgs),

@@ -1,7 +1,7 @@
 """Packs the codes of a checkpoint's weight for the kernels, as they are: nothing is rounded again.
 
-The kernels (native/grouped_codes.h) make (code - zero point) · scale of them in float32, or
-code · scale + minimum, or entry of a table · scale, as `QuantizedWeight.dequantize` does.
+The kernels (native/products/grouped_codes.h) make (code - zero point) · scale of them in float32,
+or code · scale + minimum, or entry of a table · scale, as `QuantizedWeight.dequantize` does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ _E4M3_SCALES = (2.0**-100, 2.0**7)
 _MAX_CODED_INPUTS = (2**31 - 1) // (127 * 128)
 """Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
 _CODED_STEP_INPUTS = 64
-"""Of a tile of codes for rows of codes (`CodedUnits` in native/weights.h)."""
+"""Of a tile of codes for rows of codes (`CodedUnits` in native/products/weights.h)."""
 
 
 def obstacle(weight: QuantizedWeight) -> str:

@@ -7,7 +7,8 @@ shortcut taken here can change a token. The result of each function is defined a
 row by descending score with ties by token id, drop weights under the min-p bound, cut to top_k
 tokens, and cut after the first token at which the running sum reaches top_p of the remaining total.
 Then, in the order of token ids, take the first token at which the running sum of the remaining
-weights exceeds `draw` (as a fraction). `worker_proc/native/choice.h` does the same on the CPU.
+weights exceeds `draw` (as a fraction). `worker_proc/native/sampling/choice.h` does the same on
+the CPU.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 // Products of rows of codes with whatever vector instructions the compiler may use.
 
-#include "coded_rows.h"
-#include "products.h"
+#include "products/coded_rows.h"
+#include "products/products.h"
 
 bool troika_has_tiles = false;
 bool troika_uses_floats = false;

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from worker_proc.model_runner import ModelRunner
 from worker_proc.native import build as module
 from worker_proc.native import kernels
 from worker_proc.native.build import (
+    HEADERS,
     SOURCES,
     TARGETS,
     Target,
@@ -148,7 +150,7 @@ def test_what_a_killed_compilation_left_is_removed(
     cache = tmp_path / "cache" / "troika"
     for name in ("compiling-old", "compiling-new"):
         (cache / name).mkdir(parents=True)
-        (cache / name / "linear.cpp.o").touch()
+        (cache / name / "products-linear.cpp.o").touch()
     os.utime(cache / "compiling-old", (0, 0))
     assert build().is_file()
     assert {path.name for path in cache.iterdir()} == {"compiling-new", library_path().name}
@@ -187,6 +189,34 @@ def test_libraries_of_other_sources_are_not_used(
     assert prebuilt_path() is not None
     monkeypatch.setattr(module, "SOURCES", module.SOURCES[1:])
     assert prebuilt_path() is None
+
+
+def test_the_name_of_a_library_changes_with_the_name_and_the_content_of_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = tmp_path / "native"
+    shutil.copytree(Path(module.__file__).parent, copied)
+    monkeypatch.setattr(module, "_HERE", copied)
+    files = sorted([*copied.rglob("*.cpp"), *copied.rglob("*.h")])
+    names = {library_path().name}
+    for file in files:
+        file.write_text(file.read_text() + "\n")
+        names.add(library_path().name)
+    moved = "sampling/vec.h"
+    (copied / "vec.h").rename(copied / moved)
+    headers = tuple(moved if name == "vec.h" else name for name in module.HEADERS)
+    monkeypatch.setattr(module, "HEADERS", headers)
+    names.add(library_path().name)
+    assert len(names) == len(files) + 2
+
+
+def test_a_package_has_every_file() -> None:
+    directory = Path(module.__file__).parent
+    settings = tomllib.loads((directory.parents[1] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["worker_proc.native"]
+    packed = {path for pattern in patterns for path in directory.glob(pattern)}
+    assert {directory / name for name in (*SOURCES, *HEADERS)} <= packed
+    assert all("prebuilt" in path.parts or path.suffix in {".cpp", ".h"} for path in packed)
 
 
 @needs_compiler

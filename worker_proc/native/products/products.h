@@ -1,0 +1,204 @@
+// Products of rows with packed weights, in which a row's bits depend on nothing but the row.
+//
+// Every output is one chain of sums over the inputs, from the first to the last, or, where groups of
+// inputs have scales, a chain of the sums of groups. The chain is the same for any number of rows, any
+// place among them, and any number of threads. Rows are float, Bf16, or int8_t: codes, whose sums are
+// whole numbers modulo 2^32 (coded_rows.h).
+//
+// decoder.cpp calls `multiply` and `multiply_heads`, which divide rows and outputs among the threads;
+// experts.h, which divides its work itself, calls `multiply_block`. Behind these `multiply_part`
+// takes the way that suits the processor and the number of rows: AMX tiles (tile_products.h), vectors
+// (vector_products.h), or weights that are widened to float32 once for many rows (float_products.h,
+// widened_products.h). weights.h states how weights lie in memory.
+
+#pragma once
+
+#include <type_traits>
+
+#include "products/float_products.h"
+#include "team.h"
+#include "products/tile_products.h"
+#include "products/vector_products.h"
+#include "products/widened_products.h"
+
+// Whether this process may use AMX; set when the library is loaded.
+extern bool troika_has_tiles;
+
+namespace {
+
+template <typename T>
+bool uses_tiles() {
+#ifdef __AMX_INT8__
+  if (std::is_same<T, int8_t>::value) return troika_has_tiles;
+#endif
+#ifdef __AMX_BF16__
+  if (std::is_same<T, Bf16>::value) return troika_has_tiles;
+#endif
+  return false;
+}
+
+// Most rows for which the weights are read once.
+template <typename T>
+int64_t rows_at_once() {
+#ifdef __AMX_BF16__
+  if (uses_tiles<T>()) return 2 * kAmxRows;
+#endif
+  return kMostRows;
+}
+
+template <typename T, class W, class Out>
+void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                   int64_t last_pair, const Out& out, int64_t num_next = 0) {
+#ifdef __AMX_BF16__
+  if constexpr (!std::is_same<T, float>::value && W::kGroupUnits == 0)
+    if (uses_tiles<T>())
+      return multiply_with_tiles<T>(w, rows, row, last_row, pair, last_pair, out);
+#endif
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same<T, Bf16>::value && (!W::kAreCodes || W::kMakesVectors))
+    if (troika_uses_floats && last_row - row >= kLeastFloatRows) {
+      FloatRows own(rows, w.num_units);
+      return multiply_floats(w, rows.floats ? *rows.floats : own, row, last_row, pair, last_pair,
+                             num_next, out);
+    }
+#endif
+#ifndef __AVX512F__
+  if constexpr (!std::is_same<T, int8_t>::value)
+    if (W::kAreCodes || last_row - row >= kManyRows)
+      return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
+#endif
+  if constexpr (kHasManyRegisters || !W::kAreCodes)
+    multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
+}
+
+template <typename T>
+bool uses_floats() {
+#ifdef __AVX512BF16__
+  return std::is_same<T, Bf16>::value && !uses_tiles<T>() && troika_uses_floats;
+#endif
+  return false;
+}
+
+// Rows that stay in a core's cache; vectors read them again for each pair.
+template <typename T>
+int64_t rows_in_cache(int64_t num_units) {
+  constexpr int64_t kMostFloats = 256 * 1024;
+  if (uses_tiles<T>()) return 256;
+  if (uses_floats<T>()) return std::clamp<int64_t>(kMostFloats / (2 * num_units), 32, 128);
+  return 128;
+}
+
+// Rows [row, last_row) and pairs [pair, last_pair): makes the units of some pairs, then computes all
+// rows with them.
+template <typename T, class W, class Out>
+void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                       int64_t last_pair, const Out& out) {
+  constexpr int64_t kMostBytes = 512 * 1024;  // that stay in a core's cache, beside the rows
+  const int64_t pair_units = 2 * kLanes * w.num_units;
+  const int64_t most = std::max<int64_t>(1, kMostBytes / (pair_units * sizeof(Unit)));
+  for (int64_t end; pair < last_pair; pair = end) {
+    end = std::min(pair + most, last_pair);
+    const Panels panels = unpacked(w, pair, end, space_for<W>((end - pair) * pair_units));
+    const int64_t group = rows_in_cache<T>(w.num_units);
+    for (int64_t first = row; first < last_row; first += group)
+      multiply_part<T>(panels, rows, first, std::min(first + group, last_row), 0, end - pair,
+                       [&](int64_t r, int64_t p, Vec low, Vec high) { out(r, pair + p, low, high); });
+  }
+}
+
+// Whether rows can share units that are made of codes before.
+template <class W>
+constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes && W::kGroupUnits == 0;
+
+// Whether this many rows share them. Vectors that the first tile of rows keeps take less time than all
+// units made before, while the rows stay in a core's cache.
+template <typename T, class W>
+bool unpacks(int64_t num_rows) {
+  constexpr int64_t kMostRowsOfKept = kKeepsVectors<W> ? 128 : 0;
+  const int64_t of_kept = uses_tiles<T>() || uses_floats<T>() ? 0 : kMostRowsOfKept;
+  return kCanUnpack<W> && num_rows > std::max({rows_at_once<T>(), W::kMostCodedRows, of_kept});
+}
+
+// Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
+template <typename T, class W, class Out>
+void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                    int64_t last_pair, const Out& out, int64_t num_next = 0) {
+  if constexpr (kCanUnpack<W>)
+    if (unpacks<T, W>(last_row - row))
+      return multiply_unpacked<T>(w, rows, row, last_row, pair, last_pair, out);
+  multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
+}
+
+// Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
+// a team share them. The caller ends the phase.
+template <typename T, class W, class Out>
+void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
+  constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
+  if (num_rows == 0) return;
+#ifdef __AVX512BF16__
+  FloatRows floats(rows, w.num_units);
+  rows.floats = &floats;
+#endif
+  const bool shares_units = unpacks<T, W>(num_rows);
+  // Tiles of other codes fetch the weights that lie behind them, not those of the pair taken next.
+  const bool takes_pairs =
+      kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && W::kStepLines > 0 && !shares_units;
+  if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMostCodedRows))
+    return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
+                             team.last(w.num_pairs), out);
+  int64_t most = rows_in_cache<T>(w.num_units);
+  // The first of these rows make the units of compact weights for the others, so there are more of them.
+  constexpr int64_t kMostUnits = 80 * 1024, kMostRowsOfUnits = 288;
+  if (takes_pairs && kKeepsVectors<W> && !uses_floats<T>())
+    most = std::clamp(kMostUnits / w.num_units, most, kMostRowsOfUnits);
+  int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
+  if (takes_pairs) {
+    // A thread takes neighbouring pairs, and of many rows those that it has in its cache: it makes the
+    // same share of the rows in other phases.
+    constexpr int64_t kLeastRowsOfShare = 128;
+    const int64_t shares = team.num_shares();
+    if (num_rows >= shares * kLeastRowsOfShare) num_groups = (num_groups + shares - 1) / shares * shares;
+    const int64_t total = num_groups * w.num_pairs;
+    for (int64_t task; (task = team.take_near(total)) < total;) {
+      const int64_t group = task / w.num_pairs, pair = task % w.num_pairs;
+      multiply_block<T>(w, rows, num_rows * group / num_groups, num_rows * (group + 1) / num_groups,
+                        pair, pair + 1, out, w.num_pairs - (pair + 1));
+    }
+    return;
+  }
+  // Few and long pieces, within which the next weights are fetched while the present ones are used.
+  const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
+  const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
+  const int64_t total = num_groups * num_pieces;
+  for (int64_t task; (task = team.take(total)) < total;) {
+    const int64_t row = task / num_pieces * group, piece = task % num_pieces;
+    multiply_block<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows),
+                      w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces, out);
+  }
+}
+
+// Calls out(head, row, pair, low, high) with the sums of each row of each head and the head's own
+// weight; the threads of a team share them. `rows` are those of the first head, and those of the next
+// one begin `head_units` further in each row. `w` is the weight of head 0, and the others lie behind it.
+template <typename T, class W, class Out>
+void multiply_heads(Team& team, const W& w, int64_t num_heads, UnitRows rows, int64_t head_units,
+                    int64_t num_rows, const Out& out) {
+  const int64_t most = rows_in_cache<T>(w.num_units);
+  const int64_t num_groups = (num_rows + most - 1) / most;
+  const int64_t per_head = std::max<int64_t>(num_groups, 1);
+  const int64_t wanted = (4 * team.size + num_heads * per_head - 1) / (num_heads * per_head);
+  const int64_t num_pieces = std::min(w.num_pairs, wanted);
+  const int64_t total = num_heads * num_groups * num_pieces;
+  for (int64_t task; (task = team.take(total)) < total;) {
+    const int64_t head = task / (num_groups * num_pieces);
+    const int64_t row = task / num_pieces % num_groups * most, piece = task % num_pieces;
+    multiply_block<T>(w.expert(head), {rows.data + head * head_units, rows.stride}, row,
+                      std::min(row + most, num_rows), w.num_pairs * piece / num_pieces,
+                      w.num_pairs * (piece + 1) / num_pieces,
+                      [&](int64_t r, int64_t pair, auto low, auto high) {
+                        out(head, r, pair, low, high);
+                      });
+  }
+}
+
+}  // namespace

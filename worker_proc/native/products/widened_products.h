@@ -1,0 +1,135 @@
+// Products of many rows on processors without AVX-512: weights are widened to float32 once for all rows.
+
+#pragma once
+
+#ifndef __AVX512F__
+
+#include <type_traits>
+
+#include "products/row_sums.h"
+
+namespace {
+
+constexpr int kManyRows = 6;                    // from which on widened weights pay
+constexpr int64_t kBlockUnits = 4 * kUnitStep;  // a block of a pair stays in the first cache
+
+struct WideRows;
+struct SavedSums;
+
+// Rows as float32, the lower half of a unit first.
+template <typename T>
+UnitRows widened(UnitRows rows, int64_t num_rows, int64_t num_units) {
+  if constexpr (std::is_same<T, float>::value) return rows;
+  const int64_t stride = 2 * num_units;
+  Unit* const wide = space_for<WideRows>(num_rows * stride);
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int64_t i = 0; i < num_units; i++) {
+      const Unit unit = rows.data[r * rows.stride + i];
+      wide[r * stride + 2 * i] = unit << 16;
+      wide[r * stride + 2 * i + 1] = unit & 0xffff0000u;
+    }
+  return {wide, stride};
+}
+
+// Units of a pair as float32, [inputs][32].
+template <typename T, class W>
+void widen_block(const W& w, int64_t pair, int64_t first, int64_t count, Unit* to) {
+  constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
+  for (int64_t unit = 0; unit < count; unit += kUnitStep)
+    for (int half = 0; half < 2; half++) {
+      Unit* at = to + unit * kInputs * kPairOutputs + half * kLanes;
+      if constexpr (W::kAreCodes) {
+        w.widen_tile(pair, half, first + unit, at);
+      } else {
+        const Unit* tile = w.tile(pair, half, first + unit, nullptr);
+        for (int64_t u = 0; u < kUnitStep; u++, tile += kLanes, at += kInputs * kPairOutputs)
+          for (int p = 0; p < kLanes; p += kPartLanes) {
+            const PartBits bits = *reinterpret_cast<const PartBits*>(tile + p);
+            if constexpr (std::is_same<T, float>::value) {
+              *reinterpret_cast<PartBits*>(at + p) = bits;
+            } else {
+              *reinterpret_cast<PartBits*>(at + p) = bits << 16;
+              *reinterpret_cast<PartBits*>(at + kPairOutputs + p) = bits & 0xffff0000u;
+            }
+          }
+      }
+    }
+}
+
+// Adds products of R rows with a block to their sums, [R][32]; where a block is a group, they are summed
+// and multiplied by its scales, [32], before.
+template <int R, bool kIsGroup>
+[[gnu::noinline]] void add_block(const float* block, int64_t num_inputs, const float* rows,
+                                 int64_t stride, const float* scales, float* saved) {
+  constexpr int kPairParts = kPairOutputs / kPartLanes;
+  Part sums[R][kPairParts];
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < kPairParts; p++)
+      sums[r][p] = kIsGroup ? Part{} : part_at(saved + r * kPairOutputs + p * kPartLanes);
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < num_inputs; i++, block += kPairOutputs)
+#pragma GCC unroll 32
+    for (int p = 0; p < kPairParts; p++) {
+      const Part weights = part_at(block + p * kPartLanes);
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r++) sums[r][p] = sums[r][p] + rows[r * stride + i] * weights;
+    }
+  if (kIsGroup)
+#pragma GCC unroll 32
+    for (int p = 0; p < kPairParts; p++) {
+      const Part scale = part_at(scales + p * kPartLanes);
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r++) {
+        const Part before = part_at(saved + r * kPairOutputs + p * kPartLanes);
+        sums[r][p] = multiply_add_part(sums[r][p], scale, before);
+      }
+    }
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+    std::memcpy(saved + r * kPairOutputs, sums[r], sizeof(sums[r]));
+}
+
+// The same chains of sums as those of few rows. Each block of the weights is widened to float32
+// once for all rows, and the sums are kept from block to block.
+template <typename T, class W, class Out>
+void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                        int64_t last_pair, const Out& out) {
+  constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
+  if (pair == last_pair) return;
+  const int64_t num_rows = last_row - row;
+  const UnitRows given{rows.data + row * rows.stride, rows.stride};
+  const UnitRows wide = widened<T>(given, num_rows, w.num_units);
+  const float* const inputs = reinterpret_cast<const float*>(wide.data);
+  constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
+  static_assert(!kAreGroups || W::kGroupUnits == kBlockUnits);
+  float* const sums = reinterpret_cast<float*>(space_for<SavedSums>(num_rows * kPairOutputs));
+  float scales[kPairOutputs];
+  alignas(64) Unit block[kBlockUnits * kInputs * kPairOutputs];
+  for (; pair < last_pair; pair++) {
+    std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
+    for (int64_t first = 0; first < w.num_units; first += kBlockUnits) {
+      const int64_t count = std::min(kBlockUnits, w.num_units - first);
+      widen_block<T>(w, pair, first, count, block);
+      if constexpr (kAreGroups)
+        for (int half = 0; half < 2; half++)
+          save(w.group_scales(pair, half, first), scales + half * kLanes, kLanes);
+      for (int64_t r = 0; r < num_rows; r += kMostRows) {
+        const auto add = num_rows - r == 1   ? add_block<1, kAreGroups>
+                         : num_rows - r == 2 ? add_block<2, kAreGroups>
+                                             : add_block<kMostRows, kAreGroups>;
+        add(reinterpret_cast<const float*>(block), count * kInputs,
+            inputs + r * wide.stride + first * kInputs, wide.stride, scales, sums + r * kPairOutputs);
+      }
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+      const float* sum = sums + r * kPairOutputs;
+      out(row + r, pair, load(sum), load(sum + kLanes));
+    }
+  }
+}
+
+}  // namespace
+
+#endif
