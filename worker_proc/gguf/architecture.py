@@ -16,6 +16,8 @@ SOFTMAX, SIGMOID = 1, 2
 KV_HEADS = "attention.head_count_kv"
 WINDOW = "attention.sliding_window"
 TEMPERATURE = "attention.temperature_scale"
+LOCAL_BASE = "rope.freq_base_swa"
+"""The base of the rotary embedding of layers with windows."""
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 FINETUNED = "rope.scaling.finetuned"
 """Whether Granite has a rotary embedding."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from worker_proc.gguf.architecture import (
     LAYER_NORM_EPSILON,
+    LOCAL_BASE,
     LOG_MULTIPLIER,
     NORM_BEHIND,
     NORMS_BEHIND,
@@ -129,7 +130,8 @@ def _olmo2(metadata: Metadata, file: MappedFiles) -> Config:
 def _olmo3(metadata: Metadata, file: MappedFiles) -> Config:
     """Return what OLMo-3 has, whose files state olmo2; only full attention scales angles."""
     rope = rope_parameters(metadata, file)
-    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    base = metadata.number(LOCAL_BASE, rope["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": base}
     return {
         **_olmo2(metadata, file),
         **window_layers(metadata, 4),

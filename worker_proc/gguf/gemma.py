@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from worker_proc.errors import UnsupportedModel
 from worker_proc.gguf.architecture import (
     KV_HEADS,
+    LOCAL_BASE,
     WINDOW,
     Architecture,
     Config,
@@ -17,11 +18,11 @@ from worker_proc.gguf.config_tensors import FREQUENCY_FACTORS
 from worker_proc.gguf.joins import GATES_AND_FACTORS, Rows
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
-from worker_proc.gguf.rotary import rope_parameters
+from worker_proc.gguf.rotary import check_unscaled, rope_parameters
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 """Of the models whose queries are scaled by the width of a head that the model does not have."""
-_LOCAL_BASE = 10_000.0
+_USUAL_LOCAL_BASE = 10_000.0
 _SHARED_LAYERS = "attention.shared_kv_layers"
 _GEMMA3N_OWN_LAYERS = 20
 """Of Gemma-3n, the layers that have keys and values of their own."""
@@ -56,7 +57,6 @@ def _gemma2(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _gemma3(metadata: Metadata, file: MappedFiles) -> Config:
-    local = metadata.number("rope.freq_base_swa", _LOCAL_BASE)
     return {
         **_gemma(metadata, file),
         **_scaled_queries(metadata, _GEMMA3_27B_LAYERS),
@@ -65,14 +65,14 @@ def _gemma3(metadata: Metadata, file: MappedFiles) -> Config:
         "final_logit_softcapping": metadata.number_or_none("final_logit_softcapping"),
         "rope_parameters": {
             "full_attention": rope_parameters(metadata, file),
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "sliding_attention": _local_rope(metadata),
         },
     }
 
 
 def _local_rope(metadata: Metadata) -> Config:
     """Return the parameters of the rotary embedding of layers with windows."""
-    base = metadata.number("rope.freq_base_swa", _LOCAL_BASE)
+    base = metadata.number(LOCAL_BASE, _USUAL_LOCAL_BASE)
     return {"rope_type": "default", "rope_theta": base}
 
 
@@ -121,6 +121,7 @@ def _gemma3n(metadata: Metadata, file: MappedFiles) -> Config:
 
 def _proportional_rope(metadata: Metadata, file: MappedFiles, size: int) -> Config:
     """Return the parameters of full attention: the first frequencies of a head rotate."""
+    check_unscaled(metadata)
     base = metadata.number("rope.freq_base")
     factors = file.read_plain(FREQUENCY_FACTORS).float()
     num_rotated = int((factors == 1.0).sum())

@@ -53,6 +53,12 @@ _NEUTRAL: Mapping[str, Values] = {
     "residual_scale": _NOT_SCALED,
     "router_logit_softcapping": (0.0,),
     "swin_norm": (False,),
+    # Of layers with a state: files of Granite-4 that have none state their sizes, too.
+    "ssm.conv_kernel": _ANY,
+    "ssm.group_count": _ANY,
+    "ssm.inner_size": _ANY,
+    "ssm.state_size": _ANY,
+    "ssm.time_step_rank": _ANY,
     # Read where a kind of scaling has them.
     "rope.scale_linear": _ANY,
     "rope.scaling.alpha": _NOT_SCALED,

@@ -40,6 +40,13 @@ def rope_parameters(metadata: Metadata, file: MappedFiles) -> dict[str, Any]:
     return parameters | (_yarn(metadata, factor) if kind == "yarn" else {})
 
 
+def check_unscaled(metadata: Metadata) -> None:
+    """Raise UnsupportedModel for positions that are scaled."""
+    kind, _ = _scaling(metadata)
+    if kind != "none":
+        raise metadata.unsupported(f"{_SCALING}.factor", "1, or none")
+
+
 def _scaling(metadata: Metadata) -> tuple[Any, float]:
     """Return the kind of scaling and its factor. llama.cpp's default for the kind is linear."""
     key = f"{_SCALING}.factor"
@@ -91,14 +98,15 @@ def _llama3(metadata: Metadata, file: MappedFiles, base: float) -> dict[str, Any
 
 
 def _longrope(metadata: Metadata, file: MappedFiles) -> dict[str, Any]:
-    original = metadata.integer(f"{_SCALING}.original_context_length")
+    length = metadata.integer("context_length")
+    original = metadata.integer(f"{_SCALING}.original_context_length", length)
     factors = {
         name: _factors(metadata, file, tensor).tolist()
         for name, tensor in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS))
     }
     parameters: dict[str, Any] = {"rope_type": "longrope", **factors}
     parameters["original_max_position_embeddings"] = original
-    parameters["factor"] = metadata.integer("context_length") / original
+    parameters["factor"] = length / original
     if metadata.get(f"{_SCALING}.attn_factor") is not None:
         parameters["attention_factor"] = metadata.number(f"{_SCALING}.attn_factor")
     return parameters

@@ -31,6 +31,7 @@ from scripts.gguf.splits import BYTE_LEVEL
 from scripts.gguf.tokenizer import TokenizerFiles
 from scripts.hub.messages import gguf_files
 from tests.worker.gguf.gguf_files import WIDE, write_gguf
+from tests.worker.gguf.gguf_models import write_named
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.architectures import ARCHITECTURES, architecture_of, make_config
 from worker_proc.gguf.mapped import MappedFiles
@@ -168,6 +169,12 @@ def test_keys_that_change_results_are_refused(load: Load, name: str, keys: dict[
         {"vocab_size": 512, "rope.scaling.finetuned": True, "attention.causal": True},
         {"attention.scale": float(np.float32(64**-0.5)), "logit_scale": 0.0, "expert_count": 0},
         {"attention.sliding_window": 1 << 20, "rope.scaling.yarn_log_multiplier": 0.0},
+        {
+            "ssm.conv_kernel": 4,
+            "ssm.group_count": 1,
+            "ssm.inner_size": 512,
+            "ssm.time_step_rank": 8,
+        },
     ],
 )
 def test_keys_that_change_nothing_are_accepted(load: Load, keys: dict[str, Any]) -> None:
@@ -202,6 +209,43 @@ def test_a_window_shows_the_model(load: Load) -> None:
     assert [one["model_type"] for one in found] == ["olmo2", "olmo3"]
     found = [make_config(load("exaone4", own)) for own in ({}, keys)]
     assert [one["sliding_window"] for one in found] == [None, 64]
+
+
+@pytest.mark.parametrize(("own", "expected"), [({}, 5e5), ({"rope.freq_base_swa": 2e4}, 2e4)])
+def test_the_base_of_layers_with_windows(
+    load: Load, own: dict[str, float], expected: float
+) -> None:
+    keys = {"attention.sliding_window": 64, "rope.freq_base": 5e5} | own
+    found = make_config(load("olmo2", keys))["rope_parameters"]
+    assert found["full_attention"]["rope_theta"] == 5e5
+    assert found["sliding_attention"]["rope_theta"] == expected
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"rope.scaling.factor": 4.0}, {"rope.scaling.type": "yarn"}, {"rope.scale_linear": 2.0}],
+)
+def test_scaled_positions_of_gemma_4_are_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    file = MappedFiles(write_named(tmp_path, "gemma4")[0])
+    make_config(file)
+    file.header.metadata.update({f"gemma4.{key}": value for key, value in keys.items()})
+    with pytest.raises(UnsupportedModel, match=r"gemma4\.rope\.scaling\.factor"):
+        make_config(file)
+
+
+def test_long_and_short_factors_without_an_original_length(tmp_path: Path) -> None:
+    """As in llama.cpp, the original length is that of the context: files of MiniCPM-4."""
+    tensors = {
+        f"rope_factors_{name}.weight": np.full(32, value, np.float32)
+        for name, value in (("long", 2.0), ("short", 1.0))
+    }
+    path, _ = write_gguf(tmp_path, CONFIGS["llama"](), Type.F16, tensors=tensors)
+    file = MappedFiles(path)
+    file.header.metadata["llama.rope.scaling.type"] = "longrope"
+    config = make_config(file)
+    rope = config["rope_parameters"]
+    assert rope["original_max_position_embeddings"] == config["max_position_embeddings"]
+    assert (rope["rope_type"], rope["factor"]) == ("longrope", 1.0)
 
 
 @pytest.mark.parametrize(
