@@ -8,6 +8,7 @@ Clients compete for the compilation. Each origin of requests, and each of its te
 of the places, and the grammars of all accounts are sent in turns.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -165,12 +166,12 @@ class Grammars:
         if entry is None:
             return []
         entry.forget_ended()
+        if message.error and message.fault is GrammarFault.BUSY and account is not None:
+            self._refused(entry, account, message)
+            return []
         if message.error:
             self._drop(entry)
-            for request in entry.requests:
-                code = _CODES[message.fault]
-                param = GRAMMAR_PARAM if code is ErrorCode.INVALID else None
-                self._scheduler.fail_request(request.req_id, message.error, code, param)
+            self._fail(entry.requests, message)
             return []
         self._prove(entry)
         entry.is_ready = True
@@ -178,6 +179,36 @@ class Grammars:
         for request in waiting:
             self._scheduler.unblock(request.req_id)
         return waiting
+
+    def _refused(self, entry: _Entry, account: Account, message: GrammarCompiled) -> None:
+        """End the requests of an account whose share is used up; others have their own turns."""
+        others, refused = entry.requests, []
+        if not entry.is_proven:
+            others = [one for one in entry.requests if account_of(one) != account]
+            refused = [one for one in entry.requests if account_of(one) == account]
+        if others:
+            entry.requests = others
+            self._let_send(entry)
+            if not entry.is_proven:
+                self._unproven.leave(entry.account)
+                entry.account = account_of(others[0])
+                self._unproven.enter(entry.account)
+        else:
+            self._drop(entry)
+        self._fail(refused, message)
+
+    def _fail(self, requests: Iterable[Request], message: GrammarCompiled) -> None:
+        code = _CODES[message.fault]
+        param = GRAMMAR_PARAM if code is ErrorCode.INVALID else None
+        for request in requests:
+            self._scheduler.fail_request(request.req_id, message.error, code, param)
+
+    def _let_send(self, entry: _Entry) -> None:
+        """Let an entry be sent in the turn of any account that waits for it."""
+        entry.is_unsent = True
+        entry.waiting.clear()
+        for request in entry.requests:
+            self._put(account_of(request), entry)
 
     def holds(self, request: Request) -> bool:
         """Block a request's admission if its grammar is not ready; return whether it is blocked."""
@@ -195,10 +226,7 @@ class Grammars:
         for entry in list(self._entries.values()):
             entry.is_ready = False
             if self._is_wanted(entry):
-                entry.is_unsent = True
-                entry.waiting.clear()
-                for request in entry.requests:
-                    self._put(account_of(request), entry)
+                self._let_send(entry)
                 for request in entry.requests:
                     self._scheduler.hold(request, RequestStatus.WAITING_FOR_GRAMMAR)
 

@@ -174,6 +174,55 @@ def test_a_client_with_many_grammars_leaves_room_for_others_and_their_turns() ->
     assert sent(engine) == [mine[num_taken - 1]], "it is compiled in the turn of the second client"
 
 
+def constrained_of(origin: str, request_id: int) -> AddRequest:
+    return msgspec.structs.replace(constrained(request_id), origin=origin, tenant=origin)
+
+
+def busy(engine: EngineCore, message: CompileGrammar) -> list[int | None]:
+    """Answer that the share of the grammar's client is used up; the requests that this refuses."""
+    engine.answered(GrammarCompiled(message.grammar_id, "used up", GrammarFault.BUSY))
+    return [refused.request_id for refused in refusals(engine)]
+
+
+def test_a_client_whose_share_is_used_up_has_no_request_of_another_refused() -> None:
+    """They wait for the same grammar, which is sent again in the turn of the other one."""
+    engine = make_engine()
+    for request_id, origin in enumerate("aab"):
+        engine.add(CLIENT, constrained_of(origin, request_id))
+    [first] = engine.take_grammars()
+    assert first.origin == "a"
+    engine.add(CLIENT, constrained_of("c", 3))
+    assert busy(engine, first) == [0, 1]
+    [second] = engine.take_grammars()
+    assert second.grammar == WORD
+    assert busy(engine, second) == [{"b": 2, "c": 3}[second.origin]]
+    [third] = engine.take_grammars()
+    assert {second.origin, third.origin} == {"b", "c"}
+    engine.answered(GrammarCompiled(third.grammar_id))
+    assert engine.take_grammars() == []
+    step = scheduled(engine)
+    assert len(names(step)) == 1
+    engine.update(answer(engine, step))
+    assert engine.running is not None
+    places = engine.running.grammars._unproven
+    assert places._num_taken == 0
+    engine.add(CLIENT, constrained_of("a", 4))
+    assert len(names(scheduled(engine))) == 1, "it is ready"
+
+
+def test_a_grammar_without_requests_of_others_is_forgotten_with_its_refusal() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, constrained_of("a", 1))
+    engine.add(CLIENT, constrained_of("b", 2))
+    [message] = engine.take_grammars()
+    engine.abort(CLIENT, [2])
+    assert busy(engine, message) == [1]
+    assert engine.take_grammars() == []
+    assert engine.running is not None
+    assert not engine.running.grammars._entries
+    assert engine.running.grammars._unproven._num_taken == 0
+
+
 def test_grammars_that_were_proven_take_no_places_of_new_ones() -> None:
     engine = make_engine(max_num_waiting=10_000, max_num_seqs=256)
     old, new = grammars_of("a", 200), grammars_of("b", 1)
