@@ -399,7 +399,9 @@ class ReplicatedClient:
 
     async def load_adapter(self, adapter: Adapter, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> str:
         """Have the workers of all replicas load an adapter; return an error message, or ""."""
-        errors = await self._of_all(lambda c: c.load_adapter(adapter, timeout_s=timeout_s))
+        errors = await self._of_all(
+            lambda c: c.load_adapter(adapter, timeout_s=timeout_s), needs_model=True
+        )
         if self._only is not None:
             return errors[0]
         named = (f"replica {number}: {error}" for number, error in errors.items() if error)
@@ -413,14 +415,21 @@ class ReplicatedClient:
     async def _all(self, control: Callable[[AsyncEngineClient], Awaitable[bool]]) -> bool:
         return all((await self._of_all(control)).values())
 
-    async def _of_all(self, control: Callable[[AsyncEngineClient], Awaitable[T]]) -> dict[int, T]:
+    async def _of_all(
+        self, control: Callable[[AsyncEngineClient], Awaitable[T]], *, needs_model: bool = False
+    ) -> dict[int, T]:
         """Send a control to all replicas; return the answers by replica.
 
-        The first error is raised once all have answered or left.
+        The first error is raised once all have answered or left. With `needs_model`, replicas with
+        another model are left out; a pause or its end must reach them, as they may serve later.
         """
         if self._only is not None:
             return {0: await control(self._only)}
-        replicas = [e for e in self._replicas if not (e.is_closed or e.client.other_model)]
+        replicas = [
+            each
+            for each in self._replicas
+            if not each.is_closed and not (needs_model and each.client.other_model)
+        ]
         works = (control(each.client) for each in replicas)
         results = await asyncio.gather(*works, return_exceptions=True)
         answers = {}

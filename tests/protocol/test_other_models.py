@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.adapters import Adapter
+from protocol.api_core import PauseMode
 from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import EngineFailed, Overloaded, RequestFailed
 from protocol.client.expected_model import ExpectedModel
@@ -178,6 +180,45 @@ def test_once_all_engines_have_another_model_it_is_the_model(cores: Cores) -> No
         await until(lambda: any(core.adds for core in cores))
 
     run(cores, act, *cores)
+
+
+def test_a_pause_and_its_end_reach_engines_that_have_another_model_for_a_while(
+    cores: Cores,
+) -> None:
+    """They serve once all have that model, and would hold or compute requests by mistake."""
+    for core in cores:
+        with_facts(core, weights="w1")
+
+    async def control(work: Awaitable[bool], mode: PauseMode) -> None:
+        for core in cores:
+            core.controls.clear()
+        task = asyncio.ensure_future(work)
+        await until(lambda: all(core.controls for core in cores))
+        for core in cores:
+            core.done(mode)
+        assert await task
+
+    async def act(client: ReplicatedClient) -> None:
+        renew(cores[0], weights="w2")
+        await until(lambda: bool(client.clients[0].other_model))
+        await control(client.pause(), PauseMode.PAUSED_ALL)
+        await control(client.resume(), PauseMode.RUNNING)
+
+    run(cores, act, *cores)
+
+
+def test_an_adapter_is_not_loaded_by_an_engine_with_another_model(cores: Cores) -> None:
+    with_facts(cores[0], weights="w1")
+    with_facts(cores[1], weights="w2")
+
+    async def act(client: ReplicatedClient) -> None:
+        loading = asyncio.create_task(client.load_adapter(Adapter("a", "/a", bytes(32))))
+        await until(lambda: bool(cores[0].controls))
+        cores[0].done(PauseMode.RUNNING)
+        assert await loading == ""
+        assert not cores[1].controls
+
+    run(cores, act, cores[0])
 
 
 def test_own_files_are_compared_with_engines_of_other_machines_only() -> None:
