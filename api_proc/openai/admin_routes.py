@@ -11,6 +11,7 @@ from api_proc.openai.objects import encode
 from api_proc.state import ApiState
 from protocol.api_core import PauseMode
 from protocol.client.errors import RequestFailed
+from protocol.config.field_errors import read_field_error
 
 _MODES = {"new": PauseMode.PAUSED_NEW, "all": PauseMode.PAUSED_ALL}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -23,7 +24,8 @@ _LEVELS = {
 }
 _MAX_BODY_BYTES = 4096
 _Value = str | bool | int
-_decode_body = msgspec.json.Decoder(dict[str, _Value | list[_Value]]).decode
+_decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_values = msgspec.json.Decoder(_Value | list[_Value]).decode
 _KV_CACHE = "kv_cache"
 _TAGS = ("weights", _KV_CACHE)
 
@@ -152,7 +154,12 @@ def _body_pairs(body: bytes) -> list[tuple[str, str]]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise from_decoding(error, raw=body) from error
     pairs = []
-    for name, value in decoded.items():
+    for name, raw in decoded.items():
+        try:
+            value = _decode_values(raw)
+        except msgspec.ValidationError as error:
+            problem = read_field_error(str(error))
+            raise invalid(f"{name}{problem.place}", problem.reason) from error
         for each in value if isinstance(value, list) else [value]:
             pairs.append((name, str(each).lower() if isinstance(each, bool) else str(each)))
     return pairs

@@ -124,7 +124,9 @@ def test_parameters_may_be_in_a_json_body(
     [
         ("/pause", b'{"mode": "some"}', 400, "mode"),
         ("/pause", b'{"mod": "new"}', 400, "mod"),
-        ("/pause", b'{"mode": null}', 400, None),
+        ("/pause", b'{"mode": null}', 400, "mode"),
+        ("/sleep", b'{"level": 1.5}', 400, "level"),
+        ("/wake_up", b'{"tags": ["weights", {}]}', 400, "tags[1]"),
         ("/pause", b"mode=new", 400, None),
         ("/pause", b'["new"]', 400, None),
         ("/resume", b'{"mode": "new"}', 400, "mode"),
