@@ -13,16 +13,16 @@ def simulate(policy: RoutingPolicy, **changes: float) -> Tally:
 
 
 def test_nothing_is_lost_with_a_tenth_of_the_replicas_and_prefixes_are_hit() -> None:
-    aware, in_slices = (
+    aware, in_turn = (
         simulate(policy) for policy in (RoutingPolicy.PREFIX_AWARE, RoutingPolicy.ROUND_ROBIN)
     )
-    for tally in (aware, in_slices):
+    for tally in (aware, in_turn):
         assert tally.num_lost == 0
         assert tally.num_asked == 3000
         assert tally.num_lost_replicas == 1
         assert tally.num_moved > 0
-    hits = [tally.window("before").hit_rate for tally in (aware, in_slices)]
-    late = [tally.window("before").ttft_ms[1] for tally in (aware, in_slices)]
+    hits = [tally.window("before").hit_rate for tally in (aware, in_turn)]
+    late = [tally.window("before").ttft_ms[1] for tally in (aware, in_turn)]
     assert hits[0] > 1.2 * hits[1]
     assert late[0] < late[1]
     missing, more = aware.expectation_error

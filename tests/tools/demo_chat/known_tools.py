@@ -232,7 +232,7 @@ def timer(values: Values) -> Task:
 
 def message(values: Values) -> Task:
     person, words = values.person(), values.phrase()
-    name = values.pick(("send_message", "send_text", "message", "send_outgoing", "send_email"))
+    name = values.pick(("send_message", "send_text", "message", "send_mail", "send_email"))
     to_key = values.pick(("to", "recipient", "person", "name"))
     text_key = values.pick(("text", "message", "body", "content"))
     forms = (

@@ -28,11 +28,11 @@ def test_a_step_begins_with_the_first_call_of_each_module(checkpoint: Path) -> N
     runner = make_runner(checkpoint, ROOMY)
     prompts = [[3, 4, 5, 6], [7, 8]]
     expected = drive(runner, prompts, GREEDY).output_token_ids
-    [in_slices, *_] = runner._model.__dict__["layers_in_turn"]
-    layers = [in_slices.next() for _ in range(len(in_slices) + 1)]
-    assert len({layer.kv.keys.data_ptr() for layer in layers}) == len(in_slices) > 1
+    [in_turn, *_] = runner._model.__dict__["layers_in_turn"]
+    layers = [in_turn.next() for _ in range(len(in_turn) + 1)]
+    assert len({layer.kv.keys.data_ptr() for layer in layers}) == len(in_turn) > 1
     assert drive(runner, prompts, GREEDY).output_token_ids == expected
-    assert in_slices.next() is layers[0]
+    assert in_turn.next() is layers[0]
 
 
 @pytest.mark.parametrize(
