@@ -85,7 +85,8 @@ _READS_BODY = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 _COMPUTES = (400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
 _GENERATES = (*_COMPUTES, 504)
 _READS_RESPONSE = (400, 401, 404, 500, 503)
-_CONTROLS = (400, 401, 409, 429, 500, 503)
+_CONTROLS = (400, 401, 408, 409, 413, 415, 429, 500, 503)
+_READS_CONTROLS = (400, 401, 408, 413, 415, 500)
 _MESSAGES = [{"role": "user", "content": "Hello"}]
 _RESPONSE_ID = (Parameter("response_id", str, "path"),)
 _HTML = "text/html"
@@ -273,7 +274,7 @@ OPERATIONS = (
     Operation("POST", "/resume", "admin", "End a pause.", admin.Done, errors=_CONTROLS),
     Operation(
         *("GET", "/is_paused", "admin", "Whether the engine is paused.", admin.PauseState),
-        errors=(400, 401, 500),
+        errors=_READS_CONTROLS,
     ),
     Operation(
         *("POST", "/sleep", "admin", "Pause, and release the memory of the KV cache."),
@@ -288,7 +289,7 @@ OPERATIONS = (
     ),
     Operation(
         *("GET", "/is_sleeping", "admin", "Whether the engine sleeps.", admin.SleepState),
-        errors=(400, 401, 500),
+        errors=_READS_CONTROLS,
     ),
     Operation(
         *("POST", "/reset_prefix_cache", "admin", "Drop all cached prefixes.", admin.Done),

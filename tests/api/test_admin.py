@@ -141,6 +141,8 @@ def test_a_bad_body_sends_no_command(
     response = httpx.post(live.url + path, content=body)
     assert response.status_code == status
     assert response.json()["error"]["param"] == param
+    described = httpx.get(live.url + "/openapi.json").json()["paths"][path]["post"]["responses"]
+    assert str(status) in described
     assert client.controls == []
 
 
