@@ -11,6 +11,7 @@ and their streams continue. It changes no signal handlers, environment, logging 
 
 import asyncio
 import itertools
+import logging
 import time
 from array import array
 from collections.abc import Callable
@@ -64,6 +65,8 @@ _NONE_THERE = "the engine is starting, or all replicas have left"
 _LAST_DRAINS = "the last replica that served is shutting down, and no other one has joined"
 _DEFAULTS = ClientOptions()
 
+log = logging.getLogger("troika.client")
+
 
 class AsyncEngineClient:
     """A client inside the event loop in which `start` was awaited. Not thread-safe."""
@@ -91,7 +94,7 @@ class AsyncEngineClient:
         self._address = address
         self._options = options
         self._stall_text = f"no engine has served for {options.stall_timeout_s:.0f} s"
-        can_move = shared is not None and shared.can_move
+        self._can_move = can_move = shared is not None and shared.can_move
         self._starting_text = _NONE_THERE if can_move else "the engine is starting"
         self._draining_text = _LAST_DRAINS if can_move else "the engine is shutting down"
         self._stalled_s = 0.0
@@ -525,7 +528,10 @@ class AsyncEngineClient:
         if status.state is EngineState.READY and not self.other_model:
             self._expected.learn(status.facts)
         self._open.holds_all = bool(self.other_model)
-        return before != self.other_model
+        is_new = before != self.other_model
+        if is_new and self.other_model and not self._can_move:  # else all replicas are reported
+            log.error("%s gets no requests: its %s", self._address, self.other_model)
+        return is_new
 
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.adapters import Adapter
 from protocol.api_core import PauseMode
-from protocol.client import ReplicatedClient, ReplicatedOptions
+from protocol.client import ReplicatedClient, ReplicatedOptions, expected_model
 from protocol.client.errors import EngineFailed, Overloaded, RequestFailed
 from protocol.client.expected_model import ExpectedModel
 from protocol.client.request_stream import RequestStream
@@ -255,6 +255,25 @@ def test_a_single_engine_is_compared_with_the_files_here(core: FakeCore) -> None
         await until(lambda: core.num_added == 1)
 
     play([core], act)
+
+
+def test_a_single_engine_with_another_model_is_named_in_the_log(
+    core: FakeCore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected_model, "is_remote", lambda address: True)
+    with_facts(core, weights="w2")
+
+    async def main() -> None:
+        async with ReplicatedClient([core.address], files=OWN) as client:
+            task = asyncio.create_task(pump([core]))
+            await until(lambda: bool(client.clients[0].other_model))
+            with pytest.raises(EngineFailed, match="w2 instead of w1"):
+                client.submit([5], PARAMS)
+            task.cancel()
+
+    asyncio.run(main())
+    [line] = [one for one in caplog.messages if "gets no requests" in one]
+    assert line == f"{core.address} gets no requests: its model 'fake' has weights w2 instead of w1"
 
 
 def test_digests_differ_between_models_and_not_between_copies(tmp_path: Path) -> None:
