@@ -106,7 +106,7 @@ def write_gguf(
         name: tensor.float() for name, tensor in load_file(reference / "model.safetensors").items()
     }
     for name, tensor in weights.items():
-        if name.endswith("e_score_correction_bias"):  # zeros
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
             tensor.normal_(0.0, 0.1)
     layout = LAYOUTS.get(config.model_type, Layout(_taken_apart, _put_together))
     weights = layout.apart(weights, config)
