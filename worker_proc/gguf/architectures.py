@@ -105,10 +105,21 @@ def _token_ids(header: Header) -> Config:
     return ids
 
 
+def _check_num_layers(header: Header) -> None:
+    """Raise CheckpointError for more layers than there are tensors: lists have a value for each."""
+    key = f"{header.architecture}.block_count"
+    count = header.metadata.get(key)
+    if isinstance(count, int) and count > len(header.tensors):
+        raise CheckpointError(
+            f"{header.path}: {key} is {count}, and there are only {len(header.tensors)} tensors"
+        )
+
+
 def architecture_of(file: MappedFiles) -> Architecture:
     """Return the architecture of a file; UnsupportedModel: it is not read."""
     header = file.header
     name = header.architecture
+    _check_num_layers(header)
 
     def states(key: str) -> bool:
         return bool(header.metadata.get(f"{name}.{key}"))

@@ -374,6 +374,13 @@ def test_the_end_of_a_message_of_gpt_oss_ends_no_answer(load: Load) -> None:
         assert TokenizerFiles(header).end_ids() == ends
 
 
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_layers_are_at_most_as_many_as_tensors(load: Load, name: str) -> None:
+    file = load(name, {"block_count": 2**31 - 1})
+    with pytest.raises(CheckpointError, match=rf"{name}\.block_count is 2147483647, and there are"):
+        architecture_of(file)
+
+
 def test_experts_are_as_many_as_the_file_states(load: Load) -> None:
     for name in ("qwen3moe", "gpt-oss"):
         for count, text in ((3, f"4 experts, and {name}.expert_count is 3"), (5000, "most 4096")):
