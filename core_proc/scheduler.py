@@ -96,7 +96,7 @@ class Scheduler:
         self.requests = self.queues.requests
         self.waiting = self.queues.waiting
         self.loads = Loads(self.kv, self.queues, self._admission, self.policy, offload)
-        self._room_making = PriorityPreemption(
+        self._preemption = PriorityPreemption(
             self.kv, self.queues, self.loads, self._admission, self.victims
         )
         self._departures = Departures(
@@ -359,7 +359,7 @@ class Scheduler:
         if not self.options.preempt_for_priority:
             return False
         before = self._departures.num_preemptions
-        for victim in self._room_making.choose_victims(request, step):
+        for victim in self._preemption.choose_victims(request, step):
             self._preempt_in(step, victim)
         return self._departures.num_preemptions > before
 

@@ -88,11 +88,11 @@ class InprocEngine:
             outputs = self._core.update(self._runner.execute(step)).get(_CLIENT)
             rows = [] if outputs is None else outputs.outputs
         news = [self._ledger.take(row) for row in rows]
-        self._read_mail()
+        self._take_outgoing()
         failed, self._failed = self._failed, []
         return [item for item in news if isinstance(item, RequestOutput)] + failed
 
-    def _read_mail(self) -> list[ControlDone]:
+    def _take_outgoing(self) -> list[ControlDone]:
         """Keep the failures; returns the answers."""
         answers = []
         for _, message in self._core.take_outgoing():
@@ -137,7 +137,7 @@ class InprocEngine:
         if self._core.is_sleep_due:
             self._runner.sleep()
             self._core.sleep_sent()
-        [done] = self._read_mail()
+        [done] = self._take_outgoing()
         return done.ok
 
     def take_kv_events(self) -> list[KVEvent]:

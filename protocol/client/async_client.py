@@ -167,6 +167,11 @@ class AsyncEngineClient:
         return self.connected and is_ready and not self.other_model
 
     @property
+    def is_stalled_for_good(self) -> bool:
+        """True if the engine has not served for so long that its requests have failed before."""
+        return self._stalled_s > 2 * self._options.stall_timeout_s
+
+    @property
     def fingerprint(self) -> str:
         """Fingerprint of the engine's facts; empty until they are known."""
         return self._open.fingerprint
@@ -360,7 +365,7 @@ class AsyncEngineClient:
         if self.status is None or self.facts is None:
             raise failure_of(RequestError(ErrorCode.STARTING, self._starting_text))
         if self.other_model:
-            raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self.other_model[:MAX_TEXT]))
+            raise failure_of(self._holding_error())
         if self._stalled_s > self._options.stall_timeout_s:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
@@ -519,6 +524,12 @@ class AsyncEngineClient:
             self._open.follow(fingerprint, anew=is_other_now)
         self._status_event.set()
 
+    def _holding_error(self) -> RequestError:
+        """Return the error that states why requests are held."""
+        if not self.other_model:
+            return _NO_EQUAL_ENGINE
+        return RequestError(ErrorCode.ENGINE_FAILED, self.other_model[:MAX_TEXT])
+
     def _compare_model(self, status: Status) -> bool:
         """Compare the engine's model with the expected one; return whether the result is new."""
         if self._expected is None or status.facts is None:
@@ -564,7 +575,7 @@ class AsyncEngineClient:
             self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
                 self._feed.fail(ConnectionError(self._stall_text))
-        self._open.fail_held(TICK_S, self._options.stall_timeout_s, _NO_EQUAL_ENGINE)
+        self._open.fail_held(TICK_S, self._options.stall_timeout_s, self._holding_error())
         if self._options.allow_inexact_resume and self.serves:
             for request_id in self._open.held_ids():
                 self._open.release(request_id)

@@ -35,7 +35,10 @@ class ExpectedModel:
             self._learned = _files_of(facts)
 
     def keep_if_present(self, engines: Iterable[ModelFacts | None]) -> None:
-        """Forget what was learned once no engine has it, because all were given another model."""
+        """Forget what was learned once no engine has it any more.
+
+        All were given another model, or those that have it are lost.
+        """
         if self._learned == _UNKNOWN:
             return
         if all(facts is None or _files_of(facts) != self._learned for facts in engines):

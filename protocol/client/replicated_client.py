@@ -352,8 +352,11 @@ class ReplicatedClient:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._close_retired()
-        present = (each.client.facts for each in self._replicas if not each.is_closed)
-        self._expected.keep_if_present(present)
+        self._expected.keep_if_present(
+            each.client.facts
+            for each in self._replicas
+            if not each.is_closed and not each.client.is_stalled_for_good
+        )
         for replica in self._replicas:
             replica.tick()
             has_lost = replica.has_lost_cache(self._failover_s)

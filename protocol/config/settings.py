@@ -379,12 +379,12 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
     try:
         return msgspec.convert(value, setting.type, strict=not is_text)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_complaint(value, setting, str(error))}") from (
+        raise ConfigError(f"{origin}: {_error_text(value, setting, str(error))}") from (
             None if setting.is_secret else error
         )
 
 
-def _complaint(value: Any, setting: Setting, error: str) -> str:
+def _error_text(value: Any, setting: Setting, error: str) -> str:
     """Return what is wrong with a value, in the terms of the setting."""
     if setting.is_secret:
         return "a key has 1 to 256 characters; at most 16 keys"

@@ -216,7 +216,7 @@ class Supervisor:
         epoch = received.header.epoch
         process = self.policy.find(epoch)
         if process is None:
-            self._table.forget_stranger(received.peer)
+            self._table.forget_peer(received.peer)
             return
         pid = message.pid if isinstance(message, Hello) else None
         self._table.connect(process.slot, epoch, received.peer, pid)

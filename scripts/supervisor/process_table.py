@@ -325,9 +325,9 @@ class ProcessTable:
 
     def answer(self, peer: bytes, message: Message) -> None:
         self._send(peer, _SUPERVISOR_EPOCH, message)
-        self.forget_stranger(peer)
+        self.forget_peer(peer)
 
-    def forget_stranger(self, peer: bytes) -> None:
+    def forget_peer(self, peer: bytes) -> None:
         """Drop the state of a connection that belongs to no slot."""
         if all(row.peer != peer for row in self._rows.values()):
             self._link.forget(peer)

@@ -149,6 +149,26 @@ def test_where_only_engines_with_another_model_are_left_requests_are_refused_and
     run(cores, act, cores[0], stall_timeout_s=1.0)
 
 
+@pytest.mark.usefixtures("fast_ticks")
+def test_an_engine_with_another_model_serves_once_all_others_are_lost_for_good(
+    cores: Cores,
+) -> None:
+    with_facts(cores[0], weights="w1")
+    with_facts(cores[1], weights="w2")
+
+    async def act(client: ReplicatedClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await until(lambda: cores[0].num_added == 1)
+        cores.pop(0).link.close()
+        with pytest.raises(EngineFailed):
+            await anext(stream)
+        await until(lambda: client.clients[1].serves)
+        client.submit([5], PARAMS)
+        await until(lambda: cores[0].num_added == 1)
+
+    run(cores, act, cores[0], stall_timeout_s=0.5)
+
+
 def test_no_request_continues_inexactly_at_an_engine_with_another_model(cores: Cores) -> None:
     with_facts(cores[0], weights="w1")
     with_facts(cores[1], weights="w2")
