@@ -2,7 +2,7 @@
 //
 // A phase is the work between two barriers. Work is a number of pieces, which threads either divide
 // evenly (`first`, `last`) or take one by one (`take`, `take_near`). A thread that waits at a barrier
-// spins for about 50 us and then sleeps on a futex. Used by decoder.cpp and attention/attention.cpp.
+// spins for about 50 us and then sleeps on a futex. Used by the decoder, the products and the attention.
 
 #pragma once
 

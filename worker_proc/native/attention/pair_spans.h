@@ -23,7 +23,7 @@ using Count = std::integral_constant<int, N>;
 
 constexpr int kMaxRegisterRows = 6;    // rows of a register tile
 constexpr int kMaxPrefetchingRows = 4;  // with more rows, no registers are left for prefetches
-constexpr int kMaxMemoryBoundRows = 8;  // fewer rows compute a span faster than memory delivers it
+constexpr int kMaxMemoryBoundRows = 8;  // up to this number of rows, memory limits the speed of a span
 
 // Whether a register tile of these rows can issue prefetches.
 inline bool has_spare_registers(RowRange rows) {

@@ -1,13 +1,16 @@
 // Weights of quantized checkpoints: codes of 4 or 8 bits as their files store them.
 //
-// Consecutive inputs of an output share a scale and a zero point, in groups of whole tiles, or of 16
-// inputs. A whole number stands for (code - zero point) · scale or for code · scale + minimum, a
-// number in e4m3 for number · scale, and a place in a table of 16 numbers for entry · scale, in float32,
-// rounded once: products with scales that have a minimum are exact. Kernels that multiply pairs of bfloat16 round it to bfloat16, too (tile); others take it in
-// float32 (widen_tile).
+// Consecutive inputs of an output share a scale and a zero point, in groups of whole tiles or of 16
+// inputs. A code represents a weight in one of these ways:
+//   an integer:             (code - zero point) * scale, or code * scale + minimum;
+//   a number in e4m3:       number * scale;
+//   an index into a table:  entry * scale, of 16 entries.
+// The weight is computed in float32 and rounded once: the product code * scale of a scale with a minimum
+// is exact. Kernels that multiply pairs of bfloat16 round the weight to bfloat16, too (tile); the others
+// use it in float32 (widen_tile).
 //
-// Scales and minimums of GGUF's K formats are whole numbers of 8 bits, in multiples of a unit that the
-// groups of a section share.
+// Scales and minimums of GGUF's K formats are 8-bit integers, in multiples of a unit that the groups of a
+// section share.
 
 #pragma once
 
@@ -15,7 +18,7 @@
 
 namespace {
 
-// Numbers that packed_weights.py knows.
+// The values are those of packed_weights.py.
 enum ScaleType : int32_t {
   kFloat32Scales,
   kBf16Scales,

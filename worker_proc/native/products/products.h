@@ -6,20 +6,20 @@
 // whole numbers modulo 2^32 (coded_rows.h).
 //
 // decoder.cpp calls `multiply` and `multiply_heads`, which divide rows and outputs among the threads;
-// experts.h, which divides its work itself, calls `multiply_block`. Behind these `multiply_part`
-// takes the way that suits the processor and the number of rows: AMX tiles (tile_products.h), vectors
+// experts.h, which divides its work itself, calls `multiply_block`. All of them call `multiply_part`, which
+// selects the method for the processor and the number of rows: AMX tiles (tile_products.h), vectors
 // (vector_products.h), or weights that are widened to float32 once for many rows (float_products.h,
-// widened_products.h). weights.h states how weights lie in memory.
+// widened_products.h). weights.h describes the layout of weights in memory.
 
 #pragma once
 
 #include <type_traits>
 
 #include "products/float_products.h"
-#include "team.h"
 #include "products/tile_products.h"
 #include "products/vector_products.h"
 #include "products/widened_products.h"
+#include "team.h"
 
 // Whether this process may use AMX; set when the library is loaded.
 extern bool troika_has_tiles;
@@ -37,7 +37,7 @@ bool uses_tiles() {
   return false;
 }
 
-// Most rows for which the weights are read once.
+// The maximum number of rows for which the weights are read only once.
 template <typename T>
 int64_t rows_at_once() {
 #ifdef __AMX_BF16__

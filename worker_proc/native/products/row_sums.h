@@ -1,7 +1,7 @@
 // The sums of products of a few rows with one or two pairs of panels, in registers.
 //
-// Rows are float, Bf16, or int8_t: codes, whose sums are whole numbers. With AVX-512 the weights may also
-// be made in registers (compact_weights.h, grouped_codes.h); otherwise they lie in memory as they are
+// Rows are float, Bf16, or int8_t: codes, whose sums are integers. With AVX-512 the weights may also be
+// decoded in registers (compact_weights.h, grouped_codes.h); otherwise memory holds them as they are
 // multiplied.
 
 #pragma once
@@ -27,7 +27,7 @@ using SumsOf = typename SumsFor<T>::Type;
 
 #ifdef __AVX512F__
 
-constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
+constexpr int kMostRows = 12;  // rows whose sums of one pair fit into the registers
 constexpr bool kHasManyRegisters = true;
 // Pairs that one row is multiplied by at once. A thread reads memory fastest in few places.
 constexpr int kPairsOfOneRow = 1;
@@ -51,7 +51,7 @@ inline Vec add_product<Bf16>(Vec sum, Unit unit, VecBits weights) {
 #endif
 }
 
-// Codes of weights have no sign, those of rows do.
+// Codes of weights are unsigned, those of rows are signed.
 template <>
 inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
   const __m512i x = _mm512_set1_epi32(static_cast<int>(unit)), w = (__m512i)weights;
@@ -65,7 +65,7 @@ inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
 #endif
 }
 
-// Rows whose inputs are read one after another. One pointer and the stride address three rows: so
+// Rows whose inputs are read one after another. One pointer and the stride address three rows, so
 // twelve rows need few registers.
 template <int R>
 class RowInputs {
@@ -79,7 +79,7 @@ class RowInputs {
     }
   }
 
-  // The unit of a row that lies some units ahead.
+  // The unit of a row, some units ahead of the current one.
   [[gnu::always_inline]] Unit at(int row, int64_t ahead) const {
     return inputs_[row / kPerPointer][row % kPerPointer * stride_ + ahead];
   }
@@ -100,9 +100,9 @@ struct DoNothing {
   [[gnu::always_inline]] void operator()() const {}
 };
 
-// Adds products of R rows and units [first, last) of the panels of some pairs to their sums, and those of
-// the units a group further on to the sums behind them, if there are two groups. `meanwhile` is called
-// for each step of units.
+// Adds products of R rows with units [first, last) of the panels of some pairs to their sums. With two
+// groups, products with the units one group further on are added to the sums after those. `meanwhile` is
+// called once for each step of units.
 template <typename T, int kGroups, int R, int P, class W, class F = DoNothing>
 [[gnu::always_inline]] inline void add_products(const W& w, RowInputs<R>& inputs, int64_t pair,
                                                 int64_t first, int64_t last, WeightsAhead& ahead,
@@ -212,7 +212,7 @@ constexpr int kMostRows = 3;
 constexpr bool kHasManyRegisters = false;
 constexpr int kPairsOfOneRow = 2;  // the sums of one pair would wait for each other
 
-// Codes of weights have no sign, those of rows do.
+// Codes of weights are unsigned, those of rows are signed.
 inline PartBits add_coded(PartBits sum, Unit unit, PartBits weights) {
 #ifdef __AVX2__
   const __m256i x = _mm256_set1_epi32(static_cast<int>(unit)), w = (__m256i)weights;

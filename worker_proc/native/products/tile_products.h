@@ -41,8 +41,8 @@ struct alignas(64) TileConfig {
   }
 };
 
-// The sums of up to 32 rows and one pair of panels. They are passed on while the next ones are
-// computed, when the vector unit is idle.
+// The sums of up to 32 rows and one pair of panels. They are passed to the epilogue while the tiles of
+// the next sums are multiplied, when the vector unit is idle.
 template <typename T>
 struct PendingSums {
   alignas(64) SumsOf<T> values[2][2][kAmxRows];

@@ -33,7 +33,7 @@ Saver<T, W> saver_for(int num_rows, std::integer_sequence<int, Fewer...>) {
   return kSavers[num_rows - 1];
 }
 
-// Calls f with weights that are made in the way that is fastest for one row.
+// Calls f with weights that are decoded in the way that is fastest for one row.
 template <class W, class F>
 void with_vectors(const W& w, const F& f) {
   f(w);
@@ -67,8 +67,8 @@ struct TileSums {
   int count = 0;
 };
 
-// Computes R rows, from `sums.row` on. Row by row, the sums before are passed on meanwhile: much of what
-// is done with them takes other units of a core than products do.
+// Computes R rows, from `sums.row` on. Meanwhile the sums of the previous tile are passed to the epilogue,
+// row by row: most of its work uses other execution units of a core than products do.
 template <int R, class Out>
 [[gnu::noinline]] void multiply_tile(const Panels& w, const UnitRows& rows, int64_t pair,
                                      WeightsAhead& ahead, const TileSums& before, TileSums& sums,
