@@ -192,10 +192,13 @@ class OpenRequests:
             entry = self.ledger.get(request_id)
             if entry is None:
                 continue
-            if request_id not in self._held:
-                self._bind(entry, is_exact=True)
-            else:
+            if request_id in self._held:
                 self._resume(request_id)
+            elif self.holds_all:
+                self._held[request_id] = 0.0
+                self._send(encode(AbortRequests([request_id])))
+            else:
+                self._bind(entry, is_exact=True)
 
     def held_ids(self) -> list[int]:
         """Return the requests that the core cannot continue exactly."""
@@ -232,6 +235,8 @@ class OpenRequests:
 
     def take(self, output: RequestOutput) -> None:
         """Deliver the new part of an output, or repair the gap before it."""
+        if output.request_id in self._held:
+            return  # sent before the abort, by a core that turned out to have another model
         try:
             news = self.ledger.take(output)
         except RequestFailed as failure:

@@ -5,10 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from protocol.adapters import Adapter
-from protocol.api_core import PauseMode
+from protocol.api_core import EngineState, PauseMode, RequestOutput
 from protocol.client import ReplicatedClient, ReplicatedOptions, expected_model
 from protocol.client.errors import EngineFailed, Overloaded, RequestFailed
 from protocol.client.expected_model import ExpectedModel
@@ -147,6 +148,27 @@ def test_where_only_engines_with_another_model_are_left_requests_are_refused_and
         assert not cores[0].adds
 
     run(cores, act, cores[0], stall_timeout_s=1.0)
+
+
+def test_requests_leave_an_engine_that_turns_out_to_have_another_model(cores: Cores) -> None:
+    for core, weights in zip(cores, ("w1", "w2"), strict=True):
+        with_facts(core, weights=weights)
+        core.status = msgspec.structs.replace(core.status, state=EngineState.RECOVERING)
+
+    async def act(client: ReplicatedClient) -> None:
+        streams = [client.submit([5], PARAMS) for _ in range(20)]
+        await until(lambda: sum(core.num_added for core in cores) == 20)
+        lost = [add.request_id for add in cores[0].adds]
+        assert lost
+        with_facts(cores[1], weights="w2")
+        cores[1].send(cores[1].status)
+        await until(lambda: sorted(cores[0].aborted)[: len(lost)] == sorted(lost))
+        cores[0].emit(RequestOutput(lost[0], 0, [7]))
+        await until(lambda: cores[1].num_added == 20)
+        await ticks(client)
+        assert not any(stream.num_unread for stream in streams)
+
+    run(cores, act)
 
 
 @pytest.mark.usefixtures("fast_ticks")
