@@ -45,13 +45,14 @@ def run(
     *serving: FakeCore,
     stall_timeout_s: float = 120.0,
     allow_inexact_resume: bool = False,
+    failover_s: float = 0.1,
 ) -> None:
     """Run a test with a client of all cores, of which these may answer first."""
 
     async def main() -> None:
         addresses = [core.address for core in cores]
         options = ReplicatedOptions(
-            failover_s=0.1,
+            failover_s=failover_s,
             stall_timeout_s=stall_timeout_s,
             allow_inexact_resume=allow_inexact_resume,
         )
@@ -162,13 +163,16 @@ def test_requests_leave_an_engine_that_turns_out_to_have_another_model(cores: Co
         assert lost
         with_facts(cores[1], weights="w2")
         cores[1].send(cores[1].status)
+        await until(lambda: client.clients[1].serves)
+        with_facts(cores[0], weights="w1")
+        cores[0].send(cores[0].status)
         await until(lambda: sorted(cores[0].aborted)[: len(lost)] == sorted(lost))
         cores[0].emit(RequestOutput(lost[0], 0, [7]))
         await until(lambda: cores[1].num_added == 20)
         await ticks(client)
         assert not any(stream.num_unread for stream in streams)
 
-    run(cores, act)
+    run(cores, act, failover_s=60.0)
 
 
 @pytest.mark.usefixtures("fast_ticks")
