@@ -2,6 +2,8 @@
 
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -212,6 +214,46 @@ def test_penalties_may_give_tokens_the_scores_of_all_others() -> None:
     ]
     scores = logits.expand(len(rows), -1)
     assert native.sample(scores, rows) == portable.sample(scores, rows)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_tokens_that_cannot_be_chosen_may_have_the_highest_scores(has_masks: bool) -> None:
+    """They are the tokens that end an answer, which may not end yet, or are not in the mask."""
+    native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
+    portable = Sampler(LARGE, EOS, CPU)
+    logits = _flat(torch.Generator().manual_seed(8)).bfloat16()
+    excluded = torch.arange(0, LARGE, 7) if has_masks else torch.tensor(EOS)
+    logits[excluded] = torch.finfo(torch.bfloat16).max
+    rows = [
+        Row(SamplingParams(seed=seed, top_p=0.95, min_tokens=0 if has_masks else 9), [1, 3], 1)
+        for seed in range(12)
+    ]
+    masks = None
+    if has_masks:
+        allowed = torch.ones(-(-LARGE // 32) * 32, dtype=torch.int64)
+        allowed[excluded] = 0
+        words = (allowed.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
+        masks = RowMasks(words.expand(12, -1).contiguous(), {row: row for row in range(12)}, LARGE)
+    scores = logits.expand(12, -1)
+    found = native.sample(scores, rows, masks)
+    assert found == portable.sample(scores, rows, masks)
+    assert not set(found.token_ids) & set(excluded.tolist())
+
+
+@pytest.mark.slow  # compiles all kernels once more
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_no_index_is_past_the_end_of_a_vector() -> None:
+    """The other tests of this file pass with the checks of libstdc++."""
+    program = (
+        "import sys, pytest\n"
+        "from worker_proc.native import build\n"
+        "build.FLAGS = (*build.FLAGS, '-D_GLIBCXX_ASSERTIONS')\n"
+        f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {__file__!r}]))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

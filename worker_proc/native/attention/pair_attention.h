@@ -76,7 +76,7 @@ class PairHead {
         defer_rows(segment, (row + count) / per_kv_, kv_head_);
       else if (upcoming.segment >= 0)
         defer_rows(upcoming.segment, upcoming.last - step_.start[upcoming.segment],
-                         upcoming.kv_head);
+                   upcoming.kv_head);
       attend_tile(piece, {segment, row, {0, count}, -token}, upcoming, write);
       tile_.deferred_lines_per_call = 0;
     }

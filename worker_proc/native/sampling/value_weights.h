@@ -72,12 +72,13 @@ class ValueWeights {
 
   void clear_counts() { counts_.assign(count_, 0); }
 
-  // Counts the places of those scores of a sample that have a bit.
+  // Counts the places of those scores of a sample that have a bit. The others may be above the best
+  // score, where the table has no place; they count for place 0.
   template <int kCount>
   void count(const Bf16* scores, uint32_t bits = UINT32_MAX) {
     uint16_t doubled[kCount];
     write_places(scores, kCount, doubled);
-    for (int i = 0; i < kCount; i++) counts_[doubled[i] / 2] += static_cast<int32_t>(bits >> i & 1);
+    for (int i = 0; i < kCount; i++) counts_[bits >> i & 1 ? doubled[i] / 2 : 0]++;
   }
 
   // Counts the place of one more score.
