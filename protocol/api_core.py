@@ -142,8 +142,8 @@ class AddRequest(Message):
     """Block server of the machine that the request was moved from. Empty: it was not moved, or only
     to another replica of this machine."""
     origin: Origin = ""
-    """What has sent it, as a client cannot choose: an API key or an address. Origins, and their
-    tenants, have their grammars compiled in turns."""
+    """The API key or the address that the request came from; clients cannot choose it. Grammars of
+    several origins, and of the tenants of an origin, are compiled in turns."""
 
     @property
     def prompt(self) -> list[int] | bytes:

@@ -35,7 +35,7 @@ class ApiKeys:
         self._hashes = [*self._configured, *map(_hash, keys)]
 
     def number_of(self, key: bytes) -> int | None:
-        """Return the place of a key, None if it is not valid; takes the same time for all keys."""
+        """Return the index of a key, or None if it is not valid, in the same time for every key."""
         given, number = _hash(key), None
         for place, known in enumerate(self._hashes):
             if hmac.compare_digest(given, known):

@@ -26,11 +26,11 @@ MAX_COMPILING = 128
 MAX_IDLE = 128
 """Most ready grammars without a request that are remembered."""
 _MAX_SENT = 32
-"""Grammars that the workers have got and not answered, of the frames that a link may queue. They
-are more than may wait for being compiled slowly, of each account and of all, so that the others go
-on."""
+"""Maximum number of grammars that were sent to the workers and are not answered: half of the
+messages that a link may queue. The workers' slow lanes hold fewer, of each account and of all, so
+other grammars are still sent when these lanes are full."""
 _MAX_WAITING = 16
-"""Accounts in whose turns one grammar may be sent."""
+"""Maximum number of accounts in whose turns one grammar may be sent."""
 _CODES = {
     GrammarFault.WRONG: ErrorCode.INVALID,
     GrammarFault.BUSY: ErrorCode.OVERLOADED,
@@ -48,7 +48,7 @@ class _Entry:
     """The account whose share it takes, of the places until it is proven, and of those sent."""
     is_unsent: bool = False
     waiting: set[Account] = field(default_factory=set)
-    """The accounts in whose turns it may be sent, while it is unsent."""
+    """While it is unsent: the accounts in whose turns it may be sent."""
     is_ready: bool = False
     is_proven: bool = False
     requests: list[Request] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Grammars:
         self._prune_at = len(self._entries) + MAX_IDLE
 
     def _put(self, account: Account, entry: _Entry) -> None:
-        """Let an entry be sent when it is an account's turn, if it is unsent."""
+        """Queue an entry in an account's turn, if it is unsent."""
         if entry.is_unsent and account not in entry.waiting and len(entry.waiting) < _MAX_WAITING:
             entry.waiting.add(account)
             self._unsent.put(account, entry)
@@ -204,7 +204,7 @@ class Grammars:
             self._scheduler.fail_request(request.req_id, message.error, code, param)
 
     def _let_send(self, entry: _Entry) -> None:
-        """Let an entry be sent in the turn of any account that waits for it."""
+        """Queue an entry in the turns of all accounts that wait for it."""
         entry.is_unsent = True
         entry.waiting.clear()
         for request in entry.requests:

@@ -18,7 +18,10 @@ class ExpectedModel:
     """Compares engines with the model that is known."""
 
     def __init__(self, own: ModelFiles | None = None, *, learns: bool = True) -> None:
-        """`own`: files of the model here, if known; `learns`: the first that serves counts too."""
+        """Compare with `own`, the digests of the model's files on this machine, if they are known.
+
+        With `learns`, the model of the first engine that serves is expected as well.
+        """
         self._own = own or _UNKNOWN
         self._learns = learns
         self._learned = _UNKNOWN
@@ -30,15 +33,12 @@ class ExpectedModel:
         return next(filter(None, found), "")
 
     def learn(self, facts: ModelFacts) -> None:
-        """An engine without a difference serves."""
+        """Expect the model of this engine, if it is the first one to serve."""
         if self._learns and self._learned == _UNKNOWN:
             self._learned = _files_of(facts)
 
     def keep_if_present(self, engines: Iterable[ModelFacts | None]) -> None:
-        """Forget what was learned once no engine has it any more.
-
-        All were given another model, or those that have it are lost.
-        """
+        """Forget the learned model once none of these engines has it."""
         if self._learned == _UNKNOWN:
             return
         if all(facts is None or _files_of(facts) != self._learned for facts in engines):

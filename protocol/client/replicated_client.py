@@ -407,6 +407,8 @@ class ReplicatedClient:
         )
         if self._only is not None:
             return errors[0]
+        if not errors:
+            raise failure_of(RequestError(ErrorCode.STARTING, "no replica has the model"))
         named = (f"replica {number}: {error}" for number, error in errors.items() if error)
         return next(named, "")
 

@@ -1,4 +1,4 @@
-"""Shares of what clients compete for: they are served in turns, and none can fill a queue."""
+"""Fair queues: clients are served in turns, and none can fill a queue."""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -17,9 +17,9 @@ class Account(NamedTuple):
 
 
 class Turns(Generic[T]):
-    """Queues of all accounts: origins come in turns, and so do the tenants of each origin.
+    """One queue per account, served round-robin: over origins, and over the tenants of each.
 
-    What had the last turn comes after all others, also after those that arrive later.
+    The account of the last turn comes after all others, even those that arrive later.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Turns(Generic[T]):
         tenants.setdefault(account.tenant, deque()).append(item)
 
     def take(self, may: Callable[[Account], bool] = lambda _: True) -> tuple[Account, T] | None:
-        """Remove the next item of an account that may have its turn; None: there is none."""
+        """Remove and return the next item of an account for which `may` is true, or None."""
         if self._last.origin in self._origins:
             self._origins.move_to_end(self._last.origin)
             tenants = self._origins[self._last.origin]
@@ -42,8 +42,6 @@ class Turns(Generic[T]):
                 account = Account(origin, tenant)
                 if may(account):
                     item = items.popleft()
-                    tenants.move_to_end(tenant)
-                    self._origins.move_to_end(origin)
                     self._last = account
                     if not items:
                         self._remove(account)
@@ -69,7 +67,7 @@ class Turns(Generic[T]):
 
 
 class Shares:
-    """A number of places, of which an origin gets at most half, and a tenant a third.
+    """Limits on the places that an origin (at most half of them) or a tenant (a third) occupies.
 
     An account gets another place while it has fewer than its origin could still have, and an origin
     while it has fewer than are free (dynamic thresholds: Choudhury and Hahne, 1998). So one that

@@ -39,6 +39,11 @@ def renew(core: FakeCore, **facts: str) -> None:
     core.send(core.status)
 
 
+def with_two_models(cores: Cores) -> None:
+    for core, weights in zip(cores, ("w1", "w2"), strict=True):
+        with_facts(core, weights=weights)
+
+
 def run(
     cores: Cores,
     act: Callable[[ReplicatedClient], Awaitable[None]],
@@ -125,8 +130,7 @@ def test_open_requests_of_an_engine_that_returns_with_another_model_go_on_elsewh
 def test_where_only_engines_with_another_model_are_left_requests_are_refused_and_old_ones_wait(
     cores: Cores,
 ) -> None:
-    with_facts(cores[0], weights="w1")
-    with_facts(cores[1], weights="w2")
+    with_two_models(cores)
 
     async def act(client: ReplicatedClient) -> None:
         stream = client.submit([5], PARAMS)
@@ -152,8 +156,8 @@ def test_where_only_engines_with_another_model_are_left_requests_are_refused_and
 
 
 def test_requests_leave_an_engine_that_turns_out_to_have_another_model(cores: Cores) -> None:
-    for core, weights in zip(cores, ("w1", "w2"), strict=True):
-        with_facts(core, weights=weights)
+    with_two_models(cores)
+    for core in cores:
         core.status = msgspec.structs.replace(core.status, state=EngineState.RECOVERING)
 
     async def act(client: ReplicatedClient) -> None:
@@ -179,8 +183,7 @@ def test_requests_leave_an_engine_that_turns_out_to_have_another_model(cores: Co
 def test_an_engine_with_another_model_serves_once_all_others_are_lost_for_good(
     cores: Cores,
 ) -> None:
-    with_facts(cores[0], weights="w1")
-    with_facts(cores[1], weights="w2")
+    with_two_models(cores)
 
     async def act(client: ReplicatedClient) -> None:
         stream = client.submit([5], PARAMS)
@@ -196,8 +199,7 @@ def test_an_engine_with_another_model_serves_once_all_others_are_lost_for_good(
 
 
 def test_no_request_continues_inexactly_at_an_engine_with_another_model(cores: Cores) -> None:
-    with_facts(cores[0], weights="w1")
-    with_facts(cores[1], weights="w2")
+    with_two_models(cores)
 
     async def act(client: ReplicatedClient) -> None:
         stream = client.submit([5], PARAMS)
@@ -254,8 +256,7 @@ def test_a_pause_and_its_end_reach_engines_that_have_another_model_for_a_while(
 
 
 def test_an_adapter_is_not_loaded_by_an_engine_with_another_model(cores: Cores) -> None:
-    with_facts(cores[0], weights="w1")
-    with_facts(cores[1], weights="w2")
+    with_two_models(cores)
 
     async def act(client: ReplicatedClient) -> None:
         loading = asyncio.create_task(client.load_adapter(Adapter("a", "/a", bytes(32))))
@@ -263,6 +264,9 @@ def test_an_adapter_is_not_loaded_by_an_engine_with_another_model(cores: Cores) 
         cores[0].done(PauseMode.RUNNING)
         assert await loading == ""
         assert not cores[1].controls
+        client.clients[0].other_model = "another one, too"
+        with pytest.raises(Overloaded, match="no replica has the model"):
+            await client.load_adapter(Adapter("a", "/a", bytes(32)))
 
     run(cores, act, cores[0])
 

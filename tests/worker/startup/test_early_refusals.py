@@ -122,20 +122,11 @@ def test_the_reason_needs_neither_torch_nor_transformers(name: str, tmp_path: Pa
     assert done.stdout.count("\n") == 1
 
 
-def test_types_that_continue_no_text_alone_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reasons", [early_refusals._NOT_FROM_TEXT, early_refusals._NOT_COMPUTED])
+def test_types_that_are_not_computed_are_refused(reasons: dict[str, str], tmp_path: Path) -> None:
     found = model_types()
     assert found is not None
-    for model_type, reason in early_refusals._NOT_FROM_TEXT.items():
-        assert model_type in found.generating
-        write_config(tmp_path, {"model_type": model_type})
-        with pytest.raises(UnsupportedModel, match=f"^{model_type}: {reason}$"):
-            refuse_early(ModelConfig(model=str(tmp_path)))
-
-
-def test_types_that_are_not_computed_are_refused(tmp_path: Path) -> None:
-    found = model_types()
-    assert found is not None
-    for model_type, reason in early_refusals._NOT_COMPUTED.items():
+    for model_type, reason in reasons.items():
         assert model_type in found.generating
         write_config(tmp_path, {"model_type": model_type})
         with pytest.raises(UnsupportedModel, match=f"^{model_type}: {reason}$"):
