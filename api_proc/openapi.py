@@ -78,6 +78,8 @@ class Operation(NamedTuple):
     """What each server-sent event holds if the response is streamed."""
     parameters: tuple[Parameter, ...] = ()
     errors: tuple[int, ...] = (401, 500)
+    requires_body: bool = True
+    """Whether a request needs a body, if `request` describes one."""
     error: type = ErrorResponse
 
 
@@ -267,7 +269,9 @@ OPERATIONS = (
     Operation("GET", "/docs", "health", "This document as a page.", _HTML, errors=(500,)),
     Operation(
         *("POST", "/pause", "admin", "Admit no new requests, or compute nothing."),
-        admin.Paused,
+        *(admin.Paused, admin.PauseBody),
+        {"mode": "new"},
+        requires_body=False,
         parameters=(Parameter("mode", Literal["new", "all"]),),
         errors=_CONTROLS,
     ),
@@ -278,12 +282,16 @@ OPERATIONS = (
     ),
     Operation(
         *("POST", "/sleep", "admin", "Pause, and release the memory of the KV cache."),
-        admin.Done,
+        *(admin.Done, admin.SleepBody),
+        {"level": 1},
+        requires_body=False,
         parameters=(Parameter("level", Literal["1", "2"]),),
         errors=_CONTROLS,
     ),
     Operation(
-        *("POST", "/wake_up", "admin", "End a sleep.", admin.Done),
+        *("POST", "/wake_up", "admin", "End a sleep.", admin.Done, admin.WakeUpBody),
+        {"tags": ["kv_cache"]},
+        requires_body=False,
         parameters=(Parameter("tags", list[Literal["weights", "kv_cache"]]),),
         errors=_CONTROLS,
     ),
@@ -292,7 +300,10 @@ OPERATIONS = (
         errors=_READS_CONTROLS,
     ),
     Operation(
-        *("POST", "/reset_prefix_cache", "admin", "Drop all cached prefixes.", admin.Done),
+        *("POST", "/reset_prefix_cache", "admin", "Drop all cached prefixes."),
+        *(admin.Done, admin.ResetBody),
+        {"reset_running_requests": True},
+        requires_body=False,
         parameters=(Parameter("reset_running_requests", bool),),
         errors=_CONTROLS,
     ),
@@ -426,7 +437,8 @@ def _operation(item: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {"schema": schemas[_key(item.request)]}
         if item.example is not None:
             body["example"] = item.example
-        result["requestBody"] = {"required": True, "content": {"application/json": body}}
+        content = {"application/json": body}
+        result["requestBody"] = {"required": item.requires_body, "content": content}
     return result
 
 

@@ -24,7 +24,7 @@ class LoadAdapterBody(msgspec.Struct, kw_only=True):
     lora_name: AdapterName
     lora_path: AdapterPath
     """A directory in PEFT's format."""
-    load_inplace: bool = False
+    load_inplace: bool | None = False
     """Replace an adapter of this name; requests that are open keep the old one."""
     base_model_name: Annotated[str, Meta(max_length=256)] | None = None
 
@@ -58,7 +58,7 @@ async def load_adapter(state: ApiState, connection: Connection) -> None:
         raise invalid("lora_path", str(error), "invalid_adapter") from error
     await _load(state, named.adapter)
     try:
-        await asyncio.to_thread(state.adapters.add, named, replaces=body.load_inplace)
+        await asyncio.to_thread(state.adapters.add, named, replaces=bool(body.load_inplace))
     except NameTaken as error:
         raise _taken(name) from error
     except NamesLocked as error:

@@ -1,6 +1,7 @@
 """Routes that control the whole engine: pause, sleep, reset. Disabled by default."""
 
 from collections.abc import Awaitable
+from typing import Literal, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -24,10 +25,35 @@ _LEVELS = {
 }
 _MAX_BODY_BYTES = 4096
 _Value = str | bool | int
+_Tag = Literal["weights", "kv_cache"]
 _decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_values = msgspec.json.Decoder(_Value | list[_Value]).decode
+_decode_values = msgspec.json.Decoder(_Value | list[_Value] | None).decode
 _KV_CACHE = "kv_cache"
-_TAGS = ("weights", _KV_CACHE)
+_TAGS = get_args(_Tag)
+
+
+class PauseBody(msgspec.Struct):
+    """Body of /pause."""
+
+    mode: Literal["new", "all"] | None = "all"
+
+
+class SleepBody(msgspec.Struct):
+    """Body of /sleep."""
+
+    level: Literal[1, 2, "1", "2"] | None = 1
+
+
+class WakeUpBody(msgspec.Struct):
+    """Body of /wake_up."""
+
+    tags: _Tag | list[_Tag] | None = None
+
+
+class ResetBody(msgspec.Struct):
+    """Body of /reset_prefix_cache."""
+
+    reset_running_requests: bool | None = False
 
 
 class Done(msgspec.Struct, omit_defaults=True):
@@ -137,23 +163,24 @@ async def _parameter(connection: Connection, name: str, default: str) -> str:
 async def _parameters(connection: Connection, name: str = "") -> list[str]:
     """Return all values of the route's only parameter, in query and body; reject any others."""
     query: bytes = connection.scope["query_string"]
-    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    pairs: list[tuple[str, str | None]] = []
+    pairs += parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     if body := await connection.read_body(_MAX_BODY_BYTES):
         pairs += _body_pairs(body)
     for given, _ in pairs:
         if given != name:
             known = f"its only parameter is {name}" if name else "it has no parameters"
             raise invalid(given[:64], f"this route does not know the parameter; {known}")
-    return [value for _, value in pairs]
+    return [value for _, value in pairs if value is not None]
 
 
-def _body_pairs(body: bytes) -> list[tuple[str, str]]:
-    """Return the parameters of a JSON object, as they would be in a query."""
+def _body_pairs(body: bytes) -> list[tuple[str, str | None]]:
+    """Return the parameters of a JSON object, as they would be in a query; null is the default."""
     try:
         decoded = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise from_decoding(error, raw=body) from error
-    pairs = []
+    pairs: list[tuple[str, str | None]] = []
     for name, raw in decoded.items():
         try:
             value = _decode_values(raw)
@@ -161,8 +188,14 @@ def _body_pairs(body: bytes) -> list[tuple[str, str]]:
             problem = read_field_error(str(error))
             raise invalid(f"{name}{problem.place}", problem.reason) from error
         for each in value if isinstance(value, list) else [value]:
-            pairs.append((name, str(each).lower() if isinstance(each, bool) else str(each)))
+            pairs.append((name, _as_in_query(each)))
     return pairs
+
+
+def _as_in_query(value: _Value | None) -> str | None:
+    if value is None:
+        return None
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 async def _require(work: Awaitable[bool], reason: str) -> None:

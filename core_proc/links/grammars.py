@@ -30,7 +30,7 @@ _MAX_SENT = 32
 messages that a link may queue. The workers' slow lanes hold fewer, of each account and of all, so
 other grammars are still sent when these lanes are full."""
 _MAX_WAITING = 16
-"""Maximum number of accounts in whose turns one grammar may be sent."""
+"""Maximum number of accounts in whose turns one grammar may be sent; each origin has a share."""
 _CODES = {
     GrammarFault.WRONG: ErrorCode.INVALID,
     GrammarFault.BUSY: ErrorCode.OVERLOADED,
@@ -47,7 +47,7 @@ class _Entry:
     account: Account
     """The account whose share it takes, of the places until it is proven, and of those sent."""
     is_unsent: bool = False
-    waiting: set[Account] = field(default_factory=set)
+    waiting: Shares = field(default_factory=lambda: Shares(_MAX_WAITING))
     """While it is unsent: the accounts in whose turns it may be sent."""
     is_ready: bool = False
     is_proven: bool = False
@@ -121,8 +121,9 @@ class Grammars:
 
     def _put(self, account: Account, entry: _Entry) -> None:
         """Queue an entry in an account's turn, if it is unsent."""
-        if entry.is_unsent and account not in entry.waiting and len(entry.waiting) < _MAX_WAITING:
-            entry.waiting.add(account)
+        waiting = entry.waiting
+        if entry.is_unsent and account not in waiting and waiting.has_room(account):
+            waiting.enter(account)
             self._unsent.put(account, entry)
             self._has_unsent = True
 

@@ -84,6 +84,10 @@ class Shares:
         num_free = self._num_places - self._num_taken
         return self._taken[account] < num_free - self._taken_by_origin[account.origin]
 
+    def __contains__(self, account: Account) -> bool:
+        """Whether an account has a place."""
+        return account in self._taken
+
     def enter(self, account: Account) -> None:
         """Take a place, whether or not there is room."""
         self._num_taken += 1

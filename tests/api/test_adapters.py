@@ -127,6 +127,7 @@ def test_a_name_is_replaced_only_on_demand_and_can_be_given_up(
     first, second = write(tmp_path / "a"), write(tmp_path / "b", "others")
     load(live, first)
     assert load(live, second).json()["error"]["code"] == "already_loaded"
+    assert load(live, second, load_inplace=None).json()["error"]["code"] == "already_loaded"
     assert load(live, second, load_inplace=True).status_code == 200
     post(live, "/v1/completions", model="sql", prompt="hi", max_tokens=3)
     assert client.requests[-1].adapter is not None

@@ -108,6 +108,11 @@ def test_a_bad_parameter_is_named_and_no_command_is_sent(
         ("/sleep", {"level": 1}, ("sleep", PauseMode.PAUSED_ALL)),
         ("/reset_prefix_cache", {"reset_running_requests": True}, ("reset", True)),
         ("/wake_up", {"tags": ["weights", "kv_cache"]}, ("resume", PauseMode.RUNNING)),
+        ("/pause", {"mode": None}, ("pause", PauseMode.PAUSED_ALL)),
+        ("/pause?mode=new", {"mode": None}, ("pause", PauseMode.PAUSED_NEW)),
+        ("/sleep", {"level": None}, ("sleep", PauseMode.PAUSED_ALL)),
+        ("/wake_up", {"tags": None}, ("resume", PauseMode.RUNNING)),
+        ("/reset_prefix_cache", {"reset_running_requests": None}, ("reset", False)),
     ],
 )
 def test_parameters_may_be_in_a_json_body(
@@ -124,7 +129,8 @@ def test_parameters_may_be_in_a_json_body(
     [
         ("/pause", b'{"mode": "some"}', 400, "mode"),
         ("/pause", b'{"mod": "new"}', 400, "mod"),
-        ("/pause", b'{"mode": null}', 400, "mode"),
+        ("/pause", b'{"mod": null}', 400, "mod"),
+        ("/wake_up", b'{"tags": [null]}', 400, "tags[0]"),
         ("/sleep", b'{"level": 1.5}', 400, "level"),
         ("/wake_up", b'{"tags": ["weights", {}]}', 400, "tags[1]"),
         ("/pause", b"mode=new", 400, None),

@@ -96,6 +96,26 @@ def test_every_status_that_the_server_raises_is_in_the_document() -> None:
     assert raised <= {status for item in OPERATIONS for status in item.errors}
 
 
+@pytest.mark.parametrize(
+    "item",
+    [item for item in OPERATIONS if (item.method, item.tag) == ("POST", "admin")],
+    ids=lambda item: item.path,
+)
+def test_a_body_is_described_with_the_parameters_of_its_query(item: Operation) -> None:
+    """Admin routes take their parameters in either; null is the default in a body."""
+    described = {parameter.name for parameter in item.parameters}
+    if item.request is None:
+        assert not described
+        return
+    fields = {field.encode_name for field in msgspec.structs.fields(item.request)}
+    assert described == (set() if item.requires_body else fields)
+    operation = DOCUMENT["paths"][item.path]["post"]
+    assert operation["requestBody"]["required"] == item.requires_body
+    msgspec.convert(item.example, item.request)
+    if not item.requires_body:
+        msgspec.convert(dict.fromkeys(fields), item.request)
+
+
 def convertible(item: Operation) -> bool:
     return not isinstance(item.response, str) and item.tag != "admin" and "{" not in item.path
 

@@ -210,6 +210,25 @@ def test_a_client_whose_share_is_used_up_has_no_request_of_another_refused() -> 
     assert len(names(scheduled(engine))) == 1, "it is ready"
 
 
+def test_tenants_of_one_client_do_not_take_all_turns_of_a_grammar_of_others() -> None:
+    """The first client has as many grammars under way as it may, so its turns bring it nothing."""
+    engine = make_engine(max_num_waiting=10_000)
+
+    def add_as(origin: str, tenant: str, request_id: int, grammar: Grammar) -> None:
+        options = {"origin": origin, "tenant": tenant}
+        request = msgspec.structs.replace(constrained(request_id, grammar), **options)
+        assert engine.add(CLIENT, request) is None
+
+    for i, grammar in enumerate(grammars_of("a", grammars._MAX_SENT)):
+        add_as("a", str(i), i, grammar)
+    assert len(sent(engine)) == grammars._MAX_SENT // 2
+    for i in range(2 * grammars._MAX_WAITING):
+        add_as("a", f"many {i}", 1000 + i, WORD)
+    assert sent(engine) == []
+    add_as("b", "", 2000, WORD)
+    assert sent(engine) == [WORD]
+
+
 def test_a_grammar_without_requests_of_others_is_forgotten_with_its_refusal() -> None:
     engine = make_engine()
     engine.add(CLIENT, constrained_of("a", 1))
