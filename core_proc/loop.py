@@ -87,7 +87,7 @@ class CoreLoop:
         self._has_predecessor = False
         self._all_back_at: float | None = None
         self._leaves_at: float | None = None
-        """At the latest; None until Stop has come."""
+        """Time by which the loop ends; None until Stop has arrived."""
 
     def run(self) -> None:
         """Serve until the supervisor sends Stop and the steps in flight are answered."""
@@ -158,7 +158,7 @@ class CoreLoop:
                 self._workers.on_worker_death(message)
 
     def _are_all_back(self, now: float) -> bool:
-        """Whether a predecessor's clients have had time to come since workers were adopted."""
+        """Whether a predecessor's clients have had time to connect since workers were adopted."""
         if not self._has_predecessor:
             return True
         if self._all_back_at is None and self._engine.running is not None:

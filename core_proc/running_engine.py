@@ -1,4 +1,4 @@
-"""The engine once workers were adopted: requests, steps, pauses, and the quarantine."""
+"""The engine with adopted workers: requests, steps, pauses, and the quarantine."""
 
 import logging
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ from protocol.message import MAX_TEXT
 from protocol.process.turns import Account
 
 CANARY_ID = 2**53 - 1
-"""Id of the quarantine's own request; `_next_req_id` never gets there."""
+"""Id of the quarantine's own request; `_next_req_id` never reaches it."""
 
 log = logging.getLogger("troika.core")
 
@@ -104,7 +104,7 @@ class RunningEngine:
         self._num_worker_restarts += 1
 
     def lose_workers(self) -> None:
-        """Take back everything that the workers have, for their successors."""
+        """Take everything back from the lost workers, for their successors."""
         self.quarantine.workers_lost()
         self.scheduler.recompute_all()
         self.grammars.workers_lost()
@@ -115,7 +115,8 @@ class RunningEngine:
     def attribute_death(self, now: float, *, is_fault: bool, in_step: bool) -> None:
         """Search for the adapter or request that killed the workers, and reject it if found.
 
-        `is_fault`: whether they died of what they did; `in_step`: whether they were computing.
+        `is_fault` is true if a fault of their own killed them, and `in_step` if they were
+        computing.
         """
         self.adapters.attribute_death(is_fault=is_fault)
         self._refuse_failures()
@@ -240,7 +241,7 @@ class RunningEngine:
         self._owners.post(client, done)
 
     def take_adapters(self) -> list[LoadAdapter | UnloadAdapter]:
-        """Return what the workers are to do about adapters before the next step."""
+        """Return the messages about adapters to send to the workers before the next step."""
         is_searching = self.quarantine.is_searching
         messages, unblocked = self.adapters.take_messages(is_searching=is_searching)
         self._unblocked(unblocked)
@@ -263,7 +264,7 @@ class RunningEngine:
         self._check_invariants()
 
     def _unblocked(self, requests: Iterable[Request]) -> None:
-        """Take requests that got one thing that they have waited for; they may need another."""
+        """Unblock requests that have what they waited for, unless they need something else."""
         for request in requests:
             if not (self.adapters.holds(request) or self.grammars.holds(request)):
                 self.quarantine.unblocked(request)
@@ -280,7 +281,7 @@ class RunningEngine:
         return step
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
-        """Take the results of the oldest step in flight; returns what each client gets of them."""
+        """Process the results of the oldest step in flight; return the outputs for each client."""
         in_flight = self.scheduler.in_flight
         oldest = in_flight[0] if in_flight else None
         num_drafts = self._limits.num_speculative_tokens

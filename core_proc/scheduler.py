@@ -74,7 +74,7 @@ class Scheduler:
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
     def __init__(self, options: SchedulerOptions, offload: Offload | None = None) -> None:
-        """`offload`: where else blocks are kept, if anywhere."""
+        """`offload` manages the blocks that are stored outside the workers, if any are."""
         self.options = options
         # No request may outgrow what one step can introduce to the worker.
         longest = longest_sequence(options.block_size, len(options.kv_groups))
@@ -113,13 +113,13 @@ class Scheduler:
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
         self.is_preparing = False
-        """The last `schedule` has left work on a long prompt to the next one."""
+        """True if the last `schedule` left part of a long prompt for the next step."""
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Id and sampling requests of every step that awaits its output, oldest first."""
 
         self.num_accepted = 0
         self.num_scheduled_tokens = 0
-        """Also the clock by which waiting requests age."""
+        """This number is also the clock by which waiting requests age."""
         self.largest_step = 0
         self.num_prompt_tokens = 0
         self.num_prefix_queries = 0
@@ -165,11 +165,11 @@ class Scheduler:
         return not is_pooled and request not in self.partial_prefills
 
     def _threshold(self) -> int:
-        """Return the most tokens that the step grants to one request; 0: no limit.
+        """Return the maximum number of tokens that the step grants to one request; 0: no limit.
 
-        If it is adaptive, prompts share what decoding requests leave of the budget. Those share
-        that are computed in part, and those that may be admitted in this step; all others that
-        wait get nothing of it.
+        An adaptive limit is at least an equal share of the budget that decoding requests leave. The
+        share is computed over prompts that are partially computed and waiting requests that may be
+        admitted in this step; all other waiting requests get nothing.
         """
         options = self.options
         threshold = options.long_prefill_token_threshold
@@ -185,7 +185,7 @@ class Scheduler:
         return max(threshold, num_left // max(num_sharing, 1), 1)
 
     def _schedule_running(self, step: ScheduledStep) -> None:
-        """Serve the running requests in order of admission: visit the due, advance all others."""
+        """Serve the running requests in order of admission: visit due ones, advance others."""
         running, due_index, first = self.running, self.queues.due_index, 0
         if not running:
             due_index.clear()
@@ -314,8 +314,8 @@ class Scheduler:
     def _front(self) -> Request | None:
         """Return the request that would be admitted next, if one may be admitted.
 
-        All others wait for a preempted request in front that is owed late tokens. A pause of new
-        requests lets those continue that have run before.
+        If the request in front was preempted and is owed late tokens, all others wait for it.
+        During a pause of new requests, requests that have run before may still be admitted.
         """
         request = self.waiting.front(
             with_long=self.partial_prefills.has_room_for_long,
@@ -364,7 +364,7 @@ class Scheduler:
         return self._departures.num_preemptions > before
 
     def _stretch(self, step: ScheduledStep) -> None:
-        """While no request waits, give what the step has left to prompts that it has cut."""
+        """While no request waits, grant the rest of the budget to prompts that the step has cut."""
         if self.waiting.front() is not None or step.ran_out_of_blocks:
             return
         step.extend(max(0, self.options.max_num_batched_tokens - self.options.token_budget))
@@ -439,7 +439,7 @@ class Scheduler:
     # Requests -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request, blocked: RequestStatus | None = None) -> None:
-        """Queue a request; with outputs (of an earlier life) it continues after them.
+        """Queue a request; if it has outputs, it continues after them.
 
         `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`.
         A ValueError begins with the name of the field: the request could never be scheduled, or
@@ -464,7 +464,7 @@ class Scheduler:
     ) -> bool:
         """Keep a waiting request from being admitted until `unblock`; False if it does not wait.
 
-        One that waits for its trial may wait instead for what a new worker has to make.
+        A request that waits for its trial may wait for a new worker's grammar or adapter instead.
         """
         if request.status is RequestStatus.WAITING_FOR_TRIAL:
             if blocked not in FOR_WORKER:
@@ -475,16 +475,16 @@ class Scheduler:
         return True
 
     def unblock(self, req_id: int, blocked: RequestStatus | None = None) -> None:
-        """Let a blocked request wait at its old place; other and unknown ones are ignored.
+        """Return a blocked request to its old place in the queue; ignore all other ids.
 
-        With `blocked`, so are those that wait for something else.
+        With `blocked`, requests that wait for something else are ignored, too.
         """
         request = self.requests.get(req_id)
         if request is not None and request.status in ({blocked} if blocked else BLOCKED):
             self.queues.unblock(request)
 
     def preempt(self, victim: Request) -> None:
-        """Take the blocks of a running request; it waits again, with its outputs kept."""
+        """Preempt a running request: its blocks are freed, and it waits again with its outputs."""
         self._departures.preempt(victim)
 
     def abort_request(self, req_id: int) -> Request | None:
@@ -501,7 +501,7 @@ class Scheduler:
         code: ErrorCode = ErrorCode.INTERNAL,
         param: str | None = None,
     ) -> None:
-        """End a request because something that concerns it alone has failed."""
+        """End a request because of a failure that concerns only this request."""
         request = self.requests.get(req_id)
         if request is not None:
             self._departures.fail(Failure(request, error, code, param))
@@ -510,15 +510,15 @@ class Scheduler:
         return self._departures.take_failures()
 
     def blocks_loaded(self, answer: BlocksLoaded) -> None:
-        """Take in what the workers have read; an answer about a forgotten load is ignored."""
+        """Process the end of a load from the stores; ignore it if the load was forgotten."""
         self.loads.answered(answer)
 
     def blocks_found(self, answer: BlocksFound) -> None:
-        """Take in what another machine has; an answer about a request that has ended is ignored."""
+        """Process another machine's answer about blocks; ignore it if the request has ended."""
         self.loads.found(answer)
 
     def take_transfers(self) -> list[StoreBlocks | LoadBlocks | FindBlocks]:
-        """Return what is to be sent to the workers after the steps that were decided so far."""
+        """Return the messages to send to the workers after the steps that were decided so far."""
         if self.offload is None:
             return []
         states = self.kv.states
@@ -587,7 +587,7 @@ class Scheduler:
 
     @property
     def num_ended(self) -> int:
-        """Requests that have ended, for whatever reason."""
+        """Number of requests that have ended, for any reason."""
         return self._departures.num_ended
 
     @property
@@ -596,7 +596,7 @@ class Scheduler:
 
     @property
     def num_generation_tokens(self) -> int:
-        """Tokens that were sampled for clients."""
+        """Number of tokens that were sampled for clients."""
         return self._outputs.num_generation_tokens
 
     @property
@@ -605,7 +605,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, blocked and preempted ones included."""
+        """Number of waiting requests, including blocked and preempted ones."""
         return len(self.waiting)
 
     @property

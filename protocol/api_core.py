@@ -78,7 +78,7 @@ class ErrorCode(enum.StrEnum):
     TOO_LONG = "context_length_exceeded"
     UNSERVABLE = "exceeds_kv_cache"
     UNSUPPORTED = "unsupported_model"
-    """The model cannot do what is asked for."""
+    """The model cannot serve this kind of request."""
     OVERLOADED = "overloaded"
     STARTING = "starting"
     """No engine has served yet, or all have left."""
@@ -130,7 +130,8 @@ class AddRequest(Message):
     refused for a full queue or draining."""
     tenant: Tenant = ""
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
-    """Seconds from its acceptance to this message. They keep the order of arrival in a new core."""
+    """Seconds from the request's acceptance to this message, from which a new core restores the
+    order of arrival."""
     packed_prompt: PackedTokenIds = b""
     """The prompt as packed ids; `prompt_token_ids` is empty then."""
     adapter: Adapter | None = None
@@ -186,7 +187,7 @@ class ControlAction(enum.StrEnum):
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     """Drop the prefix cache; refused while any of its blocks is in use."""
     LOAD_ADAPTER = "load_adapter"
-    """Have the workers load `Control.adapter`, or only check it where they have no room."""
+    """Have the workers load `Control.adapter`, or only check it if they have no room."""
     UNLOAD_ADAPTER = "unload_adapter"
     """Drop `Control.adapter` once no request has it; requests may load it again."""
 
@@ -218,7 +219,7 @@ class ControlDone(Message):
     began, or the state to restore is out of date."""
     pause_mode: PauseMode
     error: Text = ""
-    """Why an adapter cannot be used."""
+    """The reason why an adapter cannot be used."""
     code: ErrorCode = ErrorCode.INVALID
     """Code of the error in `error`."""
 
@@ -328,8 +329,8 @@ class Status(Message):
     """Where other machines read the KV blocks stored on this one; the host may be `*`."""
     is_loading_anew: bool = False
     """While RECOVERING: the lost workers were killed from outside, and their successors must load
-    the model first. The requests are not suspected of causing the loss, and continuing here takes
-    long."""
+    the model first. The requests are not suspected of causing the loss, and it takes long until
+    they continue here."""
 
 
 ClientToCore = (

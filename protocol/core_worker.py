@@ -18,18 +18,19 @@ mirror:
    number sent for it, or the configured one for a request that is new and not named.
 
 Layers with a recurrent state (`KVGroup.is_state`) keep the state of a request, over all of these
-layers, in one *state block*. State blocks have a pool and ids of their own. The table of the state
-group is as long as the other tables. A non-null entry i receives the state after the last computed
-token of block i. With B = block_size, a step that computes positions [start, end) of a request
+layers, in one *state block*. State blocks have a separate pool and separate ids. The table of the
+state group is as long as the other tables. A non-null entry i receives the state after the last
+computed token of block i. With B = block_size, a step that computes positions [start, end) of a
+request
 
 * begins with zeros if start is 0, else with the state in table[(start - 1) // B], which is not
   null;
 * for each non-null entry i from start // B to (end - 1) // B, writes the state after position
   min((i + 1) * B, end) - 1 to table[i]; table[(end - 1) // B] is never null.
 
-So the core alone decides which states are kept for the prefix cache. One id may stand in several
-entries of a table, where the core has moved the block along; only the last of these holds its
-state. Entries before (start - 1) // B may be out of date at the worker, and are never read.
+So the core alone decides which states are kept for the prefix cache. One id may be in several
+entries of a table if the core has moved the block along; only the last of these holds its state.
+Entries before (start - 1) // B may be out of date at the worker, and are never read.
 
 After a step over drafts some of which were rejected, the next step begins with the state after the
 last accepted token, which the worker has kept, instead of the one in the table. What such a step
@@ -64,9 +65,9 @@ BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length
 
 _FINGERPRINT_BYTES = 8
 MAX_DRAFTS = 16
-"""Most drafts of a request in one step."""
+"""Maximum number of drafts of a request in one step."""
 NULL_BLOCK = 0
-"""Never allocated; stands in block tables at positions whose KV is not needed any more."""
+"""Never allocated; the entry of block tables at positions whose KV is no longer needed."""
 UNLIMITED_BLOCKS = 2**30
 """The number of blocks that a stage announces if it has no layers that use such blocks. They take
 no memory in that stage, and the other stages decide how many there are."""
@@ -78,7 +79,7 @@ class KVGroup(Record):
     window: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     """Positions that a token attends to, itself included; None: all before it."""
     max_blocks: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    """Most blocks that one request holds, whatever its length; None: no bound."""
+    """Maximum number of blocks that one request holds, whatever its length; None: no bound."""
     is_state: bool = False
     """The table holds state blocks, and the other fields are None. Only the last group may be one,
     and it may be the only group."""
@@ -114,17 +115,17 @@ class ModelFacts(Record):
     embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
     """Numbers in the vector of a prompt; 0: the worker returns none."""
     decoder: Text = ""
-    """What computes the layers: "native", "triton" or "modules". Their results differ in bits. Of
-    stages with different ones, each in turn, as "native, modules"."""
+    """What computes the layers: "native", "triton" or "modules". Their results differ in bits. If
+    stages differ, a list such as "native, modules"."""
     speculation: Text = ""
-    """What guesses tokens ahead, in words; empty: nothing does."""
+    """What makes drafts, in words; empty: nothing does."""
     quantization: Text = ""
     """How weights were rounded, "w8a16", "w4a16" or "w8a8"; empty: not at all."""
     kv_cache_dtype: Text = ""
     """Codes of keys and values in the cache, "int8" or "fp8"; empty: of type `dtype`."""
     num_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Blocks in the pool of the state group, NULL_BLOCK included; 0: there is no state group. Each
-    running request needs one of its own."""
+    running request needs one."""
     generates: bool = True
     """Whether the model has an output layer; else every request must have `pooling`."""
     computes_whole_prompts: bool = False
@@ -146,14 +147,13 @@ class ModelFacts(Record):
     none."""
     kv_layout: Text = ""
     """Identifies what the bytes of a KV block mean: workers with equal layouts can use each other's
-    blocks. If stages differ, the layouts of all stages in turn. Empty: blocks are kept nowhere
-    else."""
+    blocks. If stages differ, the layouts of all stages. Empty: blocks are not stored elsewhere."""
     build: Text = ""
     """Everything else that results depend on: versions, instruction set or device, the context
     length that rotary frequencies are made for, and ranks."""
     kernels: Text = ""
-    """The library that computes, where results are exact. Elsewhere a successor may have another
-    one, or none."""
+    """The library that computes, if results are exact. Otherwise a successor may have another one,
+    or none."""
     tokenizer: Text = ""
     """Digest of the model's tokenizer.json, and of its weights in the next field: a client sends
     requests only to engines with its own (`protocol.process.model_files`). Empty: not known."""
@@ -161,17 +161,17 @@ class ModelFacts(Record):
 
     @property
     def fingerprint(self) -> str:
-        """Names all that decides which tokens a request gets.
+        """A digest of everything that determines which tokens a request gets.
 
-        A request continues exactly where the fingerprint is that of the engine that began it. It
-        does not cover sizes of memory and the longest context, which depends on them; nor, where
-        computing again is not exact, the kernels.
+        A request continues exactly at an engine with the fingerprint of the engine that began it.
+        The fingerprint does not cover memory sizes and the maximum context length, which depends on
+        them, nor the kernels if results are not exact.
         """
         encoded = msgspec.msgpack.encode(self._decisive())
         return hashlib.blake2b(encoded, digest_size=_FINGERPRINT_BYTES).hexdigest()
 
     def decisive_changes(self, before: "ModelFacts") -> str:
-        """Describe what differs of that which the fingerprint covers."""
+        """Describe the differences that change the fingerprint."""
         return self._decisive().changes(before._decisive())
 
     def _decisive(self) -> "ModelFacts":
@@ -195,7 +195,8 @@ class ModelFacts(Record):
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.
 
-        Only `exact_resume` may differ, and what computes the layers where that promises nothing.
+        Only `exact_resume` and its reason may differ; also `decoder`, unless `before` was exact,
+        and `kernels`, unless both are exact.
         """
         is_promised = self.exact_resume and before.exact_resume
         return self == msgspec.structs.replace(
@@ -216,11 +217,11 @@ class ModelFacts(Record):
         return ", ".join(found)
 
     def max_prompt_len(self, params: SamplingParams) -> int:
-        """Tokens of the longest prompt: it leaves room for an output, unless there is none."""
+        """Length of the longest prompt in tokens; it leaves room for an output, if there is one."""
         return self.max_model_len if params.pooling is not None else self.max_model_len - 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Most KV blocks that a request of `num_tokens` tokens holds at once."""
+        """Maximum number of KV blocks that a request of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(
             num_blocks if group.max_blocks is None else min(num_blocks, group.max_blocks)
@@ -305,8 +306,8 @@ class SchedulerOutput(Message):
     """Copies from the host to blocks of requests that are new in this step: after `swap_out`,
     before the step computes."""
     draft_limits: dict[RequestId, Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]] = {}
-    """Most drafts that the worker makes for a request from this step on. 0: none, and nothing is
-    computed for them."""
+    """Maximum number of drafts that the worker makes for a request from this step on. 0: nothing is
+    computed for drafts."""
     state_swap_out: BlockCopies = field(default_factory=BlockCopies)
     """Like `swap_out`, for state blocks. Each one is the last in the table of a request that is
     preempted in this step, and holds the state after the request's computed tokens."""
@@ -321,7 +322,7 @@ class Sleep(Message):
 class CompileGrammar(Message):
     """Core → worker: compile a grammar alongside the steps. Each rank answers by `GrammarCompiled`.
 
-    Its requests are introduced after that. An adoption takes back what was not answered.
+    Its requests are introduced after that. An adoption cancels a compilation that was not answered.
     """
 
     grammar_id: GrammarId
@@ -337,8 +338,8 @@ class CompileGrammar(Message):
 class LoadAdapter(Message):
     """Core → worker: load an adapter alongside the steps, answered by one `AdapterLoaded`.
 
-    Its requests are introduced after that. An adoption takes back what was not answered, and after
-    it the worker may drop any adapter that the new core has not asked for.
+    Its requests are introduced after that. An adoption cancels a load that was not answered; after
+    it the worker may drop any adapter that the new core has not requested.
     """
 
     adapter: Adapter
@@ -392,8 +393,8 @@ class LoadBlocks(Message):
     source: BlocksAddress = ""
     """Block server that blocks are read from if no store of this machine has them; empty: none."""
     limit_ms: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Most milliseconds for reading from `source`, counted from the message's arrival: computing
-    would take as long. 0: only the worker's own limits apply."""
+    """Maximum time in milliseconds for reading from `source`, from the arrival of the message:
+    computing would take as long. 0: only the worker's own limits apply."""
 
 
 class FindBlocks(Message):
@@ -468,9 +469,9 @@ class GrammarFault(enum.StrEnum):
     """Why a grammar cannot be used."""
 
     WRONG = "wrong"
-    """It is not one, or exceeds a limit."""
+    """The grammar is invalid, or exceeds a limit."""
     BUSY = "busy"
-    """Too many others are being compiled for longer than most need."""
+    """Too many other grammars that compile slowly are being compiled."""
     BROKEN = "broken"
     """The process that compiles grammars does not work."""
 
@@ -490,11 +491,11 @@ class AdapterLoaded(Message):
 
     adapter_id: AdapterId
     error: Text = ""
-    """What is wrong with its files, or with them for this model; empty: nothing is."""
+    """Why its files are invalid or do not fit the model; empty: they can be used."""
 
 
 class BlocksLoaded(Message):
-    """Worker → core: blocks were read, as far as they were there. Each rank answers.
+    """Worker → core: the end of a `LoadBlocks`, with the blocks that were read. Each rank answers.
 
     It writes to none of the blocks after this.
     """
@@ -524,7 +525,7 @@ class BlocksFound(Message):
 
 
 RankAnswer = GrammarCompiled | AdapterLoaded | BlocksLoaded | BlocksFound
-"""What every rank sends in answer to a message about work alongside the steps."""
+"""The answers of every rank to messages about work alongside the steps."""
 WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | RankAnswer
 CoreToWorker = (
     Adopt

@@ -1,7 +1,7 @@
 """The worker's mirror of the running set: full data once, then only what changed.
 
-It applies the rules of `protocol/core_worker.py` and checks every delta, so a disagreement between
-core and worker ends at the first step that shows it. It holds no tensors: both runners use it.
+It applies the rules of `protocol/core_worker.py` and checks every delta, so the first step that
+contradicts the mirror raises an error. It holds no tensors: both runners use it.
 """
 
 from array import array
@@ -44,28 +44,28 @@ class MirroredRequest:
     draft_token_ids: list[int] = field(default_factory=list)
     """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
     draft_limit: int = 0
-    """Most drafts to make for it."""
+    """Maximum number of drafts to make for the request."""
     ngram_index: NgramIndex | None = None
     draft_progress: DraftProgress | None = None
-    """How far the draft model has computed it."""
+    """Number of tokens that the draft model has computed."""
     draft_states: list[int] = field(default_factory=list)
-    """State blocks for the states before each of its drafts."""
+    """State blocks for the states before the request's drafts, one for each."""
     state_block: int = NULL_BLOCK
-    """The draft state that has the state of its computed tokens; NULL_BLOCK: its table has it."""
+    """The draft state with the state of the computed tokens; NULL_BLOCK: the table has it."""
     grammar_state: GrammarState | None = None
-    """Of a request with a grammar; the runner sets it before the request's first step."""
+    """State of the request's grammar, which the runner sets before the request's first step."""
     edits_scores: bool = field(init=False)
     """`sampling_params.edits_scores`, computed once."""
     edits: RowEdits | None = field(init=False)
-    """What changes its scores; None: nothing does."""
+    """The edits of the request's scores; None: there are none."""
     is_greedy: bool = field(init=False)
     """`sampling_params.greedy`, computed once."""
     needs_host: bool = field(init=False)
-    """Whether its next token, or what is returned with it, needs the ids before it on the host."""
+    """Whether the next token, or what is returned with it, needs the previous ids on the host."""
     is_confined: bool = field(init=False)
     """Whether a grammar or a thinking budget decides which tokens may follow."""
     pooled_so_far: object = None
-    """What the runner keeps of the computed tokens, of a request that pools all of them."""
+    """The runner's data on the computed tokens, for a request that pools all of them."""
 
     def __post_init__(self) -> None:
         params = self.sampling_params
@@ -127,9 +127,10 @@ class Mirror:
         adapters: Container[int] | None = None,
         num_draft_states: int = 0,
     ) -> None:
-        """`adapters`: the ids of those that are loaded now.
+        """`adapters` has the ids of the adapters that are currently loaded.
 
-        `num_draft_states`: state blocks after those of the core, for the states before drafts.
+        `num_draft_states` is the number of state blocks, after those of the core, for the states
+        before drafts.
         """
         self._facts = facts
         self._bounds = StepBounds(facts)
@@ -206,7 +207,7 @@ class Mirror:
     def move_on(self, step: SchedulerOutput) -> bool:
         """Apply a step that computes one token of each request and adds at most new blocks.
 
-        False: the step is another one, or wrong, and was not applied.
+        Returns False if the step was not applied, because it is of another kind or wrong.
         """
         others = (
             step.scheduled_new_reqs,
@@ -257,7 +258,8 @@ class Mirror:
     ) -> None:
         """Count the tokens that `scheduled` computed, and append those that were sampled.
 
-        `num_sampled_tokens`: one per sampling part, and one more for each right draft; empty: one.
+        `num_sampled_tokens` has for each sampling part one plus the number of right drafts; empty:
+        one each.
         """
         tokens = iter(sampled_token_ids)
         for part in scheduled:
@@ -278,7 +280,7 @@ class Mirror:
         sampled_token_ids: list[int],
         num_sampled_tokens: Sequence[int],
     ) -> None:
-        """Append the sampled tokens of each part, and uncount the drafts that were wrong."""
+        """Append the sampled tokens of each part; wrong drafts no longer count as computed."""
         tokens = iter(sampled_token_ids)
         sampling = [part for part in scheduled if part.samples]
         if len(num_sampled_tokens) != len(sampling):
@@ -363,9 +365,9 @@ class Mirror:
                     )
 
     def _take_copies(self, step: SchedulerOutput, states: Mapping[int, int]) -> None:
-        """Check the copies of a step, and note where the states are that it copies.
+        """Check the copies of a step, and record the location of the states that it copies.
 
-        `states`: where the state of each preempted request is, by the last block of its table.
+        `states` has the location of each preempted request's state, by the last block of its table.
         """
         for field_name in ("swap_out", "swap_in", "state_swap_out", "state_swap_in"):
             copies: BlockCopies = getattr(step, field_name)

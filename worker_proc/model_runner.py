@@ -53,7 +53,7 @@ class ModelRunner:
         exchange: RankExchange | None = None,
         stage: StagePart | None = None,
     ) -> None:
-        """Run the steps of a model; `sampler`, or the device itself, chooses the tokens.
+        """Run the steps of a model; `sampler` or the device samples the tokens.
 
         Args:
             draft_blocks: the draft model's blocks that may be kept in stores.
@@ -215,7 +215,7 @@ class ModelRunner:
         )
 
     def _change_blocks(self, step: SchedulerOutput) -> None:
-        """Copy swapped blocks, and note which blocks get other contents."""
+        """Copy swapped blocks, and record which blocks get other contents."""
         if self._drafter is not None:
             self._drafter.follow(step)
         self._pool.swap(step.swap_out, step.swap_in)
@@ -284,7 +284,7 @@ class ModelRunner:
         )
 
     def _agree(self, token_ids: Sequence[int]) -> None:
-        """Compare a step's tokens with those of other ranks."""
+        """Compare a step's tokens with those of the other ranks of this stage."""
         if self._exchange is not None:
             self._exchange.agree(token_ids)
 

@@ -1,7 +1,7 @@
 """The worker's end of the link to the core, as a state machine: messages in, replies out.
 
 It checks the epoch of each message and the order of the steps; the runner computes. At most one
-step is unfinished when the next one is launched, which needs its tokens on the device alone.
+step is unfinished when the next one is launched; that one needs its tokens only on the device.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class WorkerShim:
         adapters: AdapterService[Any] | None = None,
         offload: OffloadService | None = None,
     ) -> None:
-        """`answering_rank`: the one that sends the outputs of steps."""
+        """`answering_rank` is the rank that sends the outputs of steps."""
         self._runner = runner
         self._grammars = grammars
         self._adapters = adapters
@@ -77,14 +77,15 @@ class WorkerShim:
         self.link_epoch: int | None = None
         """Epoch of the link since the last adoption; None while no core has adopted this worker."""
         self._is_abandoned = False
-        """Whether another rank was adopted anew: this one waits for the same, as what it has been
-        sent since may build on a step that it has not computed."""
+        """True if another rank was adopted again. This rank then waits for its own adoption,
+        because later messages may depend on a step that it has not computed."""
         self.num_fenced_frames = 0  # of another epoch, which were dropped
         self.failure: Exception | None = None
-        """Error of a step or a sleep; the process must exit once the reply, if any, is sent."""
+        """Error of a step or a sleep; the process must exit once its reply is sent, if there is
+        one."""
 
     def end_adoption(self) -> None:
-        """Forget the adoption, since the connection was made or lost."""
+        """Forget the adoption, because the connection was made or lost."""
         if self.link_epoch is not None:
             self._runner.leave()
         self.link_epoch = None
@@ -115,9 +116,9 @@ class WorkerShim:
         return self._own_epoch if self.link_epoch is None else self.link_epoch
 
     def on_message(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
-        """Handle one message; returns the reply to it, or to the step before it, if there is one.
+        """Handle one message; return the reply to it or to the step before it, if there is one.
 
-        Another one may follow from `take_output`.
+        `take_output` may return another reply.
         """
         if isinstance(message, Adopt):
             self._adopt(epoch, message)
@@ -179,7 +180,7 @@ class WorkerShim:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `take_prepared` at the latest, in seconds of `time.monotonic`."""
+        """The time by which to call `take_prepared`, in seconds of `time.monotonic`."""
         return None if self._offload is None else self._offload.deadline
 
     def take_prepared(self) -> list[RankAnswer]:
@@ -189,7 +190,7 @@ class WorkerShim:
 
     @property
     def num_launched(self) -> int:
-        """Steps that are not answered yet: at most one."""
+        """Number of steps that are not answered yet: 0 or 1."""
         return int(self._launched is not None)
 
     def take_output(self) -> WorkerToCore | None:

@@ -5,7 +5,7 @@ and its tokens are known, under the hash of all tokens up to its end. A hit on b
 implies the whole prefix.
 
 Layers with a sliding window form KV groups, whose tables take blocks from the same pool. Blocks
-that the window has passed are freed, and a hit needs only the blocks that it still sees.
+that the window has passed are freed, and a hit needs only the blocks within the window.
 
 Recurrent layers form the last group, whose table holds state blocks: see `StateBlocks`.
 """
@@ -61,11 +61,11 @@ class KVCacheManager:
 
     @property
     def has_slot(self) -> bool:
-        """True if another request can have a state block, or needs none."""
+        """True if another request can have a state block, or if requests need none."""
         return self.states is None or self.states.num_available > 0
 
     def kv_tables(self, tables: Tables) -> Tables:
-        """Return the tables, or hits, of the groups whose blocks come from `pool`."""
+        """Return the part of tables or hits that belongs to the groups with blocks from `pool`."""
         return tables if self.states is None else tables[:-1]
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -215,9 +215,9 @@ class KVCacheManager:
         """Allocate a request's first blocks; return False, with no change, if they do not fit.
 
         Computation begins at position `start`; KV between the hits and `start` is copied in before.
-        `num_tokens` need slots now. The blocks for `num_reserved` must fit, too, but are not taken
-        yet, and `headroom` blocks must stay free. There must be a state block if the request needs
-        one: `has_slot`.
+        `num_tokens` need slots now. The blocks for `num_reserved` tokens must fit, too, but are not
+        allocated yet, and `headroom` blocks must stay free. There must be a state block if the
+        request needs one: `has_slot`.
         """
         assert not request.block_tables
         if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
@@ -320,8 +320,8 @@ class KVCacheManager:
         """Extend the tables to slots for the first `num_tokens`.
 
         Returns the new blocks of each group; empty if none are needed; None, with no change, if
-        they do not fit. `again`: the same step has granted it tokens before, which still attend to
-        everything in their window.
+        they do not fit. With `again`, the same step has already granted the request tokens, which
+        still attend to everything in their window.
         """
         tables, pool = request.block_tables, self.pool
         if self._has_windows and not again:

@@ -8,7 +8,7 @@ _PRIOR_POSITIONS = 2.0
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts of right drafts, and of drafts whose predecessors in the step were all right."""
+    """Counts right drafts, and drafts whose predecessors in the step were all right."""
 
     right: float = 0.0
     tested: float = 0.0

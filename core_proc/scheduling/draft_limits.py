@@ -1,4 +1,4 @@
-"""Limits the number of drafts of each request to those that pay for themselves.
+"""Limits the number of drafts of each request so that drafts increase the speed.
 
 With k drafts, each of which is right with probability a, a step brings 1 + a + ... + a^k tokens. It
 takes 1 + gap + k x price times as long as a step without drafts. For each request, the number that
@@ -7,9 +7,9 @@ Price and gap are measured. The price is the time that a draft adds to a step: i
 draft model's time, and its row in the verification. The gap is the time between steps, since a step
 with drafts is not decided before the results of the last one.
 
-While drafts do not pay, no request gets any, and nothing is computed for them, except for one
-request at a time that tries them. Trials begin only while all of them together have taken no more
-than a small share of the time.
+While drafts do not increase the speed, no request gets any, and nothing is computed for them,
+except for one request at a time that tries them. Trials begin only while all of them together have
+taken no more than a small share of the time.
 """
 
 from collections.abc import Sequence

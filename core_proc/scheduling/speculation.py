@@ -54,9 +54,10 @@ class Speculation:
     def num_drafts(self, request: Request, kv: KVCacheManager, room: int) -> int:
         """Return how many drafts to verify in addition to the one known token left to compute.
 
-        None if there are no blocks for them, since no request is preempted for a guess. None that
-        would be cut at the request's end. At most `room`, so that the following requests get a
-        token. None after the position at which a state must be that of known tokens.
+        Returns 0 if there are no blocks for them, since no request is preempted for a guess. No
+        draft is verified that would be cut at the request's end, or after the position at which a
+        state must be that of known tokens. There are at most `room` drafts, so that the following
+        requests get a token.
         """
         if self.limits.is_measuring:
             return 0

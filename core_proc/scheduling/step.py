@@ -64,7 +64,7 @@ class ScheduledStep:
     def limit(self, request: Request, num_tokens: int) -> int:
         """Limit the tokens left to the threshold, and to the capacity of the answer's frame.
 
-        0: its vector would be one too many in the answer.
+        Returns 0 if the request's vector would be one too many in the answer.
         """
         params, num_left = request.sampling_params, num_tokens
         if self.threshold:

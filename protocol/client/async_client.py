@@ -168,7 +168,7 @@ class AsyncEngineClient:
 
     @property
     def is_stalled_for_good(self) -> bool:
-        """True if the engine has not served for so long that its requests have failed before."""
+        """True if requests have already failed because the engine has not served for too long."""
         return self._stalled_s > 2 * self._options.stall_timeout_s
 
     @property
@@ -217,7 +217,7 @@ class AsyncEngineClient:
         return self._controls.pauses
 
     def begin_paused(self, action: ControlAction, mode: PauseMode) -> None:
-        """Pause the core before anything else; to be called before `connect`."""
+        """Pause the core before any other request reaches it; to be called before `connect`."""
         self._controls.begin_paused(action, mode)
 
     async def __aenter__(self) -> "AsyncEngineClient":

@@ -1,8 +1,9 @@
 """The model that a client's engines must have: requests for it go nowhere else.
 
 The owner of the client may know the model's files; engines of other machines are then compared with
-them. Engines of this machine have read the same files, perhaps at another time. Besides, all
-engines are compared with the one that was the first to serve, as long as any still has its model.
+them. Engines of this machine have read the same files, perhaps at another time. In addition, all
+engines are compared with the one that was the first to serve, as long as any engine still has its
+model.
 """
 
 from collections.abc import Iterable

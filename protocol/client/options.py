@@ -16,7 +16,7 @@ class ClientOptions:
     max_open_requests: int = 16384
     """Above this number, `submit` raises Overloaded."""
     max_open_tokens: int = 2**23
-    """Likewise for the total tokens of all open prompts."""
+    """Above this total number of tokens in open prompts, `submit` raises Overloaded."""
     stall_timeout_s: float = 120.0
     """Open requests fail after this time without a serving engine."""
     allow_inexact_resume: bool = False
@@ -41,7 +41,7 @@ class ReplicatedOptions(ClientOptions):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """Return what the settings of an engine state, with the default limits."""
+        """Return the options that the settings of an engine contain, with the default limits."""
         recovery, parallel = config.recovery, config.parallel
         return cls(
             stall_timeout_s=recovery.stall_timeout_s,

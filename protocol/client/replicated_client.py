@@ -10,10 +10,10 @@ and workers. If the core is gone for `failover_s`, or without workers for much l
 requests continue at other replicas (`moving`). A core that returns has none of them, because a new
 connection has no requests; one that was only without workers gets an abort.
 
-A request that has begun continues only where the fingerprint is that of the engine that began it,
-or else, with `allow_inexact_resume`, anywhere. Where there is no such replica, it waits.
+A request that has begun continues only at a replica with the fingerprint of the engine that began
+it, or, with `allow_inexact_resume`, at any replica. Otherwise it waits.
 
-With one replica it passes all calls on.
+With one replica, all calls go directly to its client.
 """
 
 import asyncio
@@ -96,8 +96,8 @@ class ReplicatedClient:
         Args:
             fields: fields of the options by name, as for `AsyncEngineClient`.
             keys: for replicas with tcp addresses: see `AsyncEngineClient`.
-            files: of the model that engines of other machines must have; the one that serves first
-                decides besides. Others get no requests.
+            files: digests of the model that engines of other machines must have. The first engine
+                that serves also determines the model. Engines with another one get no requests.
             may_change: True if `set_addresses` is called later; `addresses` may then be empty.
             make_link: takes the arguments of `CoreLink`.
         """

@@ -13,7 +13,7 @@ class Slot(msgspec.Struct, frozen=True, order=True):
     role: Role
     rank: int = 0
     name: str = ""
-    """How it is shown, if not by role and rank."""
+    """The name shown to users; empty: role and rank are shown."""
 
     def __str__(self) -> str:
         return self.name or (f"{self.role} {self.rank}" if self.rank else str(self.role))
@@ -22,7 +22,8 @@ class Slot(msgspec.Struct, frozen=True, order=True):
 def api_slot(index: int, count: int, *, is_spare: bool = False) -> Slot:
     """Return the slot of one of `count` API processes.
 
-    `is_spare`: of the second process with this index during a planned restart.
+    With `is_spare`, the slot is that of the second process with this index during a planned
+    restart.
     """
     name = "" if count == 1 else f"api-{index}" + " spare" * is_spare
     return Slot(Role.API, index + count * is_spare, name)
@@ -54,7 +55,8 @@ class Kill(msgspec.Struct, frozen=True):
 
     slot: Slot
     spares_zygote: bool = False
-    """Whether the zygote that has not forked it yet is left alive. Else it counts as hanging."""
+    """True if a zygote that has not forked the process yet is left alive. Otherwise it counts as
+    hanging."""
 
 
 class DumpStacks(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from scripts.supervisor.process_state import phase_name
 _BAR_CELLS = 24
 _REDRAW_S = 0.1
 _LINE_S = 10.0
-"""Between two lines about a load where no bar can be drawn."""
+"""Seconds between two lines about a load if no bar can be drawn."""
 _SHORTEST_SHOWN_S = 0.05
 _CLEAR_LINE = "\r\x1b[K"
 _CLEAR_BELOW = "\r\x1b[J"
@@ -38,7 +38,7 @@ class PhaseClock:
     phases: list[tuple[str, float]] = field(default_factory=list)
 
     def enter(self, phase: str, now: float) -> None:
-        """Begin a phase, unless it is the present one."""
+        """Begin a phase, unless it is the current one."""
         if not self.phases or self.phases[-1][0] != phase:
             self.phases.append((phase, now))
 
@@ -55,7 +55,7 @@ class PhaseClock:
 
 
 class Console:
-    """Writes to one stream; `is_quiet`: only the log; `is_log_only`: all lines are part of it."""
+    """Writes to one stream; `is_quiet`: only the log; `is_log_only`: the log gets all lines."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Console:
         return min(self._loading, key=progress)
 
     def next_tick(self) -> float | None:
-        """When `tick` must be called; None while no progress is shown."""
+        """The time at which `tick` must be called; None while no progress is shown."""
         if not self._loading or self._is_quiet:
             return None
         return self._drawn_at + (_REDRAW_S if self._is_terminal else _LINE_S)
@@ -164,7 +164,7 @@ class Console:
         self._write(f"troika: {text}\n")
 
     def _clear(self) -> None:
-        """Clear the bar, or what the terminal has echoed, such as ^C."""
+        """Clear the bar, or echoed input such as ^C."""
         if self._is_terminal:
             self._write(_CLEAR_BELOW if self._has_bar else _CLEAR_LINE)
             self._has_bar = False

@@ -24,7 +24,7 @@ class CrashLoop:
     """Counts the deaths of core and workers."""
 
     def __init__(self, give_up_after_s: float | None, groups: Groups) -> None:
-        """Begin without deaths; `give_up_after_s` bounds a crash loop, if it is not None."""
+        """Begin without deaths; `give_up_after_s` limits a crash loop if it is not None."""
         self._groups = groups
         self._watched = [groups[role] for role in _ROLES if role in groups]
         self._degraded: set[int] = set()
@@ -49,7 +49,7 @@ class CrashLoop:
         self._deaths.append(self._served_s)
 
     def _count_service(self, now: float) -> None:
-        """Count the time since all were ready, if none was missing."""
+        """Count the time since the last death or Ready, if core and workers are ready."""
         began = self._last_death
         self._last_death = now
         for group in self._watched:
@@ -73,9 +73,10 @@ class CrashLoop:
         return Health(True, _MIN_RETRY_S + max([0.0, *waits_s]))
 
     def report(self, now: float, *, is_repeat: bool = False) -> list[Action]:
-        """Report a change to the API, which takes requests even while it waits for the engine.
+        """Report a change to the API, which accepts requests even while it waits for the engine.
 
-        `is_repeat`: report a crash loop again, since a report is valid for a few seconds only.
+        With `is_repeat`, a crash loop is reported again, since a report is valid only for a few
+        seconds.
         """
         health = self.health(now)
         apis = [group.processes[0] for group in self._groups.of(Role.API)]

@@ -63,12 +63,12 @@ def _signal_name(number: int) -> str:
 
 
 class DeathNotices:
-    """Keeps the latest deaths of workers: a notice may be lost, or the core be dead itself."""
+    """Keeps the latest deaths of workers: a notice may be lost, or the core may be dead."""
 
     def __init__(self, cores: Sequence[Group]) -> None:
         self._cores = [process for group in cores for process in group.processes]
         self._deaths: deque[tuple[float, WorkerDied]] = deque(maxlen=_MAX_DEATHS)
-        """Each with the time at which it expires."""
+        """The notices, each with the time at which it expires."""
 
     def suspicion(self, process: Process, for_s: float) -> list[Action]:
         """Keep steps away from a ready worker that may hang, for `for_s` seconds; 0 ends that."""
@@ -89,7 +89,7 @@ class DeathNotices:
     ) -> list[Action]:
         """Record a death for the successor; send that of a worker to the core.
 
-        `is_loaded_anew`: the successor of a worker must load the model.
+        `is_loaded_anew` is true if the successor of a worker must load the model.
         """
         slot, epoch = process.slot, process.epoch
         if slot.role is Role.WORKER:

@@ -13,13 +13,13 @@ from scripts.supervisor.process_state import Group, Groups, latest
 STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
 """The role of the standby for each role; it has as many processes."""
 HELPERS = (Role.ZYGOTE, *STANDBY_OF.values())
-"""Roles of processes that replace others, in an order of their own."""
+"""Roles of processes that replace others, in the order in which they are stopped."""
 UNNEEDED = (*HELPERS, Role.PLACER, Role.BLOCK_SERVER)
 """Roles that serve no requests: the engine is ready without them."""
 STANDBY_DELAY_S = 0.25
 """Time from Ready to the start of the standby: recovering requests need the processors first."""
 PATIENCE_S = 2.0
-"""The longest wait for a standby that is starting."""
+"""Longest wait in seconds for a standby that is starting."""
 HANDOVER_TIMEOUT_S = 5.0
 """Longest wait for the first message of a process that was requested from a zygote or promoted."""
 
@@ -31,7 +31,7 @@ class Failover:
         self._groups = groups
 
     def due_at(self, group: Group) -> float | None:
-        """When a group without processes can be started; None: only after an event."""
+        """Return when a group without processes can be started; None: only after an event."""
         if group.resume_at is None or not group.is_vacant:
             return None
         if group.role in HELPERS:
@@ -45,7 +45,7 @@ class Failover:
         return group.resume_at + PATIENCE_S if is_near else group.resume_at
 
     def origin(self, role: Role) -> Origin:
-        """Where the next process of a role comes from now."""
+        """Return how the next process of a role would be started now."""
         standby = self.standby_of(role)
         if standby is not None and standby.serves:
             return Origin.PROMOTED
@@ -59,7 +59,7 @@ class Failover:
         return not has_standby and not self._zygotes_serve and not self._zygotes_are_coming
 
     def standby_of(self, role: Role) -> Group | None:
-        """The standby for a role; None where there is none."""
+        """Return the standby for a role; None: there is none."""
         return self._helper(STANDBY_OF[role]) if role in STANDBY_OF else None
 
     def hand_over(self, role: Role, now: float) -> None:
@@ -83,7 +83,7 @@ class Failover:
         return next(iter(self._groups.of(role)), None)
 
     def _helper_due_at(self, role: Role, resume_at: float) -> float | None:
-        """When a helper can be started: only once the engine serves and recovery needs less."""
+        """Return when a helper can be started: once the engine serves and recovery needs less."""
         served_since = self._served_since(role)
         if served_since is None:
             return None
@@ -94,7 +94,7 @@ class Failover:
         return max(resume_at, served_since + STANDBY_DELAY_S)
 
     def _served_since(self, role: Role) -> float | None:
-        """Since when the processes serve that a helper must not disturb; None: they do not."""
+        """Return since when the processes serve that a helper must not disturb, or None."""
         roles = (Role.WORKER, Role.CORE) if role is Role.STANDBY_CORE else (Role.WORKER,)
         groups = [self._groups[served] for served in roles]
         return latest(group.ready_since if group.is_ready else None for group in groups)

@@ -36,7 +36,7 @@ _REAP_TIMEOUT_S = 1.0
 
 
 class Interrupted(Exception):
-    """The engine ends before it was started."""
+    """The engine ends before it has started."""
 
     def __init__(self, *, is_orphaned: bool) -> None:
         super().__init__("the engine ends")
@@ -63,7 +63,7 @@ class ModelFetch:
         """Return the configuration with the models' directories.
 
         ConfigError: a model cannot be fetched, or cannot run. Interrupted: by a signal, or because
-        a parent has ended. What has arrived stays in the hub's cache.
+        a parent has ended. Files that were fetched stay in the hub's cache.
         """
         marker = fetching_file(str(self._config.run.run_dir), os.getpid())
         marker.touch()
@@ -123,7 +123,7 @@ class ModelFetch:
             child.stop(0.0)
 
     def _read(self, fd: int) -> bool:
-        """Handle the lines that have arrived; False: no more come."""
+        """Handle the lines that have arrived; return False after the last one."""
         data = os.read(fd, _READ_BYTES)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:

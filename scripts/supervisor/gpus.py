@@ -34,7 +34,7 @@ def gpus_of(gpus: list[str], replica: int, num_replicas: int) -> list[str]:
 
 
 def divide_gpus(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
-    """Check that replicas can share the GPUs; in the supervisor of one, show it only its own.
+    """Check that replicas can share the GPUs; a replica's supervisor shows it only its own GPUs.
 
     GPUs that cannot be counted are not divided. ConfigError: there are too few.
     """

@@ -39,7 +39,7 @@ class HeadLink:
     def __init__(
         self, address: str, keys: ClientKeys, name: str, *, leave_after_s: float | None = None
     ) -> None:
-        """Connect to tcp `address`; `leave_after_s`: without an answer the engine ends."""
+        """Connect to tcp `address`; after `leave_after_s` without an answer the engine ends."""
         self._address = address
         self._name = name
         self._leave_after_s = leave_after_s
@@ -59,7 +59,7 @@ class HeadLink:
     def fetch_settings(self, signal_fd: int, parent_fd: int | None = None) -> EngineConfig | None:
         """Wait until the engine sends its settings; None: a signal has arrived before.
 
-        EOF of `parent_fd` is as a signal. ConfigError: they cannot be used.
+        EOF of `parent_fd` counts as a signal. ConfigError: the settings cannot be used.
         """
         ends = [signal_fd] if parent_fd is None else [signal_fd, parent_fd]
         while True:
@@ -80,7 +80,7 @@ class HeadLink:
         self._core = address
 
     def _turn(self) -> list[Settings | Leave]:
-        """Repeat `Join`, if it is time, and return what has arrived."""
+        """Repeat `Join` if it is time, and return the messages that have arrived."""
         now = time.monotonic()
         # A longer turn is this process's own, as while a model is fetched: it has not looked.
         passed_s = min(now - self._turned_at, REPEAT_S)
@@ -105,7 +105,7 @@ class HeadLink:
         return found
 
     def _follow_link(self, passed_s: float) -> None:
-        """Note connections made and lost; without one for long, try another one."""
+        """Record connections that were made or lost; after a long time without one, try another."""
         self._unlinked_s = 0.0 if self._is_linked else self._unlinked_s + passed_s
         for event in self._channel.link_events():
             self._is_linked = event is LinkEvent.CONNECTED

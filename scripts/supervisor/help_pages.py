@@ -105,7 +105,7 @@ def _row(head: str, text: str) -> Iterator[str]:
 
 
 def _flag(setting: Setting) -> str:
-    """Describe one setting, with everything that it accepts."""
+    """Describe one setting and all values that it accepts."""
     rows = {
         "flag": f"{setting.flag}, --no-{setting.flag[2:]}"
         if setting.is_bool

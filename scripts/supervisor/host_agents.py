@@ -40,12 +40,13 @@ from scripts.hub.messages import one_line
 
 _DRAIN_LIMIT = 1024
 _LONGEST_TURN_S = 1.0
-"""What a turn counts at most: in a longer one this process did not look for messages."""
+"""Maximum time in seconds that counts for a turn: in a longer turn this process did not look for
+messages."""
 _COMPLAINT_S = 60.0
 """Time between two lines about messages that cannot be read, and between two about one failure of
 an agent, which may be started again every second."""
 _MOST_FAILURES = 3
-"""Most failures of one agent that are reported within `_COMPLAINT_S`."""
+"""Maximum number of failures of one agent that are reported within `_COMPLAINT_S`."""
 _NUMBER = re.compile("0x[0-9a-f]+|[0-9]+")
 """Process ids, sizes and addresses: failures that differ only in them count as one."""
 
@@ -62,7 +63,7 @@ class _Member:
     peer: bytes
     address: str
     silent_s: float = 0.0
-    """Since its last `Join`."""
+    """Seconds since its last `Join`."""
 
 
 def settings_of(config: EngineConfig) -> Settings:
@@ -103,9 +104,9 @@ class HostAgents:
     """Takes in agents of other machines, and keeps the file of their cores."""
 
     def __init__(self, config: EngineConfig, run_dir: str) -> None:
-        """Listen. `config`: as it was asked for, so that names of models are looked up there.
+        """Listen for agents. `config` has the names of models, which each agent looks up itself.
 
-        ValueError: the keys or the address cannot be used.
+        Raises ValueError if the keys or the address cannot be used.
         """
         address, directory = config.parallel.agents_listen, config.parallel.curve_keys
         assert address is not None
@@ -122,7 +123,8 @@ class HostAgents:
         self._turned_at: float | None = None
         self._complain_at = 0.0
         self._failures: dict[str, dict[str, float]] = {}
-        """By name, failures of an agent that were reported, without numbers, and when."""
+        """By the agent's name: failures that were reported, without numbers, and the times of the
+        reports."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ClientAuthenticator(self._context, keys.directory)
         self._link = RouterChannel(
@@ -228,7 +230,7 @@ class HostAgents:
             self._link.send(peer, NO_EPOCH, encode(message))
 
     def write_again(self) -> None:
-        """Write the file of their cores in the next turn: it may have been removed."""
+        """Write the file of the agents' cores in the next turn, as it may have been removed."""
         self._written = None
 
     def _write(self) -> None:

@@ -51,8 +51,8 @@ from scripts.supervisor.system import System
 
 _DRAIN_LIMIT = 256
 _FATAL_TIMEOUT_S = 0.5
-"""The longest wait for the `Fatal` of a process that has ended by itself. Before the first Ready it
-decides whether the start is given up."""
+"""Longest wait in seconds for the `Fatal` of a process that has ended by itself. Before the first
+Ready, the `Fatal` decides whether the start is given up."""
 _LATER_FATAL_TIMEOUT_S = 0.1
 _CANNOT_START = 127
 
@@ -75,9 +75,10 @@ class Supervisor:
     ) -> None:
         """Listen for children; `run` starts them. Without a `listener` there is no API.
 
-        EOF of `parent_fd`, or the end of this process's parent, ends everything at once. The start
-        counts from `started_at`, in monotonic seconds. `reports`: to whatever has started the
-        engine; `agents`: the engines of other machines that have joined this one.
+        EOF of `parent_fd`, or the end of this process's parent, ends everything at once.
+        `started_at` is the beginning of the start, in monotonic seconds. `reports` go to whatever
+        has started the engine; `agents` are the engines of other machines that have joined this
+        one.
         """
         self._reports = reports
         self._agents = agents
@@ -187,7 +188,7 @@ class Supervisor:
         self._perform(self.policy.on_orphaned(self._clock.monotonic()))
 
     def _on_commands(self, commands: Sequence[Command]) -> None:
-        """Handle what was sent by whatever has started the engine."""
+        """Handle the commands of whatever has started the engine."""
         for command in commands:
             now = self._clock.monotonic()
             if isinstance(command, Stop):

@@ -27,7 +27,7 @@ def resolve(model: ModelConfig) -> ModelConfig:
 
     A GGUF file becomes a directory later (`scripts.hub.messages.gguf_files`).
 
-    ConfigError: a name is neither, or a path is not a model's.
+    ConfigError: a name is not a model's, local or on the hub, or a path has no model.
     """
     directory, name = _place("model", model.model)
     if model.revision is not None and directory is not None:
@@ -59,7 +59,7 @@ def local_hint(name: str) -> str:
 
 
 def _place(setting: str, given: str) -> tuple[Path | None, str]:
-    """Return a model's directory or GGUF file, None for one of the hub, and its name in the API."""
+    """Return a model's directory or GGUF file (None: it is on the hub), and its name in the API."""
     bundled = BUNDLED_MODELS.get(given)
     directory = bundled or Path(given).absolute()
     if is_gguf(directory) and directory.is_file():
@@ -83,7 +83,7 @@ def _gguf_model(setting: str, path: Path) -> str:
 
 
 def _why_not_a_model(setting: str, directory: Path) -> str:
-    """Return what is wrong with a path, and what to give instead."""
+    """Return a line with the error in a path, and a suggestion."""
     what = f"{setting} {directory}"
     if directory.is_dir():
         has_gguf = any(is_gguf(name) for name in _names_in(directory))

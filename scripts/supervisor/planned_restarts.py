@@ -22,7 +22,7 @@ LEAVE_GRACE_S = 5.0
 ALREADY_REPLACED = "is being replaced already"
 """End of the reason for refusing a second restart during the first."""
 CORE_PATIENCE_S = 2.0
-"""The longest wait for a core's standby: without one the pause is only a little longer."""
+"""Longest wait in seconds for a core's standby; without one the pause is only slightly longer."""
 
 
 class PlannedRestarts:
@@ -35,7 +35,7 @@ class PlannedRestarts:
         next_epoch: Callable[[], int],
         is_api_alone: bool,
     ) -> None:
-        """Take all groups of an engine.
+        """Manage the restarts of all groups of an engine.
 
         `is_api_alone`: an API must have ended before its successor starts, because only one can
         hold the journal. New connections wait in the socket's queue meanwhile.
@@ -46,13 +46,13 @@ class PlannedRestarts:
         self._next_epoch = next_epoch
         self._waits_until: dict[Role, float] = {}
         self._apis: deque[Group] = deque()
-        """API processes to be replaced, the present one first."""
+        """API processes to be replaced; the first one is being replaced."""
         self._is_begun = False
         """Whether the replacement of the first has begun."""
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` must be called at the latest."""
+        """Time by which `tick` must be called."""
         return min(self._waits_until.values(), default=None)
 
     def ask(
@@ -60,7 +60,7 @@ class PlannedRestarts:
     ) -> tuple[str | None, list[Action]]:
         """Begin to replace the processes of a role, or one API process.
 
-        Returns the reason if this is refused, or None, and the actions that follow.
+        Returns the reason for a refusal, or None, and the actions that follow.
         """
         self._drop_replaced()
         groups = self._groups.of(role)
@@ -87,7 +87,7 @@ class PlannedRestarts:
         return None, self.tick(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Replace the roles whose standby is ready; give up the others at their deadline."""
+        """Replace the roles whose standby is ready; cancel the others at their deadline."""
         actions = [a for role in list(self._waits_until) for a in self._prepare(role, now)]
         return actions + self._advance_apis(now)
 
@@ -132,7 +132,7 @@ class PlannedRestarts:
         self._waits_until = {role: due + seconds for role, due in self._waits_until.items()}
 
     def cancel(self) -> list[Action]:
-        """Give up the restarts that were not begun, at the end of the engine."""
+        """Cancel the restarts that have not begun, at the end of the engine."""
         self._waits_until.clear()
         self._give_up_apis()
         spares = [group.spare for group in self._groups if group.spare is not None]
@@ -165,5 +165,5 @@ class PlannedRestarts:
 
 
 def _is_successor(spare: Process, group: Group) -> bool:
-    """Whether the spare process is to replace the present one, and is not its predecessor."""
+    """Whether the spare process will replace the current one, rather than precede it."""
     return spare.epoch > group.processes[0].epoch

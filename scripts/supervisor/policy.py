@@ -71,7 +71,7 @@ class SupervisorPolicy:
         self._planned = PlannedRestarts(self._groups, recovery, next_epoch, is_api_alone)
         self._shutdown = Shutdown(self._groups, recovery)
         self.was_ready = False
-        """Whether all were ready at once; from then on no start is given up."""
+        """True once all processes were ready at the same time; no start is given up after that."""
         self._turned_at = self._repeat_at = 0.0
         self._watcher = Watcher(min(_LONGEST_LOOK_S, recovery.hang_timeout_s / 2))
         self._death_notices = DeathNotices(self._groups.of(Role.CORE))
@@ -84,7 +84,7 @@ class SupervisorPolicy:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all processes serve that requests need."""
+        """Whether all processes that requests need are serving."""
         needed = [group for group in self._groups if group.role not in UNNEEDED]
         return not self._shutdown.has_begun and all(group.is_ready for group in needed)
 
@@ -100,11 +100,11 @@ class SupervisorPolicy:
         return ProcessState.READY if self.is_ready else ProcessState.STARTING
 
     def find(self, epoch: int) -> Process | None:
-        """The process of that epoch, if it is alive."""
+        """Return the process of that epoch, if it is alive."""
         return next((p for p in self.processes if p.is_alive and p.epoch == epoch), None)
 
     def next_deadline(self) -> float:
-        """When `tick` must be called at the latest."""
+        """Time by which `tick` must be called."""
         times = [self._turned_at + _LONGEST_TURN_S, self._shutdown.deadline, self._planned.deadline]
         times += [process.deadline for process in self.processes]
         times += [self._due_at(group) for group in self._groups]
@@ -112,7 +112,7 @@ class SupervisorPolicy:
 
     @property
     def next_look(self) -> float | None:
-        """When `look` must be called at the latest; None before the first call."""
+        """Time by which `look` must be called; None before the first call."""
         return self._watcher.next_look
 
     def begin(self, now: float) -> list[Action]:
@@ -192,7 +192,7 @@ class SupervisorPolicy:
         return actions + self._crash_loop.report(now)
 
     def _replace(self, group: Group, at: float, now: float) -> list[Action]:
-        """Start the successors at that time, unless the death ends a front of the shutdown."""
+        """Start the successors at that time; a front that is not restarted counts as drained."""
         if self._shutdown.is_front(group.role) and not self._shutdown.comes_back(group.role):
             return self._shutdown.on_drained(group, now)
         return [*group.replace(at), *self._resume(group, now)]
@@ -200,7 +200,7 @@ class SupervisorPolicy:
     def on_restart(
         self, role: Role, now: float, index: int | None = None
     ) -> tuple[str | None, list[Action]]:
-        """Replace the processes of a role, or one API process; returns why not, and actions."""
+        """Replace the processes of a role, or one API process; return a refusal, or actions."""
         if self._shutdown.has_begun:
             return "the engine is stopping", []
         return self._planned.ask(role, now, index)
@@ -215,13 +215,13 @@ class SupervisorPolicy:
         return self._planned.cancel() + stops
 
     def on_run_dir_lost(self, failure: str, now: float) -> list[Action]:
-        """Finish the open requests and end: another engine has the run directory."""
+        """Finish the open requests and end, because another engine has the run directory."""
         self.failure = failure
         self._shutdown.fail()
         return [] if self.is_ending else self.on_signal(now)
 
     def on_orphaned(self, now: float) -> list[Action]:
-        """Kill all processes: the parent is gone."""
+        """Kill all processes, because the parent is gone."""
         return self._planned.cancel() + self._shutdown.kill_all(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -239,7 +239,7 @@ class SupervisorPolicy:
         return actions
 
     def _repeat(self, now: float) -> list[Action]:
-        """Resend the current state: a message may have been lost."""
+        """Resend the current state, because a message may have been lost."""
         actions = [action for process in self.processes for action in process.ask_again()]
         actions += self._death_notices.pending(now)
         return actions + self._crash_loop.report(now, is_repeat=True)

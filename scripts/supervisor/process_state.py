@@ -19,7 +19,7 @@ from scripts.supervisor.actions import (
 )
 
 LEAST_SERVICE_S = 1.0
-"""Time as Ready after which a process without work counts as useful, if its start took less."""
+"""Seconds as Ready after which an idle process counts as useful, if its start took less time."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_DOUBLINGS = 32
 
@@ -39,7 +39,7 @@ class Process:
         self.started_at = 0.0
         self.ready_at: float | None = None
         self.deadline: float | None = None
-        """When it is killed; progress of a start extends this."""
+        """Time at which the process is killed; progress of a start extends it."""
         self.asked: Drain | Stop | None = None
         self.last_progress: Progress | None = None
         self.fatal: Fatal | None = None
@@ -121,8 +121,8 @@ class Process:
     def was_useful(self, now: float, step_id: int | None, *, has_completed_step: bool) -> bool:
         """Whether this incarnation, which has just died, did useful work.
 
-        It has completed a step; or it had none to compute, and served for as long as its start had
-        taken. Then restarts at once cannot keep the processors busy with starts alone.
+        It has completed a step, or it had none to compute and served for as long as its start took.
+        Immediate restarts after such deaths cannot keep the processors busy with starts alone.
         """
         if has_completed_step:
             return True
@@ -131,29 +131,29 @@ class Process:
         return now - self.ready_at >= max(LEAST_SERVICE_S, self.ready_at - self.started_at)
 
     def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
-        """Ask it to end; it is killed at the deadline."""
+        """Request the process to end; it is killed at the deadline."""
         self.state = ProcessState.DRAINING
         self.deadline = deadline
         return self.ask(message)
 
     def drain(self) -> list[Action]:
-        """Ask it to finish its requests, without a deadline of its own."""
+        """Request the process to finish its requests, without a deadline for this process alone."""
         if self.state is ProcessState.READY:
             self.state = ProcessState.DRAINING
         return self.ask(Drain())
 
     def on_drained(self) -> None:
-        """Record that it has finished; one that was starting receives messages, too."""
+        """Record that it has finished; a process that was starting can now receive messages."""
         if self.state is ProcessState.STARTING:
             self.state = ProcessState.DRAINING
 
     def ask(self, message: Drain | Stop) -> list[Action]:
-        """Ask it to end; `ask_again` repeats that until it has."""
+        """Request the process to end; `ask_again` repeats the request until it has ended."""
         self.asked = message
         return [Send(self.slot, message)]
 
     def ask_again(self) -> list[Action]:
-        """Repeat the request to end: the message may have been lost."""
+        """Repeat the request to end, because the message may have been lost."""
         if self.asked is None or not self.is_alive or self.is_doomed:
             return []
         return [Send(self.slot, self.asked)]
@@ -173,7 +173,7 @@ class Process:
         return [Kill(self.slot, spares_zygote)]
 
     def on_deadline(self) -> list[Action]:
-        """Kill it. One that was asked to end and is late counts as killed, not as hung."""
+        """Kill the process. If it was requested to end and is late, it does not count as hung."""
         is_leaving = self.state is ProcessState.DRAINING
         what = "does not end in time" if is_leaving else "has made no progress in its start"
         severity = logging.WARNING if is_leaving else logging.ERROR
@@ -195,15 +195,16 @@ class Group:
         self.spare: Process | None = None
         """One more process during a planned restart: the successor, then the predecessor."""
         self.is_leaving = False
-        """They were asked to end and will be replaced, so their deaths do not count."""
+        """The processes were requested to end and will be replaced, so their deaths do not
+        count."""
         self.resume_at: float | None = None
-        """When the successors start, if all predecessors are dead by then."""
+        """Time at which the successors start, if all predecessors are dead by then."""
         self.is_failing = False
-        """One rank has died, and the others were killed."""
+        """True if one rank has died and the others were killed."""
         self.num_deaths = 0
-        """Deaths in a row without useful work before them, the last one included."""
+        """Number of consecutive deaths without useful work before them, including the last."""
         self.num_failures = 0
-        """How many of these were not SIGKILL or SIGTERM."""
+        """Number of these deaths that were not caused by SIGKILL or SIGTERM."""
 
     @property
     def members(self) -> list[Process]:
@@ -231,7 +232,7 @@ class Group:
 
     @property
     def ready_since(self) -> float | None:
-        """When the last rank of the present incarnation became ready; None: not all have."""
+        """Time at which the last rank of this incarnation became ready; None: not all are ready."""
         return latest(process.ready_at for process in self.processes)
 
     def begin(
@@ -263,7 +264,7 @@ class Group:
     def replace(self, at: float) -> list[Action]:
         """Kill the remaining ranks after a death, and start all of them again.
 
-        One that is not forked yet has no part in the death of another, nor has its zygote.
+        A rank that is not forked yet, and its zygote, are not involved in the death of another.
         """
         self.is_failing = True
         self.resume_at = at
@@ -273,7 +274,7 @@ class Group:
         return [action for process in doomed for action in process.kill(spares_zygote=True)]
 
     def on_shutdown(self) -> None:
-        """Start nothing any more."""
+        """Start no further processes."""
         self.resume_at = None
         for process in self.members:
             process.on_shutdown()
@@ -326,7 +327,7 @@ class Groups:
         return self.of(role)[0]
 
     def of(self, role: Role) -> list[Group]:
-        """All groups of a role: one for each API, replica or zygote; at most one otherwise."""
+        """Return the groups of a role: one per API, replica or zygote; otherwise at most one."""
         return [group for group in self._groups if group.role is role]
 
     def find(self, slot: Slot) -> tuple[Group, Process]:

@@ -63,7 +63,7 @@ class ZygoteEvent(NamedTuple):
 
 @dataclass(slots=True)
 class _Fork:
-    """A worker that a zygote was asked to fork, with pid and connection of an early Hello."""
+    """A worker that a zygote was requested to fork, with pid and connection of an early Hello."""
 
     slot: Slot
     pid: int = 0
@@ -175,8 +175,8 @@ class ProcessTable:
     def keep_num_blocks(self, slot: Slot, ready: Ready) -> None:
         """Start workers with as many blocks as the first ones found memory for.
 
-        The core would have to begin anew with workers that have other numbers. Of several ranks the
-        least number counts, once all of them are known. 0: any number.
+        With other numbers of blocks the core would have to start again. With several ranks the
+        least number counts, once all numbers are known. 0: any number.
         """
         if not ready.num_gpu_blocks:
             return
@@ -250,7 +250,7 @@ class ProcessTable:
     # Deaths -------------------------------------------------------------------------------------
 
     def dead(self, ready: Container[int]) -> list[ChildHandle]:
-        """The dead among the descriptors that a poll has found; reaping one may move another."""
+        """Yield the dead processes among a poll's descriptors; reaping one may move another."""
         # Helpers first, so that no dead standby is promoted.
         slots = sorted(self._rows, key=lambda slot: slot.role not in HELPERS)
         children = [self._rows[slot].child for slot in slots]
@@ -344,14 +344,14 @@ class ProcessTable:
         return {slot: mark for slot, mark in found.items() if mark is not None}
 
     def evidence(self, slot: Slot, epoch: int, *, is_oom: bool) -> Evidence:
-        """Return what the page shows about a dead incarnation."""
+        """Return the observations about a dead incarnation that its page contains."""
         page = self._rows[slot].page
         mark = page.read()
         step_id = None if mark is None or mark.epoch != epoch else mark.step_id
         return Evidence(step_id, is_oom, page.last_completing_epoch == epoch)
 
     def record_death(self, death: RecordDeath) -> None:
-        """Write how the last incarnation ended, for the next one."""
+        """Write the last incarnation's death to the page, for the next one."""
         self._rows[death.slot].page.write_death(Death(death.epoch, death.cause, death.step_id))
 
     def pid(self, slot: Slot) -> int | None:
@@ -381,7 +381,7 @@ class ProcessTable:
 
 
 def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
-    """How many processes of each role an engine has, in the order in which they are started."""
+    """Return the number of processes of each role, in the order in which they are started."""
     num_apis = config.api.api_server_count if has_api else 0
     num_block_servers = int(config.run.replica is None and bool(blocks_address(config)))
     if config.parallel.data_parallel_size != 1:

@@ -1,8 +1,8 @@
-"""Replicas: each is an engine with a supervisor of its own, which reports to the one above.
+"""Replicas: each is an engine with its own supervisor, which reports to the supervisor above.
 
-A replica's supervisor starts, watches and replaces its core and its workers, as that of a single
-engine does, in a run directory of its own. The supervisor above it starts the API and the replicas.
-It knows of a replica only whether its supervisor lives and whether it has served once.
+Like the supervisor of a single engine, a replica's supervisor starts, watches and replaces its core
+and its workers, in its own run directory. The supervisor above it starts the API and the replicas.
+It knows only whether a replica's supervisor is alive and whether the replica has served once.
 """
 
 import os
@@ -36,7 +36,7 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
 
 
 class ReplicaReports:
-    """What the supervisor of a replica sends to the one above, and the commands that it gets."""
+    """The reports of a replica's supervisor to the one above, and the commands from there."""
 
     def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None) -> None:
         """Connect; the supervisor above listens before it starts replicas."""
@@ -61,7 +61,7 @@ class ReplicaReports:
 
     @property
     def longest_poll_ms(self) -> int | None:
-        """The longest poll with which the supervisor above sees that this one was not stopped."""
+        """The longest poll after which the supervisor above does not take this one for stopped."""
         return self._reporter.tick_ms
 
     def commands(self) -> list[Command]:
@@ -78,7 +78,7 @@ class ReplicaReports:
         self._link.hold(Ready(facts=facts))
 
     def close(self, failure: str | None) -> None:
-        """Report why the replica has ended, if not in order, and disconnect."""
+        """Report the reason if the replica has failed, and disconnect."""
         if failure is not None:
             self._link.send(Fatal("start", failure[:MAX_TEXT], retry=False))
         self._channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)

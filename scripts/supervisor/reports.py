@@ -1,4 +1,4 @@
-"""What a supervisor reports to whatever has started its engine, and the commands that it gets."""
+"""A supervisor's reports to whatever has started its engine, and the commands that it gets."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -14,8 +14,8 @@ from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
 _CHECK_PERIOD_S = 1.0
 _REPORT_PERIOD_S = 60.0
 _NUM_SILENT_FAILURES = 3
-"""Failures in a row that are not reported. A replica's directory lies within that of the whole
-engine, whose supervisor restores it."""
+"""Number of consecutive failures that are not reported. A replica's directory is within that of the
+whole engine, whose supervisor restores it."""
 
 
 class RunDirKeeper:
@@ -30,7 +30,7 @@ class RunDirKeeper:
         *,
         makes_parents: bool,
     ) -> None:
-        """`makes_parents`: the directories above may be restored, too."""
+        """With `makes_parents`, the directories above may be restored, too."""
         self._run_dir = run_dir
         self._link = link
         self._agents = agents
@@ -40,7 +40,7 @@ class RunDirKeeper:
         self._num_failures = 0
 
     def check(self, now: float) -> str | None:
-        """Restore what was removed; return the reason if another engine has the directory now."""
+        """Restore removed files; return the reason if another engine has the directory now."""
         if now < self._check_at or self._run_dir.is_lost:
             return None
         self._check_at = now + _CHECK_PERIOD_S

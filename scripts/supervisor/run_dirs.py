@@ -41,8 +41,8 @@ class RunDir:
     def __init__(self, path: str | None, *, is_temporary: bool = False) -> None:
         """Create or take over a directory; without a path a new temporary one.
 
-        `is_temporary`: a given one may be removed once no supervisor holds it. ValueError: it
-        cannot be used. RunDirBusyError: another supervisor uses it.
+        With `is_temporary`, a given directory may be removed once no supervisor holds it.
+        ValueError: it cannot be used. RunDirBusyError: another supervisor uses it.
         """
         self.path = make_run_dir(path)
         self._is_own = path is None
@@ -52,7 +52,7 @@ class RunDir:
         self.is_lost = False
         """Whether the directory was removed, and another supervisor has made it again."""
         self._shared = {exchange_prefix(self.path)}
-        """What begins the names of the files that ranks share."""
+        """The common prefix of the names of files that ranks share."""
         self._lock_fd = os.open(self._file(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
         if not _lock(self._lock_fd, _LOCK_TIMEOUT_S):
             holder = _pid_in(self._lock_fd)
@@ -67,8 +67,8 @@ class RunDir:
     def next_epoch(self) -> int:
         """Return a number greater than any that was issued in this directory before.
 
-        It is on the disk when this returns, unless the disk is full or broken: then a running
-        engine continues without, because no other can use the directory while this process lives.
+        The number is on the disk when this returns. If the disk is full or broken, a running engine
+        continues without that, because no other can use the directory while this process is alive.
         """
         self._epoch += 1
         try:
@@ -91,11 +91,11 @@ class RunDir:
             os.close(directory)
 
     def restore(self, *, makes_parents: bool = True) -> bool:
-        """Make again what was removed of the directory; returns whether something was.
+        """Restore the removed parts of the directory; return whether there were any.
 
-        Programs that clean up the place for temporary files remove old files there. `makes_parents`
-        also makes the directories above. OSError or ValueError: it cannot be made.
-        RunDirBusyError: another supervisor uses it by now.
+        Programs that clean up directories of temporary files remove old files. With
+        `makes_parents`, the directories above are made as well. OSError or ValueError: the
+        directory cannot be made. RunDirBusyError: another supervisor uses it now.
         """
         lock = self._file(_LOCK_FILE)
         has_lock = _is_file_of(lock, self._lock_fd)
@@ -128,11 +128,11 @@ class RunDir:
             os.close(lock_fd)
 
     def raise_epoch(self, least: int) -> None:
-        """Let the next epoch be greater than `least`."""
+        """Ensure that the next epoch is greater than `least`."""
         self._epoch = max(self._epoch, least)
 
     def register(self) -> None:
-        """Enter this directory into the register; its supervisor listens already."""
+        """Enter this directory into the register; its supervisor must be listening already."""
         register = _register_dir()
         for link, target in _entries(register):
             # A link to this directory is of a killed predecessor: this process has the lock.
@@ -152,7 +152,7 @@ class RunDir:
         self._link.symlink_to(self.path)
 
     def close(self, *, is_abandoned: bool) -> None:
-        """Release the directory; `is_abandoned`: no other process removes a given temporary one.
+        """Release the directory; if `is_abandoned`, also remove a given temporary one.
 
         Idempotent.
         """
@@ -189,12 +189,12 @@ class RunDir:
 
 
 def wait_for_epoch_by_clock() -> int:
-    """Return an epoch greater than those of engines before, even where they are forgotten.
+    """Return an epoch greater than those of all previous engines, even if they are forgotten.
 
-    Clients of other machines outlive a run directory, and find at one address the engines of
-    several. If two of their cores had one epoch, they would be taken for the same core. The call
-    returns when the time of its epoch begins, within 1 / _EPOCHS_PER_S seconds: so no two calls of
-    one machine return the same epoch, however short the life of an engine.
+    Clients of other machines outlive a run directory, and connect at one address to the engines of
+    several run directories. If two of their cores had the same epoch, they would be taken for the
+    same core. The call returns when the time of its epoch begins, within 1 / _EPOCHS_PER_S seconds,
+    so no two calls on one machine return the same epoch, however short an engine's life is.
     """
     epoch = int((time.time() - _EPOCHS_BEGIN_AT) * _EPOCHS_PER_S) + 1
     left_s = _EPOCHS_BEGIN_AT + epoch / _EPOCHS_PER_S - time.time()
@@ -210,7 +210,7 @@ def live_run_dirs() -> list[str]:
 def holder_of(run_dir: str) -> int | None:
     """Return the pid of the supervisor that holds a directory; None: none does.
 
-    OSError: this cannot be found out.
+    OSError: the lock cannot be read.
     """
     try:
         lock_fd = os.open(Path(run_dir) / _LOCK_FILE, os.O_RDWR)
@@ -223,7 +223,7 @@ def holder_of(run_dir: str) -> int | None:
 
 
 def _remove_shared_files(run_dir: str, prefixes: set[str]) -> None:
-    """Remove the files that ranks of an engine that has ended shared, if they have left some."""
+    """Remove the shared files that the ranks of an ended engine have left, if any."""
     for directory in (SHARED_MEMORY, Path(run_dir)):
         for prefix in prefixes:
             for file in directory.glob(f"*{prefix}*"):
@@ -245,7 +245,7 @@ def _write_pid(lock_fd: int) -> None:
 
 
 def _pid_in(lock_fd: int) -> int | None:
-    """Return the pid in a lock file; None: it is just being written."""
+    """Return the pid in a lock file; None: it is being written."""
     text = os.pread(lock_fd, 20, 0).strip()
     return int(text) if text.isdigit() else None
 
@@ -257,7 +257,7 @@ def _register_dir() -> Path:
 
 
 def _entries(register: Path) -> Iterator[tuple[Path, str]]:
-    """Each link with its target; other processes may change the register meanwhile."""
+    """Yield each link with its target; other processes may change the register meanwhile."""
     for link in list(register.iterdir()):
         try:
             target = os.readlink(link)
@@ -267,7 +267,7 @@ def _entries(register: Path) -> Iterator[tuple[Path, str]]:
 
 
 def is_live(run_dir: str) -> bool:
-    """Whether a supervisor holds the directory; also True where that cannot be found out.
+    """Whether a supervisor holds the directory; True also if the lock cannot be tested.
 
     Only the lock decides: a busy supervisor may not answer, or even refuse a connection.
     """

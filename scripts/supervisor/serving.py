@@ -1,4 +1,4 @@
-"""One life of an engine: its run directory, its model, its processes, and what is left behind."""
+"""One life of an engine: its run directory, its model, its processes, and the files to remove."""
 
 import os
 import socket
@@ -45,16 +45,16 @@ def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
 
 
 class Invocation(NamedTuple):
-    """How an engine was started, and what it has of the process that started it."""
+    """How an engine was started, and its connections to the process that started it."""
 
     console: Console
     signal_fd: int
-    """Has one byte for each signal to stop."""
+    """A descriptor that yields one byte for each signal to stop."""
     started_at: float
-    """When the start has begun, on the monotonic clock."""
+    """Time at which the start began, on the monotonic clock."""
     has_api: bool
     has_bars: bool
-    """Whether the terminal shows how far the fetch of a model is."""
+    """Whether the terminal shows the progress of fetching a model."""
     parent_fd: int | None = None
     """A pipe whose EOF ends everything at once."""
     reports: Reports | None = None
@@ -72,8 +72,8 @@ def serve(
     """Run an engine; returns the exit status, and the reason if the engine gave up.
 
     Args:
-        config: as it was asked for: names of models are resolved here.
-        run_dir: where the caller has it already; it is closed at the end.
+        config: the configuration as given; names of models are resolved here.
+        run_dir: the run directory, if the caller has one already; it is closed at the end.
         is_temporary: whether the run directory is removed at the end.
         epoch: greater than those of all processes before, in the same run directory.
 
@@ -139,7 +139,7 @@ def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConf
 
 
 def _remove_sockets(run_dir: RunDir) -> None:
-    """Remove what the API processes have left, unless it is another engine's by now."""
+    """Remove the files of the API processes, unless another engine has the directory now."""
     if not run_dir.is_lost:
         remove_all(run_dir.path)
 
@@ -147,7 +147,7 @@ def _remove_sockets(run_dir: RunDir) -> None:
 def _with_files(config: EngineConfig, invocation: Invocation, held: "_HeldFiles") -> EngineConfig:
     """Fetch models of the hub, and make the directories of GGUF files, if there are any.
 
-    ConfigError: one cannot be had, or the HTTP address cannot. Interrupted: the engine ends before.
+    ConfigError: a model or the HTTP address cannot be used. Interrupted: the engine ends first.
     """
     if not hub_names(config.model) and not gguf_files(config.model):
         return config
@@ -161,7 +161,7 @@ def _with_files(config: EngineConfig, invocation: Invocation, held: "_HeldFiles"
 
 
 def _of_whole_engine(config: EngineConfig, run_dir: RunDir, held: "_HeldFiles") -> EngineConfig:
-    """Decide for an engine and all its replicas, and return the configuration with the decisions.
+    """Make the decisions for an engine and all its replicas; return the configuration with them.
 
     ValueError: the ranks cannot divide the model.
     """
@@ -202,7 +202,7 @@ def _supervisor(
 
 
 class _HeldFiles:
-    """Locks on what the engine uses and other processes would remove. They end with `with`."""
+    """Locks on files that the engine uses and other processes would remove; held within `with`."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []
@@ -215,7 +215,7 @@ class _HeldFiles:
             os.close(fd)
 
     def add_model(self, model: ModelConfig) -> None:
-        """Hold the files that were made of a model and of its draft model."""
+        """Hold the directories that were made from GGUF files of a model and of its draft model."""
         used = (model.model, model.speculative_model)
         self._fds += hold_directories(Path(name) for name in used if name is not None)
 

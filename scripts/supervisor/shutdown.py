@@ -14,10 +14,10 @@ No sockets, no clock. The states follow one another and never go back:
 | STOPPING | signal, no parent, deadline     | STOPPING, and all processes are killed         |
 | STOPPING | deadline, all killed before     | ENDED, with status 1                           |
 
-The front is the outermost role that still has to finish: the API needs the core, or the replicas,
-for that, and its requests that continue at other machines need the block server. It is drained
-once each of its groups is. `advance` enters the next stage while the
-present one is complete.
+The front is the outermost role that still has to finish. To finish, the API needs the core or the
+replicas, and its requests that continue at other machines need the block server. The front is
+drained once each of its groups is. `advance` enters the next stage as long as the current one is
+complete.
 """
 
 import enum
@@ -37,7 +37,7 @@ _STOP_ORDER = (
 )
 _DRAIN_ORDER = (Role.API, Role.REPLICA, Role.CORE, Role.BLOCK_SERVER)
 _MAX_FAILURES = 3
-"""Failures in a row after which a front is not started again."""
+"""Number of consecutive failures after which a front is not started again."""
 
 
 class _State(enum.Enum):
@@ -57,13 +57,13 @@ class Shutdown:
         self._fronts = [role for role in _DRAIN_ORDER if role in groups]
         """Roles that still have to finish, outermost first."""
         self._draining: set[Group] = set()
-        """Groups of the first front that have not finished."""
+        """Groups of the current front that have not finished."""
         self._were_ready: set[Role] = set()
         self._stages = [role for role in _STOP_ORDER if role in groups]
         self._stopped: Role | None = None
         self._exit_status = 0
         self.deadline: float | None = None
-        """End of draining, or of stopping."""
+        """Time at which draining or stopping ends."""
 
     @property
     def has_begun(self) -> bool:
@@ -79,7 +79,7 @@ class Shutdown:
         return self._state is _State.DRAINING and self._fronts[0] is role
 
     def comes_back(self, role: Role) -> bool:
-        """Whether it is restarted while it drains: a core is, since its clients have ledgers."""
+        """Whether a role is restarted while it drains: a core is, as its clients have ledgers."""
         is_needed = role is Role.CORE and self._has_served and self.is_front(role)
         return is_needed and self._groups[role].num_failures <= _MAX_FAILURES
 
@@ -105,7 +105,7 @@ class Shutdown:
         return [*([] if self.is_stopping else self.stop(now)), *self._kills()]
 
     def fail(self) -> None:
-        """Exit with status 1 in the end."""
+        """Exit with status 1 at the end."""
         self._exit_status = 1
 
     def give_up(self, now: float) -> list[Action]:
@@ -114,7 +114,7 @@ class Shutdown:
         return self.stop(now)
 
     def on_drained(self, group: Group, now: float) -> list[Action]:
-        """A group has finished its requests, or is gone for good. Only the front matters."""
+        """Record that a group of the front has finished its requests, or is gone for good."""
         if not self.is_front(group.role):
             return []
         group.processes[0].on_drained()
@@ -122,7 +122,7 @@ class Shutdown:
         return self.advance(now)
 
     def on_ready(self, group: Group, now: float) -> list[Action]:
-        """Ask a front that was restarted to drain: its clients resend their requests."""
+        """Request a front that was restarted to drain: its clients resend their requests."""
         self._were_ready.add(group.role)
         return [*self._drain_front(), *self.advance(now)] if self.comes_back(group.role) else []
 
@@ -143,7 +143,7 @@ class Shutdown:
             self.deadline += seconds
 
     def advance(self, now: float) -> list[Action]:
-        """Leave every stage that is complete, and enter the next."""
+        """Leave every stage that is complete, and enter the next one."""
         actions: list[Action] = []
         while self._state is _State.DRAINING and not self._draining:
             if any(group.spare is not None for group in self._groups.of(self._fronts[0])):
@@ -169,7 +169,7 @@ class Shutdown:
         return [process for group in self._groups.of(role) for process in group.members]
 
     def _drain_front(self) -> list[Action]:
-        """Ask the first front to finish its requests, if it may have any."""
+        """Request the current front to finish its requests, if it may have any."""
         self._draining.clear()
         return [a for group in self._groups.of(self._fronts[0]) for a in self._drain(group)]
 
@@ -186,7 +186,7 @@ class Shutdown:
         return []
 
     def stop(self, now: float) -> list[Action]:
-        """Start nothing any more, and stop one role after the other."""
+        """Start no further processes, and stop one role after the other."""
         self._begin_stopping(now)
         return self.advance(now)
 
@@ -207,7 +207,7 @@ class Shutdown:
 
 
 def _stop(process: Process) -> list[Action]:
-    """Stop it, or kill it if it is starting (it reads no messages yet) or a helper."""
+    """Stop the process, or kill it if it is a helper or is starting and reads no messages yet."""
     if process.state is ProcessState.STARTING or process.slot.role in HELPERS:
         return process.kill()
     return process.ask(Stop()) if process.is_alive else []

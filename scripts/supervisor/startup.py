@@ -30,9 +30,9 @@ _FILE_SETTING = re.compile(r"\b(ssl_[a-z_]+|api_key_file)(?= )")
 
 
 def complete_config(config: EngineConfig) -> EngineConfig:
-    """Resolve names of models that are here, and the number of standbys; ConfigError: no model.
+    """Resolve names of local models, and the number of standbys; ConfigError: no such model.
 
-    With `ray` no replica is here. Models of the hub keep their names, as in
+    With `ray`, no replica is on this machine. Models of the hub keep their names, as in
     `scripts.hub.messages.hub_names`.
     """
     model, parallel = config.model, config.parallel
@@ -96,7 +96,7 @@ def check_adapters(config: EngineConfig) -> None:
 
 
 def check_device(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> None:
-    """Raise ConfigError for settings that need a GPU, where engines here have none."""
+    """Raise ConfigError for settings that need a GPU if engines on this machine have none."""
     worker, has_engine = config.worker, config.parallel.data_parallel_size > 0
     if not has_engine or config.model.model == "null" or computes_on_gpu(Device.AUTO, gpu_nodes):
         return
@@ -113,7 +113,7 @@ def check_device(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> 
 
 
 def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> int:
-    """Return the setting; by default 1 where it costs little: a real model, one rank, the CPU."""
+    """Return the setting; by default 1 if a standby costs little: a real model, one rank, CPU."""
     if config.recovery.standby_workers is not None:
         return config.recovery.standby_workers
     on_gpu = computes_on_gpu(config.model.device, gpu_nodes)
@@ -158,7 +158,7 @@ def check_has_processes(config: EngineConfig) -> None:
 
 
 def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:
-    """Yield a sentence for each choice that may harm."""
+    """Yield a sentence for each setting with a risk."""
     api = config.api
     if any(word.split("=")[0] == "--api-key" for word in argv):
         yield (
@@ -182,7 +182,7 @@ def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:
 
 
 def _index_of(journal: str) -> int:
-    """Return the index of the API process that wrote a journal; -1: none has this name."""
+    """Return the index of the API process that wrote a journal; -1: it has no such name."""
     _, _, text = journal.partition("-")
     return int(text) if text.isdecimal() else -1
 
@@ -190,7 +190,7 @@ def _index_of(journal: str) -> int:
 def watch_signals() -> int:
     """Make SIGINT, SIGTERM and SIGHUP only write a byte to the descriptor returned.
 
-    SIGHUP stays ignored where it is, as under nohup.
+    SIGHUP stays ignored if it already is, as under nohup.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)

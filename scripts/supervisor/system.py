@@ -1,4 +1,4 @@
-"""What the supervisor uses of the operating system; the simulation passes its own."""
+"""The supervisor's interface to the operating system; the simulation passes its own."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from protocol.process.fork_server import ForkServer, reap_unknown_children
 from protocol.transport.runtime import Clock, Poller, SocketFactory
 
 _KILL_TO_DEATH_S = 10.0
-"""Longest time from the kernel's count of a kill to the end of the process."""
+"""Longest time in seconds from the kernel's count of a kill to the end of the process."""
 
 
 class OomCounter:
@@ -28,13 +28,13 @@ class OomCounter:
         self._grown_at: float | None = None
 
     def has_grown(self) -> bool:
-        """Return whether it has grown since the last call, which each death must make once."""
+        """Return whether the count has grown since the last call; to be called once per death."""
         before, self._num_seen = self._num_seen, self._read()
         self._grown_at = None
         return self._num_seen > before
 
     def expire(self, now: float) -> None:
-        """Forget a kill that no death has followed: it was the kill of another process."""
+        """Forget a kill that no death has followed: another process was killed."""
         if self._read() <= self._num_seen:
             return
         if self._grown_at is None:
@@ -52,7 +52,7 @@ class OomCounter:
 
 
 def _counter_file(root: Path, proc: Path) -> Path | None:
-    """The file with this control group's counts, in version 2 or 1."""
+    """Return the file with this control group's counts, of version 2 or 1."""
     try:
         groups = (proc / "cgroup").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """Finds processes that hang, from the phases and deadlines in their progress pages.
 
-Theory of operation. A process writes what it is doing, and until when that should end. Past that
-time it is suspected; past twice that time it is overdue, and is killed. No process is killed on one
-look: it must have been suspected for half of its time at least. A watcher that comes late itself,
-because it or the machine was stopped, has seen nothing meanwhile, and extends all deadlines.
+Theory of operation. A process writes its current phase and the deadline of that phase. After the
+deadline it is suspected; after twice that time it is overdue, and is killed. One look is not enough
+to kill a process: it must have been suspected for at least half of its time. If the watcher itself
+is late, because it or the machine was stopped, it extends all deadlines.
 
 This module reads no pages and no clock: `look` gets both.
 """
@@ -16,13 +16,13 @@ from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Slot
 
 _LEAST_LOOK_S = 0.005
-"""The shortest time between two looks."""
+"""Shortest time in seconds between two looks."""
 _LATENESS = 0.5
 """Share of the shortest deadline by which a look may be late before deadlines are extended."""
 
 
 class HangStatus(enum.Enum):
-    """What a look has found about a process."""
+    """The result of a look at a process."""
 
     SUSPECT = enum.auto()
     CLEARED = enum.auto()
@@ -36,7 +36,7 @@ class HangReport(NamedTuple):
     mark: ProgressRecord
     status: HangStatus
     age_s: float
-    """Since its phase began, or since the deadlines were extended."""
+    """Seconds since the phase began, or since the deadlines were extended."""
 
 
 class _Watched:
@@ -50,7 +50,7 @@ class _Watched:
 
     @property
     def due(self) -> float:
-        """When its status changes unless it makes progress."""
+        """Time at which the status changes unless the process makes progress."""
         limit_s = self.mark.limit_s
         if self.suspected_at is None:
             return self.since + limit_s
@@ -68,7 +68,7 @@ class Watcher:
         self._longest_look_s = longest_look_s
         self._watched: dict[Slot, _Watched] = {}
         self.next_look: float | None = None
-        """When to look again at the latest; None before the first look."""
+        """Time by which to look again; None before the first look."""
 
     def look(
         self, living: Mapping[Slot, int], marks: Mapping[Slot, ProgressRecord], now: float
