@@ -83,6 +83,12 @@ class Architecture(NamedTuple):
     """Whether layers that draft tokens, behind the others, are left out."""
     prefix: str = "model"
     """What names of layers begin with."""
+    layers: str = "layers"
+    """The name of the list of layers, behind the prefix."""
+    splits: Callable[[Metadata], Mapping[str, Mapping[str, Change]]] = lambda metadata: {}
+    """Returns parts of names of tensors that are several weights, with the name of each weight
+    within its layer and what is done with the tensor for it.
+    """
     unused: Callable[[Metadata], Container[str]] = lambda metadata: ()
     """Returns the names of tensors that files may have and that compute nothing."""
     constants: Callable[[Metadata], Mapping[str, Constant]] = lambda metadata: {}
@@ -114,6 +120,13 @@ def rotated_heads(metadata: Metadata) -> Config:
     if metadata.integer("rope.dimension_count", size) != size:
         raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
     return {"head_dim": size}
+
+
+def check_head_size(metadata: Metadata) -> None:
+    """Raise UnsupportedModel unless the heads divide an embedding among them."""
+    size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
+    if metadata.head_size() != size:
+        raise metadata.unsupported("attention.key_length", str(size))
 
 
 def partly_rotated(metadata: Metadata, file: MappedFiles) -> Config:

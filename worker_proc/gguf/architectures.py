@@ -21,7 +21,8 @@ from worker_proc.gguf.architecture import (
 from worker_proc.gguf.delta_net import DELTA_NETS
 from worker_proc.gguf.dense import DENSE, MISTRAL, OLMO3
 from worker_proc.gguf.gemma import GEMMAS
-from worker_proc.gguf.latent import DEEPSEEK_V2, DEEPSEEK_V3, gating
+from worker_proc.gguf.latent import DEEPSEEK_V2, LATENTS, gating
+from worker_proc.gguf.layer_norms import FALCON_TWO_NORMS, LAYER_NORMS
 from worker_proc.gguf.mamba import FALCON_MAMBA, MAMBAS, NORMED_STEPS
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
@@ -33,12 +34,13 @@ from worker_proc.gguf.short_convolutions import SHORT_CONVOLUTIONS
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
+    **LAYER_NORMS,
     **GEMMAS,
     **MIXTURES,
     **SHORT_CONVOLUTIONS,
     **DELTA_NETS,
     **MAMBAS,
-    "deepseek2": DEEPSEEK_V3,
+    **LATENTS,
 }
 """By `general.architecture`."""
 _HEADS, _WIDTH = "attention.head_count", "feed_forward_length"
@@ -134,6 +136,8 @@ def architecture_of(file: MappedFiles) -> Architecture:
         return OLMO3
     if name == "granitemoe" and has_tensor(file, "ffn_up_shexp.weight"):
         return GRANITE_SHARED
+    if name == "falcon" and has_tensor(file, "attn_norm_2.weight"):
+        return FALCON_TWO_NORMS
     if name == "mamba" and states(NORMED_STEPS):
         return FALCON_MAMBA
     if name not in ARCHITECTURES:

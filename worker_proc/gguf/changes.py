@@ -15,11 +15,15 @@ class Change(NamedTuple):
     """int64: for each column of the result, the column of the file."""
     values: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Converts uncoded values to those of a checkpoint; may change the shape."""
+    transposes: bool = False
+    """Whether the rows of the file are the columns of the result; codes are dequantized."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result for a tensor of shape `stored`."""
         if self.rows is not None:
             stored = (len(self.rows), *stored[1:])
+        if self.transposes:
+            stored = stored[::-1]
         if self.values is None:
             return stored
         return tuple(self.values(torch.empty(stored, device="meta")).shape)
@@ -30,6 +34,8 @@ class Change(NamedTuple):
             values = values[self.rows]
         if self.inputs is not None:
             values = values[..., self.inputs]
+        if self.transposes:
+            values = values.t()
         return values if self.values is None else self.values(values)
 
 

@@ -1,4 +1,4 @@
-"""Files of Qwen's models with gated DeltaNet: Qwen3-Next and Qwen3.5."""
+"""Models with gated DeltaNet: Qwen3-Next and Qwen3.5, and Kimi-Linear with one of its own kind."""
 
 from collections.abc import Mapping
 
@@ -6,15 +6,20 @@ import torch
 
 from worker_proc.gguf.architecture import (
     EXPERTS,
+    KV_HEADS,
     NORM_BEHIND,
+    NORMALIZED,
     SHARED,
     Architecture,
     Config,
+    check_sigmoid,
     partly_rotated,
     qwen_experts,
+    routed,
 )
-from worker_proc.gguf.changes import UNCHANGED, Change, as_channels, flat_logarithm
-from worker_proc.gguf.joins import Rows
+from worker_proc.gguf.changes import UNCHANGED, Change, as_channels, flat_logarithm, logarithm
+from worker_proc.gguf.joins import LATENT, Rows
+from worker_proc.gguf.latent import ATTENTION
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 
@@ -135,6 +140,52 @@ def _by_key_heads(metadata: Metadata) -> torch.Tensor:
     return torch.cat([part.view(num_keys, -1) for part in parts], 1).flatten()
 
 
+def _kimi_linear(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Kimi-Linear has; layers with attention have no rotary embedding."""
+    check_sigmoid(metadata)
+    count = metadata.integer("block_count")
+    heads = metadata.per_layer(KV_HEADS, count)
+    experts = routed(metadata)
+    dense = experts.pop("first_k_dense_replace")
+    num_experts = experts.pop("n_routed_experts")
+    experts.pop("norm_topk_prob")
+    metadata.get("vocab_size")
+    rank = "attention.q_lora_rank"
+    size, rotated = metadata.latent_size("key_length"), metadata.integer("rope.dimension_count")
+    if rotated >= size:
+        raise metadata.unsupported("rope.dimension_count", f"less than {size}, the values of a key")
+    return experts | {
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "num_experts": num_experts,
+        "moe_renormalize": metadata.flag(NORMALIZED, default=True),
+        "layer_types": ["full_attention" if one else "linear_attention" for one in heads],
+        "mlp_layer_types": ["dense" if number < dense else "sparse" for number in range(count)],
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": None if metadata.get(rank) is None else metadata.integer(rank),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": metadata.latent_size("value_length"),
+        "linear_head_dim": metadata.integer("kda.head_dim"),
+        "linear_num_heads": metadata.integer("attention.head_count"),
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "attention_bias": False,
+    }
+
+
+def _kernels(values: torch.Tensor) -> torch.Tensor:
+    """Return the kernels of a convolution, of which files may have further dimensions."""
+    return values.view(-1, 1, values.shape[-1])
+
+
+def _rates(values: torch.Tensor) -> torch.Tensor:
+    return logarithm(values).view(1, 1, -1, 1)
+
+
+def _kimi_changes(metadata: Metadata) -> Mapping[str, Change]:
+    kernels = {f"ssm_conv1d_{part}.weight": Change(values=_kernels) for part in "qkv"}
+    return kernels | {"ssm_a": Change(values=_rates)}
+
+
 _NAMES = NORM_BEHIND | {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_a": "linear_attn.A_log",
@@ -187,7 +238,34 @@ _QWEN3NEXT = Architecture(
     changes=_next_changes,
     drops_drafts=True,
 )
+_KIMI_LINEAR = Architecture(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    _kimi_linear,
+    {
+        **ATTENTION,
+        **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+        **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_a": "self_attn.A_log",
+        "ssm_dt.bias": "self_attn.dt_bias",
+        "ssm_norm": "self_attn.o_norm",
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        **{
+            f"ffn_{part}_shexp": f"block_sparse_moe.shared_experts.{part}_proj"
+            for part in ("gate", "up", "down")
+        },
+    },
+    joins=LATENT,
+    changes=_kimi_changes,
+    rotates=False,
+)
 DELTA_NETS: Mapping[str, Architecture] = {
+    "kimi-linear": _KIMI_LINEAR,
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35MOE,
     "qwen3next": _QWEN3NEXT,

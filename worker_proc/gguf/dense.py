@@ -22,6 +22,7 @@ from worker_proc.gguf.architecture import (
     scales,
     window_layers,
 )
+from worker_proc.gguf.layer_norms import split_queries
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import rope_parameters
@@ -107,6 +108,12 @@ def without_images(
         return own(metadata, file)
 
     return config
+
+
+def _glm(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what ChatGLM-3 and GLM-4-9B have, whose queries, keys and values may be one tensor."""
+    has_biases = has_bias(file, "attn_q") or has_bias(file, "attn_qkv")
+    return partly_rotated(metadata, file) | {"attention_bias": has_biases}
 
 
 def glm4_config(metadata: Metadata, file: MappedFiles) -> Config:
@@ -232,6 +239,7 @@ _GLM4 = {
     "post_ffw_norm": "post_mlp_layernorm",
     "ffn_up": "mlp.gate_up_proj",
 }
+_GLM = {"ffn_up": "mlp.gate_up_proj"}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _APERTUS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 _STARCODER2 = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
@@ -247,9 +255,11 @@ OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", _olmo3, NORMS_BEHIND)
 DENSE: Mapping[str, Architecture] = {
     "apertus": Architecture("apertus", "ApertusForCausalLM", _apertus, _APERTUS, constants=_xielu),
     "arcee": Architecture("arcee", "ArceeForCausalLM", llama_config, permutes=True),
+    "chatglm": Architecture("glm", "GlmForCausalLM", _glm, _GLM, splits=split_queries),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", _cohere2, has_rms_norms=False),
     "command-r": Architecture("cohere", "CohereForCausalLM", _cohere, has_rms_norms=False),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie4_5),
+    "exaone": Architecture("llama", "LlamaForCausalLM", llama_config),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", _exaone4, NORMS_BEHIND),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", glm4_config, _GLM4),
     "granite": Architecture("granite", "GraniteForCausalLM", granite_config, permutes=True),
@@ -265,6 +275,7 @@ DENSE: Mapping[str, Architecture] = {
     ),
     "olmo": Architecture("olmo", "OlmoForCausalLM", _olmo, permutes=True, has_rms_norms=False),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, NORMS_BEHIND),
+    "pangu-embedded": Architecture("llama", "LlamaForCausalLM", llama_config),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _FUSED),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", qwen2_config),
     "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", without_images(qwen2_config)),
@@ -275,5 +286,9 @@ DENSE: Mapping[str, Architecture] = {
     "starcoder2": Architecture(
         "starcoder2", "Starcoder2ForCausalLM", _starcoder2, _STARCODER2, has_rms_norms=False
     ),
+    "xverse": Architecture("llama", "LlamaForCausalLM", llama_config, permutes=True),
 }
-"""By `general.architecture`. Mistral's files state llama."""
+"""By `general.architecture`.
+
+Mistral's files state llama. EXAONE, Pangu and XVERSE are computed like Llama.
+"""

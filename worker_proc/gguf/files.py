@@ -96,10 +96,7 @@ class _PlainSlice:
     def __getitem__(self, _: object) -> torch.Tensor:
         tensor = self._tensor
         name, matrix = tensor.entry.name, tensor.matrix
-        if tensor.entry.type not in READ:
-            values = self._file.dequantize(name, matrix or 0)
-        else:
-            values = self._file.read_plain(name, matrix)
+        values = self._file.read_values(name, matrix)
         try:
             return tensor.change.apply(values)
         except ValueError as error:
@@ -191,9 +188,12 @@ class GgufFiles:
         name, path = tensor.name, self._file.header.files[tensor.entry.file].path
         number = tensor.entry.type
         is_matrix = len(tensor.shape) == 2 and name.endswith(".weight")
-        if number not in READ and is_matrix and tensor.change.values is None:
+        has_codes = number not in PLAIN and is_matrix and tensor.change.values is None
+        if has_codes and (number not in READ or tensor.change.transposes):
             layer, kind = name.removesuffix(".weight"), type_name(number)
-            self.report.add(layer, kind, "no kernel reads its codes")
+            is_unread = number not in READ
+            reason = "no kernel reads its codes" if is_unread else "its module has it transposed"
+            self.report.add(layer, kind, reason)
             self.plain[name] = StoredTensor(path.name, "F32", tensor.shape)
             self._named[name] = tensor
             return

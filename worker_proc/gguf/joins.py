@@ -155,6 +155,15 @@ def _alternate(gates: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return rows if gates.ndim == 1 else rows.mT
 
 
+def _as_columns(gates: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return gates and factors of an expert one after the other, as columns of its matrix."""
+    return torch.cat((gates, factors)).mT
+
+
+def _unchanged(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix
+
+
 def _transpose(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.mT
 
@@ -169,6 +178,15 @@ GPT_OSS = (
     Join("mlp.experts.gate_up_proj", GATES_AND_FACTORS, _alternate),
     Join("mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _alternate),
     Join("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transpose),
+)
+LLAMA4 = (
+    Join("feed_forward.experts.gate_up_proj", GATES_AND_FACTORS, _as_columns),
+    Join("feed_forward.experts.down_proj", ("ffn_down_exps.weight",), _transpose),
+)
+DBRX = (
+    Join("ffn.experts.mlp.w1", ("ffn_gate_exps.weight",), _unchanged, flat=True),
+    Join("ffn.experts.mlp.v1", ("ffn_up_exps.weight",), _unchanged, flat=True),
+    Join("ffn.experts.mlp.w2", ("ffn_down_exps.weight",), _transpose, flat=True),
 )
 LATENT = (
     Join(

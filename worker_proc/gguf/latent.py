@@ -1,5 +1,7 @@
 """Models with multi-head latent attention: DeepSeek, and those that take its layers."""
 
+from collections.abc import Mapping
+
 from worker_proc.gguf.architecture import (
     GATING,
     LOG_MULTIPLIER,
@@ -9,6 +11,8 @@ from worker_proc.gguf.architecture import (
     SOFTMAX,
     Architecture,
     Config,
+    before_drafts,
+    check_sigmoid,
     routed,
 )
 from worker_proc.gguf.joins import LATENT
@@ -61,13 +65,68 @@ def _deepseek_v2(metadata: Metadata, file: MappedFiles) -> Config:
     return own | {"topk_method": "greedy" if is_greedy else "group_limited_greedy"}
 
 
-_LATENT = ROUTED | {
+def _glm_dsa(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what GLM-5 has: an indexer in all layers, or in those that files state."""
+    check_sigmoid(metadata)
+    count = before_drafts(metadata)
+    stated = metadata.get(_INDEXERS)
+    if stated is None:
+        is_late = metadata.integer("context_length") >= _LENGTH_OF_SHARED_INDEXERS
+        stated = [not is_late or _has_own_indexer(number) for number in range(count)]
+    is_list = isinstance(stated, list) and all(isinstance(one, bool) for one in stated)
+    if not is_list or len(stated) < count or not stated[0]:
+        raise metadata.unsupported(_INDEXERS, f"true or false for each of {count} layers")
+    return _latent(metadata, file) | {
+        "index_n_heads": metadata.integer("attention.indexer.head_count"),
+        "index_head_dim": metadata.integer("attention.indexer.key_length"),
+        "index_topk": metadata.integer("attention.indexer.top_k"),
+        "indexer_types": ["full" if own else "shared" for own in stated[:count]],
+    }
+
+
+def _has_own_indexer(number: int) -> bool:
+    """Return whether a layer of GLM-5.2 has an indexer of its own."""
+    return number < 2 or number % 4 == 2
+
+
+def _minicpm3(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what MiniCPM3 has; llama.cpp has fixed its scales, which files do not state."""
+    size, rotated = (
+        metadata.integer("attention.key_length"),
+        metadata.integer("rope.dimension_count"),
+    )
+    if rotated >= size:
+        raise metadata.unsupported("rope.dimension_count", f"less than {size}, the values of a key")
+    width, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
+    return {
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": metadata.integer("attention.value_length", width // heads),
+        "rope_parameters": rope_parameters(metadata, file),
+        **_MINICPM3_SCALES,
+    }
+
+
+_INDEXERS = "attention.indexer.types"
+_LENGTH_OF_SHARED_INDEXERS = 2**20
+"""The context of GLM-5.2, in which layers share indexers if a file does not state which."""
+_MINICPM3_SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+ATTENTION = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
+}
+_LATENT = ROUTED | ATTENTION
+_INDEXED = _LATENT | {
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
 }
 
 DEEPSEEK_V2 = Architecture(
@@ -77,3 +136,16 @@ DEEPSEEK_V2 = Architecture(
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_v3, _LATENT, joins=LATENT, drops_drafts=True
 )
+LATENTS: Mapping[str, Architecture] = {
+    "deepseek2": DEEPSEEK_V3,
+    "glm-dsa": Architecture(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        _glm_dsa,
+        _INDEXED,
+        joins=LATENT,
+        drops_drafts=True,
+    ),
+    "minicpm3": Architecture("minicpm3", "MiniCPM3ForCausalLM", _minicpm3, ATTENTION),
+}
+"""By `general.architecture`."""

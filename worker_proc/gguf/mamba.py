@@ -1,9 +1,10 @@
 """Models with the state space layers of Mamba and Mamba-2, alone or beside attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from worker_proc.errors import UnsupportedModel
 from worker_proc.gguf.architecture import (
     FINETUNED,
     KV_HEADS,
@@ -12,6 +13,7 @@ from worker_proc.gguf.architecture import (
     Architecture,
     Config,
     before_drafts,
+    check_head_size,
     has_bias,
     rotated_heads,
     scales,
@@ -169,6 +171,46 @@ def _mamba(metadata: Metadata, file: MappedFiles) -> Config:
     }
 
 
+def _jamba(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Jamba has: layers with attention, and those with experts, at equal distances."""
+    check_head_size(metadata)
+    count = metadata.integer("block_count")
+    heads = metadata.per_layer(KV_HEADS, count)
+    tensors = file.header.tensors
+    attends = [bool(one) for one in heads]
+    mixes = [f"blk.{number}.ffn_gate_inp.weight" in tensors for number in range(count)]
+    for key in ("expert_count", "expert_used_count"):
+        metadata.get(key)
+    found: Config = {}
+    for name, has_it in (("attn_layer", attends), ("expert_layer", mixes)):
+        period, offset = _distance(has_it)
+        if has_it != [number % period == offset for number in range(count)]:
+            raise UnsupportedModel(
+                f"{file.header.path}: layers with attention and layers with experts must lie at"
+                " equal distances"
+            )
+        found |= {f"{name}_period": period, f"{name}_offset": offset}
+    return {
+        **found,
+        "num_experts": metadata.integer("expert_count") if any(mixes) else 1,
+        "num_experts_per_tok": metadata.integer("expert_used_count") if any(mixes) else 1,
+        "mamba_expand": _expansion(metadata),
+        "mamba_dt_rank": metadata.integer(_HEADS),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": _has_any(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": False,
+    }
+
+
+def _distance(has_it: Sequence[bool]) -> tuple[int, int]:
+    """Return after how many layers one follows that has something, and the first that has."""
+    places = [number for number, one in enumerate(has_it) if one]
+    if not places:
+        return len(has_it) + 1, len(has_it)
+    return (places[1] - places[0] if len(places) > 1 else len(has_it)), places[0]
+
+
 def _changes(metadata: Metadata) -> Mapping[str, Change]:
     """Return what is done with tensors of Mamba-2, whose heads files have as matrices."""
     return {
@@ -212,6 +254,19 @@ _MAMBA = {
     **{key: name for key, name in _MAMBA2.items() if key != "ssm_dt.bias"},
     "ssm_dt": "mixer.dt_proj",
     "ssm_x": "mixer.x_proj",
+}
+_JAMBA = _names("mamba") | {
+    "ssm_dt": "mamba.dt_proj",
+    "ssm_dt.bias": "mamba.dt_proj.bias",
+    "ssm_x": "mamba.x_proj",
+    **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "feed_forward.router",
+    **{
+        f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
 }
 _NEMOTRON = _MAMBA2 | {
     "attn_q": "mixer.q_proj",
@@ -269,6 +324,15 @@ MAMBAS: Mapping[str, Architecture] = {
         permutes=True,
         joins=(*GRANITE, *GRANITE_DENSE),
         changes=_changes,
+    ),
+    "jamba": Architecture(
+        "jamba",
+        "JambaForCausalLM",
+        _jamba,
+        _JAMBA,
+        changes=_mamba_changes,
+        top={"output_norm": "model.final_layernorm"},
+        rotates=False,
     ),
     "mamba": FALCON_MAMBA._replace(model_type="mamba", model_class="MambaForCausalLM"),
     "mamba2": Architecture(

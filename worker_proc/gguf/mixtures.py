@@ -1,9 +1,13 @@
 """Mixtures of experts with ordinary attention."""
 
+import math
 from collections.abc import Mapping
 
 from worker_proc.gguf.architecture import (
     EXPERTS,
+    KV_HEADS,
+    LAYER_NORM_EPSILON,
+    LOCAL_BASE,
     NORM_BEHIND,
     NORMALIZED,
     ROUTED,
@@ -32,10 +36,21 @@ from worker_proc.gguf.dense import (
     qwen3_config,
     without_images,
 )
-from worker_proc.gguf.joins import GPT_OSS, GRANITE
+from worker_proc.gguf.joins import DBRX, GPT_OSS, GRANITE, LLAMA4
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import rope_parameters
+
+_CLAMP = "attention.clamp_kqv"
+_PATTERN = "attention.sliding_window_pattern"
+_MIMO_VALUE_SCALE = 0.707
+"""That of MiMo-V2-Flash."""
+_DBRX_EPSILON = 1e-5
+"""That of its norms in transformers, whatever config.json states."""
+_LLAMA4_CHUNK = 8192
+"""The tokens of a chunk, and after how many ones attention is scaled; files do not state them."""
+_UNNORMED_EXPERTS = 128
+"""Of Llama-4 Maverick, whose queries and keys have no norms; those of Scout have."""
 
 
 def _mixtral(metadata: Metadata, file: MappedFiles) -> Config:
@@ -191,10 +206,116 @@ def _afmoe(metadata: Metadata, file: MappedFiles) -> Config:
     }
 
 
+def _llama4(metadata: Metadata, file: MappedFiles) -> Config:
+    if metadata.get(WINDOW) == 0:
+        raise metadata.unsupported(WINDOW, f"none, or {_LLAMA4_CHUNK}")
+    num_experts = metadata.integer("expert_count")
+    return {
+        **rotated_heads(metadata),
+        **used_experts(metadata),
+        "num_local_experts": num_experts,
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata.integer("feed_forward_length"),
+        "interleave_moe_layer_step": metadata.integer("interleave_moe_layer_step"),
+        "use_qk_norm": num_experts != _UNNORMED_EXPERTS,
+        "attention_chunk_size": _LLAMA4_CHUNK,
+        "floor_scale": _LLAMA4_CHUNK,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "attention_bias": has_bias(file, "attn_q"),
+        "rope_parameters": rope_parameters(metadata, file),
+    }
+
+
+def _mimo2(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what MiMo-V2 has: layers with windows have twice as many heads of keys.
+
+    A window has one token less in files, and older files do not state how values are scaled.
+    """
+    count = before_drafts(metadata)
+    pattern = metadata.get(_PATTERN)
+    if not isinstance(pattern, list) or len(pattern) < count:
+        raise metadata.unsupported(_PATTERN, f"true or false for each of {count} layers")
+    is_local = [bool(one) for one in pattern[:count]]
+    heads = metadata.per_layer(KV_HEADS, count)
+    num_keys = min(heads)
+    if heads != [num_keys * (1 + one) for one in is_local]:
+        raise metadata.unsupported(KV_HEADS, "twice as many in layers with windows as in others")
+    size = metadata.integer("attention.key_length")
+    rope = rope_parameters(metadata, file)
+    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
+    base = metadata.number(LOCAL_BASE, rope["rope_theta"])
+    tensors = file.header.tensors
+    return {
+        **used_experts(metadata),
+        "head_dim": size,
+        "v_head_dim": metadata.integer("attention.value_length", size),
+        "num_key_value_heads": num_keys,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in is_local],
+        "sliding_window": metadata.integer(WINDOW) + 1,
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": rope | {"rope_theta": base},
+        },
+        "attention_value_scale": metadata.number("attention.value_scale", _MIMO_VALUE_SCALE),
+        "mlp_layer_types": [
+            "sparse" if f"blk.{number}.ffn_gate_inp.weight" in tensors else "dense"
+            for number in range(count)
+        ],
+        "n_routed_experts": metadata.integer("expert_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=True),
+        "attention_bias": has_bias(file, "attn_q"),
+    }
+
+
+def _dbrx(metadata: Metadata, file: MappedFiles) -> Config:
+    rotated_heads(metadata)  # its sizes follow from others
+    epsilon = metadata.number(LAYER_NORM_EPSILON)
+    if not math.isclose(epsilon, _DBRX_EPSILON, rel_tol=1e-6):
+        raise metadata.unsupported(LAYER_NORM_EPSILON, str(_DBRX_EPSILON))
+    rope = rope_parameters(metadata, file)
+    width = metadata.integer("feed_forward_length")
+    heads = metadata.integer("attention.head_count")
+    return {
+        "d_model": metadata.integer("embedding_length"),
+        "n_heads": heads,
+        "n_layers": metadata.integer("block_count"),
+        "max_seq_len": metadata.integer("context_length"),
+        "rope_parameters": rope,
+        "attn_config": {
+            "kv_n_heads": metadata.integer(KV_HEADS, heads),
+            "clip_qkv": metadata.number(_CLAMP),
+            "rope_theta": rope["rope_theta"],
+        },
+        "ffn_config": {
+            "ffn_hidden_size": width,
+            "moe_num_experts": metadata.integer("expert_count"),
+            "moe_top_k": metadata.integer("expert_used_count"),
+        },
+    }
+
+
 _GPT_OSS = NORM_BEHIND | {
     "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+_LLAMA4 = {
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{
+        f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+    "ffn_gate_inp": "feed_forward.router",
+}
+_DBRX = {
+    "attn_norm": "norm_attn_norm.norm_1",
+    "attn_qkv": "norm_attn_norm.attn.Wqkv",
+    "attn_output": "norm_attn_norm.attn.out_proj",
+    "attn_output_norm": "norm_attn_norm.norm_2",
+    "ffn_gate_inp": "ffn.router.layer",
 }
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -202,6 +323,7 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_MIMO2 = ROUTED | {"attn_sinks.weight": "self_attn.attention_sink_bias"}
 _MINIMAX_M2 = _MIXTRAL | {
     "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
 }
@@ -245,6 +367,17 @@ GRANITE_SHARED = Architecture(
 """Files state granitemoe, and have shared experts."""
 MIXTURES: Mapping[str, Architecture] = {
     "afmoe": Architecture("afmoe", "AfmoeForCausalLM", _afmoe, _AFMOE),
+    "dbrx": Architecture(
+        "dbrx",
+        "DbrxForCausalLM",
+        _dbrx,
+        _DBRX,
+        joins=DBRX,
+        top={"token_embd": "transformer.wte", "output_norm": "transformer.norm_f"},
+        prefix="transformer",
+        layers="blocks",
+        has_rms_norms=False,
+    ),
     "dots1": Architecture("dots1", "Dots1ForCausalLM", _dots1, ROUTED),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
@@ -265,6 +398,10 @@ MIXTURES: Mapping[str, Architecture] = {
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _hunyuan_moe, _HUNYUAN_MOE
+    ),
+    "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _llama4, _LLAMA4, joins=LLAMA4),
+    "mimo2": Architecture(
+        "mimo_v2_flash", "MiMoV2FlashForCausalLM", _mimo2, _MIMO2, drops_drafts=True
     ),
     "minimax-m2": Architecture("minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2, _MINIMAX_M2),
     "olmoe": Architecture("olmoe", "OlmoeForCausalLM", _olmoe, EXPERTS),

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names that the same weights have in safetensors."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -79,6 +79,7 @@ def named_tensors(
     joins = {part: how for how in architecture.joins for part in (*how.parts, how.whole) if part}
     num_layers = architecture.num_layers(metadata)
     changes, unused = architecture.changes(metadata), architecture.unused(metadata)
+    splits = architecture.splits(metadata)
     for entry in header.tensors.values():
         if entry.name in IN_CONFIG or entry.name in unused:
             continue
@@ -87,13 +88,18 @@ def named_tensors(
         own = f"{part}.{leaf}" if leaf else part
         if layer and int(layer) >= num_layers and architecture.drops_drafts:
             continue
-        before = f"{architecture.prefix}.layers.{layer}" if layer else ""
+        before = f"{architecture.prefix}.{architecture.layers}.{layer}" if layer else ""
         how = joins.get(own) if layer else None
         if isinstance(how, Rows) or (how is not None and own != how.whole):
             yield from _joined(header, before, entry, how)
             continue
         if layer and own == _FUSED_EXPERTS and _GATES in names:
             yield from _fused_experts(header, before, entry, names)
+            continue
+        if layer and part in splits and leaf in ("weight", "bias"):
+            _check_split(header, entry, splits[part].values())
+            for weight, of_part in splits[part].items():
+                yield NamedTensor(f"{before}.{weight}.{leaf}", entry, None, of_part)
             continue
         full = _full_name(names if layer else top, before, part, leaf)
         if full is None:
@@ -218,6 +224,15 @@ def _change(
             f" {num_heads} heads"
         )
     return Change(rows=pairs_to_halves(num_rows, num_heads))
+
+
+def _check_split(header: Header, entry: TensorEntry, changes: Iterable[Change]) -> None:
+    """Raise CheckpointError unless a tensor has the rows of all weights that it is."""
+    count = sum(len(change.rows) for change in changes if change.rows is not None)
+    if entry.shape[0] != count:
+        raise CheckpointError(
+            f"{header.path}: {entry.name} has {entry.shape[0]} rows instead of {count}"
+        )
 
 
 def _check_order(header: Header, entry: TensorEntry, change: Change) -> None:

@@ -82,6 +82,9 @@ def _llama3(metadata: Metadata, file: MappedFiles, base: float) -> dict[str, Any
     periods = 2 * math.pi * base ** (torch.arange(0, head_dim, 2).float() / head_dim)
     turns = _LLAMA3_LENGTH / periods
     share = ((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0.0, 1.0)
+    high = _LLAMA3_HIGH
+    if metadata.header.architecture == "llama4":  # which has no frequencies in between
+        share, high = (turns >= _LLAMA3_LOW).float(), _LLAMA3_LOW
     expected = 1.0 / ((1.0 - share) / factor + share)
     if not torch.allclose(stored, expected, rtol=1e-3):
         raise UnsupportedModel(
@@ -92,7 +95,7 @@ def _llama3(metadata: Metadata, file: MappedFiles, base: float) -> dict[str, Any
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": _LLAMA3_LOW,
-        "high_freq_factor": _LLAMA3_HIGH,
+        "high_freq_factor": high,
         "original_max_position_embeddings": _LLAMA3_LENGTH,
     }
 

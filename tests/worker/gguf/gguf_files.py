@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.worker.checkpoints import SHAPE, build_checkpoint
-from tests.worker.gguf.gguf_layouts import LAYOUTS, Layout
+from tests.worker.gguf.gguf_layouts import AFTER_PARTS, LAYOUTS, Layout, then
 
 WIDE: dict[str, Any] = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Every matrix has whole blocks of 256 inputs."""
@@ -44,9 +44,15 @@ PERMUTED = frozenset(
     | {"granitemoe", "granitemoeshared", "granitemoehybrid"}
 )
 """Types whose queries and keys llama.cpp stores in pairs of rows."""
+_NOT_PERMUTED = frozenset({"exaone", "pangu-embedded"})
+"""Architectures whose files have them as checkpoints do."""
 _OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "nemotron"})
 _LAYER_NORM_EPSILONS = ("layer_norm_eps", "norm_epsilon")
 """Of LayerNorm, as configurations name it; Nemotron's is `norm_eps`."""
+_LAYER_NORM_TYPES = frozenset({"gpt2", "gpt_bigcode", "bloom", "mpt", "falcon"})
+"""Types whose `layer_norm_epsilon` is one of LayerNorm."""
+_WHOLE_LATENTS = frozenset({"deepseek_v2", "minicpm3"})
+"""Types whose files have keys and values of latent vectors in one matrix."""
 _PLAIN_ENDS = ("conv.weight", "conv1d.weight", ".bias", "ssm_a", "ssm_d", "ssm_norm.weight")
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -91,10 +97,12 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray] | None = None,
     tensors_per_part: int = 0,
     architecture: str = "",
+    layout: Layout | None = None,
 ) -> tuple[Path, Path]:
     """Return a file, and a plain checkpoint in float32 with the values of its blocks.
 
-    `architecture` is that of the file, where it is not that of the configuration's type.
+    `architecture` and `layout` are those of the file, where they are not those of the
+    configuration's type.
     `types` returns that of a tensor, by its name in the file, where it is not `type`; norms are
     plain. With `fuses_experts` gates and factors of experts are one tensor. `keys` and `tensors`
     are further ones, which the checkpoint has in config.json. With `tensors_per_part` it is the
@@ -108,7 +116,7 @@ def write_gguf(
     for name, tensor in weights.items():
         if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
             tensor.normal_(0.0, 0.1)
-    layout = LAYOUTS.get(config.model_type, Layout(_taken_apart, _put_together))
+    layout = layout or _layout_of(config)
     weights = layout.apart(weights, config)
     architecture = architecture or _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
     path = directory / "tiny.gguf"
@@ -123,7 +131,9 @@ def write_gguf(
     if fuses_experts:
         weights = _fused(weights)
     for name, sources in _stored_names(weights, architecture, config).items():
-        stored = np.stack([_to_file(source, weights[source], config) for source in sources])
+        stored = np.stack(
+            [_to_file(source, weights[source], config, architecture) for source in sources]
+        )
         is_stack = ".experts.0." in sources[0]
         stored = stored if is_stack else stored[0]
         stored = stored.squeeze(1) if "conv.weight" in name else stored
@@ -134,7 +144,7 @@ def write_gguf(
         fused = name.replace("gate_exps", "gate_up_exps") if fuses_experts else name
         writer.add_tensor(fused, blocks, raw_dtype=own)
         for source, value in zip(sources, values if is_stack else [values], strict=True):
-            weights[source] = _from_file(source, torch.from_numpy(value), config)
+            weights[source] = _from_file(source, torch.from_numpy(value), config, architecture)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -152,6 +162,14 @@ def write_gguf(
     if tensors_per_part:
         [path] = directory.glob("tiny-00001-of-*.gguf")
     return path, reference
+
+
+def _layout_of(config: PretrainedConfig) -> Layout:
+    """Return what is done with the weights of a type of model."""
+    usual = Layout(_taken_apart, _put_together)
+    if config.model_type in AFTER_PARTS:
+        return then(usual, AFTER_PARTS[config.model_type])
+    return LAYOUTS.get(config.model_type, usual)
 
 
 def _taken_apart(
@@ -173,7 +191,7 @@ def _taken_apart(
                 parts[f"{name}.weight"] = tensor
             case "e_score_correction":
                 parts[f"{base}.e_score_correction.bias"] = tensor
-            case _ if base.endswith("kv_b_proj") and config.model_type != "deepseek_v2":
+            case _ if base.endswith("kv_b_proj") and config.model_type not in _WHOLE_LATENTS:
                 heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
                 sizes = (config.qk_nope_head_dim, config.v_head_dim)
                 keys, values = heads.split(sizes, 1)
@@ -256,11 +274,11 @@ def _add_keys(
     writer.add_context_length(getattr(config, "max_position_embeddings", 256))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + further.get("nextn_predict_layers", 0))
-    widths = getattr(config, "intermediate_size", 0)
+    widths = getattr(config, "intermediate_size", 2 * config.hidden_size)
     writer.add_feed_forward_length(widths[0] if isinstance(widths, list) else widths)
     _add_epsilon(writer, config)
     if hasattr(config, "num_attention_heads"):
-        _add_attention(writer, config)
+        _add_attention(writer, config, further)
     for key, add in {
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
@@ -301,6 +319,7 @@ def _add_epsilon(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
     """Add the epsilon of norms, of which OLMo has none to state."""
     names = _LAYER_NORM_EPSILONS
     names += ("norm_eps",) if config.model_type == "nemotron" else ()
+    names += ("layer_norm_epsilon",) if config.model_type in _LAYER_NORM_TYPES else ()
     stated = next((name for name in names if hasattr(config, name)), None)
     if stated is not None:
         writer.add_layer_norm_eps(getattr(config, stated))
@@ -311,9 +330,12 @@ def _add_epsilon(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_layer_norm_rms_eps(getattr(config, stated))
 
 
-def _add_attention(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+def _add_attention(
+    writer: gguf.GGUFWriter, config: PretrainedConfig, further: Mapping[str, Any]
+) -> None:
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(_kv_heads(config))
+    if "attention.head_count_kv" not in further:
+        writer.add_head_count_kv(_kv_heads(config))
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10_000.0}
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -321,7 +343,8 @@ def _add_attention(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
-    writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(float(full.get("rope_theta", 10_000.0)))
     if hasattr(config, "kv_lora_rank"):
         _add_latent_keys(writer, config)
     elif config.model_type != "gemma4_text":  # whose layers have several sizes
@@ -334,7 +357,7 @@ def _add_attention(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
 def _add_latent_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
     """Add the sizes of heads; old files, here those of DeepSeek-V2, state no latent ones."""
     size = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if config.model_type == "deepseek_v2":
+    if config.model_type in _WHOLE_LATENTS:
         writer.add_key_length(size)
         writer.add_value_length(config.v_head_dim)
     else:
@@ -352,10 +375,10 @@ def _kv_heads(config: PretrainedConfig) -> int | list[int]:
     """Return the heads of keys, for each layer where some have none."""
     if config.model_type == "gemma4_text":
         return [own.num_key_value_heads for own in config.per_layer_config]
-    if hasattr(config, "kv_lora_rank") and config.model_type != "deepseek_v2":
+    if hasattr(config, "kv_lora_rank") and config.model_type not in _WHOLE_LATENTS:
         return 1
     if not config.model_type.startswith("lfm2"):
-        return int(config.num_key_value_heads)
+        return int(getattr(config, "num_key_value_heads", config.num_attention_heads))
     writes = [kind != "conv" for kind in config.layer_types]
     return [config.num_key_value_heads * has_keys for has_keys in writes]
 
@@ -387,7 +410,7 @@ def _stored_names(
         base, _, leaf = name.rpartition(".")
         before, is_expert, rest = base.partition(".experts.")
         if is_expert and "." in rest:
-            base = f"{re.sub('block_sparse_moe|mixer', 'mlp', before)}.experts"
+            base = f"{re.sub('block_sparse_moe|mixer|feed_forward', 'mlp', before)}.experts"
             base = base.replace("backbone.", "model.")
             part = rest.partition(".")[2]
             base = f"{base}.{_EXPERT_NAMES.get(part, part)}"
@@ -399,19 +422,23 @@ def _stored_names(
     return found
 
 
-def _to_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> np.ndarray:
+def _to_file(
+    name: str, tensor: torch.Tensor, config: PretrainedConfig, architecture: str
+) -> np.ndarray:
     if name.endswith("norm.weight") and config.model_type in _OFFSET_NORMS:
         tensor = tensor + 1
-    if (num_heads := _permuted_heads(name, config)) is not None:
+    if (num_heads := _permuted_heads(name, config, architecture)) is not None:
         halves = tensor.view(num_heads, 2, -1, *tensor.shape[1:])
         tensor = halves.transpose(1, 2).reshape(tensor.shape)
     return tensor.numpy()
 
 
-def _from_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _from_file(
+    name: str, tensor: torch.Tensor, config: PretrainedConfig, architecture: str
+) -> torch.Tensor:
     if name.endswith("conv.conv.weight"):
         return tensor.unsqueeze(1)
-    if (num_heads := _permuted_heads(name, config)) is not None:
+    if (num_heads := _permuted_heads(name, config, architecture)) is not None:
         pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
         tensor = pairs.transpose(1, 2).reshape(tensor.shape)
     if name.endswith("norm.weight") and config.model_type in _OFFSET_NORMS:
@@ -419,8 +446,8 @@ def _from_file(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> tor
     return tensor
 
 
-def _permuted_heads(name: str, config: PretrainedConfig) -> int | None:
-    if config.model_type not in PERMUTED:
+def _permuted_heads(name: str, config: PretrainedConfig, architecture: str) -> int | None:
+    if config.model_type not in PERMUTED or architecture in _NOT_PERMUTED:
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2])

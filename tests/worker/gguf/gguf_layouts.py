@@ -29,6 +29,11 @@ def _renamed(weights: Weights, names: Mapping[str, str]) -> dict[str, torch.Tens
     return changed
 
 
+def _renamed_starts(weights: Weights, old: str, new: str) -> dict[str, torch.Tensor]:
+    """Return weights of which the starts of names have changed."""
+    return {new + name.removeprefix(old): tensor for name, tensor in weights.items()}
+
+
 def _inverse(names: Mapping[str, str]) -> dict[str, str]:
     return {new: old for old, new in names.items()}
 
@@ -192,7 +197,7 @@ def _named(names: Mapping[str, str]) -> Layout:
     )
 
 
-def _then(*layouts: Layout) -> Layout:
+def then(*layouts: Layout) -> Layout:
     """Return what layouts do one after the other."""
 
     def apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
@@ -208,6 +213,11 @@ def _then(*layouts: Layout) -> Layout:
     return Layout(apart, together)
 
 
+def _is_mamba(config: PretrainedConfig) -> bool:
+    """Return whether layers are those of Mamba, and not of Mamba-2."""
+    return config.model_type.endswith("mamba") or config.model_type == "jamba"
+
+
 def _states_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """Return tensors of Mamba and Mamba-2 as files have them."""
     groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
@@ -217,7 +227,7 @@ def _states_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch
             rates = -tensor.exp()
             parts[name] = rates if rates.ndim == 2 else rates.view(-1, 1)
         elif name.endswith((".D", "dt_bias")) and "dt_proj" not in name:
-            is_matrix = name.endswith(".D") and not config.model_type.endswith("mamba")
+            is_matrix = name.endswith(".D") and not _is_mamba(config)
             parts[name] = tensor.view(-1, 1) if is_matrix else tensor
         elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             parts[name] = tensor.view(groups, -1)
@@ -233,7 +243,7 @@ def _states_together(parts: Weights, config: PretrainedConfig) -> dict[str, torc
     for name, tensor in parts.items():
         if name.endswith("A_log"):
             rates = (-tensor).log()
-            weights[name] = rates if config.model_type.endswith("mamba") else rates.flatten()
+            weights[name] = rates if _is_mamba(config) else rates.flatten()
         elif name.endswith((".D", "mamba.norm.weight", "mixer.norm.weight")):
             weights[name] = tensor.flatten()
         else:
@@ -280,17 +290,207 @@ def _with_activation(parts: Weights, config: PretrainedConfig) -> dict[str, torc
     }
 
 
+def _transposed(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights of GPT-2 with the outputs of its matrices as rows, or as columns again."""
+    ends = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    return {
+        name: one.t().contiguous() if name.endswith(ends) else one for name, one in weights.items()
+    }
+
+
+def _is_joined(name: str) -> bool:
+    return ".query_key_value." in name
+
+
+def _kinds_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights whose queries of all heads lie above all keys, and these above all values."""
+    heads, groups = config.num_attention_heads, _groups(config)
+    parts = {}
+    for name, tensor in weights.items():
+        parts[name] = tensor
+        if _is_joined(name):
+            of_groups = tensor.view(groups, heads // groups + 2, -1, *tensor.shape[1:])
+            kinds = (of_groups[:, :-2], of_groups[:, -2:-1], of_groups[:, -1:])
+            parts[name] = torch.cat([kind.reshape(-1, *tensor.shape[1:]) for kind in kinds])
+    return parts
+
+
+def _kinds_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    heads, groups = config.num_attention_heads, _groups(config)
+    weights = {}
+    for name, tensor in parts.items():
+        weights[name] = tensor
+        if _is_joined(name):
+            size = len(tensor) // (heads + 2 * groups)
+            kinds = tensor.split((heads * size, groups * size, groups * size))
+            of_groups = [kind.view(groups, -1, *tensor.shape[1:]) for kind in kinds]
+            weights[name] = torch.cat(of_groups, 1).reshape(tensor.shape)
+    return weights
+
+
+def _groups(config: PretrainedConfig) -> int:
+    """Return the heads of keys."""
+    if config.model_type != "falcon":
+        return int(config.num_attention_heads)
+    return 1 if not config.new_decoder_architecture else int(config.num_kv_heads)
+
+
+_JOINED_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def _three_as_one(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights with queries, keys and values in one tensor."""
+    parts = {}
+    for name, tensor in weights.items():
+        own = next((part for part in _JOINED_PARTS if part in name), None)
+        if own is None:
+            parts[name] = tensor
+        elif own == _JOINED_PARTS[0]:
+            three = [weights[name.replace(own, part)] for part in _JOINED_PARTS]
+            parts[name.replace(own, "self_attn.query_key_value")] = torch.cat(three)
+    return parts
+
+
+def _one_as_three(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in parts.items():
+        if not _is_joined(name):
+            weights[name] = tensor
+            continue
+        heads, num_keys = config.num_attention_heads, config.num_key_value_heads
+        size = len(tensor) // (heads + 2 * num_keys)
+        three = tensor.split((heads * size, num_keys * size, num_keys * size))
+        for part, rows in zip(_JOINED_PARTS, three, strict=True):
+            weights[name.replace("self_attn.query_key_value", part)] = rows
+    return weights
+
+
+def _columns_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights with the outputs of Llama-4's experts as rows, and gates without factors."""
+    parts = {}
+    for name, tensor in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            rows = tensor.transpose(1, 2).chunk(2, 1)
+            for kind, own in zip(("gate", "up"), rows, strict=True):
+                parts[name.replace("gate_up", kind) + ".weight"] = own.contiguous()
+        elif name.endswith("experts.down_proj"):
+            parts[f"{name}.weight"] = tensor.transpose(1, 2).contiguous()
+        else:
+            parts[name] = tensor
+    return parts
+
+
+def _columns_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in parts.items():
+        own = name.removesuffix(".weight")
+        if own.endswith("experts.gate_proj"):
+            rows = torch.cat((tensor, parts[name.replace("gate", "up")]), 1)
+            weights[own.replace("gate", "gate_up")] = rows.transpose(1, 2)
+        elif own.endswith("experts.down_proj"):
+            weights[own] = tensor.transpose(1, 2)
+        elif not own.endswith("experts.up_proj"):
+            weights[name] = tensor
+    return weights
+
+
+_DBRX_EXPERTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
+
+
+def _dbrx_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights with a matrix of each expert, and outputs as rows."""
+    parts = {}
+    for name, tensor in weights.items():
+        before, is_expert, own = name.partition("ffn.experts.mlp.")
+        if not is_expert:
+            parts[name] = tensor
+            continue
+        of_experts = tensor.view(config.ffn_config.moe_num_experts, -1, tensor.shape[1])
+        rows = of_experts.transpose(1, 2).contiguous() if own == "w2" else of_experts
+        number = before.split(".")[-2]
+        parts[f"model.layers.{number}.mlp.experts.{_DBRX_EXPERTS[own]}.weight"] = rows
+    return parts
+
+
+def _dbrx_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    names = _inverse(_DBRX_EXPERTS)
+    weights = {}
+    for name, tensor in parts.items():
+        before, is_expert, own = name.removesuffix(".weight").partition(".mlp.experts.")
+        if not is_expert:
+            weights[name] = tensor
+            continue
+        rows = tensor.transpose(1, 2) if own == "down_proj" else tensor
+        number = before.split(".")[-1]
+        full = f"transformer.blocks.{number}.ffn.experts.mlp.{names[own]}"
+        weights[full] = rows.flatten(0, 1)
+    return weights
+
+
+def _norms_as_one(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return weights with the norms of all heads in one tensor."""
+    parts = {}
+    for name, tensor in weights.items():
+        before, is_norm, number = name.removesuffix(".weight").partition(".norms.")
+        if not is_norm:
+            parts[name] = tensor
+        elif number == "0":
+            norms = sorted(
+                (one for one in weights if one.startswith(f"{before}.norms.")),
+                key=lambda one: int(one.split(".")[-2]),
+            )
+            parts[f"{before}.weight"] = torch.stack([weights[one] for one in norms])
+    return parts
+
+
+def _one_as_norms(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in parts.items():
+        if not name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            weights[name] = tensor
+            continue
+        for number, norm in enumerate(tensor):
+            weights[f"{name.removesuffix('.weight')}.norms.{number}.weight"] = norm
+    return weights
+
+
+def _kimi_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return tensors of Kimi-Linear as files have them; its dense layers get their usual names."""
+    parts = {}
+    for name, tensor in weights.items():
+        if name.endswith("A_log"):
+            parts[name] = -tensor.exp()
+        elif "_conv1d." in name:
+            parts[name] = tensor.view(1, len(tensor), 1, -1)
+        elif name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj") and "experts" not in name:
+            parts[name.replace("block_sparse_moe", "mlp")] = tensor
+        else:
+            parts[name] = tensor
+    return parts
+
+
+def _kimi_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in parts.items():
+        if name.endswith("A_log"):
+            weights[name] = (-tensor).log()
+        else:
+            is_kernel = "_conv1d." in name
+            weights[name] = tensor.view(-1, 1, tensor.shape[-1]) if is_kernel else tensor
+    return weights
+
+
 APERTUS_ACTIVATION: Mapping[str, tuple[float, tuple[int, ...]]] = {
     **{"alpha_p": (0.75, (1,)), "alpha_n": (0.625, (1,))},
     **{"beta": (0.5, ()), "eps": (-1e-6, ())},
 }
 _BIAS = "e_score_correction_bias"
 _STATE_NAMES = {".mamba.dt_bias": ".mamba.dt_proj.bias", ".mixer.dt_bias": ".mixer.dt_proj.bias"}
-_STATES = _then(Layout(_states_apart, _states_together), _named(_STATE_NAMES))
+_STATES = then(Layout(_states_apart, _states_together), _named(_STATE_NAMES))
 _GRANITE_NAMES = {
     "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj.weight",
 }
-_GRANITE = _then(
+_GRANITE = then(
     _as_halves(
         {
             "block_sparse_moe.input_linear.weight": (
@@ -305,7 +505,7 @@ _GRANITE = _then(
     ),
     _named(_GRANITE_NAMES),
 )
-_GRANITE_DENSE = _then(
+_GRANITE_DENSE = then(
     _as_halves({"shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}),
     _named({"shared_mlp.output_linear.weight": "mlp.down_proj.weight"}),
 )
@@ -313,12 +513,12 @@ _GRANITE_DENSE = _then(
 
 def _granite_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     own = _GRANITE if config.num_local_experts else _GRANITE_DENSE
-    return _then(own, _STATES).apart(weights, config)
+    return then(own, _STATES).apart(weights, config)
 
 
 def _granite_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     own = _GRANITE if config.num_local_experts else _GRANITE_DENSE
-    return _then(own, _STATES).together(parts, config)
+    return then(own, _STATES).together(parts, config)
 
 
 _GEMMA4_NAMES = {
@@ -328,19 +528,41 @@ _GEMMA4_NAMES = {
     "experts.gate_up_proj": "experts.gate_up_proj.weight",
     "experts.down_proj": "experts.down_proj.weight",
 }
+_BY_KIND = Layout(_kinds_apart, _kinds_together)
+JOINED = Layout(_three_as_one, _one_as_three)
+"""That of files whose queries, keys and values are one tensor."""
 _DELTA = Layout(_delta_apart, _delta_together)
+AFTER_PARTS: Mapping[str, Layout] = {
+    "kimi_linear": then(
+        Layout(_kimi_apart, _kimi_together), _named({"self_attn.dt_bias": "self_attn.dt_proj.bias"})
+    ),
+    "mimo_v2_flash": _named({"attention_sink_bias": "attention_sink_bias.weight"}),
+}
+"""What is done with weights beside what is done with those of most types, by `model_type`."""
 LAYOUTS: Mapping[str, Layout] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
     **dict.fromkeys(("falcon_h1", "mamba2"), _STATES),
-    **dict.fromkeys(("mamba", "falcon_mamba"), Layout(_states_apart, _states_together)),
-    "nemotron_h": _then(_STATES, _named({_BIAS: "e_score_correction.bias"})),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), Layout(_states_apart, _states_together)),
+    "nemotron_h": then(_STATES, _named({_BIAS: "e_score_correction.bias"})),
     "granitemoehybrid": Layout(_granite_apart, _granite_together),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE),
-    "gemma3n_text": _then(
+    "gemma3n_text": then(
         Layout(_stacks_apart, _stacks_together),
         _named({"correct_output_scale": "correct_output_scale.weight"}),
     ),
     "gemma4_text": _named(_GEMMA4_NAMES),
+    "gpt2": Layout(_transposed, _transposed),
+    **dict.fromkeys(("gpt_neox", "falcon"), _BY_KIND),
+    "bloom": then(
+        _BY_KIND,
+        Layout(
+            lambda weights, config: _renamed_starts(weights, "transformer.", ""),
+            lambda parts, config: _renamed_starts(parts, "", "transformer."),
+        ),
+    ),
+    "llama4_text": Layout(_columns_apart, _columns_together),
+    "dbrx": Layout(_dbrx_apart, _dbrx_together),
+    "stablelm": Layout(_norms_as_one, _one_as_norms),
     "apertus": Layout(_without_activation, _with_activation),
     **dict.fromkeys(("lfm2_moe", "afmoe"), _named({"expert_bias": "expert_bias.bias"})),
     **dict.fromkeys(

@@ -69,7 +69,15 @@ from transformers import (
 
 from tests.worker.checkpoints import WINDOW
 from tests.worker.gguf.gguf_files import WIDE, write_gguf
-from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION
+from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION, JOINED
+from tests.worker.gguf.gguf_older_models import (
+    JOINED_FILES,
+    OLDER,
+    OLDER_ARCHITECTURES,
+    OLDER_FILES,
+    OLDER_KEYS,
+    OLDER_TENSORS,
+)
 from worker_proc.gguf.architectures import ARCHITECTURES as READ
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
@@ -327,8 +335,10 @@ FURTHER: dict[str, Callable[[], PretrainedConfig]] = {
     "nemotron": lambda: NemotronConfig(**WIDE),
 }
 """Models whose files have what those above have, or more, and which mostly take slow tests."""
+FURTHER |= OLDER
 CONFIGS |= FURTHER
 KEYS: dict[str, dict[str, Any]] = {
+    **OLDER_KEYS,
     "qwen3next": DELTA_KEYS,
     **dict.fromkeys(
         ("qwen35", "qwen35moe"), DELTA_KEYS | {"rope.dimension_sections": [4, 2, 2, 0]}
@@ -412,6 +422,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 """Further keys of files."""
 ARCHITECTURES = {
+    **OLDER_ARCHITECTURES,
     "gemma4_experts": "gemma4",
     "granitehybrid_dense": "granitehybrid",
     "granitemoe_shared": "granitemoe",
@@ -427,6 +438,7 @@ ARCHITECTURES = {
 }
 """`general.architecture`, where it is not the name."""
 TENSORS: dict[str, dict[str, np.ndarray]] = {
+    **OLDER_TENSORS,
     "gemma4": PROPORTIONAL | {"blk.4.attn_k.weight": np.ones((256, 256), np.float32)},
     "gemma4_experts": PROPORTIONAL,
     "gemma3n": {
@@ -447,6 +459,7 @@ TENSORS: dict[str, dict[str, np.ndarray]] = {
 """Tensors of layers that draft tokens, and copies of parts of a weight."""
 FILES = {
     **dict.fromkeys(CONFIGS, Type.Q4_0),
+    **OLDER_FILES,
     **{"llama": Type.Q8_0, "qwen2": Type.Q5_K, "qwen3": Type.Q6_K, "qwen3moe": Type.Q4_K},
     **{"gemma2": Type.F16, "gemma3": Type.BF16, "phi3": Type.Q4_1, "granite": Type.F32},
     **{"mixtral": Type.Q5_1, "smollm3": Type.Q5_0, "qwen3moe_fused": Type.Q4_K},
@@ -455,7 +468,11 @@ FILES = {
 """The type of the matrices of each file."""
 TYPES: dict[str, Callable[[str], Type | None]] = {
     "gemma3n": lambda name: Type.F32 if "altup" in name else None,
-    "command-r-plus": lambda name: Type.F32 if "norm" in name else None,
+    **dict.fromkeys(
+        ("command-r-plus", "stablelm_parallel"), lambda name: Type.F32 if "norm" in name else None
+    ),
+    **dict.fromkeys(("gpt2", "starcoder"), lambda name: Type.F32 if "position" in name else None),
+    "kimi-linear": lambda name: Type.F32 if "conv1d" in name else None,
     "granitehybrid_dense": lambda name: Type.F16 if "ffn" in name else None,
     "qwen35": lambda name: Type.Q4_K if "ssm_out" in name else None,
     "qwen3next": lambda name: Type.Q5_1 if name == "blk.0.attn_gate.weight" else None,
@@ -483,5 +500,6 @@ def write_named(directory: Path, name: str) -> tuple[Path, Path]:
         keys=keys,
         tensors=TENSORS.get(name),
         architecture=ARCHITECTURES.get(name, name if name in READ else ""),
+        layout=JOINED if name in JOINED_FILES else None,
         fuses_experts=name in FUSED_EXPERTS,
     )
