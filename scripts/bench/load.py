@@ -6,7 +6,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple
@@ -48,7 +48,6 @@ class Run(NamedTuple):
             outcome.times[0] - self.began - request.at_s
             for request, outcome in zip(self.requests, self.outcomes, strict=True)
         ]
-        gaps = [after - before for o in self.outcomes for before, after in pairwise(o.times)]
         num_tokens = sum(request.num_tokens for request in self.requests)
         figures = {
             "seconds": self.seconds,
@@ -62,10 +61,19 @@ class Run(NamedTuple):
             "load_us": sum(self.cpu_s) * 1e6 / num_tokens,
             "load_busy_percent": 100 * max(self.cpu_s) / self.seconds,
         }
-        if gaps:
-            figures["itl_p50_ms"] = 1000 * percentile(gaps, 50)
-            figures["itl_p99_ms"] = 1000 * percentile(gaps, 99)
+        if any(request.num_tokens > 1 for request in self.requests):
+            figures |= itl_figures(outcome.times for outcome in self.outcomes)
         return figures
+
+
+def itl_figures(times: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Return the figures of the gaps between the pieces of each stream.
+
+    They are 0 if all tokens of every stream have come in one piece: which figures a run has does
+    not depend on how a server or the network joins tokens.
+    """
+    gaps = [after - before for each in times for before, after in pairwise(each)] or [0.0]
+    return {f"itl_p{percent}_ms": 1000 * percentile(gaps, percent) for percent in (50, 99)}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

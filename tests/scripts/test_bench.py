@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from scripts.bench import __main__ as tool
 from scripts.bench import machine, plots, report, workloads
-from scripts.bench.client import BenchError, Reply
+from scripts.bench.client import BenchError, Outcome, Reply
 from scripts.bench.commands import sampler
 from scripts.bench.commands.steps import Parts
+from scripts.bench.load import Run
 from scripts.testing import EngineFactory
 from tests.scripts.bench_peer import ERROR_TEXT, peer
 from worker_proc.native.build import build, compiler
@@ -268,6 +269,19 @@ def test_ratios_are_of_pairs_and_not_of_medians() -> None:
     assert found == [0.25, 2.0, 3.0]
     assert statistics.median(found) == 2.0  # of medians: 2 / 3
     assert "2.00 [0.25–3.00]" in report.table(crossed)  # noqa: RUF001 - a range
+
+
+def test_a_run_has_gaps_between_tokens_however_its_tokens_are_joined() -> None:
+    """The gaps are 0 if all tokens come in one piece; a single token has none."""
+    found = [
+        Run(
+            [workloads.Request([5], num_tokens)], [Outcome(times, num_tokens)], 0.0, [0.0]
+        ).figures()
+        for num_tokens, times in [(3, [1.0, 1.25, 1.75]), (3, [1.0, 1.5]), (3, [1.0]), (1, [1.0])]
+    ]
+    assert [figures.keys() == FIGURES for figures in found] == [True, True, True, False]
+    assert [figures["itl_p99_ms"] for figures in found[:3]] == [500, 500, 0]
+    assert "itl_p50_ms" not in found[3]
 
 
 def test_prompts_are_new_for_each_seed_and_equal_for_all_servers() -> None:

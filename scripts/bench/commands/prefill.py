@@ -17,7 +17,7 @@ from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses
 from protocol.sampling import SamplingParams
 from scripts.bench.client import BenchError
-from scripts.bench.load import percentile
+from scripts.bench.load import itl_figures, percentile
 from scripts.bench.report import Record, RunRecord
 from scripts.bench.rounds import add
 from scripts.bench.workloads import token_ids
@@ -110,10 +110,7 @@ async def _measure(
         is_long: [each.tokens[0] - each.due for each in times if each.is_long is is_long]
         for is_long in (False, True)
     }
-    gaps = [after - before for each in times for before, after in pairwise(each.tokens)]
-    return {
-        "itl_p50_ms": 1000 * percentile(gaps, 50),
-        "itl_p99_ms": 1000 * percentile(gaps, 99),
+    return itl_figures(each.tokens for each in times) | {
         "longest_gap_p90_ms": 1000 * percentile(list(map(_longest_gap, times)), 90),
         "chat_ttft_p50_ms": 1000 * percentile(first[False], 50),
         "chat_ttft_p99_ms": 1000 * percentile(first[False], 99),

@@ -22,6 +22,7 @@ from protocol.sampling import SamplingParams
 from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system import long_steps
+from tests.system.conftest import EnginePool, SharedEngine
 from tests.system.embedding.test_embedding import collect, expected_tokens
 from tests.system.null_load import Stream
 from tests.timing import within
@@ -44,6 +45,12 @@ WITHIN_S = 10.0
 """From the stop to the successor's start: 2 s, and up to 2 s for a standby that is starting."""
 DETECTION_S = 0.05
 """From SIGKILL to the moment at which the supervisor has reaped the process."""
+
+
+@pytest.fixture
+def quick(shared_engine: EnginePool) -> SharedEngine:
+    """An engine whose processes are suspected soon, with failpoints."""
+    return shared_engine(*QUICK, has_failpoints=True)
 
 
 @pytest.fixture
@@ -108,15 +115,12 @@ def fenced_frames(engine: Engine) -> int:
     return asyncio.run(ask())
 
 
-def test_stopped_processes_are_replaced_and_every_stream_goes_on(
-    start_engine: EngineFactory,
-) -> None:
+def test_stopped_processes_are_replaced_and_every_stream_goes_on(quick: SharedEngine) -> None:
     """SIGSTOP of the worker, the core and the worker again, under load."""
-    engine = start_engine(*QUICK)
     roles = (Role.WORKER, Role.CORE, Role.WORKER)
-    harms = [lambda role=role: stop(engine, role, WITHIN_S) for role in roles]
-    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
-    log = engine.log
+    harms = [lambda role=role: stop(quick, role, WITHIN_S) for role in roles]
+    assert streams_through(quick, harms) == expected_tokens(PROMPTS, PARAMS)
+    log = quick.log
     for role in (Role.WORKER, Role.CORE):
         suspicion = rf"{role} \(\w+( \d+)?\) has shown no progress for 1\.\d s; the stacks"
         assert re.search(suspicion, log), log
@@ -125,7 +129,7 @@ def test_stopped_processes_are_replaced_and_every_stream_goes_on(
     assert "seems to hang: no further steps" in log
     assert "died in step" in log or "died at rest" in log
     assert re.search(r"core of epoch \d+ died: deadline", log)
-    assert fenced_frames(engine) == 0, "a dead process sends no frames"
+    assert fenced_frames(quick) == 0, "a dead process sends no frames"
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
@@ -138,37 +142,33 @@ def test_stopped_process_is_replaced_in_time_at_defaults(
     assert streams == expected_tokens(PROMPTS, PARAMS)
 
 
-def test_idle_process_that_is_stopped_is_replaced_too(start_engine: EngineFactory) -> None:
+def test_idle_process_that_is_stopped_is_replaced_too(quick: SharedEngine) -> None:
     """No request waits for it yet."""
-    engine = start_engine(*QUICK)
-    engine.ready()
     for role in (Role.WORKER, Role.CORE):
-        stop(engine, role, WITHIN_S)
-        engine.ready()
+        stop(quick, role, WITHIN_S)
+        quick.ready()
 
 
 @pytest.mark.parametrize("action", ["delay", "hold"])
 def test_step_that_never_ends_is_killed_after_its_stacks_are_printed(
-    start_engine: EngineFactory, armed: Path, action: str
+    quick: SharedEngine, action: str
 ) -> None:
     """It hangs in Python, or in C code that holds the interpreter, so that no other thread runs."""
-    engine = start_engine(*QUICK)
-    harms = [lambda: failpoints.arm(armed, "worker.before_step", f"{action}:60000@1")]
-    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
-    log = engine.log
+    harms = [lambda: failpoints.arm(quick.failpoints, "worker.before_step", f"{action}:60000@1")]
+    assert streams_through(quick, harms) == expected_tokens(PROMPTS, PARAMS)
+    log = quick.log
     assert re.search(r"worker \(step \d+\) has shown no progress", log), log
     assert re.search(r"died in step \d+: deadline", log), log
     assert "in hit" in log
     assert "worker_proc/loop.py" in log, "the stack shows the place of the hang"
 
 
-def test_core_that_hangs_is_replaced(start_engine: EngineFactory, armed: Path) -> None:
+def test_core_that_hangs_is_replaced(quick: SharedEngine) -> None:
     """The core hangs in the middle of a turn."""
-    engine = start_engine(*QUICK)
-    harms = [lambda: failpoints.arm(armed, "core.after_drain", "hold:60000@1")]
-    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
-    assert "core (turn) has shown no progress" in engine.log
-    assert "core_proc/loop.py" in engine.log
+    harms = [lambda: failpoints.arm(quick.failpoints, "core.after_drain", "hold:60000@1")]
+    assert streams_through(quick, harms) == expected_tokens(PROMPTS, PARAMS)
+    assert "core (turn) has shown no progress" in quick.log
+    assert "core_proc/loop.py" in quick.log
 
 
 def test_hanging_worker_that_recovers_in_time_is_spared(
@@ -183,19 +183,18 @@ def test_hanging_worker_that_recovers_in_time_is_spared(
     assert engine.pid(Role.WORKER) == worker
 
 
-def test_supervisor_that_was_stopped_kills_no_process(start_engine: EngineFactory) -> None:
+def test_supervisor_that_was_stopped_kills_no_process(quick: SharedEngine) -> None:
     """All marks are old when it wakes, but it was not watching, and processes were stopped."""
-    engine = start_engine(*QUICK)
-    pids = {role: engine.pid(role) for role in (Role.WORKER, Role.CORE)}
-    stopped = [*pids.values(), engine.process.pid]
+    pids = {role: quick.pid(role) for role in (Role.WORKER, Role.CORE)}
+    stopped = [*pids.values(), quick.process.pid]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(4.0)  # four times the limit
     for pid in reversed(stopped):
         os.kill(pid, signal.SIGCONT)
-    streams = streams_through(engine, [])
+    streams = streams_through(quick, [])
     assert streams == expected_tokens(PROMPTS, PARAMS)
-    assert {role: engine.pid(role) for role in pids} == pids
+    assert {role: quick.pid(role) for role in pids} == pids
 
 
 def test_process_that_starts_waits_for_a_supervisor_that_stands_still(
@@ -250,7 +249,11 @@ def measure_detection(engine: Engine, armed: Path, num_kills: int) -> list[float
     return delays
 
 
-API = ("--null-step-ms", "2", "--api-hang-timeout-s", "0.5")
+@pytest.fixture
+def with_api(shared_engine: EnginePool) -> SharedEngine:
+    """An engine whose API is suspected soon, with failpoints."""
+    flags = ("--null-step-ms", "10", "--api-hang-timeout-s", "0.5")
+    return shared_engine(*flags, has_failpoints=True)
 
 
 def is_answered(engine: Engine) -> bool:
@@ -260,56 +263,51 @@ def is_answered(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("way", ["SIGSTOP", "C code"])
-def test_api_whose_loop_stands_still_is_replaced(
-    start_engine: EngineFactory, armed: Path, way: str
-) -> None:
+def test_api_whose_loop_stands_still_is_replaced(with_api: SharedEngine, way: str) -> None:
     """The socket stays open: requests that arrive meanwhile are answered by its successor."""
-    engine = start_engine(*API)
-    api = engine.row(Role.API)
+    api = with_api.row(Role.API)
     assert api.pid is not None
-    assert is_answered(engine)
+    assert is_answered(with_api)
     if way == "SIGSTOP":
         os.kill(api.pid, signal.SIGSTOP)
     else:
-        failpoints.arm(armed, "api.before_flush", "hold:60000@1")
-        Stream(engine.url(), model="null", prompt=[5], max_tokens=2)
+        failpoints.arm(with_api.failpoints, "api.before_flush", "hold:60000@1")
+        Stream(with_api.url(), model="null", prompt=[5], max_tokens=2)
     suspicion = re.compile(r"api \(turn\) has shown no progress for 0\.[5-9] s; the stacks")
-    eventually(lambda: suspicion.search(engine.log), "it is suspected, and not too late")
-    waiting = Stream(engine.url(), model="null", prompt=[4], max_tokens=2)
-    eventually(lambda: engine.row(Role.API).epoch > api.epoch, "it is replaced")
+    eventually(lambda: suspicion.search(with_api.log), "it is suspected, and not too late")
+    waiting = Stream(with_api.url(), model="null", prompt=[4], max_tokens=2)
+    eventually(lambda: with_api.row(Role.API).epoch > api.epoch, "it is replaced")
     assert waiting.join().error is None
     assert len(waiting.token_ids) == 2
-    assert "api died of SIGKILL: it hung" in engine.log
+    assert "api died of SIGKILL: it hung" in with_api.log
     if way == "C code":
-        assert "in hit" in engine.log, "its stacks are printed"
+        assert "in hit" in with_api.log, "its stacks are printed"
 
 
-def test_api_with_much_to_do_is_left_alone(start_engine: EngineFactory) -> None:
+def test_api_with_much_to_do_is_left_alone(with_api: SharedEngine) -> None:
     """Under large bodies and many streams at once the loop keeps turning."""
-    engine = start_engine(*API)
-    pid = engine.pid(Role.API)
+    pid = with_api.pid(Role.API)
     streams = [
-        Stream(engine.url(), model="null", prompt=[7] * 8000, max_tokens=40) for _ in range(24)
+        Stream(with_api.url(), model="null", prompt=[7] * 8000, max_tokens=40) for _ in range(24)
     ]
     assert [stream.join().error for stream in streams] == [None] * len(streams)
-    assert "shown no progress" not in engine.log
-    assert engine.pid(Role.API) == pid
+    assert "shown no progress" not in with_api.log
+    assert with_api.pid(Role.API) == pid
 
 
-def test_api_that_hangs_while_it_leaves_is_killed_in_time(start_engine: EngineFactory) -> None:
+def test_api_that_hangs_while_it_leaves_is_killed_in_time(with_api: SharedEngine) -> None:
     """Its progress page has moved to another slot with it."""
-    engine = start_engine(*API, "--null-step-ms", "10")
-    stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=8000)
+    stream = Stream(with_api.url(), model="null", prompt=[4], max_tokens=8000)
     eventually(lambda: stream.token_ids, "it has begun")
-    old = engine.row(Role.API)
+    old = with_api.row(Role.API)
     assert old.pid is not None
-    link = StatusLink(engine.run_dir)
+    link = StatusLink(with_api.run_dir)
     reply = link.restart(Role.API, TIMEOUT_S)
     assert reply is not None
     assert reply.accepted, reply.reason
     link.close()
-    eventually(lambda: engine.row(Role.API).epoch > old.epoch, "its successor serves")
+    eventually(lambda: with_api.row(Role.API).epoch > old.epoch, "its successor serves")
     os.kill(old.pid, signal.SIGSTOP)
     eventually(lambda: not is_alive(old.pid or 0), "it is killed")
-    assert "api 1 (turn) has shown no progress" in engine.log
-    assert is_answered(engine)
+    assert "api 1 (turn) has shown no progress" in with_api.log
+    assert is_answered(with_api)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from protocol.lifecycle import ProcessState, Role
 from protocol.process.status import StatusLink
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.system.conftest import ROOT
+from tests.system.conftest import ROOT, EnginePool
 from tests.system.null_load import NullLoad, Stream, null_tokens
 
 NUM_RESTARTS = {Role.WORKER: 2, Role.CORE: 2, Role.API: 1}
@@ -111,10 +111,10 @@ def replace(engine: Engine, role: Role, way: str) -> None:
     + [("0", Role.WORKER, "command")],
 )
 def test_clients_do_not_notice_a_planned_restart(
-    start_engine: EngineFactory, standby: str, role: Role, way: str
+    shared_engine: EnginePool, standby: str, role: Role, way: str
 ) -> None:
     """Each role is restarted under streams and new requests; the old process ends with status 0."""
-    engine = start_engine(*FLAGS, "--standby-workers", standby)
+    engine = shared_engine(*FLAGS, "--standby-workers", standby)
     with under_load(engine):
         for _ in range(NUM_RESTARTS[role]):
             replace(engine, role, way)
@@ -125,10 +125,10 @@ def test_clients_do_not_notice_a_planned_restart(
 
 
 def test_leaving_api_finishes_its_streams_while_its_successor_serves(
-    start_engine: EngineFactory,
+    shared_engine: EnginePool,
 ) -> None:
     """Two API processes live for a while; then the old one is gone."""
-    engine = start_engine(*FLAGS)
+    engine = shared_engine(*FLAGS, "--standby-workers", "0")
     load = NullLoad(engine.url(), 2, 1500)
     eventually(lambda: load.has_begun, "every stream has begun")
     old = engine.row(Role.API)
@@ -177,14 +177,22 @@ def test_worker_that_does_not_leave_is_killed(start_engine: EngineFactory) -> No
 
 
 def test_ranks_are_replaced_together(start_engine: EngineFactory) -> None:
-    """Both ranks are replaced; the core stays."""
+    """Both ranks are, after a restart and after the death of one of them; the core stays."""
     engine = start_engine("--no-api", "--tensor-parallel-size", "2")
     core = engine.pid(Role.CORE)
-    before = [engine.pid(Role.WORKER, rank) for rank in range(2)]
-    done = command(engine, "worker")
-    assert done.returncode == 0, done.stderr
-    assert not set(before) & {engine.pid(Role.WORKER, rank) for rank in range(2)}
-    assert engine.pid(Role.CORE) == core
+
+    def check(replace: Callable[[], object]) -> None:
+        before = {engine.pid(Role.WORKER, rank) for rank in range(2)}
+        replace()
+        assert not before & {engine.pid(Role.WORKER, rank) for rank in range(2)}
+        assert engine.pid(Role.CORE) == core
+
+    def restart() -> None:
+        done = command(engine, "worker")
+        assert done.returncode == 0, done.stderr
+
+    check(restart)
+    check(lambda: engine.kill(Role.WORKER, 1))
 
 
 def test_engine_can_end_while_an_api_leaves(start_engine: EngineFactory) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually
+from tests.system.conftest import EnginePool
 from tests.system.streams import Event, Stream, metric
 
 TOKENS = 120
@@ -306,8 +307,9 @@ def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> N
     assert all(item == whole[number % len(whole)] for number, item in enumerate(found))
 
 
-def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> None:
+def test_without_a_journal_nothing_outlives_its_connection(shared_engine: EnginePool) -> None:
     """Events have no ids; a repeated id is a new request, unless it asks for the rest."""
+    engine = shared_engine()
     headers = {"X-Request-Id": "x"}
     first = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
     assert {event.id for event in first} == {None}

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.conftest import EnginePool
 from tests.system.null_load import NullLoad, Stream
 from tests.timing import within
 
@@ -77,9 +78,9 @@ def wait_for_tokens(streams: list[Stream], number: int) -> None:
 
 
 @pytest.fixture
-def standing(start_engine: EngineFactory) -> Engine:
+def standing(shared_engine: EnginePool) -> Engine:
     """An engine of the null model with worker, standby and zygote."""
-    started = start_engine(*FLAGS)
+    started = shared_engine(*FLAGS)
     complete(started)
     return started
 

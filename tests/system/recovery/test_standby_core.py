@@ -9,6 +9,7 @@ import pytest
 
 from protocol.lifecycle import ProcessStatus, Role
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
+from tests.system.conftest import EnginePool
 from tests.system.null_load import NullLoad
 from tests.system.recovery.test_standby import check_zombies, kill_and_wait, pid_of, wait_for
 
@@ -30,9 +31,9 @@ def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
 
 
 @pytest.fixture
-def guarded(start_engine: EngineFactory) -> Engine:
+def guarded(shared_engine: EnginePool) -> Engine:
     """An engine of the null model whose core has a standby, as is the default."""
-    started = start_engine(*FLAGS)
+    started = shared_engine(*FLAGS)
     complete(started)
     return started
 

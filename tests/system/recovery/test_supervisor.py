@@ -29,7 +29,7 @@ from scripts.testing import (
     eventually,
     is_alive,
 )
-from tests.system.conftest import ROOT
+from tests.system.conftest import ROOT, EnginePool
 from tests.timing import within
 
 ROLES = [Role.WORKER, Role.CORE, Role.API]
@@ -152,17 +152,6 @@ def test_replicas_go_on_although_the_directory_of_their_engine_was_removed(
     assert engine.process.wait(TIMEOUT_S) == 0, engine.log
 
 
-def test_ranks_of_a_worker_group_are_replaced_together(start_engine: EngineFactory) -> None:
-    """The death of one rank replaces both; the core stays."""
-    engine = start_engine("--no-api", "--tensor-parallel-size", "2")
-    core = engine.pid(Role.CORE)
-    before = {engine.pid(Role.WORKER, rank) for rank in range(2)}
-    engine.kill(Role.WORKER, 1)
-    after = {engine.pid(Role.WORKER, rank) for rank in range(2)}
-    assert not before & after
-    assert engine.pid(Role.CORE) == core
-
-
 def test_sigterm_ends_everything_with_status_0(engine: Engine) -> None:
     """No process and no socket is left; a given run directory keeps its epoch."""
     engine.process.terminate()
@@ -221,8 +210,11 @@ def test_killed_supervisor_leaves_no_process_behind(start_engine: EngineFactory)
     within(3, measure, leaving_s=2.0)
 
 
-def test_only_the_supervisor_holds_the_pipes_its_death_would_close(engine: Engine) -> None:
+def test_only_the_supervisor_holds_the_pipes_its_death_would_close(
+    shared_engine: EnginePool,
+) -> None:
     """A child that inherited another's pipe would keep it alive, so none may hold a writing end."""
+    engine = shared_engine()
 
     def written_pipes(pid: int) -> set[str]:
         held = set()
@@ -293,8 +285,9 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
     assert (done.returncode, done.stderr) == (1, "troika: no engine of this user is running\n")
 
 
-def test_a_status_query_leaves_no_state_behind(engine: Engine) -> None:
+def test_a_status_query_leaves_no_state_behind(shared_engine: EnginePool) -> None:
     """Sequence numbers continue after the last forgotten peer, so no entry is kept for a peer."""
+    engine = shared_engine()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     address = lifecycle_address(engine.run_dir)
     one, other = (DealerChannel(context, address, HighWaterMark.LIFECYCLE_LINK) for _ in range(2))
