@@ -91,7 +91,7 @@ class ErrorCode(enum.StrEnum):
     DEADLINE = "deadline_exceeded"
     """The time that the client allowed for the request is over."""
     ABORTED = "request_aborted"
-    """An operator aborted the request by its id, through the API."""
+    """The client was closed, or the request was cancelled by its program or by an operator."""
 
 
 class RequestError(Record):

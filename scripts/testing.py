@@ -103,9 +103,13 @@ class RunningEngine:
         return eventually(ask, "the engine is ready", self._timeout_s)
 
     def row(self, role: Role, rank: int = 0) -> ProcessStatus:
-        """Return the status of one process of an engine that is ready."""
+        """Return the status of one process of an engine that is ready; LookupError: it has none."""
         rows = self.ready().processes
-        return next(row for row in rows if (row.role, row.rank) == (role, rank))
+        found = [row for row in rows if (row.role, row.rank) == (role, rank)]
+        if not found:
+            names = ", ".join(row.name for row in rows)
+            raise LookupError(f"the engine has no {role} with rank {rank}; it has: {names}")
+        return found[0]
 
     def pid(self, role: Role, rank: int = 0) -> int:
         """Return the pid of one process of an engine that is ready."""
@@ -116,7 +120,12 @@ class RunningEngine:
     def kill(
         self, role: Role, rank: int = 0, number: signal.Signals = signal.SIGKILL
     ) -> ProcessStatus:
-        """Send a fatal signal to one process and wait until its successor serves."""
+        """Send a fatal signal to one process and wait until its successor serves.
+
+        ValueError: the supervisor has no successor; the engine ends with it.
+        """
+        if role is Role.SUPERVISOR:
+            raise ValueError("a killed supervisor is not replaced: its engine ends with it")
         old = self.row(role, rank)
         assert old.pid is not None
         os.kill(old.pid, number)

@@ -232,3 +232,9 @@ def test_the_wheel_has_every_package() -> None:
         for path in (ROOT / name).rglob("__init__.py")
     }
     assert set(settings["packages"]) == found
+
+
+def test_type_checkers_read_the_annotations_of_an_installed_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in settings["package-data"]["*"]
+    assert all((ROOT / package / "py.typed").is_file() for package in PRODUCT)

@@ -150,7 +150,7 @@ class SteppedEngine:
         return stream
 
     async def disconnect(self) -> None:
-        self._fail_all("the client was closed")
+        self._fail_all(ErrorCode.ABORTED, "the client was closed")
 
     def stats(self) -> EngineStats:
         return self._stepper.stats()
@@ -162,11 +162,11 @@ class SteppedEngine:
         if self._streams.pop(request_id, None) is not None:
             self._stepper.cancel(request_id)
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, code: ErrorCode, reason: str) -> None:
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
             self._stepper.cancel(request_id)
-            stream.fail(failure_of(RequestError(ErrorCode.INTERNAL, reason)))
+            stream.fail(failure_of(RequestError(code, reason)))
 
     async def _step_until_idle(self) -> None:
         while self._stepper.has_unfinished:
@@ -174,7 +174,8 @@ class SteppedEngine:
                 outputs = self._stepper.step()
             except Exception as error:
                 log.exception("a step has failed")
-                self._fail_all(f"a step has failed: {error}"[:MAX_TEXT])
+                reason = f"a step has failed: {error}"[:MAX_TEXT]
+                self._fail_all(ErrorCode.INTERNAL, reason)
                 return
             for output in outputs:
                 stream = self._streams.get(output.request_id)

@@ -93,7 +93,7 @@ class AsyncEngineClient:
         options = replace(options, **fields)
         self._address = address
         self._options = options
-        self._stall_text = f"no engine has served for {options.stall_timeout_s:.0f} s"
+        self._stall_text = f"no engine has served for {options.stall_timeout_s:g} s"
         self._can_move = can_move = shared is not None and shared.can_move
         self._starting_text = _NONE_THERE if can_move else "the engine is starting"
         self._draining_text = _LAST_DRAINS if can_move else "the engine is shutting down"
@@ -236,7 +236,7 @@ class AsyncEngineClient:
         if not self._link.is_open:
             return
         self._timer.cancel()
-        closed = RequestError(ErrorCode.INTERNAL, "the client was closed")
+        closed = RequestError(ErrorCode.ABORTED, "the client was closed")
         self._open.fail_all(closed)
         for answer in self._answers.values():
             if not answer.done():
@@ -469,7 +469,7 @@ class AsyncEngineClient:
     def _require_open(self) -> None:
         if not self._link.is_open:
             message = "the client is not open, or closed again"
-            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
+            raise failure_of(RequestError(ErrorCode.ABORTED, message))
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.

@@ -33,6 +33,10 @@ class RequestQuarantined(RequestFailed):
     """Workers died of the request, or while loading its adapter; it is refused for some time."""
 
 
+class RequestCancelled(RequestFailed):
+    """The request was cancelled by its program or aborted by an operator, or its client closed."""
+
+
 class EngineFailed(RequestFailed):
     """No engine has served for longer than the client waits, or the engine had an error."""
 
@@ -42,6 +46,7 @@ _KINDS: dict[ErrorCode, type[RequestFailed]] = {
     ErrorCode.STARTING: Overloaded,
     ErrorCode.DRAINING: Overloaded,
     ErrorCode.QUARANTINED: RequestQuarantined,
+    ErrorCode.ABORTED: RequestCancelled,
     ErrorCode.INTERNAL: EngineFailed,
     ErrorCode.COMPUTATION_FAILED: EngineFailed,
     ErrorCode.ENGINE_FAILED: EngineFailed,

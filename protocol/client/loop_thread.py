@@ -91,4 +91,4 @@ async def _shut_down(last: Callable[[], Awaitable[None]]) -> None:
 
 
 def _failure(message: str) -> RequestFailed:
-    return failure_of(RequestError(ErrorCode.INTERNAL, message))
+    return failure_of(RequestError(ErrorCode.ABORTED, message))

@@ -269,7 +269,7 @@ class ReplicatedClient:
         async with deadline(timeout_s, "no replica has been ready"):
             while True:
                 if not any(client.is_open for client in self.clients):
-                    raise failure_of(RequestError(ErrorCode.INTERNAL, "the client is not open"))
+                    raise failure_of(RequestError(ErrorCode.ABORTED, "the client is not open"))
                 serving = (each.client for each in self._replicas if each.serves)
                 facts = next((client.facts for client in serving if client.facts), None)
                 if facts is not None:

@@ -16,6 +16,7 @@ from protocol.client.async_client import CONTROL_TIMEOUT_S
 from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.loop_thread import LoopThread
+from protocol.client.options import ReplicatedOptions
 from protocol.client.replicated_client import ReplicatedClient
 from protocol.client.request_stream import RequestStream, merge
 from protocol.core_worker import ModelFacts
@@ -24,6 +25,7 @@ from protocol.transport.curve import ClientKeys
 
 _CALL_TIMEOUT_S = 5.0
 """Deadline for calls that the loop answers at once."""
+_DEFAULTS = ReplicatedOptions()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,10 +51,15 @@ class SyncStream:
     def result(self, timeout_s: float) -> RequestOutput:
         """Wait for the end; return all tokens in one output, including those already read.
 
-        May be called again after a TimeoutError. RequestFailed: the request has failed or was
-        cancelled.
+        May be called again after a TimeoutError. RequestFailed: the request has failed;
+        RequestCancelled: it was cancelled.
         """
         return self._client.run(self._collect(), timeout_s)
+
+    @property
+    def resumed_inexactly(self) -> bool:
+        """True if an engine with another fingerprint has continued earlier outputs."""
+        return self._stream.resumed_inexactly
 
     def cancel(self) -> None:
         """Abort the request. Idempotent."""
@@ -67,7 +74,7 @@ class SyncStream:
         async for output in self._stream:
             self._outputs.append(output)
         if not self._outputs or self._outputs[-1].finish_reason is None:
-            error = RequestError(ErrorCode.INTERNAL, "the request was cancelled")
+            error = RequestError(ErrorCode.ABORTED, "the request was cancelled")
             raise failure_of(error)
         return merge(self._outputs)
 
@@ -89,14 +96,24 @@ def _blocking(
 class EngineClient:
     """A `ReplicatedClient` in a background thread with its own event loop."""
 
-    def __init__(self, address: str | Sequence[str], *, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        options: ReplicatedOptions = _DEFAULTS,
+        *,
+        keys: ClientKeys | None = None,
+        **fields: Any,
+    ) -> None:
         """Connect to the core at `address`, or to the cores of several replicas.
 
-        A tcp address needs `keys`: see `protocol.transport.curve.read_client_keys`.
+        Args:
+            fields: fields of the options by name, such as `stall_timeout_s=30`.
+            keys: for tcp addresses: see `protocol.transport.curve.read_client_keys`.
         """
-        self._thread = LoopThread("engine-client")
         addresses = [address] if isinstance(address, str) else address
-        self._client = ReplicatedClient(addresses, keys=keys)
+        client = ReplicatedClient(addresses, options, keys=keys, **fields)
+        self._thread = LoopThread("engine-client")
+        self._client = client
         try:
             self.run(self._client.start(), _CALL_TIMEOUT_S)
         except BaseException:

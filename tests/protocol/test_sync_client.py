@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.client.errors import RequestFailed
+from protocol.client.errors import Overloaded, RequestCancelled
 from protocol.client.sync_client import EngineClient
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FACTS, RECOVERING, TIMEOUT_S, FakeCore, ServingThread
@@ -80,8 +80,21 @@ def test_result_of_a_cancelled_request_fails(client: EngineClient) -> None:
     stream = client.submit([1], PARAMS)
     assert next(stream).token_ids == [10, 11]
     stream.cancel()
-    with pytest.raises(RequestFailed, match="cancelled"):
+    with pytest.raises(RequestCancelled, match="cancelled"):
         stream.result(timeout_s=TIMEOUT_S)
+
+
+def test_options_are_those_of_the_asynchronous_client(core: FakeCore) -> None:
+    before = threading.active_count()
+    with pytest.raises(TypeError, match="stall_timeout"):
+        EngineClient(core.address, stall_timeout=30)
+    assert threading.active_count() == before
+    with EngineClient(core.address, max_open_requests=1) as client:
+        client.wait_ready(timeout_s=TIMEOUT_S)
+        stream = client.submit([1], PARAMS)
+        with pytest.raises(Overloaded):
+            client.submit([1], PARAMS)
+        assert not stream.resumed_inexactly
 
 
 def test_close_ends_what_other_threads_wait_for(core: FakeCore) -> None:
@@ -97,7 +110,7 @@ def test_close_ends_what_other_threads_wait_for(core: FakeCore) -> None:
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.05)
         waited_for.close()
-        with pytest.raises(RequestFailed, match="closed"):
+        with pytest.raises(RequestCancelled, match="closed"):
             waiting.result(timeout=TIMEOUT_S)
 
 
@@ -113,7 +126,7 @@ def test_closed_client_fails_every_call_and_waits_for_nothing(client: EngineClie
         lambda: client.submit([1], PARAMS),
         lambda: client.wait_ready(timeout_s=TIMEOUT_S),
     ):
-        with pytest.raises(RequestFailed, match="closed"):
+        with pytest.raises(RequestCancelled, match="closed"):
             call()
 
 
