@@ -25,7 +25,6 @@ from protocol.process.logs import configure_logging, log_label
 from protocol.transport.curve import read_client_keys, read_server_keys
 from scripts.supervisor.console import Console
 from scripts.supervisor.head_link import HeadLink
-from scripts.supervisor.run_dirs import RunDirBusyError
 from scripts.supervisor.serving import Invocation, open_run_dir, serve
 from scripts.supervisor.startup import watch_signals
 
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.ag
             reports=head,
         )
         status, failure = serve(config, invocation, run_dir=run_dir)
-    except (ConfigError, ValueError, RunDirBusyError) as error:
+    except (ConfigError, ValueError) as error:
         status, failure = 1, str(error)
     finally:
         if head is not None:

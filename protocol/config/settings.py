@@ -229,8 +229,7 @@ def _read(
         given[name] = _Given(value, str(key), file)
     for variable, text in environ.items():
         if variable.startswith(ENV_PREFIX):
-            name = variable.removeprefix(ENV_PREFIX).lower()
-            given[_known_name(name, known, "the environment")] = _Given(text, variable)
+            given[_known_variable(variable, known)] = _Given(text, variable)
     for name, value in flags.items():
         _known_name(name, known, "the arguments")
         given[name] = _Given(value, known[name].flag)
@@ -328,7 +327,8 @@ def _read_yaml(file: str) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        reason = " ".join(str(error).replace('in "<byte string>", ', "").split())
+        raise ConfigError(f"{file} is not valid YAML: {reason}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -346,15 +346,26 @@ def _known_name(name: str, known: Mapping[str, Setting], source: str | None) -> 
     return name
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return what takes the place of a flag of vLLM, or asks for the known name most like it."""
+def _known_variable(variable: str, known: Mapping[str, Setting]) -> str:
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    if name not in known:
+        advice = hint(name, known, lambda setting: known[setting].variable)
+        raise ConfigError(f"unknown variable {variable}{advice}")
+    return name
+
+
+def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
+    """Return what takes the place of a flag of vLLM, or asks for the known name most like it.
+
+    `spell` writes that name as the user would.
+    """
     by_word = {option.strip("-"): option for option in known}
     word = name.strip("-")
     if (instead := INSTEAD.get(word.replace("_", "-"))) is not None:
         return f": {instead}"
     close = difflib.get_close_matches(word, by_word, n=1, cutoff=_LIKENESS)
     close += [option for option in by_word if word and option.startswith(word)]
-    return f"; did you mean {by_word[close[0]]}?" if close else ""
+    return f"; did you mean {spell(by_word[close[0]])}?" if close else ""
 
 
 def _convert(value: Any, setting: Setting, origin: str) -> Any:

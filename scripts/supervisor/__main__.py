@@ -12,7 +12,6 @@ from protocol.lifecycle import Role
 from protocol.process.logs import configure_logging, log_label
 from scripts.supervisor.console import Console
 from scripts.supervisor.replica import ReplicaReports
-from scripts.supervisor.run_dirs import RunDirBusyError
 from scripts.supervisor.serving import Invocation, serve
 from scripts.supervisor.startup import (
     check_has_processes,
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
             is_temporary=arguments.temporary_run_dir,
             epoch=arguments.epoch or 0,
         )
-    except (ConfigError, ValueError, RunDirBusyError) as error:
+    except (ConfigError, ValueError) as error:
         status, failure = 1, str(error)
         if isinstance(error, ConfigError) and not is_embedded:
             failure = error.spelled(speller(arguments))

@@ -1,6 +1,7 @@
 """One life of an engine: its run directory, its model, its processes, and the files to remove."""
 
 import os
+import re
 import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -24,7 +25,7 @@ from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.process_table import num_ranks
 from scripts.supervisor.reports import Reports
-from scripts.supervisor.run_dirs import RunDir, wait_for_epoch_by_clock
+from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, wait_for_epoch_by_clock
 from scripts.supervisor.startup import (
     check_adapters,
     check_chats,
@@ -37,11 +38,15 @@ from scripts.supervisor.system import System
 
 
 def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
-    """Take a run directory (see `RunDir`); ConfigError: the system refuses it."""
+    """Take a run directory (see `RunDir`); ConfigError: it cannot be used."""
     try:
         return RunDir(path, is_temporary=is_temporary)
+    except FileExistsError as error:
+        raise ConfigError(f"`run_dir` {path} is a file, not a directory") from error
     except OSError as error:
-        raise ConfigError(f"run_dir {path} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"`run_dir` {path} cannot be used: {error.strerror}") from error
+    except (ValueError, RunDirBusyError) as error:
+        raise ConfigError(re.sub("^run_dir(?= )", "`run_dir`", str(error))) from error
 
 
 class Invocation(NamedTuple):
@@ -78,7 +83,7 @@ def serve(
         epoch: greater than those of all processes before, in the same run directory.
 
     Raises:
-        ConfigError, ValueError, RunDirBusyError: the engine cannot be started.
+        ConfigError, ValueError: the engine cannot be started.
     """
     asked, config = config, _prepared(config, has_api=invocation.has_api)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest

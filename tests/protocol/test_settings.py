@@ -66,6 +66,28 @@ def test_what_the_supervisor_notes_is_not_a_setting() -> None:
         resolve({"given_model": "demo"}, {})
 
 
+@pytest.mark.parametrize(
+    ("variable", "complaint"),
+    [
+        ("TROIKA_PROT", "unknown variable TROIKA_PROT; did you mean TROIKA_PORT?"),
+        ("TROIKA_NOTHING", "unknown variable TROIKA_NOTHING"),
+    ],
+)
+def test_an_unknown_variable_is_named_as_it_was_written(variable: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({}, {variable: "1"})
+    assert str(caught.value) == complaint
+
+
+def test_an_error_about_yaml_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("port: [1\n")
+    with pytest.raises(ConfigError, match=r"engine\.yaml is not valid YAML: .*line 1") as caught:
+        resolve({}, {}, str(file))
+    assert "\n" not in str(caught.value)
+    assert "byte string" not in str(caught.value)
+
+
 def test_names_are_unique_over_all_sections() -> None:
     names = [setting.name for setting in settings()]
     assert len(names) == len(set(names))

@@ -1,6 +1,7 @@
 """Run directories: the lock shows which are live, and the register tolerates any content."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config import ConfigError
+from protocol.config.settings import flag_of
 from protocol.process.run_dir import exchange_prefix
 from protocol.stores.tiers import SHARED_MEMORY
 from protocol.transport.channel import lifecycle_address
@@ -21,6 +24,7 @@ from scripts.supervisor.run_dirs import (
     live_run_dirs,
     wait_for_epoch_by_clock,
 )
+from scripts.supervisor.serving import open_run_dir
 from tests.system.conftest import ROOT
 from worker_proc.parallel.adoption import Adoption
 
@@ -153,6 +157,23 @@ def test_successor_in_the_same_directory_is_listed_once(base: Path) -> None:
     assert live_run_dirs() == [held.path]
     held.close(is_abandoned=False)
     assert not list(register_dir(base).iterdir())
+
+
+def test_an_unusable_directory_is_named_by_its_flag(base: Path) -> None:
+    file = base / "file"
+    file.touch()
+    held = RunDir(str(base / "held"))
+    problems = {
+        str(file): f"--run-dir {file} is a file, not a directory",
+        "/proc/troika": "--run-dir /proc/troika cannot be used: No such file or directory",
+        f"/{'x' * 100}": r"--run-dir /x+ is too long: .*",
+        held.path: f"--run-dir {held.path} is in use by the supervisor with pid {os.getpid()}",
+    }
+    for path, complaint in problems.items():
+        with pytest.raises(ConfigError) as caught:
+            open_run_dir(path)
+        assert re.fullmatch(complaint, caught.value.spelled(flag_of))
+    held.close(is_abandoned=False)
 
 
 def test_second_holder_is_refused_and_a_look_disturbs_no_holder(
