@@ -19,6 +19,7 @@ def sampling_params(
     *,
     max_tokens: int,
     seed: int,
+    vocab_size: int,
     bad_words: list[list[int]] | None = None,
     grammar: Grammar | None = None,
     thinking_budget: ThinkingBudget | None = None,
@@ -27,6 +28,8 @@ def sampling_params(
 
     `bad_words` are those of the body as token ids.
     """
+    suppressed = [] if body.allowed_token_ids is not None else defaults.suppress_tokens
+    banned = [[token_id] for token_id in suppressed if token_id < vocab_size]
     num_logprobs = body.num_logprobs
     if num_logprobs is None and body.num_sequences > (body.n or 1):
         num_logprobs = 0  # the best ones are found by them
@@ -48,7 +51,7 @@ def sampling_params(
         logprobs=None if num_logprobs is None else min(num_logprobs, MAX_LOGPROBS),
         prompt_logprobs=body.num_prompt_logprobs,
         allowed_token_ids=body.allowed_token_ids,
-        bad_words=bad_words or [],
+        bad_words=[*(bad_words or []), *banned],
         logprob_token_ids=body.logprob_token_ids or [],
         grammar=grammar,
         repetition_detection=None if detection is None else detection.resolved(),

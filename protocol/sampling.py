@@ -35,9 +35,11 @@ AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=4096)]
 LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=128)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWords = Annotated[list[BadWord], Meta(max_length=128)]
+SuppressedTokens = Annotated[list[TokenId], Meta(max_length=64)]
 BadWordIds = Annotated[
-    list[Annotated[list[TokenId], Meta(min_length=1, max_length=1024)]], Meta(max_length=256)
+    list[Annotated[list[TokenId], Meta(min_length=1, max_length=1024)]], Meta(max_length=320)
 ]
+"""Two for each of `BadWords`, and one for each of `SuppressedTokens`."""
 CacheSalt = Annotated[str, Meta(max_length=256)]
 
 MAX_GRAMMAR_CHARS = 256 * 1024

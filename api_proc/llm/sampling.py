@@ -127,9 +127,16 @@ _HINTS = typing.get_type_hints(SamplingParams, include_extras=True)
 del _HINTS["output_kind"]
 
 
-def with_defaults(defaults: SamplingDefaults) -> SamplingParams:
+_SUPPRESSED = -100.0
+"""The bias of tokens that a checkpoint never samples."""
+
+
+def with_defaults(defaults: SamplingDefaults, vocab_size: int) -> SamplingParams:
     """Return the parameters of a prompt without any: those of the checkpoint."""
-    return SamplingParams(**msgspec.structs.asdict(defaults))
+    values = msgspec.structs.asdict(defaults)
+    suppressed = [one for one in values.pop("suppress_tokens") if one < vocab_size]
+    bias = dict.fromkeys(suppressed, _SUPPRESSED) if suppressed else None
+    return SamplingParams(**values, logit_bias=bias)
 
 
 def resolved(

@@ -84,7 +84,7 @@ class TextEngine:
         return self._facts
 
     def default_params(self) -> SamplingParams:
-        return with_defaults(self.text.defaults)
+        return with_defaults(self.text.defaults, self.facts.vocab_size)
 
     def metrics(self) -> list[Metric]:
         return metrics_of(self.engine.stats(), self._config.model.shown_model)

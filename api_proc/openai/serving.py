@@ -148,6 +148,7 @@ class GenerationApi(Generic[Body]):
                 state.text.defaults,
                 max_tokens=resolve_max_tokens(body, facts, len(token_ids)),
                 seed=state.draw_seed() if body.seed is None else body.seed,
+                vocab_size=facts.vocab_size,
                 bad_words=bad_words,
                 grammar=grammar,
                 thinking_budget=thinking_budget(state.text, token_ids, body.thinking_token_budget),

@@ -9,7 +9,14 @@ import msgspec
 
 from protocol.config import ConfigError
 from protocol.config.field_errors import read_field_error
-from protocol.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
+from protocol.sampling import (
+    MinP,
+    RepetitionPenalty,
+    SuppressedTokens,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 log = logging.getLogger("troika.api")
 
@@ -24,6 +31,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     top_k: TopK = 0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
+    suppress_tokens: SuppressedTokens = []
+    """Tokens that are never sampled, unless a request states which ones may be."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -120,7 +120,12 @@ def _generation_config(header: Header, num_embeddings: int) -> dict[str, Any]:
             f" {num_embeddings} rows"
         )
     ends = [] if tokenizer is None else tokenizer.end_ids()
-    return _sampling(header) | ({"eos_token_id": ends} if ends else {})
+    suppressed = [] if tokenizer is None else tokenizer.suppressed_ids()
+    return {
+        **_sampling(header),
+        **({"eos_token_id": ends} if ends else {}),
+        **({"suppress_tokens": suppressed} if suppressed else {}),
+    }
 
 
 def _sampling(header: Header) -> dict[str, Any]:

@@ -42,6 +42,20 @@ TEKKEN = (
     rf"{_BEFORE}{_LETTERS}*{_SMALL}+|{_BEFORE}{_LETTERS}+{_SMALL}*"
     rf"|\p{{N}}|{_REST_WITH_SLASHES}"
 )
+BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_WIDE_SPACES = "|".join(
+    rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")
+)
+JAIS2 = (
+    rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+    rf"|{_WIDE_SPACES}|\s"
+)
+MINICPM5 = rf"{_SUFFIXES}|{_BEFORE}\p{{L}}+|\p{{N}}+|{_REST}"
+EXAONE_MOE = (
+    rf"{_SUFFIXES}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+TINY_AYA_FIRST = r"\d{1,3}(?=(?:\d{3})*\b)"
 DEEPSEEK_CODER_FIRST = (
     *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),
     "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
@@ -58,6 +72,8 @@ class Split(NamedTuple):
 
     pattern: str = ""
     """Of words; empty: that of GPT-2."""
+    parts: tuple[pre_tokenizers.PreTokenizer, ...] = ()
+    """What splits text, in place of a pattern."""
     first: tuple[str, ...] = ()
     """Patterns whose finds are split off before, one pattern after the other."""
     has_single_digits: bool = False
@@ -70,6 +86,8 @@ class Split(NamedTuple):
     """Whether a text begins with the token of the begin if the file does not state that."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        if self.parts:
+            return pre_tokenizers.Sequence(list(self.parts))
         if self.pattern:
             patterns = (*self.first, self.pattern)
             parts = [
@@ -85,17 +103,24 @@ class Split(NamedTuple):
 
 
 _GPT2 = Split()
+_GPT2_COMPOSED = Split(composes=True)
+_FALCON = Split(
+    parts=(
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    )
+)
 _SINGLE_DIGITS = Split(has_single_digits=True)
 _WITH_LLAMA3 = Split(LLAMA3, takes_whole_words=True, has_begin=True)
 _WITH_QWEN2 = Split(QWEN2, composes=True)
 _WITH_GPT4O = Split(GPT4O)
 _WITH_DEEPSEEK_V3 = Split(DEEPSEEK_V3, first=DEEPSEEK_V3_FIRST)
 BYTE_LEVEL: Mapping[str, Split] = {
-    **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "gigachat", "a.x-4.0", "mellum", "exaone4"), _GPT2
-    ),
+    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4"), _GPT2),
     **dict.fromkeys(("jais", "trillion", "granite-docling"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _SINGLE_DIGITS),
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"), _WITH_LLAMA3),
     **dict.fromkeys(("pixtral", "falcon-h1", "midm-2.0"), _WITH_LLAMA3),
@@ -110,6 +135,16 @@ BYTE_LEVEL: Mapping[str, Split] = {
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Split(BAILING)),
     "seed-coder": Split(SEED_CODER),
     "kimi-k2": Split(KIMI_K2),
+    **dict.fromkeys(("mpt", "olmo"), _GPT2_COMPOSED),
+    "command-r": Split(has_single_digits=True, composes=True),
+    "falcon": _FALCON,
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), Split(BLOOM)),
+    "viking": Split(r"\p{N}", first=(BLOOM,)),
+    "stablelm2": Split(QWEN2),
+    "jais-2": Split(JAIS2),
+    "minicpm5": Split(MINICPM5, first=(r"\p{N}{1,3}",), takes_whole_words=True),
+    "exaone-moe": Split(EXAONE_MOE),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Split(GPT4O, first=(TINY_AYA_FIRST,))),
     "tekken": Split(TEKKEN, takes_whole_words=True, has_begin=True),
 }
 """By the names that llama.cpp gives to tokenizers."""

@@ -23,6 +23,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _WITH_MERGES = "gemma4"
 """Sentencepiece's tokens with merges, where other files have scores."""
 _SENTENCEPIECE = ("llama", _WITH_MERGES)
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+"""Those of files that state none, as in llama.cpp."""
 _SPACE = "\u2581"
 """How sentencepiece writes a space."""
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -36,6 +38,8 @@ _END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
 """Of gpt-oss, whose answers have several messages; <|end|> ends answers of other models."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 """Added tokens of Phi-3 with sentencepiece that leave the spaces after them; others take these."""
+_MAX_SUPPRESSED = 64
+"""As `protocol.sampling.SuppressedTokens`."""
 _MAX_TOKEN_CHARACTERS = 512
 """Of sentencepiece's tokens, each of which is split at every place to find its merges."""
 
@@ -83,6 +87,19 @@ class TokenizerFiles:
             known.pop(_END_OF_MESSAGE, None)
         found = (*stated, *known.values())
         return list(dict.fromkeys(number for number in found if number is not None))
+
+    def suppressed_ids(self) -> list[int]:
+        """Return the ids of tokens that are never sampled."""
+        numbers = self._get("suppress_tokens", [])
+        is_list = isinstance(numbers, list) and len(numbers) <= _MAX_SUPPRESSED
+        if not is_list or not all(
+            type(one) is int and 0 <= one < len(self._tokens) for one in numbers
+        ):
+            raise self._error(
+                "suppress_tokens",
+                f"must be a list of up to {_MAX_SUPPRESSED} tokens of {len(self._tokens)}",
+            )
+        return list(numbers)
 
     def _byte_level(self) -> Tokenizer:
         name = self._get("pre", "default")
@@ -241,7 +258,8 @@ class TokenizerFiles:
         key = f"{name}_token_id"
         number = self._get(key, None)
         if number is None:
-            return None
+            usual = _SENTENCEPIECE_IDS.get(name) if self._model == "llama" else None
+            return usual if usual is not None and usual < len(self._tokens) else None
         if type(number) is not int or not 0 <= number < len(self._tokens):
             raise self._error(key, f"is {number!r}, and must be a token of {len(self._tokens)}")
         return number

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
+from api_proc.bodies import CompletionBody
+from api_proc.llm.sampling import with_defaults
+from api_proc.params import sampling_params
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import chat_templates, read_json, sampling_defaults
 from api_proc.text.processor import TextProcessor
@@ -197,3 +200,16 @@ def test_sampling_defaults_come_from_the_checkpoint(checkpoint: Path, tmp_path: 
         1.0,
         0.5,
     )
+
+
+def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:
+    """Except ids outside the vocabulary, and in requests that state which tokens may be."""
+    write_json(tmp_path / "generation_config.json", {"suppress_tokens": [5, 7, 1000]})
+    defaults = sampling_defaults(tmp_path)
+    for allowed, expected in ((None, [[9, 8], [5], [7]]), ([5, 6], [[9, 8]])):
+        body = CompletionBody(model="", prompt="a", allowed_token_ids=allowed)
+        params = sampling_params(
+            body, defaults, max_tokens=1, seed=0, vocab_size=1000, bad_words=[[9, 8]]
+        )
+        assert params.bad_words == expected
+    assert with_defaults(defaults, 1000).logit_bias == {5: -100.0, 7: -100.0}

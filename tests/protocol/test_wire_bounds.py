@@ -29,7 +29,7 @@ def bad_values() -> Iterator[tuple[str, Any]]:
             is_map = isinstance(value, dict) and all(key.isdigit() for key in value)
             yield name, {int(key): item for key, item in value.items()} if is_map else value
     yield from (("allowed_token_ids", value) for value in ([], [1000], [-1], [5] * 4097))
-    yield from (("bad_words", value) for value in ([[]], [[1000]], [[5]] * 257, ["x"]))
+    yield from (("bad_words", value) for value in ([[]], [[1000]], [[5]] * 321, ["x"]))
     yield from (("logprob_token_ids", value) for value in ([1000], [5] * 129))
 
 

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, Phi3Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from api_proc.text.checkpoint import sampling_defaults
 from scripts.gguf.cache import MAX_DIRECTORIES, find_directory
 from scripts.gguf.directory import make_directory
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
@@ -465,6 +466,19 @@ def test_rates_of_decay_are_negative(tmp_path: Path) -> None:
     rates = GgufFiles(format.sources).plain_slices()["backbone.layers.0.mixer.A_log"]
     with pytest.raises(CheckpointError, match=r"blk.0.ssm_a has rates of decay that are not less"):
         rates[...]
+
+
+def test_suppressed_tokens_are_never_sampled(tmp_path: Path) -> None:
+    vocabulary = byte_vocabulary(512)
+    keys = {"suppress_tokens": [300, 7]}
+    stated = vocabulary._replace(keys={**vocabulary.keys, **keys})
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.F16, vocabulary=stated)
+    directory = make_directory(path)
+    assert sampling_defaults(directory).suppress_tokens == [300, 7]
+    wrong = vocabulary._replace(keys={**vocabulary.keys, "suppress_tokens": [512]})
+    path, _ = write_gguf(tmp_path / "wrong", LlamaConfig(**WIDE), Type.F16, vocabulary=wrong)
+    with pytest.raises(CheckpointError, match=r"suppress_tokens must be a list of up to 64 tokens"):
+        make_directory(path)
 
 
 def test_control_tokens_end_answers(tmp_path: Path) -> None:

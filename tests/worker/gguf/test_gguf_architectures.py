@@ -1,4 +1,4 @@
-"""What files of single architectures state, and leave to those who read them."""
+"""What files of single architectures state, and which values hold where they state none."""
 
 from pathlib import Path
 from typing import Any

@@ -16,7 +16,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import Gemma2Config, GemmaTokenizer, LlamaConfig, PretrainedConfig
+from transformers import (
+    CohereTokenizer,
+    Gemma2Config,
+    GemmaTokenizer,
+    GPTNeoXTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+)
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_REGEX
 
@@ -81,17 +88,18 @@ def sentences() -> Iterator[str]:
     yield from TEXTS[:7] * 20
 
 
-def byte_level(*patterns: str, composes: bool, takes_whole_words: bool, has_begin: bool) -> Any:
+def byte_level(
+    parts: Sequence[pre_tokenizers.PreTokenizer],
+    *,
+    composes: bool,
+    takes_whole_words: bool,
+    has_begin: bool,
+) -> Any:
     """Train a tokenizer as Qwen's or Llama's tokenizer.json describe theirs."""
     tokenizer = Tokenizer(BPE(ignore_merges=takes_whole_words))
     if composes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(parts))
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
@@ -102,6 +110,14 @@ def byte_level(*patterns: str, composes: bool, takes_whole_words: bool, has_begi
         begin = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[begin])
     return tokenizer
+
+
+def split_by(*patterns: str) -> list[pre_tokenizers.PreTokenizer]:
+    """Return what splits text by patterns, and then writes bytes as characters."""
+    return [
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
 
 
 def stored(tokenizer: Tokenizer, pre: str, *, has_begin: bool) -> Vocabulary:
@@ -140,11 +156,64 @@ def ids(tokenizer: HfTokenizer, text: str, *, special: bool = True) -> Sequence[
     return list(tokenizer.encode(text, EncodeOptions(special, 10_000)))
 
 
+WORDS, REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+", r"\s*[\r\n]+"
+JAIS2_SPACES = (
+    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)"
+    r"|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+)
+FURTHER: dict[str, list[pre_tokenizers.PreTokenizer]] = {
+    "bloom": split_by(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"),
+    "command-r": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+    "falcon": [
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ],
+    "jais-2": split_by(
+        rf"{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}|{JAIS2_SPACES}"
+    ),
+    "minicpm5": split_by(
+        r"\p{N}{1,3}",
+        rf"{WORDS}|\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}|\s+(?!\S)|\s+",
+    ),
+    "olmo": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "stablelm2": split_by(PRETOKENIZE_REGEX),
+}
+"""Falcon's, BLOOM's and others are those of their tokenizer.json."""
+
+
+def test_transformers_composes_texts_of_command_r_and_olmo() -> None:
+    """OLMo has the tokenizer of GPT-NeoX."""
+    for kind in (CohereTokenizer, GPTNeoXTokenizer):
+        assert isinstance(kind().backend_tokenizer.normalizer, normalizers.NFC)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stated", "usual"])
+def test_special_tokens_of_sentencepiece_need_not_be_stated(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in llama.cpp, they are then 0 to 2."""
+    vocabulary = stored_pieces(train_sentencepiece())
+    names = ("bos_token_id", "eos_token_id", "unknown_token_id")
+    assert [vocabulary.keys[name] for name in names] == [1, 2, 0]
+    keys = {name: key for name, key in vocabulary.keys.items() if name not in names}
+    kept = vocabulary if kind == "stated" else vocabulary._replace(keys=keys)
+    found = load(kept, tmp_path, monkeypatch)
+    assert ids(found, "a")[0] == 1
+    [made] = (tmp_path / "cache").glob("gguf/*/tiny")
+    assert json.loads((made / "generation_config.json").read_text())["eos_token_id"] == [2]
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         *("qwen2", "llama-bpe", "deepseek-v3"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen35", "kimi-k2")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen35", "kimi-k2", *FURTHER)),
         pytest.param("seed-coder", marks=pytest.mark.slow),
     ],
 )
@@ -154,11 +223,11 @@ def test_byte_level_ids(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         **{"llama-bpe": (LLAMA3_REGEX,), "qwen2": (PRETOKENIZE_REGEX,)},
         "deepseek-v3": DEEPSEEK_V3_REGEXES,
         **{"qwen35": (QWEN35_REGEX,), "kimi-k2": (KIMI_K2_REGEX,), "seed-coder": (SEED_REGEX,)},
-    }[kind]
+    }
     original = byte_level(
-        *patterns,
-        composes=kind in ("qwen2", "qwen35"),
-        takes_whole_words=is_llama,
+        FURTHER[kind] if kind in FURTHER else split_by(*patterns[kind]),
+        composes=kind in ("qwen2", "qwen35", "command-r", "olmo"),
+        takes_whole_words=is_llama or kind == "minicpm5",
         has_begin=is_llama,
     )
     found = load(stored(original, kind, has_begin=is_llama), tmp_path, monkeypatch)
