@@ -74,6 +74,8 @@ class WorkerLink:
         self._unexplained: set[int] = set()
         """Epochs of the group lost last, until the cause of the loss is known."""
         self._adopted: set[int] = set()
+        self._last_unreadable = ""
+        """The last reason that was logged for a worker that is not in the group."""
         self._last_death = 0
         """Epoch of the last `WorkerDied`."""
         self._suspects: dict[int, float] = {}
@@ -87,15 +89,29 @@ class WorkerLink:
             self._on_frame(received)
         bad = self._link.last_bad_frame
         if bad is not None and self._link.num_bad_frames != num_bad:
-            self._lose(bad.peer, bad.reason, kill=True)
+            self._refuse(bad.peer, bad.reason)
 
     def _on_frame(self, received: Received) -> None:
         try:
             message = decode_from_worker(received.body)
             self._handle(received.peer, received.header.epoch, message)
         except (ProtocolError, InvalidWorkerOutput) as problem:
-            if self._lose(received.peer, str(problem), kill=True):
+            if self._refuse(received.peer, str(problem)):
                 self._explain_loss(is_fault=True)
+
+    def _refuse(self, peer: bytes, problem: str) -> bool:
+        """Kill a worker that breaks the protocol; return whether it was in the group.
+
+        Of another one the process is not known. It repeats its message, which is logged once.
+        """
+        if self._lose(peer, problem, kill=True):
+            return True
+        if problem != self._last_unreadable:
+            self._last_unreadable = problem
+            log.error(
+                "a worker that connects is not used, as if it had another version: %s", problem
+            )
+        return False
 
     def _handle(self, peer: bytes, epoch: int, message: WorkerToCore) -> None:
         rank = self._group.rank_of(peer)

@@ -249,15 +249,25 @@ class AsyncEngineClient:
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the engine is READY.
 
-        Raises TimeoutError after `timeout_s`, and RequestFailed if the client is not open.
+        Raises TimeoutError after `timeout_s`, with the reason if it is known, and RequestFailed if
+        the client is not open.
         """
-        async with deadline(timeout_s, "the engine has not been ready"):
+        async with deadline(timeout_s, "the engine has not been ready", self._why_not_ready):
             while True:
                 if self.serves and self.facts is not None:
                     return self.facts
                 self._require_open()
                 self._status_event.clear()
                 await self._status_event.wait()
+
+    def _why_not_ready(self) -> str:
+        if self.link_problem:
+            return self.link_problem
+        if self.status is None:
+            return f"nothing answers at {self._address}"
+        if self.other_model:
+            return f"its {self.other_model}"
+        return f"its last state is {self.status.state}"
 
     def submit(
         self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RequestOptions]

@@ -10,6 +10,7 @@ messages are encoded only when there is room for them, for a slice of time in ea
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections import deque
@@ -45,6 +46,8 @@ _SLICE_S = 0.002
 """Longest time for which sending the backlog blocks the host's event loop."""
 RESYNC_PAUSE_S = 60.0
 """Shortest time between two reconnections caused by unreadable messages."""
+
+log = logging.getLogger("troika.client")
 
 
 def _no_pid() -> int:
@@ -104,6 +107,8 @@ class CoreLink:
         self._unlinked_s = 0.0
         self._wants_resync = False
         self._since_resync_s = RESYNC_PAUSE_S
+        self._unreadable = ""
+        """Why the core's messages cannot be read, since its last readable status."""
         self.epoch = NO_EPOCH
         self.is_open = False
         self.num_fenced_frames = 0
@@ -118,8 +123,8 @@ class CoreLink:
 
     @property
     def problem(self) -> str:
-        """The reason why there is no connection, if known."""
-        return self._channel.problem if self.is_open else ""
+        """The reason why no epoch is agreed on, if known."""
+        return self._channel.problem or self._unreadable if self.is_open else ""
 
     def open(self) -> None:
         """Begin to connect, without waiting for the connection."""
@@ -270,10 +275,13 @@ class CoreLink:
         if not self.is_open:
             return
         channel = self._channel
-        num_read = channel.num_read
+        num_read, num_bad = channel.num_read, channel.num_bad_frames
         try:
             for received in channel.drain(_DRAIN_LIMIT):
                 self._on_frame(received)
+            bad = channel.last_bad_frame
+            if bad is not None and channel.num_bad_frames != num_bad:
+                self._note_unreadable(bad.reason)
             if channel.take_loss() and self._is_linked and not self._awaits_status:
                 self._greet()
         finally:
@@ -283,8 +291,9 @@ class CoreLink:
     def _on_frame(self, received: Received) -> None:
         try:
             message = decode_from_core(received.body)
-        except ProtocolError:
+        except ProtocolError as error:
             self.num_bad_frames += 1
+            self._note_unreadable(str(error))
             self._on_unreadable(received)
             return
         epoch = received.header.epoch
@@ -294,6 +303,7 @@ class CoreLink:
                 return
             self._awaits_status = False
             self._silent_s = 0.0
+            self._unreadable = ""
             is_new = message.facts is not None and epoch != self.epoch
             if is_new:
                 self._clear_queues()
@@ -303,6 +313,13 @@ class CoreLink:
             self.num_fenced_frames += 1
         else:
             self._on_message(message)
+
+    def _note_unreadable(self, reason: str) -> None:
+        """Record and log why no epoch can be agreed on, if that is the consequence."""
+        problem = f"its messages cannot be read, as if it had another version: {reason}"
+        if not self.is_agreed and problem != self._unreadable:
+            self._unreadable = problem
+            log.error("%s is not used: %s", self._address, problem)
 
     def _on_unreadable(self, received: Received) -> None:
         """Use the readable rows of outputs, and have only the others sent again."""

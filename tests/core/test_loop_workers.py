@@ -26,6 +26,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     StepFailed,
     UnloadAdapter,
+    WorkerHello,
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
@@ -113,6 +114,21 @@ def test_an_unreadable_frame_of_a_stranger_explains_no_loss(
     assert not crashes
     assert worker.channel.send(worker.epoch, b"unreadable")
     bench.until(lambda: crashes)
+
+
+def test_a_worker_of_another_version_that_connects_is_named_once_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It repeats its hello, and otherwise nothing would state why the engine is not ready."""
+    stranger = WorkerEnd(bench, 5)
+    tag, *fields = msgspec.to_builtins(WorkerHello(0, os.getpid(), FACTS))
+    for _ in range(3):
+        seen = bench.loop._workers._link.num_read
+        assert stranger.channel.send(5, encode([tag, *fields, "of another version"]), begins=True)
+        bench.until(lambda seen=seen: bench.loop._workers._link.num_read > seen)
+    assert bench.state is EngineState.STARTING
+    assert caplog.text.count("a worker that connects is not used") == 1
+    assert "at most length" in caplog.text
 
 
 def test_a_worker_whose_step_failed_may_still_report_why(bench: Bench) -> None:

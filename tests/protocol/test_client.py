@@ -114,7 +114,8 @@ def test_ready_means_ready(core: FakeCore) -> None:
             status = Status(state, FACTS, EngineStats())
             core.send(status)
             await core.until(lambda expected=status: client.status == expected)
-            with pytest.raises(TimeoutError, match=r"engine has not been ready within 0\.02 s"):
+            expected = rf"engine has not been ready within 0\.02 s: its last state is {state}$"
+            with pytest.raises(TimeoutError, match=expected):
                 await client.wait_ready(timeout_s=0.02)
             assert client.connected
         waiting = asyncio.create_task(client.wait_ready(timeout_s=TIMEOUT_S))

@@ -4,16 +4,19 @@ import asyncio
 import errno
 import select
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
+from protocol import message
 from protocol.api_core import RequestOutput, StepOutputs
 from protocol.client import AsyncEngineClient, ClientOptions, core_link
 from protocol.client.request_stream import RequestStream
-from protocol.message import pack_header
+from protocol.message import encode, pack_header
 from protocol.sampling import FinishReason, SamplingParams
 from protocol.transport.channel import MAX_FRAME_BYTES, DealerChannel, client_address
 from tests.protocol.fake_core import (
@@ -171,6 +174,49 @@ def test_what_is_sent_in_one_turn_costs_one_look_at_the_socket(
         assert len(looks) == 1
 
     run_connected(core, play)
+
+
+def send_with_another_header(core: FakeCore) -> None:
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(message, "PROTOCOL_VERSION", 99)
+        core.send(READY)
+
+
+def send_with_another_field(core: FakeCore) -> None:
+    tag, state, facts, *others = msgspec.to_builtins(READY)
+    core.send_raw(encode([tag, state, [*facts, "of another version"], *others]))
+
+
+@pytest.mark.usefixtures("fast_ticks")
+@pytest.mark.parametrize(
+    ("send", "reason"),
+    [(send_with_another_header, "version 99"), (send_with_another_field, "Expected `array`")],
+)
+def test_an_engine_of_another_version_is_the_stated_reason_not_to_be_ready(
+    core: FakeCore,
+    send: Callable[[FakeCore], None],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with AsyncEngineClient(core.address) as client:
+            with pytest.raises(TimeoutError, match=f"nothing answers at {core.address}"):
+                await client.wait_ready(timeout_s=0.01)
+            await core.until(lambda: core.connects)
+            for _ in range(3):
+                before = client._link._channel.num_read
+                send(core)
+                await core.until(lambda before=before: client._link._channel.num_read > before)
+            with pytest.raises(TimeoutError, match=f"as if it had another version: .*{reason}"):
+                await client.wait_ready(timeout_s=0.01)
+            assert not client.connected
+            assert caplog.text.count(client.link_problem) == 1
+            core.answers = True
+            await core.until(lambda: client.connected)
+            assert client.link_problem == ""
+
+    core.answers = False
+    asyncio.run(main())
 
 
 def test_frames_of_other_epochs_are_dropped_and_counted(core: FakeCore) -> None:
