@@ -153,6 +153,8 @@ _PARTS: Mapping[str, dict[str, Any]] = {
         **{"adapter_in_dim": 32, "adapter_out_dim": 64, "num_local_experts": 4},
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "FunAsrNanoAdaptorConfig": {"hidden_size": 64, "intermediate_size": 16},
+    "Nemotron3DiarizationHeadConfig": {"audio_hidden_size": 32},
     "gemma3n_audio": {
         **_PLACEHOLDERS,
         **{"conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "vocab_offset": 504},
@@ -167,7 +169,8 @@ _PARTS: Mapping[str, dict[str, Any]] = {
         **{"num_hidden_layers": 2, "out_hidden_size": 64},
     },
 }
-"""What single parts that text does not reach need, by their own types."""
+"""What single parts that text does not reach need, by their own types, or by their class if they
+have no type."""
 
 _AROUND_TEXT: Mapping[str, dict[str, Any]] = {
     name: {"vision_start_token_id": SHAPE["vocab_size"] - 20}
@@ -205,7 +208,8 @@ TYPES = (
     *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     # with towers
     *("aria", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
-    *("deepseek_vl_hybrid", "exaone4_5", "fuyu", "glmasr", "got_ocr2", "granite_docling"),
+    *("deepseek_vl_hybrid", "exaone4_5", "fun_asr_nano", "fuyu", "glmasr", "got_ocr2"),
+    "granite_docling",
     *("granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "lfm3_vl"),
     *("lighton_ocr", "llava_next_video", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
     *("minimax_m3_vl", "moss_transcribe_diarize", "ovis2", "phi4_multimodal", "pp_chart2table"),
@@ -224,6 +228,7 @@ TYPES = (
     *("gemma4_unified", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "kimi_k25", "paddleocr_vl"),
     *("ernie4_5_vl_moe", "hunyuan_vl", "janus", "mistral4", "mistral_large4", "muse_glimmer"),
     *(
+        "nemo_speechlm",
         "nemotron_h_omni",
         "qwen2_5_omni_thinker",
         "qwen3_omni_moe_thinker",
@@ -278,7 +283,7 @@ def _text_sizes(default: PretrainedConfig) -> dict[str, Any]:
 def _tower_sizes(default: PretrainedConfig) -> dict[str, Any]:
     known = set(default.to_dict()) | set(default.attribute_map)
     sizes = {key: value for key, value in _TOWER.items() if key in known}
-    return sizes | _PARTS.get(default.model_type, {})
+    return sizes | _PARTS.get(default.model_type or type(default).__name__, {})
 
 
 def _special_tokens(default: PretrainedConfig) -> dict[str, Any]:

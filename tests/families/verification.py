@@ -32,7 +32,7 @@ from worker_proc.loading.text_model import auto_class, without_libraries
 NUM_KILLED_PROMPTS = 3
 NUM_KILLED_TOKENS = 500
 """In each answer: half a second of steps at least, so that both deaths come before the end."""
-DECIDED_BY_FORWARD = {"nemotron_h", "nemotron_h_omni", "zamba2"}
+DECIDED_BY_FORWARD = {"nemo_speechlm", "nemotron_h", "nemotron_h_omni", "zamba2"}
 """Types whose decoding with a cache by transformers differs from its forward, in long texts."""
 _BLOCKS_OF_TIGHT_POOLS = {"deepseek_v4": 80}
 """Where a text has blocks in several groups: fewer would cut it."""

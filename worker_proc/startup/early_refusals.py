@@ -20,13 +20,14 @@ _LENGTH = "max_position_embeddings"
 _NUM_HEADS = "num_attention_heads"
 _HYBRID = ("mamba", "attn_layer")
 """Parts of the keys of models that may have attention in some layers only, or in none."""
+_DECODER = "it is the decoder of an encoder-decoder model"
 _NOT_COMPUTED = {
     "blt": "texts in patches of bytes, which a second model divides, are not supported",
     "cpmant": "attention with a bias for each pair of rows, by segment, is not supported",
     "git": "attention with a mask that its own code adds up is not supported",
     "kosmos-2.5": "positions that leave out padding tokens are not supported",
     "reformer": "attention within buckets of similar tokens is not supported",
-    "trocr": "it is the decoder of an encoder-decoder model",
+    "trocr": _DECODER,
     "unlimited_ocr": "layers of type reference_sliding_attention are not supported",
     "xlm": "attention whose mask follows from the number of padding tokens is not supported",
     "xlnet": "scores of attention with products of queries and relative positions are not"
@@ -50,12 +51,21 @@ _ENCODERS = _NO_DECODERS.keys() | {
     *("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "roc_bert"),
 }
 """Model types that transformers can make decoders of, with the key is_decoder."""
+_ENCODER_DECODERS = frozenset(
+    (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"),
+        *("musicgen", "musicgen_melody", "mvp", "pegasus", "pix2struct", "plbart"),
+        *("pp_formulanet", "prophetnet", "t5gemma2", "udop", "vision-encoder-decoder", "whisper"),
+    )
+)
+"""Generating types that have an encoder unless config.json sets is_encoder_decoder to false."""
 _NOT_FROM_TEXT = {
     **dict.fromkeys(
         ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"),
         "transformers computes no text with this model without an image",
     ),
     "diffusion_gemma": "it writes blocks of tokens by diffusion, not token by token",
+    "evolla": "transformers finds no class for its configuration",
     "florence2": "encoder-decoder models are not supported",
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),
@@ -64,11 +74,16 @@ _NOT_FROM_TEXT = {
     "paligemma": "prompts that attend in both directions are not supported",
     "pi0": "it computes the movements of a robot and writes no texts",
     "shieldgemma2": "it classifies images and writes no texts",
-    "voxtral_realtime": "it computes each token from a piece of sound",
+    **dict.fromkeys(
+        ("kyutai_speech_to_text", "voxtral_realtime"),
+        "it computes each token from a piece of sound",
+    ),
 }
 """Reasons to refuse the generating models of other types, most of which continue no text alone."""
 _UNSCALED = ("default", "llama3")
 """Types of rotary embeddings that do not extend the context."""
+_TEXT_HEADS = ("LMHeadModel", "GenerationDecoder")
+"""Suffixes of the names of classes that write texts and have no "For" in them."""
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining")
 """Suffixes of the class names of pooling models."""
 _OTHER_HEADS = (
@@ -128,8 +143,10 @@ def refuse_config(directory: str) -> dict[str, Any]:
             f"{model_type}: experts that are chosen by the number of tokens in a forward are not"
             " supported"
         )
-    if config.get("is_encoder_decoder") is True:
+    if config.get("is_encoder_decoder", model_type in _ENCODER_DECODERS) is True:
         raise UnsupportedModel(f"{model_type}: encoder-decoder models are not supported")
+    if model_type in _ENCODER_DECODERS and _writes_texts(config):
+        raise UnsupportedModel(f"{model_type}: {_DECODER}")
     if found is not None and model_type not in found.generating and _writes_texts(config):
         raise UnsupportedModel(
             f"{model_type}: no causal language model: transformers has no class that writes texts"
@@ -149,7 +166,7 @@ def _writes_texts(config: Mapping[str, Any]) -> bool:
     name = _class_name(config)
     if not name:
         return name is not None
-    return ("For" in name or name.endswith("LMHeadModel")) and not name.endswith(_HEADS)
+    return ("For" in name or name.endswith(_TEXT_HEADS)) and not name.endswith(_HEADS)
 
 
 def _class_name(config: Mapping[str, Any]) -> str | None:

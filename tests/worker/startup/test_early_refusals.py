@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from protocol.config import ModelConfig
 from tests.families.configs import FAMILIES
+from tests.families.table import PAGE, rows_of
 from tests.worker.checkpoints import SHAPE
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.context import stated_length
@@ -60,6 +61,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model_type": "t5", "is_encoder_decoder": True},
         {},
         "t5: encoder-decoder models are not supported",
+    ),
+    "decoder_of_such_a_model": (
+        {
+            "model_type": "whisper",
+            "architectures": ["WhisperForCausalLM"],
+            "is_encoder_decoder": False,
+        },
+        {},
+        "whisper: it is the decoder of an encoder-decoder model",
     ),
     "format": (
         {"quantization_config": {"quant_method": "hqq"}},
@@ -131,6 +141,28 @@ def test_types_that_are_not_computed_are_refused(reasons: dict[str, str], tmp_pa
         write_config(tmp_path, {"model_type": model_type})
         with pytest.raises(UnsupportedModel, match=f"^{model_type}: {reason}$"):
             refuse_early(ModelConfig(model=str(tmp_path)))
+
+
+def test_each_type_that_writes_texts_is_a_verified_family_or_refused_early(tmp_path: Path) -> None:
+    generating = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    rows = (row.split("|") for row in rows_of(PAGE.read_text()).values())
+    served = {cell.strip(" `") for row in rows for cell in row[1:3]}  # gpt-sw3 has another type
+    for model_type, class_names in generating.items():
+        if served & {model_type, f"{model_type}_thinker"}:
+            continue
+        name = class_names if isinstance(class_names, str) else class_names[0]
+        write_config(tmp_path, {"model_type": model_type, "architectures": [name]})
+        with pytest.raises(UnsupportedModel, match=f"^{model_type}: "):
+            refuse_early(ModelConfig(model=str(tmp_path)))
+
+
+def test_types_with_an_encoder_have_it_by_default(tmp_path: Path) -> None:
+    for model_type in early_refusals._ENCODER_DECODERS:
+        write_config(tmp_path, {"model_type": model_type})
+        with pytest.raises(UnsupportedModel, match=f"^{model_type}: encoder-decoder models are"):
+            refuse_early(ModelConfig(model=str(tmp_path)))
+        if model_type != "vision-encoder-decoder":  # it has no default parts
+            assert CONFIG_MAPPING[model_type]().is_encoder_decoder is True
 
 
 def test_encoders_write_texts_only_as_decoders(tmp_path: Path) -> None:
