@@ -127,7 +127,7 @@ VANISHED_S = 6.0
 @pytest.mark.parametrize(
     ("num_clients", "is_journaled"),
     [
-        (200, False),
+        pytest.param(200, False, marks=pytest.mark.slow),  # as clients that close at any moment
         (200, True),
         pytest.param(2000, False, marks=pytest.mark.slow),
         pytest.param(2000, True, marks=pytest.mark.slow),

@@ -1,20 +1,22 @@
-"""Tool calls of a real engine: the official client, and exact streams through kill -9."""
+"""Tool calls of a real engine, in chats and responses: official client, streams through kill -9."""
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
+from tests.api.responses import check_events, content_of
 from tests.system.scripted_model import write_scripted_model
 from tests.system.streams import Event, Stream
 
 PATH = "/v1/chat/completions"
 TEMPLATE = (
-    "{% for tool in tools %}<tool>{{ tool.function.name }}{% endfor %}"
+    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if false %}<tool_call>{% endif %}{% if add_generation_prompt %}<think>\n{% endif %}"
 )
@@ -167,3 +169,120 @@ def test_required_calls_are_generated_and_survive_the_death_of_worker_and_core(
     assert [call.function.name for call in streamed] == ["write"]
     assert streamed[0].function.arguments == whole[0].function.arguments
     assert set(json.loads(whole[0].function.arguments)) <= {"text"}
+
+
+# Responses ----------------------------------------------------------------------------------------
+
+RESPONSES = "/v1/responses"
+RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+INPUT = MESSAGES[0]["content"]
+RESPONSE_BODY = {"input": INPUT, "tools": RESPONSE_TOOLS, "temperature": 0, "stream": True}
+RESPONSE_ITEMS = [
+    ("reasoning", REASONING),
+    ("message", "I call it."),
+    ("function_call", ("write", ARGUMENTS)),
+    ("function_call", ("now", "{}")),
+]
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=engine.url() + "/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+class Answer(pydantic.BaseModel):
+    color: Literal["green", "red"]
+
+
+def test_official_client_of_responses(client: openai.OpenAI) -> None:
+    """Whole and streamed responses, and a conversation."""
+    options: Any = {"model": "m", "tools": RESPONSE_TOOLS, "temperature": 0}
+    whole = client.responses.create(input=INPUT, **options)
+    with client.responses.stream(input=INPUT, **options) as stream:
+        streamed = stream.until_done().get_final_response()
+    for response in (whole, streamed):
+        assert content_of([item.to_dict() for item in response.output]) == RESPONSE_ITEMS
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == len(REASONING) + 2
+    assert client.responses.retrieve(streamed.id).output_text == "I call it."
+    calls = [item for item in whole.output if item.type == "function_call"]
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        for call in calls
+    ]
+    options |= {"max_output_tokens": 20}
+    continued = client.responses.create(previous_response_id=whole.id, input=results, **options)
+    history: Any = [
+        {"role": "user", "content": INPUT},
+        *(item.to_dict() for item in whole.output),
+        *results,
+    ]
+    sent = client.responses.create(input=history, **options)
+    assert continued.status == "incomplete"
+    assert continued.usage is not None
+    assert sent.usage is not None
+    assert continued.usage.input_tokens == sent.usage.input_tokens > whole.usage.input_tokens
+    contents = [content_of([i.to_dict() for i in r.output]) for r in (continued, sent)]
+    assert contents[0] == contents[1]
+
+
+def test_a_parsed_answer(client: openai.OpenAI) -> None:
+    """The grammar confines the content only: the model reasons before it."""
+    parsed = client.responses.parse(model="m", input="color?", text_format=Answer, temperature=0)
+    assert parsed.output_parsed is not None
+    assert parsed.output_parsed.color in ("green", "red")
+
+
+def decoded(events: list[Event]) -> list[dict[str, Any]]:
+    return [json.loads(event.data) for event in events]
+
+
+def read_response_until_arguments(stream: Stream) -> list[Event]:
+    """Read until the first call has some of its arguments, and not all."""
+    events: list[Event] = []
+    num_characters = 0
+    while num_characters < 20:
+        event = stream.next()
+        assert event is not None
+        events.append(event)
+        found = json.loads(event.data)
+        if found["type"] == "response.function_call_arguments.delta":
+            num_characters += len(found["delta"])
+    assert num_characters < len(ARGUMENTS) - 50
+    return events
+
+
+def test_a_response_is_exact_through_the_death_of_worker_and_core(engine: Engine) -> None:
+    stream = Stream(engine.url(), RESPONSE_BODY, path=RESPONSES)
+    events = read_response_until_arguments(stream)
+    epochs = [engine.kill(role).epoch for role in (Role.WORKER, Role.CORE)]
+    events += stream.events()
+    assert all(epoch > 1 for epoch in epochs)
+    assert content_of(check_events(decoded(events))) == RESPONSE_ITEMS
+    assert decoded(events)[-1]["type"] == "response.completed"
+
+
+def test_a_response_and_stored_responses_survive_the_death_of_the_api(
+    engine: Engine, client: openai.OpenAI
+) -> None:
+    options: Any = {"model": "m", "input": INPUT, "temperature": 0, "max_output_tokens": 60}
+    first = client.responses.create(tools=RESPONSE_TOOLS, **options)
+    named = {"X-Request-Id": "story"}
+    body = RESPONSE_BODY | {"previous_response_id": first.id, "max_output_tokens": 100, "tools": []}
+    stream = Stream(engine.url(), body, path=RESPONSES, headers=named)
+    assert stream.read_head() == 200
+    events = [event for event in (stream.next() for _ in range(6)) if event is not None]
+    engine.kill(Role.API)
+    stream.close()
+    assert events[-1].id is not None
+    headers = named | {"Last-Event-ID": events[-1].id}
+    events += Stream(engine.url(), body, path=RESPONSES, headers=headers).events()
+    items = check_events(decoded(events))
+    last = decoded(events)[-1]["response"]
+    assert last["output"] == items
+    assert client.responses.retrieve(first.id) == first
+    stored = client.responses.retrieve(last["id"])
+    assert [item.to_dict() for item in stored.output] == items
+    again = Stream(engine.url(), body, path=RESPONSES, headers=named).events()
+    assert decoded(again)[-1]["response"]["id"] == last["id"]

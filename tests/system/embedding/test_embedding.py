@@ -83,7 +83,14 @@ async def collect(
         tokens += output.token_ids
 
 
-@pytest.mark.parametrize("victims", [["worker_proc"], ["core_proc"], ["worker_proc", "core_proc"]])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param(["worker_proc"], marks=pytest.mark.slow),
+        pytest.param(["core_proc"], marks=pytest.mark.slow),
+        ["worker_proc", "core_proc"],
+    ],
+)
 def test_streams_go_on_exactly_after_kill_9(engine: Engine, victims: list[str]) -> None:
     """Two kills under load change no stream."""
     params = SamplingParams(max_tokens=600)

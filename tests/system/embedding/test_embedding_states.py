@@ -85,7 +85,7 @@ def send(engine: EngineProcesses, number: signal.Signals, *roles: Role) -> None:
             os.kill(row.pid, number)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.05, marks=pytest.mark.slow), 0.3])
 def test_while_starting(delay_s: float) -> None:
     """The supervisor has only just begun."""
     engine = EngineProcesses(CONFIG)
@@ -129,7 +129,7 @@ def test_while_a_model_is_loaded() -> None:
 
 @pytest.mark.parametrize(
     "roles",
-    [(Role.WORKER, Role.CORE), tuple(Role)],
+    [pytest.param((Role.WORKER, Role.CORE), marks=pytest.mark.slow), tuple(Role)],
     ids=["worker and core", "all"],
 )
 def test_while_several_stand_still(roles: tuple[Role, ...]) -> None:

@@ -81,8 +81,17 @@ def test_dead_child_is_replaced(embedded: EngineProcesses) -> None:
     assert pids(embedded)[Role.WORKER] == before[Role.WORKER]
 
 
-@pytest.mark.parametrize("role", [Role.SUPERVISOR, Role.CORE, Role.WORKER])
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "role"),
+    [
+        (signal.SIGSTOP, Role.SUPERVISOR),
+        (signal.SIGKILL, Role.SUPERVISOR),
+        (signal.SIGSTOP, Role.CORE),
+        (signal.SIGKILL, Role.WORKER),
+        pytest.param(signal.SIGKILL, Role.CORE, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, Role.WORKER, marks=pytest.mark.slow),
+    ],
+)
 def test_close_is_bounded_in_any_state(role: Role, number: signal.Signals) -> None:
     """Within 5 s although a process hangs or was just killed; no process is left 2 s later."""
 

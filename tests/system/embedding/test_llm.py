@@ -731,10 +731,19 @@ def test_arguments_of_vllm_become_settings() -> None:
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+SHARED = """import contextlib
+from api_proc.llm import LLM
+shared = contextlib.nullcontext(LLM("null"))
+"""
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_documented_examples_run(first: int) -> None:
-    """The first one with the demo model as it is written, the others with the null model."""
-    source = EXAMPLES[0] if first == 0 else "".join(EXAMPLES[1:]).replace('"demo"', '"null"')
+    """The first one with the demo model as it is written, the others with one of the null model."""
+    source = EXAMPLES[0]
+    if first == 1:
+        others = "".join(EXAMPLES[1:]).replace('with LLM("demo") as llm:', "with shared as llm:")
+        source = SHARED + others.replace('"demo"', '"null"')
     command = [sys.executable, "-W", "error", "-c", source]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False

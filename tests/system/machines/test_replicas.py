@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -68,10 +68,14 @@ async def until_serving(client: ReplicatedClient, timeout_s: float = TIMEOUT_S) 
             await asyncio.sleep(0.01)
 
 
-async def until_half(found: Tokens) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while min(map(len, found)) < 30:
+        while not condition():
             await asyncio.sleep(0.01)
+
+
+async def until_half(found: Tokens) -> None:
+    await until(lambda: min(map(len, found)) >= 30)
 
 
 async def until_begun(client: AsyncEngineClient) -> None:
@@ -145,12 +149,24 @@ def rows_of(engine: EngineProcesses, replica: int) -> list[ProcessStatus]:
     return reply.processes
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[EngineProcesses]:
+    """An engine of two replicas, which report the blocks of their caches."""
+    config = null_config(data_parallel_size=2, enable_kv_events=True)
+    with EngineProcesses.start(config) as engine:
+        yield engine
+
+
+def replica_rows(engine: EngineProcesses) -> list[ProcessStatus]:
+    reply = engine.status()
+    assert reply is not None
+    return [row for row in reply.processes if row.role is Role.REPLICA]
+
+
 @pytest.mark.parametrize("disturb", [kill_all, drain, restart_core])
 def test_streams_go_on_while_a_replica_is_replaced(
-    disturb: Callable[[EngineProcesses, int], None],
+    disturb: Callable[[EngineProcesses, int], None], two: EngineProcesses
 ) -> None:
-    config = null_config(data_parallel_size=2)
-
     async def play(engine: EngineProcesses) -> float:
         async with ReplicatedClient(engine.addresses) as client:
             found, streams, num_there = await half_read(client)
@@ -163,13 +179,12 @@ def test_streams_go_on_while_a_replica_is_replaced(
             return max(pauses)
 
     def replace() -> dict[str, float]:
-        with EngineProcesses.start(config) as engine:
-            pause_s = asyncio.run(play(engine))
-            reply = engine.status()
-        assert reply is not None
-        replicas = [row for row in reply.processes if row.role is Role.REPLICA]
-        assert [row.state for row in replicas] == [ProcessState.READY] * 2
-        assert [row.num_restarts for row in replicas] == [0, disturb is not restart_core]
+        before = [row.num_restarts for row in replica_rows(two)]
+        pause_s = asyncio.run(play(two))
+        rows = replica_rows(two)
+        assert [row.state for row in rows] == [ProcessState.READY] * 2
+        restarts = [row.num_restarts - num for row, num in zip(rows, before, strict=True)]
+        assert restarts == [0, disturb is not restart_core]
         return {"pause_s": pause_s}
 
     within(NUM_ATTEMPTS, replace, pause_s=LONGEST_PAUSE_S)
@@ -242,12 +257,11 @@ def test_streams_go_on_elsewhere_when_a_worker_is_killed_that_has_no_standby() -
 
 
 @pytest.mark.parametrize("policy", ["least_tokens", "round_robin", "prefix_aware"])
-def test_requests_are_spread_evenly(policy: str) -> None:
-    config = null_config(data_parallel_size=2, routing_policy=policy)
+def test_requests_are_spread_evenly(policy: str, two: EngineProcesses) -> None:
+    options = ReplicatedOptions.of(null_config(routing_policy=policy))
 
-    async def play(engine: EngineProcesses) -> None:
-        options = ReplicatedOptions.of(config)
-        async with ReplicatedClient(engine.addresses, options) as client:
+    async def play() -> None:
+        async with ReplicatedClient(two.addresses, options) as client:
             await until_serving(client)
             streams = [client.submit(prompt_of(number), PARAMS) for number in range(NUM_STREAMS)]
             counts = [each.num_open_requests for each in client.clients]
@@ -255,12 +269,12 @@ def test_requests_are_spread_evenly(policy: str) -> None:
             for each in streams:
                 each.cancel()
 
-    with EngineProcesses.start(config) as engine:
-        asyncio.run(play(engine))
+    asyncio.run(play())
 
 
-def test_prompt_of_another_client_is_found_by_the_events_of_the_caches() -> None:
-    config = null_config(data_parallel_size=2, enable_kv_events=True)
+def test_prompt_of_another_client_is_found_by_the_events_of_the_caches(
+    two: EngineProcesses,
+) -> None:
     prompts = [[number] * 320 + [7] for number in range(10, 20)]
     params = SamplingParams(max_tokens=2, ignore_eos=True)
 
@@ -273,20 +287,19 @@ def test_prompt_of_another_client_is_found_by_the_events_of_the_caches() -> None
 
     options = ReplicatedOptions(follow_kv_events=True)
 
-    async def play(engine: EngineProcesses) -> None:
+    async def play() -> None:
         async with (
-            ReplicatedClient(engine.addresses, options) as first,
-            ReplicatedClient(engine.addresses, options) as second,
+            ReplicatedClient(two.addresses, options) as first,
+            ReplicatedClient(two.addresses, options) as second,
         ):
             await until_serving(first)
             await until_serving(second)
+            assert await first.reset_prefix_cache()
+            await until(lambda: not len(first._placement.index) + len(second._placement.index))
             before = [await replica_of(first, prompt) for prompt in prompts]
             assert {cached for _, cached in before} == {0}
-            async with asyncio.timeout(TIMEOUT_S):
-                while len(second._placement.index) < len(prompts) * 320 // 16:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(second._placement.index) >= len(prompts) * 320 // 16)
             after = [await replica_of(second, prompt) for prompt in prompts]
             assert after == [(replica, 320) for replica, _ in before]
 
-    with EngineProcesses.start(config) as engine:
-        asyncio.run(play(engine))
+    asyncio.run(play())

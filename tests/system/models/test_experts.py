@@ -11,14 +11,15 @@ from tests.worker.checkpoints import SHAPE, build_checkpoint
 from worker_proc.native.build import build, compiler
 
 
+@pytest.mark.slow  # tests/worker compares the bits of mixtures after every restart
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param((), marks=pytest.mark.slow),
+        (),
         ("--dtype", "bfloat16", "--quantization", "w4a16"),
-        pytest.param(("--dtype", "bfloat16", "--quantization", "w8a8"), marks=pytest.mark.slow),
+        ("--dtype", "bfloat16", "--quantization", "w8a8"),
     ],
     ids=lambda settings: settings[-1] if settings else "float32",
 )

@@ -11,13 +11,10 @@ from tests.worker.own_attention_models import KINDS
 from worker_proc.native.build import compiler
 
 
+@pytest.mark.slow  # tests/worker compares the bits of such models after every restart
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "architecture",
-    [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
-    ids=lambda architecture: architecture.name,
-)
+@pytest.mark.parametrize("architecture", KINDS, ids=lambda architecture: architecture.name)
 def test_streams_go_on_after_kill_9(
     architecture: Architecture, tmp_path: Path, start_engine: EngineFactory
 ) -> None:

@@ -34,16 +34,7 @@ DOCUMENTS = [
     for number in range(240)
 ]
 QUERY = "w3 w1 w4"
-FLAGS = (
-    "--dtype",
-    "float32",
-    "--num-threads",
-    "1",
-    "--max-num-seqs",
-    "4",
-    "--standby-workers",
-    "0",
-)
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "4")
 LOAD_TIMEOUT_S = 60.0
 
 
@@ -58,6 +49,12 @@ def write_tokenizer(directory: Path) -> None:
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
     )
     made.save(str(directory / "tokenizer.json"))
+
+
+def write_cross_encoder(directory: Path) -> None:
+    config = BertConfig(**ENCODER, num_labels=1)
+    build(directory, PoolingArchitecture("", AutoModelForSequenceClassification, lambda: config))
+    write_tokenizer(directory)
 
 
 def ids_of(text: str) -> list[int]:
@@ -99,9 +96,7 @@ def refusal(ask: Callable[[], Any]) -> str:
 def test_a_cross_encoder_scores_the_same_over_kill_9(
     start_engine: EngineFactory, tmp_path: Path
 ) -> None:
-    config = BertConfig(**ENCODER, num_labels=1)
-    build(tmp_path, PoolingArchitecture("", AutoModelForSequenceClassification, lambda: config))
-    write_tokenizer(tmp_path)
+    write_cross_encoder(tmp_path)
     engine = start_engine(*FLAGS, model=str(tmp_path))
     assert engine.readiness()["exact_resume"]
     undisturbed = engine.post("/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
@@ -119,10 +114,21 @@ def test_a_cross_encoder_scores_the_same_over_kill_9(
     ranked = engine.post("/v2/rerank", query=QUERY, documents=DOCUMENTS, top_n=3)["results"]
     assert [item["relevance_score"] for item in ranked] == sorted(scores, reverse=True)[:3]
     assert "generates no text" in refusal(lambda: engine.post("/v1/completions", prompt="w1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_cross_encoder_in_a_program_scores_as_over_http(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    write_cross_encoder(tmp_path)
+    engine = start_engine(*FLAGS, model=str(tmp_path))
+    engine.readiness()
+    scores = engine.post("/v1/score", text_1=QUERY, text_2=DOCUMENTS[:3])["data"]
     engine.close()
     with LLM(str(tmp_path), dtype="float32", num_threads=1, standby_workers=0) as llm:
         found = llm.score(QUERY, DOCUMENTS[:3], use_tqdm=False)
-        assert [one.outputs.score for one in found] == scores[:3]
+        assert [one.outputs.score for one in found] == [item["score"] for item in scores]
         [label] = llm.classify(DOCUMENTS[3], use_tqdm=False)
         assert 0.0 < label.outputs.probs[0] < 1.0
         assert llm.encode(DOCUMENTS[3], use_tqdm=False)[0].outputs.data == label.outputs.probs

@@ -1,7 +1,4 @@
-"""A model whose layers are divided among workers: kill -9 of any process changes no token.
-
-All tokens are those of an engine with one worker.
-"""
+"""A model whose layers are divided among workers: kill -9 of any process changes no token."""
 
 from pathlib import Path
 
@@ -56,20 +53,32 @@ def test_streams_go_on_after_kill_9(
     """
     build()
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32")
-    whole = start_engine(*flags, "--standby-workers", "0", model="demo", timeout_s=LOAD_TIMEOUT_S)
     requests = requests_of(NUM_TOKENS, repeating(NUM_TOKENS))
-    with EngineClient(whole.address) as client:
-        client.wait_ready(LOAD_TIMEOUT_S)
-        expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
-    assert all(len(tokens) == NUM_TOKENS for tokens in expected[:2])
-    whole.close()
     stages = ("--pipeline-parallel-size", str(num_stages))
     stages += ("--tensor-parallel-size", str(num_shares))
     engine = start_engine(*flags, *stages, *options, model="demo", timeout_s=LOAD_TIMEOUT_S)
     with EngineClient(engine.address) as client:
         assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
+        assert all(len(tokens) == NUM_TOKENS for tokens in expected[:2])
         for victim in victims:
             assert tokens_over_kill(engine, client, requests, *victim) == expected
+
+
+@SLOW
+@pytest.mark.timeout(300)
+def test_undisturbed_stages_have_the_tokens_of_one_worker(start_engine: EngineFactory) -> None:
+    """tests/worker/parallel/test_stages.py compares the tokens of more models in one process."""
+    flags = ("--no-api", "--num-threads", "1", "--dtype", "float32")
+    found = []
+    for stages in ((), ("--pipeline-parallel-size", "2")):
+        engine = start_engine(*flags, *stages, model="demo", timeout_s=LOAD_TIMEOUT_S)
+        with EngineClient(engine.address) as client:
+            client.wait_ready(LOAD_TIMEOUT_S)
+            streams = [client.submit(*request) for request in requests_of(NUM_TOKENS)]
+            found.append([stream.result(TIMEOUT_S).token_ids for stream in streams])
+        engine.close()
+    assert found[0] == found[1]
 
 
 @SLOW

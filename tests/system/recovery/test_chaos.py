@@ -16,10 +16,11 @@ from protocol.process.failpoints import (
     VARIABLE,
     arm,
 )
-from scripts.testing import Engine, EngineFactory, eventually
+from scripts.testing import EngineFactory, eventually
 from tests.chaos import processes
 from tests.chaos.__main__ import main
 from tests.chaos.engine import Engine as ChaosEngine
+from tests.system.conftest import EnginePool
 from tests.system.models.test_lora_deaths import write_null_adapter
 from tests.system.recovery.test_supervisor import PROMPT, open_stream
 
@@ -134,16 +135,17 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
 )
 @pytest.mark.parametrize("action", ["kill9", "exc"])
 def test_death_at_a_failpoint_changes_no_answer(
-    start_engine: EngineFactory, failpoints: Path, name: str, role: Role, action: str
+    shared_engine: EnginePool, name: str, role: Role, action: str
 ) -> None:
     """A death by a signal or by an exception."""
-    engine = start_engine()
+    engine = shared_engine(has_failpoints=True)
     answer = engine.post("/v1/completions", **PROMPT)["choices"]
     before = engine.row(role)
-    arm(failpoints, name, f"{action}@2")
+    arm(engine.failpoints, name, f"{action}@2")
     assert engine.post("/v1/completions", **PROMPT)["choices"] == answer
     assert engine.row(role).epoch > before.epoch
-    assert (failpoints / LOG_FILE).read_text().split()[1:] == [name, str(before.pid), action]
+    *_, fired = (engine.failpoints / LOG_FILE).read_text().splitlines()
+    assert fired.split()[1:] == [name, str(before.pid), action]
 
 
 def test_failpoints_given_as_a_list_hold_in_every_process(start_engine: EngineFactory) -> None:
@@ -157,8 +159,9 @@ def test_failpoints_given_as_a_list_hold_in_every_process(start_engine: EngineFa
     assert engine.row(Role.WORKER).num_restarts >= 1
 
 
-def test_without_the_variable_nothing_is_armed(engine: Engine) -> None:
+def test_without_the_variable_nothing_is_armed(shared_engine: EnginePool) -> None:
     """No setting of an engine can arm failpoints."""
+    engine = shared_engine()
     for role in (Role.SUPERVISOR, Role.API, Role.CORE, Role.WORKER):
         environ = Path(f"/proc/{engine.pid(role)}/environ").read_bytes()
         assert VARIABLE.encode() not in environ

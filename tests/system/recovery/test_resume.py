@@ -1,21 +1,29 @@
 """Streams of every stateful feature equal undisturbed ones if processes are killed meanwhile.
 
-Real processes with the demo model. Compared are: text, token ids, log-probabilities (bit for
-bit, as they were sent), finish reason and usage, for every choice of every stream.
+The same holds with a draft model. Real processes with the demo model. Compared are: text, token
+ids, log-probabilities (bit for bit, as they were sent), finish reason and usage, for every choice
+of every stream.
 """
 
+import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from protocol.lifecycle import Role
-from scripts.testing import Engine, EngineFactory
+from scripts.bench.make_draft_model import make_draft
+from scripts.supervisor.model_names import BUNDLED_MODELS
+from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.readers import MAX_TOKENS, Reader, finish, finish_as, start, start_and_kill
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
+FLAGS = ("--num-gpu-blocks-override", "512", "--num-threads", "1")
 KILL_AFTER = (10, 30)
 """Events that every open stream has received before each kill, long before its end."""
+KILL_DRAFTS_AFTER = (8, 20)
+"""An event has the tokens of several drafts."""
 STOP_TOKEN_ID = 5
 """A likely stop token, banned at first, so that min_tokens decides the end."""
 MIN_TOKENS = 160
@@ -63,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
         "prompt_logprobs": 2,
         "stream": False,
     },
+    "long prompt": {**COMPLETION, "prompt": PROMPT * 60, "temperature": 0.5, "seed": 3},
+    "digits": {**COMPLETION, "temperature": 0, "guided_regex": "[0-9]+"},
     "chat, n=2, top_logprobs": {
         "messages": [{"role": "user", "content": "read a file"}],
         **SEEDED,
@@ -86,7 +96,7 @@ def engine_and_undisturbed(
     module_engines: EngineFactory,
 ) -> tuple[Engine, dict[str, dict[str, Any]], dict[str, Reader]]:
     """An engine with the demo model, the cases, and their streams without faults."""
-    engine = module_engines("--num-gpu-blocks-override", "512", "--num-threads", "1", model="demo")
+    engine = module_engines(*FLAGS, model="demo")
     readiness = engine.readiness()
     assert readiness["exact_resume"], readiness
     cases = dict(CASES)
@@ -136,3 +146,49 @@ def test_killed_streams_equal_undisturbed_ones(
     engine, cases, undisturbed = engine_and_undisturbed
     streams = start_and_kill(engine, cases, roles, KILL_AFTER, undisturbed)
     finish_as(streams, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def drafting(module_engines: EngineFactory, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine with a draft model that agrees with the model often, and not always."""
+    draft = tmp_path_factory.mktemp("draft")
+    make_draft(BUNDLED_MODELS["demo"], draft, None, 0.1)
+    flags = ("--speculative-model", str(draft), "--num-speculative-tokens", "3")
+    started = module_engines(*FLAGS, *flags, "--no-adaptive-speculation", model="demo")
+    readiness = started.readiness()
+    assert readiness["exact_resume"], readiness
+    assert readiness["speculation"] == f"draft model {draft.name}, fixed, at most 3 tokens"
+    return started
+
+
+def num_drafts(engine: Engine) -> tuple[float, float]:
+    """Return how many draft tokens the present core has seen verified, and accepted."""
+    with urllib.request.urlopen(engine.url() + "/metrics", timeout=10) as response:
+        text = response.read().decode()
+    names = ("draft", "accepted")
+    pattern = r"troika:spec_decode_num_%s_tokens_total{[^}]*} (\S+)"
+    found = [re.search(pattern % name, text) for name in names]
+    verified, accepted = (float(match[1]) if match else 0.0 for match in found)
+    return verified, accepted
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param((), marks=pytest.mark.slow), (Role.CORE, Role.WORKER)],
+    ids=["undisturbed", "core-worker"],
+)
+def test_streams_with_a_draft_model_equal_those_without(
+    roles: tuple[Role, ...],
+    drafting: Engine,
+    engine_and_undisturbed: tuple[Engine, dict[str, dict[str, Any]], dict[str, Reader]],
+) -> None:
+    _, cases, expected = engine_and_undisturbed
+    streams = start_and_kill(drafting, cases, roles, KILL_DRAFTS_AFTER[: len(roles)], expected)
+    finish_as(streams, expected)
+
+    def some_were_right() -> bool:  # the core reports once a second
+        verified, accepted = num_drafts(drafting)
+        return accepted > 100 and 0.3 * verified < accepted < verified
+
+    eventually(some_were_right, "some drafts were right, and some wrong", 10)

@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,22 +229,25 @@ def test_many_read_one_request_at_once(shared: Engine) -> None:
     assert all(content(begun + events) == whole for events in received[2:])
 
 
-def test_a_synced_journal_gives_the_same_stream(
-    start_engine: EngineFactory, tmp_path: Path
-) -> None:
-    engine = start_engine("--journal-dir", str(tmp_path / "j"), "--journal-sync")
+@pytest.fixture(scope="module")
+def synced() -> Iterator[Engine]:
+    """An engine whose journal is synced, and which keeps requests without a client for 3 s."""
+    with EngineFactory() as factory:
+        flags = ("--journal-sync", "--resume-window-s", "3", "--null-step-ms", "5")
+        yield factory("--journal-dir", f"{factory.base}/journal", *flags)
+
+
+def test_a_synced_journal_gives_the_same_stream(synced: Engine) -> None:
     fields = body(temperature=1.0)
-    whole = Stream(engine.url(), fields).events()
-    pieces = read_in_pieces(engine, fields, "synced", [10], "/v1/completions", kill="api")
+    whole = Stream(synced.url(), fields).events()
+    pieces = read_in_pieces(synced, fields, "synced", [10], "/v1/completions", kill="api")
     assert content(pieces) == content(whole)
 
 
-def test_a_request_without_a_client_ends_in_bounded_time(
-    start_engine: EngineFactory, tmp_path: Path
-) -> None:
+def test_a_request_without_a_client_ends_in_bounded_time(synced: Engine) -> None:
     """The request runs on for a bounded time; afterwards its id is free, also after a restart."""
-    flags = ("--resume-window-s", "3", "--null-step-ms", "5")
-    engine = start_engine("--journal-dir", str(tmp_path / "j"), *flags)
+    engine = synced
+    eventually(lambda: metric(engine, "sessions") == 0, "no other request is kept")
     fields = body(max_tokens=8000)
     stream = Stream(engine.url(), fields, headers={"X-Request-Id": "gone"})
     assert stream.next() is not None

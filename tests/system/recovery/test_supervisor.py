@@ -249,20 +249,11 @@ def test_second_supervisor_needs_another_run_dir(start_engine: EngineFactory) ->
     assert min(epochs) > highest
 
 
-def test_two_engines_side_by_side(start_engine: EngineFactory) -> None:
-    """Each has its own processes and port; the status command asks for a run directory."""
-    engines = [start_engine(), start_engine()]
-    assert len({engine.url() for engine in engines}) == 2
-    unclear = run_command(start_engine, "scripts.status")
-    assert unclear.returncode == 1
-    for engine in engines:
-        assert f"--run-dir {engine.run_dir}" in unclear.stderr
-        clear = run_command(start_engine, "scripts.status", "--run-dir", engine.run_dir, "--json")
-        assert json.loads(clear.stdout)["url"] == engine.url()
-
-
 def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
-    """It finds the only engine, has JSON with every field, and an error without an engine."""
+    """It finds the only engine, has JSON with every field, and an error without an engine.
+
+    Of two engines, which have their own processes and ports, one must be named.
+    """
     done = run_command(start_engine, "scripts.status", "--json")
     status = json.loads(done.stdout)
     assert (status["ready"], status["url"], status["failure"]) == (True, engine.url(), None)
@@ -279,8 +270,17 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
         assert 5 * 2**20 < row["rss_bytes"] < 500 * 2**20
     table = run_command(start_engine, "scripts.status").stdout
     assert f"ready at {engine.url()}/v1" in table
-    engine.process.terminate()
-    engine.process.wait(TIMEOUT_S)
+    engines = [engine, start_engine()]
+    assert len({each.url() for each in engines}) == 2
+    unclear = run_command(start_engine, "scripts.status")
+    assert unclear.returncode == 1
+    for each in engines:
+        assert f"--run-dir {each.run_dir}" in unclear.stderr
+        clear = run_command(start_engine, "scripts.status", "--run-dir", each.run_dir, "--json")
+        assert json.loads(clear.stdout)["url"] == each.url()
+    for each in engines:
+        each.process.terminate()
+        each.process.wait(TIMEOUT_S)
     done = run_command(start_engine, "scripts.status")
     assert (done.returncode, done.stderr) == (1, "troika: no engine of this user is running\n")
 
