@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from http import HTTPStatus
 
 import msgspec
@@ -94,6 +96,9 @@ _ADMIN_ROUTES = (
     ("POST", "/v1/load_lora_adapter", adapter_routes.load_adapter),
     ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_adapter),
 )
+_SLASHES = re.compile("/+")
+_MAX_COMPARED = 64
+"""Characters of a path that is compared with those of the routes."""
 _ADMIN_PATHS = frozenset((method, path) for method, path, _ in _ADMIN_ROUTES)
 
 
@@ -208,8 +213,25 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(_methods_of(request))
         message += f"; its methods: {headers['Allow']}"
+    elif error.status_code == HTTPStatus.NOT_FOUND:
+        message += f"; {_hint(request.method, request.url.path)}"
     fields = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     return _ErrorResponse(ApiError(error.status_code, message, code=code, headers=fields))
+
+
+def _hint(method: str, path: str) -> str:
+    """Return what a client may have meant with a path that does not exist."""
+    methods: dict[str, list[str]] = {}
+    for each, known, _ in _ROUTES:
+        methods.setdefault(known, []).append(each)
+    plain = _SLASHES.sub("/", path[:_MAX_COMPARED]).rstrip("/").replace("/v1/v1/", "/v1/")
+    found = [known for known in (plain, f"/v1{plain}") if known in methods]
+    if not found and len(path) <= _MAX_COMPARED:
+        found = get_close_matches(plain, methods, n=1, cutoff=0.85)
+    if not found:
+        return "GET /docs lists the routes"
+    offered = methods[found[0]]
+    return f"did you mean {method if method in offered else offered[0]} {found[0]}?"
 
 
 class _ErrorResponse(Response):

@@ -103,6 +103,7 @@ class SamplingBody(CommonBody, kw_only=True):
     max_tokens: sampling.MaxTokens | None = None
     prompt_logprobs: sampling.NumLogprobs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
     add_special_tokens: bool | None = None
     response_format: structured.ResponseFormat | None = None
@@ -426,6 +427,17 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
 )
+_INSTEAD = {
+    "chat_template": "the setting --chat-template names a file with one",
+    "conversation": "use previous_response_id",
+    "documents": "write them into a message",
+    "function_call": "use tool_choice, and tool_calls in a message",
+    "functions": "use tools",
+    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "prompt": "write its text into instructions and input",
+    "suffix": "write the model's own markers for a gap into prompt",
+}
+"""What to use instead of fields that are not supported."""
 _NO_EFFECT = frozenset({b"null", b"[]", b'""', b"false", b'"none"', b'"auto"'})
 
 
@@ -494,4 +506,5 @@ def reject_unsupported(struct: msgspec.Struct, prefix: str) -> None:
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
         if isinstance(value, Raw) and bytes(value).strip() not in _NO_EFFECT:
-            raise unsupported(prefix + name)
+            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise unsupported(prefix + name, f"is not supported{hint}")

@@ -14,7 +14,7 @@ from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai import objects
 from api_proc.openai.chat_message import assistant_message, call_ids, chat_delta
-from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs
+from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
 from api_proc.openai.reply import chunk_answers
 from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
@@ -164,7 +164,8 @@ class ChatFormat:
         fields: dict[str, Any] = {"finish_reason": finish_reason}
         num_top = self.body.num_logprobs
         if num_top is not None and delta.logprobs is not None:
-            fields["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs, num_top)
+            text_of = token_text_of(self.tokenizer, as_ids=self.body.return_tokens_as_token_ids)
+            fields["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs, num_top, text_of)
         if delta.finish_reason is not None:
             fields["stop_reason"] = delta.stop_reason
             if sequence.stream.resumed_inexactly:

@@ -8,7 +8,12 @@ import msgspec
 from api_proc.bodies import CompletionBody
 from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
+from api_proc.openai.logprobs import (
+    completion_logprobs,
+    prompt_logprobs,
+    prompt_offsets,
+    token_text_of,
+)
 from api_proc.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from api_proc.openai.prompt_items import prompt_items
 from api_proc.openai.reply import chunk_answers
@@ -132,7 +137,8 @@ class CompletionFormat:
             entries = known + entries
             offsets = prompt_offsets(self.tokenizer, prompt.token_ids) + offsets
         num_top = self.body.num_logprobs or 0
-        return completion_logprobs(self.tokenizer, token_ids, entries, offsets, num_top)
+        text_of = token_text_of(self.tokenizer, as_ids=self.body.return_tokens_as_token_ids)
+        return completion_logprobs(text_of, token_ids, entries, offsets, num_top)
 
     def _echoed(self, prompt: Prompt) -> str:
         if prompt.text is not None and self.body.truncate_prompt_tokens is None:

@@ -1,6 +1,7 @@
 """Log-probabilities in the formats of both routes. JSON has no infinity: -9999 is the lowest."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from api_proc.openai import objects
 from api_proc.text.tokenizer import TextTokenizer
@@ -24,8 +25,15 @@ def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
+def token_text_of(tokenizer: TextTokenizer, *, as_ids: bool | None) -> Callable[[int], str]:
+    """Return what names a token in logprobs: its text, or `token_id:ID`, which is unique."""
+    if as_ids:
+        return "token_id:{}".format
+    return partial(token_text, tokenizer)
+
+
 def completion_logprobs(
-    tokenizer: TextTokenizer,
+    text_of: Callable[[int], str],
     token_ids: list[int],
     entries: list[TokenLogprobs | None],
     offsets: list[int],
@@ -37,7 +45,7 @@ def completion_logprobs(
     """
     result = objects.CompletionLogprobs(offsets, [], [], [])
     for token_id, entry in zip(token_ids, entries, strict=True):
-        text = token_text(tokenizer, token_id)
+        text = text_of(token_id)
         result.tokens.append(text)
         if entry is None:
             result.token_logprobs.append(None)
@@ -46,7 +54,7 @@ def completion_logprobs(
         logprob = clamp(entry.logprob)
         top: dict[str, float] = {}
         for candidate, value in candidates(entry, num_top):
-            top.setdefault(token_text(tokenizer, candidate), value)
+            top.setdefault(text_of(candidate), value)
         top.setdefault(text, logprob)
         result.token_logprobs.append(logprob)
         result.top_logprobs.append(top)
@@ -54,17 +62,21 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    tokenizer: TextTokenizer, entries: list[TokenLogprobs], num_top: int
+    tokenizer: TextTokenizer,
+    entries: list[TokenLogprobs],
+    num_top: int,
+    text_of: Callable[[int], str] | None = None,
 ) -> objects.ChatLogprobs:
     """Return the items for consecutive tokens, each with exactly `num_top` candidates."""
+    text_of = text_of or token_text_of(tokenizer, as_ids=False)
     content = []
     for entry in entries:
         data = tokenizer.token_bytes(entry.token_id)
         top = [
-            objects.ChatTopLogprob(token_text(tokenizer, i), value, list(tokenizer.token_bytes(i)))
+            objects.ChatTopLogprob(text_of(i), value, list(tokenizer.token_bytes(i)))
             for i, value in candidates(entry, num_top)
         ]
-        text = data.decode("utf-8", "replace")
+        text = text_of(entry.token_id)
         content.append(objects.ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
     return objects.ChatLogprobs(content)
 

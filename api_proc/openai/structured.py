@@ -89,15 +89,21 @@ class Constrained(Protocol):
 
 
 def grammar_of(body: Constrained) -> Grammar | None:
-    """Return the grammar of a body; a 400 if a constraint is empty, or if there are several."""
+    """Return the grammar of a body; a 400 if a constraint is empty, or if several differ.
+
+    Clients for old and new versions of vLLM name the same constraint in two fields.
+    """
     params = _constraining(body)
     if not params:
         return None
-    if len(params) > 1:
-        raise invalid(params[1], f"cannot be combined with {params[0]}: both confine the output")
-    [param] = params
-    grammar = _translate(body, param)
-    _check_length(grammar.source, param)
+    first, *others = params
+    grammar = _translate(body, first)
+    _check_length(grammar.source, first)
+    for param in others:
+        if _translate(body, param) != grammar:
+            raise invalid(
+                param, f"cannot be combined with another {first}: both confine the output"
+            )
     return grammar
 
 

@@ -142,7 +142,8 @@ class ResponsesBody(CommonBody, kw_only=True):
             raise unsupported("stream_options.include_obfuscation")
         for i, value in enumerate(self.include or []):
             if value not in _INCLUDED:
-                raise unsupported(f"include[{i}]", f"{value[:64]!r} is not supported")
+                known = f"only {' and '.join(sorted(_INCLUDED))} are"
+                raise unsupported(f"include[{i}]", f"{value[:64]!r} is not supported, {known}")
         if self.text is not None and self.text.verbosity in ("low", "high"):
             raise unsupported("text.verbosity", "other than medium is not supported")
         for i, tool in enumerate(self.tools or []):

@@ -262,6 +262,19 @@ def test_prompt_logprobs_and_token_ids_on_request(http: httpx.Client) -> None:
     assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
 
 
+def test_logprobs_name_tokens_by_their_ids_on_request(http: httpx.Client) -> None:
+    first, second = (f"token_id:{ids_of(letter)[0]}" for letter in "TU")
+    options = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+    [choice] = post(http, logprobs=1, **options)["choices"]
+    assert choice["text"] == "T"
+    assert choice["logprobs"]["tokens"] == [first]
+    assert list(choice["logprobs"]["top_logprobs"][0]) == [first]
+    [choice] = chat(http, logprobs=True, top_logprobs=2, **options)["choices"]
+    [content] = choice["logprobs"]["content"]
+    assert (content["token"], content["bytes"]) == (first, [84])
+    assert [top["token"] for top in content["top_logprobs"]] == [first, second]
+
+
 def test_text_parts_and_developer_role(make_server: MakeServer) -> None:
     live = make_server()
     messages = [

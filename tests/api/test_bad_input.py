@@ -254,6 +254,54 @@ def test_field_out_of_bounds_is_rejected(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, chat(functions=[{}]), "functions is not supported; use tools"),
+        (
+            COMPLETIONS,
+            completion(suffix="x"),
+            "suffix is not supported; write the model's own markers for a gap into prompt",
+        ),
+        (CHAT, chat(prediction={}), "prediction is not supported"),
+        (
+            "/v1/responses",
+            {"input": "hi", "conversation": "conv_1"},
+            "conversation is not supported; use previous_response_id",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "include": ["x"]},
+            "include[0] 'x' is not supported, only message.output_text.logprobs and"
+            " reasoning.encrypted_content are",
+        ),
+    ],
+)
+def test_the_error_of_an_unsupported_field_names_what_to_use(
+    http: httpx.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    assert http.post(path, json=body).json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean POST /v1/chat/completions?"),
+        ("/v1/v1//chat/completions/", "did you mean POST /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean POST /v1/chat/completions?"),
+        ("/models", "did you mean GET /v1/models?"),
+        ("/v1/images/generations", "GET /docs lists the routes"),
+        ("/" + "x/" * 20_000, "GET /docs lists the routes"),
+    ],
+)
+def test_the_error_of_an_unknown_path_names_a_similar_one(
+    http: httpx.Client, path: str, hint: str
+) -> None:
+    response = http.post(path)
+    check_error(response, 404, None, "not_found")
+    assert response.json()["error"]["message"] == f"Not Found: POST {path}; {hint}"
+
+
+@pytest.mark.parametrize(
     ("raw", "reason"),
     [
         (b'{"prompt": "x", "user": "a\xff"}', "it is not UTF-8 (byte 26)"),

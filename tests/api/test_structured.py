@@ -153,6 +153,16 @@ def test_empty_wrong_and_contradictory_constraints_are_named(
     assert caught.value.param == param
 
 
+def test_the_same_constraint_may_have_two_names() -> None:
+    """Guidance sends these fields, for servers of different versions."""
+    source = '%llguidance {}\n\nstart: answer\n\nanswer[capture]: "red" | "green"\n'
+    both = translated(guided_grammar=source, structured_outputs={"grammar": source})
+    assert both == translated(guided_grammar=source)
+    with pytest.raises(ApiError) as caught:
+        translated(guided_grammar=source, structured_outputs={"grammar": source + "\n"})
+    assert caught.value.param == "guided_grammar"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

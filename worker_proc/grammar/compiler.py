@@ -38,6 +38,10 @@ _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _DETAILS_HIDDEN = "\n<non-verbose/>"
 """Replaces the state of the parser, which `verbose_errors` would show."""
 _SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_UNIMPLEMENTED = "Unimplemented keys"
+_LENIENT = '; "x-guidance": {"lenient": true} in the schema leaves them out'
+_MARKED_RULE = re.compile(r"^[?!]{1,2}(?=[a-z_]\w*\s*:)", re.MULTILINE)
+"""Matches what Lark allows before a rule's name; it shapes a tree and changes no language."""
 
 
 class GrammarError(ValueError):
@@ -74,7 +78,7 @@ def define(grammar: Grammar) -> str:
         if grammar.kind is GrammarKind.REGEX:
             return matcher.grammar_from_regex(source)
         if grammar.kind is GrammarKind.EBNF:
-            source = any_to_lark(source)
+            source = any_to_lark(_MARKED_RULE.sub("", source))
         return matcher.grammar_from_lark(source)
     except Exception as error:  # the translation from GBNF raises plain Exceptions
         raise GrammarError(f"{error}"[:MAX_TEXT]) from error
@@ -93,7 +97,8 @@ def in_words(error: str) -> str:
         return _in_one_line(report["regex"], len(report["before"]), report["reason"])
     error = error.removesuffix(_DETAILS_HIDDEN)
     cause = error.partition(_SCHEMA_ERROR)[2]
-    return _SOURCE_LINES.sub("", cause).rstrip() if cause else error.rstrip()
+    words = _SOURCE_LINES.sub("", cause).rstrip() if cause else error.rstrip()
+    return words + _LENIENT if words.startswith(_UNIMPLEMENTED) else words
 
 
 def _in_one_line(regex: str, place: int, reason: str) -> str:

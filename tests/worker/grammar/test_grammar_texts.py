@@ -53,6 +53,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["no", "ye", "yess", "/x"],
     ),
     ({"guided_grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, ["a1", "a22"], ["a", "1"]),
+    ({"guided_grammar": '?start: "a" x\n!?x: "b"\n    | "c"'}, ["ab", "ac"], ["a", "?ab"]),
     (
         {"grammar": 'root ::= pair ("," pair)*\npair ::= [a-z] "=" [0-9]{1,2}'},
         ["a=1", "a=1,b=22"],
@@ -140,6 +141,16 @@ def test_errors_of_a_regular_expression_are_one_line(
     with pytest.raises(GrammarError) as caught:
         COMPILER.compile(Grammar(kind, source))
     assert str(caught.value) == text
+
+
+def test_the_error_of_an_unknown_keyword_names_what_leaves_it_out() -> None:
+    schema: dict[str, Any] = {"type": "array", "uniqueItems": True}
+    with pytest.raises(GrammarError) as caught:
+        COMPILER.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    hint = '"x-guidance": {"lenient": true} in the schema leaves them out'
+    assert str(caught.value) == f'Unimplemented keys: ["uniqueItems"]; {hint}'
+    schema["x-guidance"] = {"lenient": True}
+    COMPILER.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 def test_errors_of_a_grammar_show_its_line() -> None:
