@@ -9,9 +9,14 @@ ENGINES = {
         *("demo", "--dtype", "float32", "--num-threads", "1", "--tool-call-parser", "hermes"),
         *("--num-gpu-blocks-override", "1024"),
     ),
+    "demo-chat": (
+        *("demo-chat", "--dtype", "float32", "--num-threads", "1"),
+        *("--num-gpu-blocks-override", "1024"),
+    ),
     "null": ("null", "--max-model-len", "64", "--unknown-fields", "ignore"),
 }
-"""Model and flags by name. The demo model calls tools only where a grammar makes it."""
+"""Model and flags by name. The demo model calls tools only where a grammar makes it; demo-chat was
+trained to call them."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,39 @@ CLIENTS = (
     Client("anthropic", PythonPackages(("anthropic",)), "anthropic_messages.py"),
     Client("litellm", PythonPackages(("litellm", "mcp")), "litellm_library.py"),
     Client("langchain-openai", PythonPackages(("langchain-openai",)), "langchain_models.py"),
+    Client(
+        "langchain-js",
+        NodePackages(("@langchain/openai@1", "@langchain/core@1", "zod@4")),
+        "langchain_js.mjs",
+    ),
+    Client(
+        "langgraph",
+        PythonPackages(("langgraph", "langchain-openai")),
+        "langgraph_agent.py",
+        "demo-chat",
+    ),
+    Client(
+        "llama-index",
+        PythonPackages(("llama-index-llms-openai-like", "llama-index-embeddings-openai-like")),
+        "llama_index_models.py",
+    ),
+    Client("haystack", PythonPackages(("haystack-ai",)), "haystack_generators.py"),
+    Client("dspy", PythonPackages(("dspy", "numpy")), "dspy_programs.py"),
+    Client("guidance", PythonPackages(("guidance", "openai")), "guidance_models.py"),
+    Client(
+        "smolagents",
+        PythonPackages(("smolagents[openai]",)),
+        "smolagents_models.py",
+        "demo-chat",
+    ),
+    Client(
+        "autogen",
+        PythonPackages(("autogen-agentchat", "autogen-ext[openai]")),
+        "autogen_agents.py",
+        "demo-chat",
+    ),
+    Client("crewai", PythonPackages(("crewai",)), "crewai_agents.py", "demo-chat"),
+    Client("semantic-kernel", PythonPackages(("semantic-kernel",)), "semantic_kernel_chat.py"),
     Client("cohere", PythonPackages(("cohere",)), "cohere_rerank.py"),
     Client(
         "langchain-jina",

@@ -42,6 +42,10 @@ _NOTES = """\
   grammar gives the output its form. Programs then send the result of the call back.
 - litellm imports `mcp` as soon as a request has tools, without naming it among its dependencies, so
   it is installed alongside it.
+- langgraph, smolagents, autogen and crewai use the model demo-chat, which calls tools. It is too
+  small for most agents' instructions: smolagents' agent stops after the result of a call.
+- guidance runs without logprobs. With them it joins the tokens of a chunk that has several, and one
+  of these may be EOS, as in vLLM.
 - The log-likelihoods of lm-eval are compared with those that transformers computes for the same
   checkpoint: each differs by less than 0.001.
 - schemathesis makes its requests from `/openapi.json`, and runs against the null model. A status

@@ -1,4 +1,4 @@
-"""The evaluation harness `lm-eval`, through its model `local-completions`.
+"""The evaluation harness `lm-eval`, through `local-completions` and `local-chat-completions`.
 
 The project's own interpreter computes the log-likelihoods that transformers gives.
 """
@@ -46,18 +46,22 @@ generation_kwargs:
 metric_list:
   - metric: exact_match
 """
+BACKEND = {False: ",tokenizer_backend=remote", True: ""}
 
 
-def evaluate(task: str, text: str, batch_size: int) -> list[dict]:
+def evaluate(task: str, text: str, batch_size: int, *, chats: bool = False) -> list[dict]:
     """Run one task, and return its samples."""
     data = DIRECTORY / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (DIRECTORY / f"{task}.yaml").write_text(text + COMMON.format(data=data))
-    output = DIRECTORY / f"{task}-{batch_size}"
-    model = f"model={MODEL},base_url={URL}/v1/completions,tokenizer_backend=remote"
+    kind = "chat-completions" if chats else "completions"
+    output = DIRECTORY / f"{task}-{batch_size}-{kind}"
+    route = kind.replace("chat-", "chat/")
+    model = f"model={MODEL},base_url={URL}/v1/{route}"
     run_tool(
-        *("lm_eval", "--model", "local-completions", "--tasks", task),
-        *("--model_args", f"{model},num_concurrent=2,max_retries=1,max_length=512"),
+        *("lm_eval", "--model", f"local-{kind}", "--tasks", task),
+        *(("--apply_chat_template",) if chats else ()),
+        *("--model_args", f"{model}{BACKEND[chats]},num_concurrent=2,max_retries=1,max_length=512"),
         *("--include_path", str(DIRECTORY), "--output_path", str(output), "--log_samples"),
         *("--batch_size", str(batch_size)),
         HF_HOME=str(DIRECTORY / "hf"),
@@ -97,6 +101,12 @@ def loglikelihoods_equal_those_of_transformers() -> None:
 def generate_until() -> None:
     samples = evaluate("troika_generation", GENERATION, 1)
     assert all(isinstance(sample["resps"][0][0], str) for sample in samples)
+    assert any(sample["resps"][0][0] for sample in samples)
+
+
+@check
+def generate_until_in_chats() -> None:
+    samples = evaluate("troika_generation", GENERATION, 1, chats=True)
     assert any(sample["resps"][0][0] for sample in samples)
 
 
