@@ -250,8 +250,9 @@ def _merge(given: Mapping[str, _Given], gpu_nodes: Sequence[str]) -> EngineConfi
 
 
 def configure(**values: Any) -> EngineConfig:
-    """Build a configuration from keywords alone, for embedding; errors as `resolve`."""
-    return _merge(_read(values, {}, None), GPU_NODES)
+    """Build a configuration from keywords alone, for embedding; errors name the keywords."""
+    given = _read(values, {}, None)
+    return _merge({name: one._replace(written=name) for name, one in given.items()}, GPU_NODES)
 
 
 def _spell(given: Mapping[str, _Given], name: str) -> str:
