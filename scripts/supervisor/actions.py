@@ -25,7 +25,7 @@ def api_slot(index: int, count: int, *, is_spare: bool = False) -> Slot:
     With `is_spare`, the slot is that of the second process with this index during a planned
     restart.
     """
-    name = "" if count == 1 else f"api-{index}" + " spare" * is_spare
+    name = ("api" if count == 1 else f"api-{index}") + " spare" * is_spare
     return Slot(Role.API, index + count * is_spare, name)
 
 

@@ -15,7 +15,7 @@ def two(*, is_api_alone: bool = False) -> Drill:
 
 def test_their_names() -> None:
     assert [str(slot) for slot in (FIRST, SECOND, NEXT_FIRST)] == ["api-0", "api-1", "api-0 spare"]
-    assert [str(api_slot(0, 1)), str(api_slot(0, 1, is_spare=True))] == ["api", "api 1"]
+    assert [str(api_slot(0, 1)), str(api_slot(0, 1, is_spare=True))] == ["api", "api spare"]
 
 
 def test_death_of_one_concerns_only_itself() -> None:

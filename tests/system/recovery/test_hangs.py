@@ -309,5 +309,5 @@ def test_api_that_hangs_while_it_leaves_is_killed_in_time(with_api: SharedEngine
     eventually(lambda: with_api.row(Role.API).epoch > old.epoch, "its successor serves")
     os.kill(old.pid, signal.SIGSTOP)
     eventually(lambda: not is_alive(old.pid or 0), "it is killed")
-    assert "api 1 (turn) has shown no progress" in with_api.log
+    assert "api spare (turn) has shown no progress" in with_api.log
     assert is_answered(with_api)
