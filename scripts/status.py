@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -99,6 +100,14 @@ def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyTy
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
+    rows = [
+        row
+        for each in (reply, *replicas.values())
+        if not isinstance(each, str)
+        for row in each.processes
+    ]
+    if (num_bytes := _memory_of_all({row.pid for row in rows if row.pid is not None})) is not None:
+        lines.append(f"memory of all, shared pages once: {num_bytes / 2**20:.0f} MiB")
     lines += [*unknown, *reply.remarks]
     state = "ready" if reply.ready else "not ready"
     where = f" at {_place(reply)}" if _place(reply) else ""
@@ -110,6 +119,21 @@ def _cells(row: ProcessStatus, name: str) -> tuple[str, str, str, str, str, str]
     pid = "-" if row.pid is None else str(row.pid)
     memory = f"{row.rss_bytes / 2**20:.0f} MiB"
     return name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)
+
+
+def _memory_of_all(pids: Iterable[int]) -> int | None:
+    """Return the proportional memory of processes in bytes; None: that of one cannot be read.
+
+    Forks share the weights of their zygote, which the resident memory of each of them includes.
+    """
+    num_kib = 0
+    try:
+        for pid in pids:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            num_kib += int(text.partition("\nPss:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+    return num_kib * 1024 or None
 
 
 def chosen_run_dir(given: str | None) -> str:

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import re
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -47,6 +51,31 @@ def test_what_processes_remark_is_shown() -> None:
     line = "replica 1 gets no requests: its model '/m' has weights a instead of b"
     reply = StatusReply([], True, None, remarks=[line])
     assert status.render(reply, "/run/t").splitlines()[1] == line
+
+
+FORKING = """
+import os, sys
+body = os.urandom(2**26)
+pid = os.fork()
+if pid:
+    print(pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_that_forks_share_counts_once() -> None:
+    """The fork has all pages of its parent, 64 MiB of them random."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", FORKING], **pipes) as parent:
+        fork = int(parent.stdout.readline())
+        row = ProcessStatus(Role.WORKER, 0, parent.pid, 1, ProcessState.READY, 0, 0, "worker")
+        other = msgspec.structs.replace(row, role=Role.STANDBY, pid=fork)
+        line = status.render(StatusReply([row, other], True, None), "/run/t").splitlines()[-2]
+        parent.stdin.close()
+    match = re.fullmatch(r"memory of all, shared pages once: (\d+) MiB", line)
+    assert match is not None, line
+    assert 64 <= int(match[1]) < 112
+    assert "memory of all" not in status.render(StatusReply([row], True, None), "/run/t")
 
 
 Answer = Callable[[int], list[bytes]]
