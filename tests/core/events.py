@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from core_proc.options import SchedulerOptions
+from core_proc.policy import POLICIES
 from protocol.core_worker import KVGroup
 from protocol.sampling import FinishReason, SamplingParams
 from tests.core.harness import EOS
@@ -46,7 +47,7 @@ OPTIONS: Values = {
     "max_long_partial_prefills": (0, 0, 1),
     "elastic_token_budget": (False, False, True),
     "target_itl_ms": (0.0, 0.0, 0.5, 3.0),
-    "policy": ("fcfs", "priority", "shortest", "fair"),
+    "policy": tuple(POLICIES),
     "tenant_weights": ({}, {"a": 3.0}),
     "preempt_for_priority": (False, True),
     "victim_choice": ("policy", "cheapest"),
