@@ -53,9 +53,12 @@ class ApiState:
         counters: SharedCounters | None = None,
         run_dir: str | None = None,
     ) -> None:
-        """`index`: of this API process. `counters`: of all API processes, if there are several.
+        """Make the state of one API process.
 
-        `run_dir`: where they share the names of adapters.
+        Args:
+            index: number of this API process.
+            counters: the counters of all API processes, if there are several.
+            run_dir: the directory in which they share the names of adapters.
         """
         self.client = client
         self.ids = RequestIds(index, config.api.api_server_count)
@@ -96,10 +99,7 @@ class ApiState:
         self._health = Health(False)
         self._health_time = 0.0
         self._started = time.monotonic()
-        base = config.model.seed
-        # Two processes with the same base draw different seeds.
-        own_base = base if index == 0 else f"{base} {index}"
-        self._random = random.Random(own_base) if base else secrets.SystemRandom()
+        self._random = _make_random(config.model.seed, index)
 
     def draw_seed(self) -> int:
         return self._random.getrandbits(63)
@@ -271,6 +271,13 @@ class ApiState:
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """Render the metrics, with these sums of gauges."""
         return self._exposition({**gauges, "api_servers": self.ids.count})
+
+
+def _make_random(seed: int, index: int) -> random.Random:
+    """Return the source of requests' seeds; processes with the same `seed` draw different ones."""
+    if not seed:
+        return secrets.SystemRandom()
+    return random.Random(seed if index == 0 else f"{seed} {index}")
 
 
 def _is_fresh(client: ReplicatedClient | AsyncEngineClient) -> bool:

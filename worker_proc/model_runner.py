@@ -92,12 +92,15 @@ class ModelRunner:
         self.draft_blocks = draft_blocks
         self._drafter: Drafter | None = None
         if model.num_speculative_tokens > 0:
-            share = None if shared_drafts is None else shared_drafts.share
-            self._drafter = Drafter(self._mirror, draft_model, share, self._least_draft_states())
+            self._drafter = self._make_drafter(draft_model, shared_drafts)
         self._launched: SampledStep | None = None
         """The last step, if its tokens may not be known yet."""
         self._steady: SteadyDecode | None = None
         """The decode step that may follow the last step; None: the next step is built anew."""
+
+    def _make_drafter(self, model: DraftModel | None, shared: SharedDrafts | None) -> Drafter:
+        share = None if shared is None else shared.share
+        return Drafter(self._mirror, model, share, self._least_draft_states())
 
     def on_wait(self, report: Callable[[], None]) -> None:
         if self._exchange is not None:

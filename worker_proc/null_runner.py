@@ -114,6 +114,17 @@ class BlockOwner(NamedTuple):
     entry: int
 
 
+class NullTimes(NamedTuple):
+    """The simulated times of a null runner; by default it is as fast as it can be."""
+
+    step_s: float = 0.0
+    """Seconds for each step."""
+    token_s: float = 0.0
+    """Seconds for each token, in addition."""
+    swap_cost_tokens: float = 1.0
+    """Cost of copying a block to the host and back, in prompt tokens computed in that time."""
+
+
 class NullRunner:
     """Executes steps without a model, in microseconds."""
 
@@ -123,9 +134,7 @@ class NullRunner:
     def __init__(
         self,
         facts: ModelFacts,
-        step_delay_s: float = 0.0,
-        token_delay_s: float = 0.0,
-        swap_cost_tokens: float = 1.0,
+        times: NullTimes = NullTimes(),  # noqa: B008 - immutable
         *,
         num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
@@ -136,9 +145,8 @@ class NullRunner:
     ) -> None:
         """`num_draft_states` of None stands for as many as drafts may need."""
         self.facts = facts
-        self._step_delay_s = step_delay_s
-        self._token_delay_s = token_delay_s
-        self.swap_cost_tokens = swap_cost_tokens
+        self._times = times
+        self.swap_cost_tokens = times.swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
         self.grammars = grammars
         self._clock = clock
@@ -198,7 +206,7 @@ class NullRunner:
         if self._states is not None:
             self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
             self._states.execute(scheduled, step.preempted_req_ids + step.finished_req_ids)
-        delay_s = self._step_delay_s + self._token_delay_s * step.total_num_scheduled_tokens
+        delay_s = self._times.step_s + self._times.token_s * step.total_num_scheduled_tokens
         if delay_s > 0:
             self._clock.sleep(delay_s)
         failpoint("worker.mid_step")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from api_proc.llm.outputs import CompletionOutput, Logprob, RequestOutput, candidates
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams
-from api_proc.text.output_sequence import OutputSequence, Prompt
+from api_proc.text.output_sequence import OutputSequence, Prompt, StopStrings
 from api_proc.text.tokenizer import TextTokenizer
 from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError
@@ -43,9 +43,9 @@ class _Sequence:
             stream,
             tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens),
             num_prompt_tokens=len(prompt_token_ids),
-            stop=params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
+            stop=StopStrings(
+                params.stop_strings, params.include_stop_str_in_output, params.min_tokens
+            ),
         )
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None

@@ -23,7 +23,7 @@ from api_proc.resumption.history import HistoryReader
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
 from api_proc.state import ApiState
 from api_proc.text.beam_search import BeamSearch, BeamStream
-from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, StopStrings, TokenStream
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
@@ -326,9 +326,9 @@ class Generation:
             stream,
             detokenizer,
             num_prompt_tokens=len(prompt_token_ids),
-            stop=body.stop_strings,
-            include_stop=bool(body.include_stop_str_in_output),
-            min_tokens=params.min_tokens,
+            stop=StopStrings(
+                body.stop_strings, bool(body.include_stop_str_in_output), params.min_tokens
+            ),
             parser=parser,
             reasoning=None if parser is None else parser.reasoning_counter(tokenizer.token_bytes),
         )

@@ -59,6 +59,15 @@ class Delta(NamedTuple):
     """Number of computed prompt tokens, in a delta that has nothing else."""
 
 
+class StopStrings(NamedTuple):
+    """The strings that end a sequence early."""
+
+    strings: Sequence[str]
+    include_in_output: bool
+    min_tokens: int
+    """Number of output tokens before which no stop string ends the sequence."""
+
+
 class OutputSequence:
     """The state of a sequence while it is generated."""
 
@@ -69,9 +78,7 @@ class OutputSequence:
         detokenizer: Detokenizer,
         *,
         num_prompt_tokens: int,
-        stop: list[str],
-        include_stop: bool,
-        min_tokens: int,
+        stop: StopStrings,
         parser: OutputParser | None = None,
         reasoning: ReasoningCounter | None = None,
     ) -> None:
@@ -87,9 +94,10 @@ class OutputSequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
         """By position; None for the first token."""
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop, include_in_output=include_stop) if stop else None
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens
+        self._stop_strings = stop
+        self._matcher: StopMatcher | None = None
+        if stop.strings:
+            self._matcher = StopMatcher(stop.strings, include_in_output=stop.include_in_output)
         self._num_chars = 0
 
     def push(self, output: RequestOutput) -> Delta:
@@ -149,7 +157,11 @@ class OutputSequence:
     def _filter(self, piece: str) -> str:
         """Return the part of `piece` that cannot become part of a stop string."""
         self._num_chars += len(piece)
-        if self._matcher is None or not piece or self.num_output_tokens <= self._min_tokens:
+        if (
+            self._matcher is None
+            or not piece
+            or self.num_output_tokens <= self._stop_strings.min_tokens
+        ):
             return piece
         return self._matcher.push(piece)
 
@@ -165,7 +177,7 @@ class OutputSequence:
     def _num_shown(self, output: RequestOutput) -> int:
         """Return the number of tokens to decode: without a stop token unless it was requested."""
         num_tokens = len(output.token_ids)
-        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+        if output.finish_reason is FinishReason.STOP and not self._stop_strings.include_in_output:
             return num_tokens - 1
         return num_tokens
 

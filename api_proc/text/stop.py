@@ -1,5 +1,7 @@
 """Finds stop strings in text that arrives in pieces, and holds back text that may become one."""
 
+from collections.abc import Sequence
+
 
 class StopMatcher:
     """Matches all stop strings in parallel, character by character.
@@ -8,7 +10,7 @@ class StopMatcher:
     so the result does not depend on how the text is split into pieces.
     """
 
-    def __init__(self, stops: list[str], *, include_in_output: bool) -> None:
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self.matched: str | None = None
         self._patterns = [_Pattern(stop) for stop in sorted(stops, key=len, reverse=True)]
         self._include = include_in_output

@@ -104,40 +104,28 @@ class ReplicatedClient:
         options = replace(options, **fields)
         self._may_change = may_change
         self._keys = keys
-        self._limits = OpenLimits(options.max_open_requests, options.max_open_tokens)
+        self._failover_s = options.failover_s
         is_only = len(addresses) == 1 and not may_change
-        self._expected = ExpectedModel(files, learns=not is_only)
+        shared = SharedByReplicas(
+            numbers=itertools.count(1),
+            limits=OpenLimits(options.max_open_requests, options.max_open_tokens),
+            expected=ExpectedModel(files, learns=not is_only),
+            can_move=not is_only,
+        )
+        self._limits, self._expected = shared.limits, shared.expected
         make_client = partial(
             AsyncEngineClient,
             options=_options_of_one(options, is_only=is_only),
             keys=keys,
-            shared=SharedByReplicas(
-                numbers=itertools.count(1),
-                limits=self._limits,
-                expected=self._expected,
-                can_move=not is_only,
-            ),
+            shared=shared,
             clock=clock,
             make_link=make_link,
         )
         self._set = ReplicaSet(addresses, make_client)
         self._replicas = self._set.replicas
         self._only = self._replicas[0].client if is_only else None
-        self._failover_s = options.failover_s
-        prefill = Prefill(options.prefill_replicas)
-        is_prefix_aware = options.policy is RoutingPolicy.PREFIX_AWARE
-        follows = options.follow_kv_events and is_prefix_aware and not is_only
-        self._placement = Placement(
-            self._set, prefill, options.policy, rng or random.Random(), follows_events=follows
-        )
-        self._followers = CacheFollowers(self._placement.index, is_enabled=follows)
-        self._mover = RequestMover(
-            self._replicas,
-            self._placement,
-            prefill,
-            clock,
-            failover_s=options.failover_s,
-            allow_inexact=options.allow_inexact_resume,
+        self._placement, self._followers, self._mover = _make_routing(
+            self._set, options, clock, rng or random.Random(), is_only=is_only
         )
         self._timer: asyncio.TimerHandle | None = None
         self._pause: tuple[ControlAction, PauseMode] | None = None
@@ -454,6 +442,31 @@ def _of_replica(number: int, error: BaseException) -> BaseException:
     if isinstance(error, TimeoutError):
         return TimeoutError(f"replica {number} has not answered")
     return error
+
+
+def _make_routing(
+    replicas: ReplicaSet,
+    options: ReplicatedOptions,
+    clock: Clock,
+    rng: random.Random,
+    *,
+    is_only: bool,
+) -> tuple[Placement, CacheFollowers, RequestMover]:
+    """Return the objects that choose replicas, follow their caches, and move requests."""
+    prefill = Prefill(options.prefill_replicas)
+    is_prefix_aware = options.policy is RoutingPolicy.PREFIX_AWARE
+    follows = options.follow_kv_events and is_prefix_aware and not is_only
+    placement = Placement(replicas, prefill, options.policy, rng, follows_events=follows)
+    followers = CacheFollowers(placement.index, is_enabled=follows)
+    mover = RequestMover(
+        replicas.replicas,
+        placement,
+        prefill,
+        clock,
+        failover_s=options.failover_s,
+        allow_inexact=options.allow_inexact_resume,
+    )
+    return placement, followers, mover
 
 
 def _options_of_one(options: ReplicatedOptions, *, is_only: bool) -> ClientOptions:

@@ -57,6 +57,15 @@ _LATER_FATAL_TIMEOUT_S = 0.1
 _CANNOT_START = 127
 
 
+def _slots_of(policy: SupervisorPolicy, config: EngineConfig, *, has_api: bool) -> list[Slot]:
+    """Return all slots, including those of second API processes during planned restarts."""
+    slots = [process.slot for process in policy.processes]
+    if has_api:
+        count = config.api.api_server_count
+        slots += [api_slot(index, count, is_spare=True) for index in range(count)]
+    return slots
+
+
 class Supervisor:
     """Runs one engine from start to end."""
 
@@ -112,13 +121,9 @@ class Supervisor:
             run_dir, self._link, agents, console, makes_parents=is_whole_engine
         )
         self._poller = system.make_poller()
-        self._poller.register(self._link.socket, zmq.POLLIN)
-        for fd in self._parent_fds:
-            self._poller.register(fd, zmq.POLLIN)
-        slots = [process.slot for process in self.policy.processes]
-        if listener is not None:  # the second processes during a planned restart
-            count = config.api.api_server_count
-            slots += [api_slot(index, count, is_spare=True) for index in range(count)]
+        for source in (self._link.socket, *self._parent_fds):
+            self._poller.register(source, zmq.POLLIN)
+        slots = _slots_of(self.policy, config, has_api=listener is not None)
         self._table = ProcessTable(config, slots, listener, self._link, self._poller, system=system)
 
     def run(self, signal_fd: int) -> int:

@@ -32,6 +32,7 @@ from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.service import GrammarService
 from worker_proc.loop import WorkerLoop
+from worker_proc.null_runner import NullTimes
 
 Loop = CoreLoop | WorkerLoop
 EMBEDDING_SIZE = 8
@@ -218,10 +219,9 @@ class CheckedModel(SimulatedModel):
     ) -> None:
         super().__init__(
             facts,
-            step_s,
+            NullTimes(step_s, step_s / 8),
             num_speculative_tokens=num_speculative_tokens,
             num_draft_states=num_draft_states,
-            token_delay_s=step_s / 8,
             clock=clock,
             grammars=cast(GrammarCompiler, grammars),
             adapters=adapters,

@@ -20,7 +20,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
 from worker_proc.errors import MirrorError
-from worker_proc.null_runner import NullRunner, draft_token_ids, next_token_id
+from worker_proc.null_runner import NullRunner, NullTimes, draft_token_ids, next_token_id
 
 EOS = [2]
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0)
@@ -176,7 +176,7 @@ def test_a_request_comes_back_from_the_host() -> None:
         runner.execute(step(3, 9, [two_tables(2, [20, 1], [21, 22])], counts={2: 8}))
 
 
-def test_a_request_back_from_the_host_shares_its_blocks_with_one_admitted_beside_it() -> None:
+def test_a_swapped_in_request_shares_its_blocks_with_one_admitted_in_the_same_step() -> None:
     """The second hits in the prefix cache what the first swaps in and fills in this step."""
     runner = NullRunner(msgspec.structs.replace(facts(block_size=8), num_host_blocks=1))
     tokens = pack_token_ids(range(10, 19))
@@ -205,7 +205,7 @@ def test_swap_in_fills_blocks_of_arriving_requests_with_what_was_copied_out() ->
 
 
 def test_a_sleep_loses_what_the_host_held() -> None:
-    runner = NullRunner(windowed_facts(), swap_cost_tokens=7.0)
+    runner = NullRunner(windowed_facts(), NullTimes(swap_cost_tokens=7.0))
     assert runner.swap_cost_tokens == 7.0
     runner.execute(step(0, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8}))
     with pytest.raises(MirrorError, match="1 requests are mirrored"):
@@ -275,7 +275,9 @@ def test_without_speculation_nothing_is_announced() -> None:
 
 
 def test_it_can_be_made_slow() -> None:
-    output = NullRunner(facts(), step_delay_s=0.01).execute(step(0, 6, [new(1)], counts={1: 6}))
+    output = NullRunner(facts(), NullTimes(step_s=0.01)).execute(
+        step(0, 6, [new(1)], counts={1: 6})
+    )
     assert output.forward_ns >= 10_000_000
 
 

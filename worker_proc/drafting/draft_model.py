@@ -38,6 +38,19 @@ def num_spare_blocks(block_size: int, num_speculative_tokens: int) -> int:
     return 1 + -(-num_speculative_tokens // block_size)
 
 
+class DraftCache(NamedTuple):
+    """The memory that a draft model is attached to."""
+
+    pool: KVPool
+    """The model's blocks, followed by spare ones."""
+    group: int
+    """The KV group whose tables the draft model follows."""
+    num_spare: int
+    """Number of spare blocks of a request."""
+    states: DraftModelStates | None = None
+    """States of the draft model's recurrent layers, if it has any."""
+
+
 class DraftModel:
     """A draft model with its KV cache, which follows the steps of the model."""
 
@@ -45,30 +58,23 @@ class DraftModel:
         self,
         loaded: LoadedModel,
         backend: AttentionBackend,
-        pool: KVPool,
+        cache: DraftCache,
         sampler: Sampler,
         facts: ModelFacts,
         *,
-        group: int,
-        num_spare: int,
         max_tokens: int,
-        states: DraftModelStates | None = None,
     ) -> None:
-        """Take a model that is attached to `pool`: the model's blocks, followed by spare ones.
+        """Draft with a model that is attached to `cache`.
 
-        `group` is the KV group whose tables it follows, `num_spare` the number of a request's spare
-        blocks, and `max_tokens` the most tokens that it computes in a step. `states` are those of
-        its recurrent layers, if it has any.
+        `facts` are those of the main model; `max_tokens` is the maximum number of tokens that the
+        draft model computes in a step.
         """
         self._loaded = loaded
         self._backend = backend
-        self._pool = pool
+        self._pool, self._group, self._num_spare, self._states = cache
         self._sampler = sampler
         self._facts = facts
-        self._group = group
-        self._num_spare = num_spare
         self._max_tokens = max_tokens
-        self._states = states
         self._max_len = min(facts.max_model_len, loaded.model_len)
         self._is_filled = bytearray(facts.num_gpu_blocks)
         """For each block, 1 if it holds this model's KV for the same tokens as the model's KV."""

@@ -9,7 +9,7 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.process.run_dir import make_run_dir
 from worker_proc.decoder.install import install
-from worker_proc.drafting.draft_model import DraftModel
+from worker_proc.drafting.draft_model import DraftCache, DraftModel
 from worker_proc.drafting.draft_model_states import DraftModelStates
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache, state_pool_of
@@ -335,16 +335,14 @@ def _build_draft_model(
         cache, block_size = config.cache, facts.block_size
         spacing = cache.snapshot_spacing(block_size) if cache.enable_prefix_caching else None
         states = DraftModelStates(num_states, block_size, spacing)
+    num_spare = num_all_spare_blocks(config) // config.scheduler.max_num_seqs
     draft_model = DraftModel(
         loaded,
         backend,
-        pool,
+        DraftCache(pool, group, num_spare, states),
         make_sampler(loaded, own.kernels, facts),
         facts,
-        group=group,
-        num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
         max_tokens=config.scheduler.max_num_batched_tokens,
-        states=states,
     )
     if not facts.kv_layout:
         return draft_model, None

@@ -157,13 +157,12 @@ def null_facts(config: EngineConfig) -> ModelFacts:
 
 
 def _null_runner(config: EngineConfig) -> Runner:
-    from worker_proc.null_runner import NullRunner
+    from worker_proc.null_runner import NullRunner, NullTimes
 
     facts, lora = null_facts(config), config.lora
     return NullRunner(
         facts,
-        config.worker.null_step_ms / 1000,
-        config.worker.null_token_ms / 1000,
+        NullTimes(config.worker.null_step_ms / 1000, config.worker.null_token_ms / 1000),
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
         grammars=GrammarCompiler(Vocabulary(facts.vocab_size, facts.eos_token_ids)),
         adapters=KeptAdapters(_check_digest, lora.num_kept) if lora.enable_lora else None,

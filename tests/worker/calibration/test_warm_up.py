@@ -19,7 +19,7 @@ def make(num_blocks: int, num_groups: int = 1, max_model_len: int = 512) -> Null
         model="null", num_gpu_blocks_override=num_blocks, max_model_len=max_model_len
     )
     groups = [KVGroup()] * num_groups
-    return NullRunner(msgspec.structs.replace(null_facts(config), kv_groups=groups), 0.0)
+    return NullRunner(msgspec.structs.replace(null_facts(config), kv_groups=groups))
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
