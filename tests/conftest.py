@@ -67,16 +67,16 @@ VARIANTS = {
         "test_official_client_against_the_real_engine": "",  # tests/clients runs the same client
         "test_many_clients_share_the_engine": "",
         "test_prefix_cache_is_seen_in_usage": "",
-        "test_stream_goes_on_after_kill_9": "core worker",
-        "test_stream_of_rounded_numbers_goes_on_after_kill_9": "w8a8",
+        "test_stream_continues_after_kill_9": "core worker",
+        "test_stream_of_rounded_numbers_continues_after_kill_9": "w8a8",
     },
     "system/embedding/test_embedding_states.py": {
         "test_cycles_leak_nothing_and_touch_nothing": "5",
     },
     "system/recovery/test_hangs.py": {
-        "test_api_whose_loop_stands_still_is_replaced": "SIGSTOP",
+        "test_api_with_a_stopped_loop_is_replaced": "SIGSTOP",
         "test_long_steps_on_a_busy_machine_cause_no_kill": "",
-        "test_process_that_starts_waits_for_a_supervisor_that_stands_still": "",
+        "test_process_that_starts_waits_for_a_stopped_supervisor": "",
         "test_step_that_never_ends_is_killed_after_its_stacks_are_printed": "delay",
         "test_stopped_process_is_replaced_in_time_at_defaults": "core worker",
     },
@@ -132,7 +132,7 @@ VARIANTS = {
     "system/recovery/test_standby.py": {
         "test_standby_that_hangs_is_replaced_when_it_is_needed": "",
         "test_three_deaths_within_ten_seconds": "",
-        "test_demo_model_goes_on_with_the_standby": "",
+        "test_demo_model_continues_with_the_standby": "",
         "test_dead_processes_are_replaced_and_no_token_is_lost": (
             "standby zygote standby+worker zygote+worker worker+zygote worker+standby+zygote "
             "core+worker worker+standby"
@@ -274,7 +274,7 @@ VARIANTS = {
     },
     "worker/parallel/test_stages.py": {
         "test_every_architecture_has_its_logprobs_or_is_refused": "llama mixtral gemma3",
-        "test_preempted_requests_go_on": "0",
+        "test_preempted_requests_continue": "0",
         "test_stages_compute_the_tokens_of_the_whole_model": "llama experts",
         "test_stages_have_keys_and_values_in_codes": "int8",
         "test_stages_read_the_codes_of_a_checkpoint": (
@@ -284,7 +284,7 @@ VARIANTS = {
         "test_stages_round_their_weights_as_one_worker_does": "llama-w8a16",
     },
     "worker/decoder/test_steady_decode.py": {
-        "test_random_steps_have_the_bits_of_steps_that_are_packed_anew": (
+        "test_random_steps_have_the_bits_of_newly_packed_steps": (
             "True-llama-float32 False-llama-bfloat16 False-gemma3-float32 True-gemma3-bfloat16"
         ),
     },

@@ -182,7 +182,7 @@ def test_the_number_of_keys_is_bounded(tmp_path: Path) -> None:
         read_keys(file)
 
 
-def test_a_comment_may_stand_behind_a_key(tmp_path: Path) -> None:
+def test_a_comment_may_follow_a_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# team a\nfirst # of team a\n\t# second\nwith#sign\t#\n")
     assert read_keys(file) == [b"first", b"with#sign"]

@@ -317,7 +317,7 @@ def test_the_error_of_wrong_characters_in_a_body_has_their_place(
 
 
 @pytest.mark.parametrize("raw", [b'{"\xff": 1}', b'{"\xff": 1, "prompt_embeds": "x"}'])
-def test_a_missing_prompt_beside_a_name_that_is_not_utf_8_is_an_error_of_the_request(
+def test_a_missing_prompt_with_a_name_that_is_not_utf_8_is_an_error_of_the_request(
     http: httpx.Client, raw: bytes
 ) -> None:
     response = http.post(COMPLETIONS, content=raw)

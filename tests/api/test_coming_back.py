@@ -231,7 +231,7 @@ def body_of(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_position_behind_the_end_of_the_answer_is_an_error_of_the_client(
+def test_a_position_past_the_end_of_the_answer_is_an_error_of_the_client(
     make_server: MakeServer, tmp_path: Path, path: str
 ) -> None:
     """It changes nothing: the stream can still be read from another position."""

@@ -178,7 +178,7 @@ def test_reasoning_counter(text: str, is_open: bool, repeats: bool, expected: in
 # Repetitions --------------------------------------------------------------------------------------
 
 
-def test_a_repetition_has_a_reason_of_its_own(make_server: MakeServer) -> None:
+def test_a_repetition_has_a_separate_reason(make_server: MakeServer) -> None:
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         yield RequestOutput(add.request_id, 0, ids_of("abab"), FinishReason.REPETITION)
 

@@ -242,7 +242,7 @@ def test_a_job_that_kills_two_helpers_is_refused(pools: Pools, pool: TextPool) -
     assert pools.run(pool, render()) == expected
 
 
-def test_a_helper_that_stands_still_is_replaced(
+def test_a_stopped_helper_is_replaced(
     pools: Pools, pool: TextPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools.run(pool, render())

@@ -285,7 +285,7 @@ COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False}
 
 @pytest.mark.parametrize("kind", CONTENTS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mistral_list"])
-def test_content_is_confined_after_reasoning_and_beside_calls(
+def test_content_is_confined_after_reasoning_and_around_calls(
     vocabulary: Vocabulary, name: str, kind: str
 ) -> None:
     before, begin, call = {

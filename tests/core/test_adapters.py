@@ -252,7 +252,7 @@ def refusals(engine: EngineCore) -> dict[int, ErrorCode]:
     return {message.request_id: message.error.code for message in mail}
 
 
-def test_an_adapter_whose_load_kills_workers_is_refused_and_others_go_on() -> None:
+def test_an_adapter_whose_load_kills_workers_is_refused_and_others_continue() -> None:
     """The first death leaves two suspects, each of which is loaded alone then."""
     engine = make_engine(max_loras=2)
     engine.add(CLIENT, adapted(1, A))
@@ -491,7 +491,7 @@ def test_a_request_and_not_the_adapter_that_was_loaded_meanwhile_is_found() -> N
     assert not engine.has_unfinished
 
 
-def test_an_adapter_is_loaded_beside_no_step_while_a_request_is_searched_for() -> None:
+def test_no_adapter_is_loaded_during_steps_while_a_crashing_request_is_searched() -> None:
     engine = make_engine()
     for number in range(4):
         engine.add(CLIENT, add(number, prompt=[5, 6, number]))

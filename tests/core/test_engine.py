@@ -80,7 +80,7 @@ def test_workers_may_come_back_more_exact_than_they_were() -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_workers_of_another_build_do_not_go_on_unnoticed(is_exact: bool) -> None:
+def test_workers_of_another_build_do_not_continue_unnoticed(is_exact: bool) -> None:
     """Where results are not exact, other kernels of the same build may: they promise nothing."""
     engine = make_engine()
     facts = msgspec.structs.replace(FACTS, exact_resume=is_exact, build="1.0", kernels="a")
@@ -103,7 +103,7 @@ def test_without_workers_ever_requests_are_refused() -> None:
     assert engine.schedule() is None
 
 
-def test_an_open_request_is_replaced_and_goes_on_after_the_tokens_given() -> None:
+def test_an_open_request_is_replaced_and_continues_after_the_tokens_given() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
     run_step(engine)

@@ -45,7 +45,7 @@ def tokens_of(engine: EngineCore) -> dict[int, int]:
     return counts
 
 
-def test_paused_all_computes_nothing_and_goes_on_exactly() -> None:
+def test_paused_all_computes_nothing_and_continues_exactly() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
     run_step(engine)
@@ -245,7 +245,7 @@ def test_a_pause_outlives_the_client_that_asked() -> None:
     assert engine.pause_mode is PauseMode.PAUSED_ALL
 
 
-def test_a_client_that_begins_anew_gets_no_answer_to_controls_of_its_old_connection() -> None:
+def test_a_reconnected_client_gets_no_answer_to_controls_of_its_old_connection() -> None:
     engine = make_engine()
     for client in (CLIENT, OTHER):
         engine.control(client, Control(9, RESUME))

@@ -213,7 +213,7 @@ def test_no_other_peer_answers_for_the_worker(bench: Bench) -> None:
     assert client.tokens(1) == all_tokens(4)
 
 
-def test_connections_without_number_leave_nothing_behind(bench: Bench) -> None:
+def test_countless_connections_leave_no_state(bench: Bench) -> None:
     """Some are silent, some send a few bytes and leave; requests go on meanwhile."""
     bench.worker()
     client = bench.client()

@@ -308,7 +308,7 @@ def test_frames_of_another_epoch_or_before_connect_are_dropped_and_counted(bench
     bench.until(lambda: bench.engine.stats().fenced_frames == 2)
 
 
-def test_connect_from_a_known_client_drops_its_requests_and_serves_it_anew(bench: Bench) -> None:
+def test_connect_from_a_known_client_drops_its_requests_and_serves_new_ones(bench: Bench) -> None:
     worker, client = bench.worker(), bench.client()
     worker.answers = False
     bench.admit_together(2, lambda: [client.add(i) for i in (1, 2)])

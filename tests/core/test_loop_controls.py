@@ -37,7 +37,7 @@ def done(client: FakeClient) -> dict[int, ControlDone]:
     return {m.number: m for m in client.received if isinstance(m, ControlDone)}
 
 
-def test_a_paused_engine_stops_and_reports_it_and_then_goes_on(bench: Bench) -> None:
+def test_a_paused_engine_stops_and_reports_it_and_then_continues(bench: Bench) -> None:
     worker, client, other = bench.worker(), bench.client(), bench.client()
     ask(client, 1, ControlAction.PAUSE)
     bench.until(lambda: 1 in done(client))
@@ -106,7 +106,7 @@ def test_a_paused_engine_that_drains_comes_to_its_end(bench: Bench, action: Cont
     assert client.statuses[-1].pause_mode is PauseMode.RUNNING
 
 
-def test_a_request_that_the_scheduler_gives_up_is_refused_and_the_loop_goes_on(
+def test_a_request_that_the_scheduler_gives_up_is_refused_and_the_loop_continues(
     bench: Bench,
 ) -> None:
     worker, client = bench.worker(), bench.client()

@@ -81,7 +81,7 @@ def foreign_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> 
         foreign_header,
     ],
 )
-def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_goes_on(
+def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_continues(
     bench: Bench, misdeed: Misdeed
 ) -> None:
     worker, client = bench.worker(5), bench.client()

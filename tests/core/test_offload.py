@@ -106,7 +106,7 @@ def test_few_tokens_are_computed_at_once(filled: FakeStore) -> None:
     assert bench.step() == {"a": LEAST_TOKENS - 1}
 
 
-def test_requests_behind_a_load_are_not_delayed(filled: FakeStore) -> None:
+def test_requests_queued_after_a_load_are_not_delayed(filled: FakeStore) -> None:
     bench = Bench(filled)
     bench.add("a", PROMPT, 2)
     bench.add("b", 20, 2)

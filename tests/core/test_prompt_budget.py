@@ -85,7 +85,7 @@ def test_without_a_target_a_prompt_takes_the_whole_step() -> None:
     assert len(run.chunks) == 2
 
 
-def test_prompts_go_on_if_decoding_alone_takes_longer_than_the_target() -> None:
+def test_prompts_continue_if_decoding_alone_takes_longer_than_the_target() -> None:
     run = Run(5.0)
     assert set(run.chunks[2:-1]) == {LEAST_TOKENS}
 

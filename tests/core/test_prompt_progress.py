@@ -51,7 +51,7 @@ def test_cached_tokens_count_and_short_prompts_report_nothing() -> None:
     assert progress(bench.rows[3]) == []
 
 
-def test_a_lost_worker_and_an_abort_leave_nothing_behind() -> None:
+def test_a_lost_worker_and_an_abort_leave_no_state() -> None:
     bench = bench_of()
     bench.add(1, PROMPT, ASKS)
     bench.add(2, PROMPT, ASKS)

@@ -415,7 +415,7 @@ def test_without_its_state_from_there_the_prompt_is_computed(groups: tuple[KVGro
     assert bench.loads == bench.questions == []
 
 
-def test_only_states_behind_those_that_are_here_are_asked_for() -> None:
+def test_only_states_after_the_local_ones_are_requested() -> None:
     there = fill()
     bench = states_bench(ALL_GROUPS[0], there)
     bench.add("head", LONG_PROMPT[: SPACING + 1], 2)

@@ -321,7 +321,7 @@ def test_drafts_end_where_a_snapshot_is_kept() -> None:
     bench.run()
 
 
-def test_drafts_go_on_behind_a_snapshot_that_the_known_token_ends() -> None:
+def test_drafts_continue_after_a_snapshot_that_the_known_token_ends() -> None:
     bench = make_drafting(4, {5: [PLAIN_TOKEN] * 3}, spacing=16)
     bench.add("a", 11, 60)
     bench.steps(5)

@@ -20,7 +20,7 @@ def _three(**options: object) -> Harness:
     return bench
 
 
-def test_a_swapped_request_goes_on_where_it_stopped() -> None:
+def test_a_swapped_request_continues_where_it_stopped() -> None:
     bench = _three()
     bench.steps(3)
     assert bench.step() == {"a": 1, "b": 1}

@@ -202,7 +202,7 @@ def test_a_watched_death_is_found_once_and_by_its_peer(process: subprocess.Popen
     assert poller.sockets == []
 
 
-def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
+def test_a_peer_that_is_watched_again_is_not_taken_for_its_predecessor(
     process: subprocess.Popen[bytes],
 ) -> None:
     poller = zmq.Poller()

@@ -165,7 +165,7 @@ def test_more_commands_than_one_look_takes_are_all_delivered(
     loop.run_until_complete(main())
 
 
-def test_commands_behind_many_that_were_meant_for_another_are_delivered(
+def test_commands_after_many_for_another_process_are_delivered(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More commands than one check reads are there when the first is seen."""

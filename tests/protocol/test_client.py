@@ -61,7 +61,7 @@ async def failure_of(stream: RequestStream) -> RequestError:
         ([1000], {}, "", "prompt"),
     ],
 )
-def test_what_the_wire_refuses_is_refused_at_once_and_leaves_nothing_behind(
+def test_what_the_wire_refuses_is_refused_at_once_and_leaves_no_state(
     core: FakeCore, prompt: list[Any], values: dict[str, Any], salt: str, param: str | None
 ) -> None:
     async def play(client: AsyncEngineClient) -> None:
@@ -174,7 +174,7 @@ def test_request_too_large_to_be_sent_again_fails_alone(
     run_connected(core, play)
 
 
-def test_one_gap_is_repaired_once_and_the_stream_goes_on(core: FakeCore) -> None:
+def test_one_gap_is_repaired_once_and_the_stream_continues(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
@@ -333,7 +333,7 @@ def test_a_long_prompt_crosses_packed(core: FakeCore) -> None:
 
 
 @pytest.mark.usefixtures("fast_ticks")
-def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> None:
+def test_requests_fail_at_an_engine_that_never_finishes_recovering(core: FakeCore) -> None:
     """Reports alone do not count as service: the time without READY counts."""
 
     async def play(client: AsyncEngineClient) -> None:
@@ -358,7 +358,7 @@ def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> No
 
 
 @pytest.mark.usefixtures("fast_ticks")
-def test_core_that_stands_still_is_given_up(core: FakeCore) -> None:
+def test_requests_fail_at_a_core_that_makes_no_progress(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         assert "no engine has served" in (await failure_of(client.submit([5], PARAMS))).message
 

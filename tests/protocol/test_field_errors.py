@@ -46,7 +46,7 @@ CASES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "line"), CASES)
-def test_a_complaint_names_the_place_and_what_must_be_there(value: Any, line: str) -> None:
+def test_an_error_names_the_place_and_the_expected_type(value: Any, line: str) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(msgspec.json.encode(value), type=Body)
     assert json_error_text(caught.value) == line
@@ -83,7 +83,7 @@ def test_a_text_that_is_not_json_is_named() -> None:
         ),
     ],
 )
-def test_a_complaint_about_a_number_that_no_field_can_hold_names_the_bound(
+def test_the_error_for_a_number_that_no_field_can_hold_names_the_bound(
     text: bytes, line: str
 ) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:

@@ -67,7 +67,7 @@ def test_a_snapshot_and_what_follows_it_come_in_order(core: FakeCore) -> None:
         ([snapshot(1), batch(40, 2, 3)], 42),
     ],
 )
-def test_a_new_connection_goes_on_after_what_was_complete(
+def test_a_new_connection_continues_after_what_was_complete(
     core: FakeCore, received: list[KVEventBatch], next_seq: int | None
 ) -> None:
     async def play(client: AsyncEngineClient) -> None:

@@ -42,7 +42,7 @@ def begin_anew(link: Link, peer: bytes) -> None:
     assert not link.dealer.take_loss()
 
 
-def test_a_frame_lost_on_its_way_to_the_binding_end_makes_the_other_begin_anew(
+def test_a_frame_lost_on_its_way_to_the_binding_end_makes_the_other_reconnect(
     link: Link,
 ) -> None:
     peer = greet_both_ways(link)
@@ -56,7 +56,7 @@ def test_a_frame_lost_on_its_way_to_the_binding_end_makes_the_other_begin_anew(
     assert link.receive(link.router).body == b"good"
 
 
-def test_a_frame_lost_on_its_way_to_the_connecting_end_makes_it_begin_anew(link: Link) -> None:
+def test_a_frame_lost_on_its_way_to_the_connecting_end_makes_it_reconnect(link: Link) -> None:
     peer = greet_both_ways(link)
     link.router._sequences[peer].next_seq += 1
     assert link.router.send(peer, 1, b"after the gap")
@@ -138,7 +138,7 @@ def test_messages_of_the_lifecycle_stand_for_themselves(tmp_path: Path) -> None:
     link.close()
 
 
-def test_a_forgotten_peer_that_goes_on_is_made_to_begin_anew(link: Link) -> None:
+def test_a_forgotten_peer_that_continues_must_reconnect(link: Link) -> None:
     peer = greet_both_ways(link)
     link.router.forget(peer)
     assert link.dealer.send(1, b"unread")

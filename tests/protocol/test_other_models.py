@@ -104,7 +104,7 @@ def test_an_engine_with_another_model_gets_no_request_and_is_named(
     run(cores, act, cores[0])
 
 
-def test_open_requests_of_an_engine_that_returns_with_another_model_go_on_elsewhere(
+def test_open_requests_of_an_engine_that_returns_with_another_model_continue_elsewhere(
     cores: Cores,
 ) -> None:
     for core in cores:

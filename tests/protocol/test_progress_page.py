@@ -232,7 +232,7 @@ def test_each_phase_has_its_time(shared: tuple[ProgressPage, int]) -> None:
     reporter.page.close()
 
 
-def test_a_wait_for_another_process_begins_the_time_of_a_step_anew(
+def test_a_wait_for_another_process_restarts_the_time_of_a_step(
     shared: tuple[ProgressPage, int],
 ) -> None:
     page, fd = shared

@@ -235,7 +235,7 @@ def test_resumed_request_waits_for_a_replica_with_its_fingerprint(cores: Cores) 
     play(cores, act)
 
 
-def test_requests_of_a_lost_replica_that_have_begun_go_on_at_an_equal_one_only(
+def test_requests_of_a_lost_replica_that_have_begun_continue_at_an_equal_one_only(
     cores: Cores,
 ) -> None:
     with_facts(cores[0], checkpoint="a")
@@ -281,7 +281,7 @@ def test_requests_do_not_wait_for_workers_that_load_the_model(cores: Cores) -> N
     play(cores, act, failover_s=0.6)
 
 
-def test_with_inexact_resume_a_request_goes_on_elsewhere_and_its_stream_shows_it(
+def test_with_inexact_resume_a_request_continues_elsewhere_and_its_stream_shows_it(
     cores: Cores,
 ) -> None:
     with_facts(cores[0], checkpoint="a")
@@ -329,7 +329,7 @@ def test_engine_that_returns_with_other_facts_gets_no_request_that_has_begun(
     play([core], act, stall_timeout_s=0.3)
 
 
-def test_single_engine_with_inexact_resume_goes_on(core: FakeCore, fast_ticks: None) -> None:
+def test_single_engine_with_inexact_resume_continues(core: FakeCore, fast_ticks: None) -> None:
     with_facts(core, checkpoint="a")
 
     async def act(client: ReplicatedClient) -> None:
@@ -518,7 +518,7 @@ def test_request_moves_only_where_the_longest_context_does_not_change_its_end(
     play(cores, act, failover_s=0.1)
 
 
-def test_request_that_a_draining_core_refuses_goes_on_at_the_other(cores: Cores) -> None:
+def test_request_that_a_draining_core_refuses_continues_at_the_other(cores: Cores) -> None:
     async def act(client: ReplicatedClient) -> None:
         stream = client.submit([5], PARAMS)
         await until(lambda: any(core.adds for core in cores))
@@ -649,7 +649,7 @@ LONG = list(range(300))
 
 
 @pytest.mark.parametrize("affinity", ["", "a session"])
-def test_long_prompts_go_on_where_their_blocks_can_be_read(
+def test_long_prompts_continue_where_their_blocks_can_be_read(
     tmp_path: Path, cores: Cores, affinity: str
 ) -> None:
     """Of the others, one keeps blocks of another layout."""

@@ -71,7 +71,7 @@ class Wire:
         return len(some) == 19
 
 
-def test_a_request_that_is_held_goes_on_when_the_facts_are_equal_again() -> None:
+def test_a_request_that_is_held_continues_when_the_facts_are_equal_again() -> None:
     wire = Wire()
     add = AddRequest(wire.open.ledger.next_request_id(), [5], PARAMS, fingerprint="A")
     wire.open.accept(add, encode(add), Reader())

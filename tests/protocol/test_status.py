@@ -83,7 +83,7 @@ def test_an_unreadable_reply_is_ignored(supervisor: RouterChannel, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("supervisor")
-def test_a_query_behind_another_waits_no_longer_than_its_timeout(tmp_path: Path) -> None:
+def test_a_query_that_waits_for_another_ends_by_its_timeout(tmp_path: Path) -> None:
     link = StatusLink(str(tmp_path))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(link.query, 6 * PATIENCE_S)

@@ -280,7 +280,7 @@ def test_flags_may_stand_between_the_files(tmp_path: Path, handler: Any) -> None
 
 
 @pytest.mark.parametrize("name", ["-in.jsonl", "-h", "--help"])
-def test_names_behind_two_dashes_are_files(
+def test_names_after_two_dashes_are_files(
     tmp_path: Path, handler: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def test_process_without_phases_has_only_a_total() -> None:
     assert render_row("api", brief, "", 0.2) == "  api          0.2 s"
 
 
-def test_long_row_goes_on_below_itself() -> None:
+def test_long_row_is_wrapped_under_its_text() -> None:
     """No line is wider than the terminal, and a phase stays with its seconds."""
     clock = PhaseClock(0.0, [("import", 0.2), ("load weights", 2.0), ("allocate cache", 3.0)])
     assert render_row("worker", clock, "cpu", 3.5, columns=60) == (
@@ -86,7 +86,7 @@ def test_bar_is_drawn_below_the_cursor_and_cleared_before_lines() -> None:
     assert "\x1b[J" not in after
 
 
-def test_time_goes_on_while_nothing_is_reported_and_stops_with_the_start() -> None:
+def test_time_continues_while_nothing_is_reported_and_stops_with_the_start() -> None:
     """Importing takes seconds without a report; a dead or ready worker needs no ticks."""
     for end in (lambda c: c.ready(WORKER, Ready(), 3.0), lambda c: c.ended(WORKER)):
         stream = io.StringIO()
@@ -150,7 +150,7 @@ def test_the_slowest_rank_is_shown() -> None:
     assert console.next_tick() is None
 
 
-def test_a_rank_that_omits_a_phase_is_not_behind_for_it() -> None:
+def test_a_rank_that_omits_a_phase_is_not_shown_as_late() -> None:
     ranks = [Slot(Role.ZYGOTE, rank) for rank in range(2)]
     stream = io.StringIO()
     console = Console(stream, is_terminal=False)
@@ -166,7 +166,7 @@ def test_a_rank_that_omits_a_phase_is_not_behind_for_it() -> None:
     assert lines == ["zygote 10.5 s load weights 25%", "zygote 1 21.0 s load weights 75%"]
 
 
-def test_a_long_fact_goes_on_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_fact_is_wrapped_under_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal; a log file has it in one line."""
     monkeypatch.setenv("COLUMNS", "41")
     text = "no C++ compiler: attention is slower; install g++"

@@ -99,7 +99,7 @@ def test_it_is_given_up_only_where_that_was_asked_for() -> None:
     assert not patient.is_over(11.0)
 
 
-def test_a_quiet_time_begins_the_count_anew() -> None:
+def test_a_quiet_time_restarts_the_count() -> None:
     loop, groups = make(10.0)
     die(loop, 5)
     for group in groups:

@@ -60,7 +60,7 @@ def test_hanging_worker_is_suspected_then_killed_and_the_core_is_notified() -> N
     assert drill.words == [RecordDeath(WORKER, epoch, DeathCause.DEADLINE, 7)]
 
 
-def test_worker_that_goes_on_gets_work_again() -> None:
+def test_worker_that_continues_gets_work_again() -> None:
     drill = Drill().all_ready()
     epoch, began = drill.living[WORKER], drill.now
     look(drill, mark(drill, WORKER, began), began + 3.0)

@@ -160,7 +160,7 @@ def test_a_connection_that_ends_early_is_resumed_where_it_ended(hub: Hub) -> Non
     assert hub.fetched("model.safetensors") == begins
 
 
-def test_a_connection_that_never_gets_further_is_given_up_and_the_next_start_goes_on(
+def test_a_connection_that_never_gets_further_is_given_up_and_the_next_start_continues(
     hub: Hub,
 ) -> None:
     hub.cuts["model.safetensors"] = [CUT_AT] * 10

@@ -40,7 +40,7 @@ def test_generate_left_early_leaves_nothing_running() -> None:
     assert not engine.has_unfinished
 
 
-def test_refused_request_leaves_nothing_behind() -> None:
+def test_refused_request_leaves_no_state() -> None:
     engine = small_engine()
     for _ in range(2):
         engine.submit([5], SamplingParams(max_tokens=2))

@@ -65,7 +65,7 @@ def test_engines_are_started_kept_and_ended(bench: Bench) -> None:
     assert bench.ray.groups == {"troika first 1": 1}
 
 
-def test_an_engine_whose_calls_fail_is_reported_and_tried_again_beside_others(
+def test_an_engine_whose_calls_fail_is_reported_and_retried_while_others_run(
     bench: Bench,
 ) -> None:
     error = RayTaskError("ray::Machine.keep()\n  File machine.py\nOSError: there is no shell\n")

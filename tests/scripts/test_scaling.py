@@ -29,7 +29,7 @@ def test_a_long_queue_brings_several() -> None:
     assert one.update(Demand(2, 20, 25), GROW_S) == 4
 
 
-def test_a_queue_that_empties_in_between_begins_anew() -> None:
+def test_a_queue_that_empties_in_between_restarts_the_wait() -> None:
     one = scaler()
     one.update(Demand(2, 20, 3), 0.0)
     one.update(Demand(2, 20, 0), 3.0)

@@ -64,7 +64,9 @@ def test_a_start_without_any_process_is_refused() -> None:
         ("chat_template", "chat_template empty is not a file"),
     ],
 )
-def test_wrong_files_beside_the_model(models: Path, setting: str, sentence: str) -> None:
+def test_wrong_paths_in_settings_other_than_the_model(
+    models: Path, setting: str, sentence: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         startup.complete_config(configure(model="Qwen3-0.6B", **{setting: "empty"}))
     assert str(caught.value) == sentence

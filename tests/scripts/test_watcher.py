@@ -55,7 +55,7 @@ def test_suspected_at_once_its_time_and_overdue_at_twice() -> None:
     ]
 
 
-def test_visible_progress_begins_the_time_anew() -> None:
+def test_visible_progress_restarts_the_time() -> None:
     """A load of hours is never suspected while it progresses."""
     night = Night()
     for number in range(50):

@@ -44,7 +44,7 @@ def test_output_that_is_forgotten_in_a_move_is_found(monkeypatch: pytest.MonkeyP
         assert any(run_replica_seed(seed).violation for seed in range(100))
 
 
-def test_request_that_goes_on_with_another_checkpoint_is_found(
+def test_request_that_continues_with_another_checkpoint_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ModelFacts, "fingerprint", property(lambda facts: facts.model))

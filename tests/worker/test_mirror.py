@@ -274,7 +274,7 @@ def drafting(num_drafts: int = 3, blocks: int = 3) -> Mirror:
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 2])
-def test_computed_tokens_go_back_behind_the_last_right_draft(num_right: int) -> None:
+def test_computed_tokens_return_to_the_last_right_draft(num_right: int) -> None:
     mirror = drafting()
     parts = mirror.apply(step(1, 3, counts={1: 3}))
     assert [(p.start, p.end, p.num_drafts, p.samples) for p in parts] == [(6, 9, 2, True)]
@@ -285,7 +285,7 @@ def test_computed_tokens_go_back_behind_the_last_right_draft(num_right: int) -> 
     assert request.num_computed_tokens == 7 + num_right == len(request.token_ids) - 1
 
 
-def test_those_without_drafts_advance_beside_those_with_some() -> None:
+def test_requests_without_drafts_advance_in_steps_with_drafts() -> None:
     mirror = drafting()
     news = [new(2), new(3, 8)]
     parts = mirror.apply(step(1, 14, news, counts={1: 4, 2: 6, 3: 4}))

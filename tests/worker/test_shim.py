@@ -422,9 +422,7 @@ def test_memory_is_prepared_in_pieces_when_no_step_comes(bench: Bench, runner: F
     bench.until(lambda: runner.missing_pieces < 0)
 
 
-def test_memory_is_prepared_after_each_step_behind_its_reply(
-    bench: Bench, runner: FakeRunner
-) -> None:
+def test_memory_is_prepared_after_the_reply_to_each_step(bench: Bench, runner: FakeRunner) -> None:
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))
     bench.send(9, step(0))
@@ -533,7 +531,7 @@ def test_a_worker_stops_on_stop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 # Grammars ------------------------------------------------------------------------------------
 
 
-def test_a_grammar_is_answered_when_it_is_ready_and_steps_go_on_meanwhile(
+def test_a_grammar_is_answered_when_it_is_ready_and_steps_continue_meanwhile(
     tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "SILENCE_S", TIMEOUT_S)  # the core sends nothing while it waits
@@ -558,7 +556,7 @@ def test_a_grammar_is_answered_when_it_is_ready_and_steps_go_on_meanwhile(
     bench.close()
 
 
-def test_an_adapter_is_answered_when_it_is_loaded_and_steps_go_on_meanwhile(
+def test_an_adapter_is_answered_when_it_is_loaded_and_steps_continue_meanwhile(
     tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "SILENCE_S", TIMEOUT_S)  # the core sends nothing while it waits

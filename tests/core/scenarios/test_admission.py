@@ -57,7 +57,7 @@ def test_reserving_the_whole_input_prevents_thrashing() -> None:
     assert {name: len(tokens) for name, tokens in bench.outputs.items()} == {"a": 6, "b": 5}
 
 
-def test_a_hundred_requests_leave_nothing_behind() -> None:
+def test_a_hundred_requests_leave_no_state() -> None:
     """S37."""
     bench = Harness()
     for i in range(100):

@@ -3,7 +3,7 @@
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 
-def test_the_last_is_preempted_and_goes_on_with_its_outputs() -> None:
+def test_the_last_is_preempted_and_continues_with_its_outputs() -> None:
     """S11."""
     bench = Harness(blocks=7)
     for name in "abc":

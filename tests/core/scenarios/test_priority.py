@@ -100,7 +100,7 @@ def test_no_request_is_evicted_for_a_waiter_when_memory_is_full() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_those_behind_a_victim_are_still_served() -> None:
+def test_requests_after_a_victim_are_still_served() -> None:
     """S19. The victim stood before them in the running list, which shrinks during the pass.
 
     Its prompt has 70 tokens here: one of 200 could never fit and would be refused.

@@ -91,7 +91,7 @@ async def collect(
         ["worker_proc", "core_proc"],
     ],
 )
-def test_streams_go_on_exactly_after_kill_9(engine: Engine, victims: list[str]) -> None:
+def test_streams_continue_exactly_after_kill_9(engine: Engine, victims: list[str]) -> None:
     """Two kills under load change no stream."""
     params = SamplingParams(max_tokens=600)
 
@@ -131,7 +131,7 @@ def test_sync_client_streams_and_cancels(engine: Engine) -> None:
         assert list(endless) == []
 
 
-def test_refusals_name_the_field_and_the_engine_goes_on(engine: Engine) -> None:
+def test_refusals_name_the_field_and_the_engine_continues(engine: Engine) -> None:
     with EngineClient(engine.address) as client:
         client.wait_ready(timeout_s=20)
         for prompt, code in (

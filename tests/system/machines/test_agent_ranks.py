@@ -69,7 +69,7 @@ def check_greedy(streams: list[Stream]) -> None:
 
 
 @pytest.mark.slow
-def test_streams_go_on_after_kill_9_of_a_rank_and_of_the_core_of_an_agent(
+def test_streams_continue_after_kill_9_of_a_rank_and_of_the_core_of_an_agent(
     start_engine: EngineFactory, keys: Path
 ) -> None:
     head = Head(start_engine, keys, *TENSOR)

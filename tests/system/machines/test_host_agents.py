@@ -84,7 +84,7 @@ def kill_machine(agent: Engine) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_streams_go_on_when_a_machine_dies_or_leaves_and_another_one_joins(
+def test_streams_continue_when_a_machine_dies_or_leaves_and_another_one_joins(
     is_killed: bool, start_engine: EngineFactory, keys: Path
 ) -> None:
     head = Head(start_engine, keys)

@@ -189,7 +189,7 @@ def test_a_machine_that_is_started_again_is_paused_as_before(
 
 # test_streams_go_on_when_a_machine_dies_… kills one, too.
 @pytest.mark.parametrize("is_killed", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_requests_of_a_machine_that_is_gone_or_silent_go_on_at_another(
+def test_requests_of_a_machine_that_is_gone_or_silent_continue_at_another(
     is_killed: bool, start_engine: EngineFactory, keys: Path
 ) -> None:
     kept, lost = Machine(start_engine, keys), Machine(start_engine, keys)

@@ -82,7 +82,7 @@ def kill_tree(pid: int) -> None:
         kill_tree(child)
 
 
-def test_streams_go_on_when_a_machine_of_the_cluster_dies(
+def test_streams_continue_when_a_machine_of_the_cluster_dies(
     cluster: Any, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
     served = Served(start_engine, tmp_path, cluster.address, "--replicas", "2")

@@ -102,7 +102,7 @@ async def half_read(client: ReplicatedClient) -> tuple[Tokens, asyncio.Task[list
     return found, streams, num_there
 
 
-def test_streams_of_a_replica_that_is_lost_for_good_go_on_at_the_other() -> None:
+def test_streams_of_a_replica_that_is_lost_for_good_continue_at_the_other() -> None:
     config = null_config()
 
     async def play(kept: EngineProcesses, lost: EngineProcesses) -> float:
@@ -164,7 +164,7 @@ def replica_rows(engine: EngineProcesses) -> list[ProcessStatus]:
 
 
 @pytest.mark.parametrize("disturb", [kill_all, drain, restart_core])
-def test_streams_go_on_while_a_replica_is_replaced(
+def test_streams_continue_while_a_replica_is_replaced(
     disturb: Callable[[EngineProcesses, int], None], two: EngineProcesses
 ) -> None:
     async def play(engine: EngineProcesses) -> float:
@@ -191,7 +191,7 @@ def test_streams_go_on_while_a_replica_is_replaced(
 
 
 @pytest.mark.slow
-def test_streams_of_a_model_go_on_when_all_processes_of_its_replica_are_killed() -> None:
+def test_streams_of_a_model_continue_when_all_processes_of_its_replica_are_killed() -> None:
     config = configure(model="demo", data_parallel_size=2, log_level="error")
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
 
@@ -217,7 +217,7 @@ def test_streams_of_a_model_go_on_when_all_processes_of_its_replica_are_killed()
 
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-def test_streams_go_on_elsewhere_when_a_worker_is_killed_that_has_no_standby() -> None:
+def test_streams_continue_elsewhere_when_a_worker_is_killed_that_has_no_standby() -> None:
     """The next one loads the model first; the streams do not wait for it."""
     build()
     config = configure(

@@ -41,7 +41,7 @@ pytestmark = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("more", [(), DRAFTS], ids=["plain", "drafts"])
-def test_streams_go_on_after_kill_9(
+def test_streams_continue_after_kill_9(
     more: Sequence[str], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16")

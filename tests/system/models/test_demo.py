@@ -83,7 +83,7 @@ def test_official_client_against_the_real_engine(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
-def test_stream_goes_on_after_kill_9(demo: Engine, client: openai.OpenAI, role: Role) -> None:
+def test_stream_continues_after_kill_9(demo: Engine, client: openai.OpenAI, role: Role) -> None:
     """Seeded sampling with penalties: the stream equals one without a kill, token for token."""
     pid = demo.pid(role)
     options = {"max_tokens": 300, "seed": 7, "temperature": 0.8, "frequency_penalty": 0.5}
@@ -120,7 +120,7 @@ def test_stream_goes_on_after_kill_9(demo: Engine, client: openai.OpenAI, role: 
     ],
     ids=lambda rounding: "-".join(rounding.values()),
 )
-def test_stream_of_rounded_numbers_goes_on_after_kill_9(
+def test_stream_of_rounded_numbers_continues_after_kill_9(
     start_engine: EngineFactory, rounding: dict[str, str]
 ) -> None:
     """Of the worker and then of the core: the stream equals one without a kill."""

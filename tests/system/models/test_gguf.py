@@ -33,7 +33,7 @@ def processor_s() -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
-def test_streams_go_on_after_kill_9(tmp_path: Path, start_engine: EngineFactory) -> None:
+def test_streams_continue_after_kill_9(tmp_path: Path, start_engine: EngineFactory) -> None:
     """Each request alone gets the tokens that it gets beside others, and after either death."""
     build()
     config = LlamaConfig(**WIDE | {"max_position_embeddings": 2048})

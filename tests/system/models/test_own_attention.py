@@ -15,7 +15,7 @@ from worker_proc.native.build import compiler
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", KINDS, ids=lambda architecture: architecture.name)
-def test_streams_go_on_after_kill_9(
+def test_streams_continue_after_kill_9(
     architecture: Architecture, tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     settings = ("--no-api", "--num-threads", "1", "--dtype", "bfloat16")

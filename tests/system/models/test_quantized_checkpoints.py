@@ -32,7 +32,7 @@ from worker_proc.native.build import build, compiler
     ],
     ids=lambda layout: layout.name,
 )
-def test_streams_go_on_after_kill_9(
+def test_streams_continue_after_kill_9(
     layout: Layout, tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     """Each request alone gets the tokens that it gets beside others, and after either death."""

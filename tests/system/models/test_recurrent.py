@@ -27,7 +27,7 @@ DRAFTS = ("--num-speculative-tokens", "3", "--no-adaptive-speculation")
     ],
     ids=lambda value: getattr(value, "name", None) or "drafts" * bool(value) or "plain",
 )
-def test_streams_go_on_after_kill_9(
+def test_streams_continue_after_kill_9(
     architecture: Architecture, more: Sequence[str], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     """States are computed again from the beginning, or from a snapshot."""

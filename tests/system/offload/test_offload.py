@@ -110,7 +110,7 @@ CODED_STAGES = (*STAGES, "--quantization", "w8a16", "--dtype", "bfloat16")
         ),
     ],
 )
-def test_after_kill_9_blocks_are_read_and_streams_go_on(
+def test_after_kill_9_blocks_are_read_and_streams_continue(
     victims: list[tuple[Role, int]], flags: tuple[str, ...], start_engine: EngineFactory
 ) -> None:
     """The tokens after it are those before it; with stages, each reads its layers' part."""
@@ -225,7 +225,7 @@ async def tokens_left(stream: RequestStream) -> list[int]:
     return [token_id async for output in stream for token_id in output.token_ids]
 
 
-def test_prompts_are_computed_at_one_replica_and_go_on_at_the_other() -> None:
+def test_prompts_are_computed_at_one_replica_and_continue_at_the_other() -> None:
     config = configure(
         model="null",
         data_parallel_size=2,

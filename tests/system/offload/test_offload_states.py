@@ -96,7 +96,7 @@ def check_kill(engine: Engine, client: EngineClient, role: Role, expected: Token
     ],
     ids=lambda value: getattr(value, "name", None) or "-".join(value) or "plain",
 )
-def test_after_kill_9_states_are_read_and_streams_go_on(
+def test_after_kill_9_states_are_read_and_streams_continue(
     architecture: Architecture, flags: tuple[str, ...], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
     """So are they after the next start, from a disk; damaged ones are computed."""

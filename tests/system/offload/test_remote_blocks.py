@@ -267,7 +267,7 @@ def test_kill_9_of_the_reader_amid_a_load_continues_exactly(
     asyncio.run(play())
 
 
-def test_prompts_are_computed_on_one_machine_and_go_on_at_the_other(
+def test_prompts_are_computed_on_one_machine_and_continue_at_the_other(
     start_engine: EngineFactory, keys: Path
 ) -> None:
     slow = ("--null-step-ms", "5", "--null-token-ms", "0.3")  # reading pays

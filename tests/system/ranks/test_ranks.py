@@ -45,7 +45,7 @@ BY_MODEL = (*DRAFTS, "--speculative-model", "demo")
         pytest.param(4, (), [(Role.WORKER, rank) for rank in range(4)], marks=SLOW),
     ],
 )
-def test_streams_go_on_after_kill_9(
+def test_streams_continue_after_kill_9(
     num_ranks: int,
     options: tuple[str, ...],
     victims: list[tuple[Role, int]],
@@ -75,7 +75,7 @@ def test_streams_go_on_after_kill_9(
     [pack_quantized(4, 32, is_symmetric=False), int_quantized(codes_rows=True), fp8_blocks()],
     ids=lambda layout: layout.name,
 )
-def test_streams_of_a_quantized_checkpoint_go_on_after_kill_9(
+def test_streams_of_a_quantized_checkpoint_continue_after_kill_9(
     layout: Layout, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
     """Each rank has its part of the codes."""
@@ -113,7 +113,7 @@ def continue_by_forward(model: PreTrainedModel, prompt: list[int], num_tokens: i
         *("rwkv", "zamba", "zamba2"),
     ],
 )
-def test_streams_of_other_families_go_on_after_kill_9(
+def test_streams_of_other_families_continue_after_kill_9(
     name: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
     """Their layers are divided in other ways; the tokens are those of transformers."""

@@ -39,7 +39,7 @@ NUM_TOKENS = 200
         pytest.param(*(2, 2, BY_MODEL), [(Role.WORKER, 3), (Role.CORE, 0)], marks=SLOW),
     ],
 )
-def test_streams_go_on_after_kill_9(
+def test_streams_continue_after_kill_9(
     num_stages: int,
     num_shares: int,
     options: tuple[str, ...],
@@ -92,7 +92,7 @@ def test_undisturbed_stages_have_the_tokens_of_one_worker(start_engine: EngineFa
     ],
     ids=lambda value: getattr(value, "name", None) or "-".join(map(str, value)) or "plain",
 )
-def test_streams_of_recurrent_layers_go_on_after_kill_9(
+def test_streams_of_recurrent_layers_continue_after_kill_9(
     architecture: Architecture,
     options: tuple[str, ...],
     ranks: tuple[int, ...],

@@ -115,7 +115,7 @@ def fenced_frames(engine: Engine) -> int:
     return asyncio.run(ask())
 
 
-def test_stopped_processes_are_replaced_and_every_stream_goes_on(quick: SharedEngine) -> None:
+def test_stopped_processes_are_replaced_and_every_stream_continues(quick: SharedEngine) -> None:
     """SIGSTOP of the worker, the core and the worker again, under load."""
     roles = (Role.WORKER, Role.CORE, Role.WORKER)
     harms = [lambda role=role: stop(quick, role, WITHIN_S) for role in roles]
@@ -197,7 +197,7 @@ def test_supervisor_that_was_stopped_kills_no_process(quick: SharedEngine) -> No
     assert {role: quick.pid(role) for role in pids} == pids
 
 
-def test_process_that_starts_waits_for_a_supervisor_that_stands_still(
+def test_process_that_starts_waits_for_a_stopped_supervisor(
     start_engine: EngineFactory, armed: Path
 ) -> None:
     """The supervisor was stopped right after it started the process; the start does not fail."""
@@ -263,7 +263,7 @@ def is_answered(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("way", ["SIGSTOP", "C code"])
-def test_api_whose_loop_stands_still_is_replaced(with_api: SharedEngine, way: str) -> None:
+def test_api_with_a_stopped_loop_is_replaced(with_api: SharedEngine, way: str) -> None:
     """The socket stays open: requests that arrive meanwhile are answered by its successor."""
     api = with_api.row(Role.API)
     assert api.pid is not None

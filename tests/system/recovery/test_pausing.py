@@ -200,7 +200,7 @@ def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engin
 
 
 @pytest.mark.parametrize("path", ["/pause", "/sleep"])
-def test_over_http_a_stream_stands_still_and_a_shutdown_lets_it_end(
+def test_over_http_a_paused_stream_is_silent_and_a_shutdown_lets_it_end(
     start_engine: EngineFactory, path: str
 ) -> None:
     """SIGTERM drains the API first, so the API must end the pause."""

@@ -231,7 +231,7 @@ def test_dead_standby_is_not_promoted(standing: Engine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_is_left_behind(standing: Engine, number: signal.Signals) -> None:
+def test_no_process_is_left(standing: Engine, number: signal.Signals) -> None:
     """After SIGTERM, and after SIGKILL of the supervisor."""
     complete(standing)
     standing.process.send_signal(number)
@@ -265,7 +265,7 @@ def test_streams_pause_for_less_than_a_second(standing: Engine) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_demo_model_goes_on_with_the_standby(start_engine: EngineFactory) -> None:
+def test_demo_model_continues_with_the_standby(start_engine: EngineFactory) -> None:
     """The default standby serves seeded streams with penalties exactly, with a second zygote too.
 
     A worker of the second zygote has as many KV blocks as those of the first, so the core stays.

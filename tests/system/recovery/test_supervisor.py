@@ -129,7 +129,7 @@ def test_a_stream_continues_although_the_run_directory_was_removed(
 
 
 @pytest.mark.slow
-def test_replicas_go_on_although_the_directory_of_their_engine_was_removed(
+def test_replicas_continue_although_the_directory_of_their_engine_was_removed(
     start_engine: EngineFactory,
 ) -> None:
     """Theirs are in it; their supervisors wait for the one that makes it, without an error."""
@@ -195,7 +195,7 @@ def test_second_signal_does_not_wait_for_requests(start_engine: EngineFactory) -
     assert not any(map(is_alive, engine.all_pids))
 
 
-def test_killed_supervisor_leaves_no_process_behind(start_engine: EngineFactory) -> None:
+def test_killed_supervisor_leaves_no_process(start_engine: EngineFactory) -> None:
     """All children leave within 2 s."""
 
     def measure() -> dict[str, float]:
@@ -285,7 +285,7 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
     assert (done.returncode, done.stderr) == (1, "troika: no engine of this user is running\n")
 
 
-def test_a_status_query_leaves_no_state_behind(shared_engine: EnginePool) -> None:
+def test_a_status_query_leaves_no_state(shared_engine: EnginePool) -> None:
     """Sequence numbers continue after the last forgotten peer, so no entry is kept for a peer."""
     engine = shared_engine()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -149,7 +149,7 @@ def test_blocks_hold_what_is_announced_of_any_size(block_size: int, directory: P
 
 @pytest.mark.slow
 @needs_kernels
-def test_rows_of_a_step_are_not_kept_behind_it(directory: Path) -> None:
+def test_rows_of_a_step_are_not_kept_after_it(directory: Path) -> None:
     build()
     runner = make_runner(directory, 100)
     drive(runner, [list(range(3, 40))], SamplingParams(max_tokens=3))

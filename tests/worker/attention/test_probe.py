@@ -75,7 +75,7 @@ def test_a_context_ends_where_indexers_choose_some_tokens_only(
     assert inspect(config, tmp_path).model_len == length
 
 
-def test_a_context_ends_behind_the_blocks_that_indexers_choose(tmp_path: Path) -> None:
+def test_a_context_ends_after_the_blocks_that_indexers_select(tmp_path: Path) -> None:
     """And behind the tokens after the last whole block, which are always chosen."""
     config = FAMILIES["qwen4_exp_text"]()
     assert isinstance(config, Qwen4ExpTextConfig)

@@ -119,7 +119,7 @@ def test_a_runner_without_it_removes_what_the_last_one_has_installed(tmp_path: P
     [*((dtype, None) for dtype in DTYPES), ("bfloat16", Quantization.W8A8)],
 )
 @torch.inference_mode()
-def test_a_step_that_is_not_finite_leaves_nothing_behind(
+def test_a_step_that_is_not_finite_does_not_change_later_steps(
     dtype: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
     """Rows of 72 values are filled up to whole panels, and the first product reads all of them."""

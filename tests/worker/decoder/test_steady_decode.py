@@ -183,7 +183,7 @@ def assert_same(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("has_room", [True, False])
-def test_random_steps_have_the_bits_of_steps_that_are_packed_anew(
+def test_random_steps_have_the_bits_of_newly_packed_steps(
     name: str,
     dtype: str,
     has_room: bool,
@@ -224,7 +224,7 @@ def fixed(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_contexts_that_reach_another_section_are_shared_anew(
+def test_contexts_that_reach_another_section_are_shared_again(
     name: str,
     num_threads: int,
     checkpoints: dict[str, Path],
@@ -243,7 +243,7 @@ def test_contexts_that_reach_another_section_are_shared_anew(
     assert_same(found, run(runner, monkeypatch, scenario, is_steady=False))
 
 
-def test_tables_are_written_anew_when_they_have_no_room(
+def test_tables_without_room_are_written_again(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load(checkpoints["llama"])
@@ -255,7 +255,7 @@ def test_tables_are_written_anew_when_they_have_no_room(
     assert_same(found, run(runner, monkeypatch, scenario, is_steady=False))
 
 
-def test_decodes_behind_prompts_that_are_cached_whole_write_their_kv(
+def test_decodes_after_prompts_that_are_cached_whole_write_their_kv(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step before writes nothing: its slot is the null block's."""
@@ -334,7 +334,7 @@ class Watched:
         return self.execute(decode_step(self.next_step, num_requests, **more))
 
 
-def test_a_step_goes_on_only_behind_one_that_decoded_all_requests(
+def test_a_step_is_derived_only_from_one_that_decoded_all_requests(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(checkpoints["llama"], monkeypatch)
@@ -366,7 +366,7 @@ CHANGES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_any_other_step_is_packed_anew(
+def test_any_other_step_is_newly_packed(
     name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_tokens, change = CHANGES[name]
@@ -411,7 +411,7 @@ def test_a_wrong_number_of_tokens_is_an_error(
 
 
 @pytest.mark.parametrize("forget", ["reset", "sleep"])
-def test_nothing_goes_on_behind_a_reset_or_a_sleep(
+def test_no_step_is_derived_from_one_before_a_reset_or_a_sleep(
     forget: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(checkpoints["llama"], monkeypatch)

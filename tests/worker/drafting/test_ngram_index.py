@@ -70,7 +70,7 @@ def test_longer_agreement_comes_before_later_occurrence() -> None:
     assert propose([0, 0, 3, 4, 50, 9, 3, 4, 60, 1, 2, 3, 4], 1) == [60]
 
 
-def test_a_loop_is_guessed_to_go_on() -> None:
+def test_a_loop_is_guessed_to_continue() -> None:
     assert propose([9, 8, 8, 8]) == [8] * NUM_DRAFTS
     assert propose([4, 1, 2, 1, 2]) == [1, 2, 1, 2, 1]
 

@@ -15,7 +15,7 @@ def _rows(params: SamplingParams) -> list[tuple[list[int], SamplingRow]]:
     return [(IDS + DRAFTS[:place], row) for place, row in enumerate(rows)]
 
 
-def test_a_row_has_the_ids_behind_any_place() -> None:
+def test_a_row_has_the_ids_after_any_position() -> None:
     """Also where all that is left of them are some of the drafts."""
     rows = _rows(SamplingParams())
     assert len(rows) == 1 + len(DRAFTS)

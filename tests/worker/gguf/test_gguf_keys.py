@@ -487,7 +487,7 @@ def test_plain_tensors_do_not_change_with_the_file(paths: dict[str, Path], tmp_p
     assert found.equal(before)
 
 
-def test_only_sentencepiece_of_phi_3_takes_spaces_behind_its_tokens(
+def test_only_sentencepiece_of_phi_3_strips_spaces_after_its_tokens(
     load: Load, tmp_path: Path
 ) -> None:
     """The byte-level one of Phi-4 does not."""

@@ -124,7 +124,7 @@ def test_parts_are_found_by_their_names_only(first: Path, tmp_path: Path) -> Non
         make_directory(path)
 
 
-def test_the_first_part_stands_for_the_model(first: Path) -> None:
+def test_the_path_of_the_first_part_loads_the_model(first: Path) -> None:
     assert resolve(ModelConfig(model=str(first))).served_model_name == ("tiny",)
     second = part_paths(first)[1]
     with pytest.raises(ConfigError) as caught:

@@ -129,7 +129,7 @@ PUBLISHED = [HEAVY, HEAVY, *[HEAVY, SPARSE] * 20, HEAVY]
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("block_size", [4, 16, 48, 256])
 @pytest.mark.parametrize("specs", [PUBLISHED, [SPARSE], [SLIDING, SLIDING, HEAVY]])
-def test_layers_with_entries_have_places_of_their_own_in_a_block(
+def test_layers_with_entries_have_separate_places_in_a_block(
     specs: list[LayerSpec], block_size: int, hybrid: bool
 ) -> None:
     found = lay_out(specs, block_size, 2048, 2**20, hybrid)

@@ -117,7 +117,7 @@ def test_swaps_change_no_token(num_speculative_tokens: int, max_steps_in_flight:
     assert 0 < run.num_swaps <= run.num_preemptions
 
 
-def test_a_swap_copies_the_state_behind_the_last_right_draft() -> None:
+def test_a_swap_copies_the_state_after_the_last_right_draft() -> None:
     """It is in a block of which the core knows nothing."""
     facts_ = msgspec.structs.replace(state_facts(), num_host_state_blocks=2)
     mirror = Mirror(facts_, 2, num_draft_states=2)

@@ -46,7 +46,7 @@ def test_tensors_that_the_part_does_not_have_are_refused(tmp_path: Path) -> None
         load_model(tmp_path, "float32")
 
 
-def test_experts_for_images_are_left_out_beside_those_for_texts(tmp_path: Path) -> None:
+def test_experts_for_images_are_omitted_and_those_for_texts_are_kept(tmp_path: Path) -> None:
     """One conversion makes both of the tensors in the file."""
     build_checkpoint(tmp_path, small_config("ernie4_5_vl_moe"))
     parameters = dict(load_model(tmp_path, "float32").model.named_parameters())

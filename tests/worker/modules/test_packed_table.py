@@ -76,7 +76,7 @@ def test_unknown_tokens_get_rows_that_are_not_numbers(kernels: NativeLibrary) ->
     assert rows.isnan().all(1).tolist() == [True, False, True]
 
 
-def test_inputs_in_an_order_of_their_own_are_not_looked_up() -> None:
+def test_permuted_inputs_are_not_looked_up() -> None:
     [first, *_] = [case for case in CASES if case.has_order]
     assert not can_look_up(pack_codes(make_weight(first), None, torch.bfloat16))
 

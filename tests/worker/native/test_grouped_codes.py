@@ -171,7 +171,7 @@ def test_experts_with_other_types_of_scales_and_zero_points_are_joined(num_even:
     assert bool((zeros[: num_even * len(zeros) // 3] == 7).all())
 
 
-def test_experts_with_tables_of_their_own_are_not_joined() -> None:
+def test_experts_with_separate_tables_are_not_joined() -> None:
     one = make_weight(Case(CodeKind.NF4, (96, 192), 64))
     assert one.table is not None
     packed = [

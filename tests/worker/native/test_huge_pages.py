@@ -18,7 +18,7 @@ def _chunks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "_chunks", [])
 
 
-def test_weights_keep_their_values_beside_each_other() -> None:
+def test_weights_in_one_mapping_keep_their_values() -> None:
     sizes = [1, 7, 128, 100_003, 0, CHUNK_BYTES // 3, CHUNK_BYTES // 2, 12]
     weights = [empty(size, torch.uint8) for size in sizes]
     for number, weight in enumerate(weights):
@@ -67,7 +67,7 @@ def test_huge_pages_are_asked_for() -> None:
     assert "hg" in _flags_at(empty(CHUNK_BYTES, torch.float32).data_ptr())
 
 
-def test_a_format_that_a_weight_does_not_fit_leaves_nothing_behind() -> None:
+def test_a_format_that_a_weight_does_not_fit_leaves_no_memory() -> None:
     """Exponents of these values differ too much for compact weights."""
     library = load_library()
     if library is None:

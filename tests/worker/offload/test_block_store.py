@@ -197,9 +197,7 @@ def test_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert new.exists()
 
 
-def test_a_full_file_system_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_file_system_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(fd: int, parts: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -218,7 +218,7 @@ def test_without_its_state_no_kv_is_read(problem: str, make: Callable[..., Bench
     assert state_key(2) not in index
 
 
-def test_the_draft_models_blocks_are_written_and_read_beside_the_models(
+def test_the_draft_models_blocks_are_written_and_read_with_the_models(
     make: Callable[..., Bench],
 ) -> None:
     """Only those that it has computed, of its own group; a damaged one is left out."""

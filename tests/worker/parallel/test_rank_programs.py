@@ -75,7 +75,7 @@ def test_a_program_has_the_sums_of_single_calls(
         assert torch.equal(found, expected)
 
 
-def test_a_program_goes_on_where_a_rank_was_missing(tmp_path: Path) -> None:
+def test_a_program_continues_where_a_rank_was_missing(tmp_path: Path) -> None:
     """It reports the wait meanwhile, and adds nothing twice."""
     first, second = make_exchanges(tmp_path, 2, slot_bytes=SLOT_BYTES)
     num_reports = 0
@@ -154,7 +154,7 @@ def test_ranks_compute_whole_steps_in_one_call(
 
 
 @pytest.mark.slow
-def test_a_rank_may_compute_with_modules_beside_a_native_one(tmp_path: Path) -> None:
+def test_one_rank_may_compute_with_modules_and_another_natively(tmp_path: Path) -> None:
     """What a rank computes with is proven for its own part: the proof may fail at one of them."""
     model = build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
     model.set_attn_implementation("eager")

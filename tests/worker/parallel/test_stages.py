@@ -435,7 +435,7 @@ def test_the_blocks_of_stages_have_one_layout_which_names_the_division(tmp_path:
 
 
 @pytest.mark.parametrize("swap_space_bytes", [0, 2**20])
-def test_preempted_requests_go_on(swap_space_bytes: int, tmp_path: Path) -> None:
+def test_preempted_requests_continue(swap_space_bytes: int, tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
     prompts = make_prompts()
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)

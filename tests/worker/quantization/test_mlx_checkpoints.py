@@ -241,7 +241,7 @@ def test_weights_of_all_experts_are_those_of_each(
     check_codes(*write_mlx(tmp_path, CONFIGS[name](), settings))
 
 
-def test_layers_have_settings_of_their_own(tmp_path: Path) -> None:
+def test_each_layer_may_have_separate_settings(tmp_path: Path) -> None:
     """An older checkpoint has them under MLX's key alone."""
     check_codes(*write_mlx(tmp_path, CONFIGS["llama"](), MIXED, repeats=False))
 

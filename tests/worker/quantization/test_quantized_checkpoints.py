@@ -259,7 +259,7 @@ GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("quantization", [Quantization.W8A16, Quantization.W8A8])
-def test_the_output_layer_can_be_rounded_beside_codes(
+def test_the_output_layer_of_a_quantized_checkpoint_can_be_rounded(
     quantization: Quantization, tmp_path: Path
 ) -> None:
     """The codes of all other layers stay as they are stored."""
@@ -549,7 +549,7 @@ def test_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:
         assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
 
 
-def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_settings_may_be_in_a_separate_file(tmp_path: Path) -> None:
     """Older checkpoints of Model Optimizer have no quantization_config in config.json."""
     layout = modelopt("NVFP4")
     write_quantized(tmp_path / "coded", replace(layout, settings={}))

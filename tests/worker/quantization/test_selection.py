@@ -66,7 +66,7 @@ def weights() -> dict[str, QuantizedWeight]:
 
 
 @pytest.mark.parametrize("name", weights())
-def test_a_part_stands_for_the_part_of_the_values(name: str) -> None:
+def test_a_part_of_the_codes_decodes_to_that_part_of_the_values(name: str) -> None:
     weight = weights()[name]
     values = weight.dequantize(torch.float32)
     outputs = torch.tensor([3, 0, 17, 31])
