@@ -82,7 +82,10 @@ class ApiState:
             lambda: self.client.facts,
         ).exposition
         self.is_draining = False
-        self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
+        api = config.api
+        self.budget = Budget(
+            api.max_open_requests, api.max_open_bytes, api.max_open_requests_per_client
+        )
         self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
         self.large_answers = asyncio.Lock()

@@ -7,6 +7,7 @@ import heapq
 
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
+from protocol.process.turns import Account
 
 Key = tuple[float, ...]
 
@@ -101,6 +102,7 @@ class Fair(Policy):
     own line of virtual time, each as long as its tokens divided by the weight, and the request that
     starts earliest is next. Outputs are charged at the end, when they are known, and a request that
     never ran is not charged. A tenant that was idle begins at the present: it has no credit.
+    Requests without a tenant have one for each client.
     """
 
     MIN_PRUNED = 1024
@@ -109,37 +111,44 @@ class Fair(Policy):
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._weights = options.tenant_weights
-        self._line_ends: dict[str, float] = {}
+        self._line_ends: dict[Account, float] = {}
         self._now = 0.0
         self._prune_at = self.MIN_PRUNED
 
-    def _charge(self, tenant: str, start: float, num_tokens: int) -> None:
-        self._line_ends[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
+    def _charge(self, account: Account, start: float, num_tokens: int) -> None:
+        self._line_ends[account] = start + num_tokens / self._weights.get(account.tenant, 1.0)
         if len(self._line_ends) > self._prune_at:
-            ahead = ((end, tenant) for tenant, end in self._line_ends.items() if end > self._now)
+            ahead = ((end, account) for account, end in self._line_ends.items() if end > self._now)
             kept = heapq.nlargest(self.MAX_TENANTS // 2, ahead)
-            self._line_ends = {tenant: end for end, tenant in kept}
+            self._line_ends = {account: end for end, account in kept}
             self._prune_at = max(self.MIN_PRUNED, 2 * len(self._line_ends))
 
     def arrived(self, request: Request) -> None:
-        request.virtual_start = max(self._now, self._line_ends.get(request.tenant, 0.0))
-        self._charge(request.tenant, request.virtual_start, request.num_arrived_tokens)
+        account = _account(request)
+        request.virtual_start = max(self._now, self._line_ends.get(account, 0.0))
+        self._charge(account, request.virtual_start, request.num_arrived_tokens)
 
     def admitted(self, request: Request) -> None:
         self._now = max(self._now, request.virtual_start)
 
     def left(self, request: Request) -> None:
-        end = self._line_ends.get(request.tenant, self._now)
+        account = _account(request)
+        end = self._line_ends.get(account, self._now)
         has_run = request.num_cached_tokens is not None
         num_charged = request.num_arrived_tokens
         num_due = request.num_tokens - num_charged if has_run else -num_charged
-        self._charge(request.tenant, end, num_due)
+        self._charge(account, end, num_due)
 
     def order(self, request: Request) -> Key:
         return (request.virtual_start, request.arrival_time, request.arrival_index)
 
     def victim(self, request: Request) -> Key:
         return (request.virtual_start, request.admission_index)
+
+
+def _account(request: Request) -> Account:
+    """Return the account that a request is charged to: its tenant's, or else its client's."""
+    return Account("", request.tenant) if request.tenant else Account(request.origin, "")
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -96,6 +96,7 @@ class Request:
     """Digest of everything in the adapter; the id has only 53 bits of it."""
     tenant: str = ""
     origin: str = ""
+    """The client: an API key, an address, or a program that has named neither."""
     blocks_at: str = ""
     """Block server of the machine that it was moved from; empty: it was not moved."""
     owner: object = None

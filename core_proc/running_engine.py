@@ -52,6 +52,8 @@ from protocol.process.turns import Account
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""
 
+_MOST_CLIENT_BYTES = 16
+
 log = logging.getLogger("troika.core")
 
 
@@ -132,7 +134,7 @@ class RunningEngine:
     def add(self, client: Client, add: AddRequest, now: float) -> Refused | None:
         """Queue a request in place of one with its id; returns the refusal, if it is refused."""
         was_accepted = add.resent or self._owners.has(client, add.request_id)
-        error = self._why_not(add, now, was_accepted=was_accepted)
+        error = self._why_not(client, add, now, was_accepted=was_accepted)
         self.abort(client, [add.request_id])
         if error is not None:
             return Refused(add.request_id, error)
@@ -148,7 +150,7 @@ class RunningEngine:
             adapter_id=0 if add.adapter is None else add.adapter.adapter_id,
             adapter_digest=b"" if add.adapter is None else add.adapter.digest,
             tenant=add.tenant,
-            origin=add.origin,
+            origin=_origin(client, add),
             blocks_at=add.blocks_at,
             owner=Owner(client, add.request_id),
         )
@@ -169,14 +171,16 @@ class RunningEngine:
         self.quarantine.added(request)
         return None
 
-    def _why_not(self, add: AddRequest, now: float, *, was_accepted: bool) -> RequestError | None:
+    def _why_not(
+        self, client: Client, add: AddRequest, now: float, *, was_accepted: bool
+    ) -> RequestError | None:
         if not was_accepted:
             if self.pausing.is_draining:
                 return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
             if (error := self._overload(add.num_prompt_tokens)) is not None:
                 return error
             grammar = add.sampling_params.grammar
-            account = Account(add.origin, add.tenant)
+            account = Account(_origin(client, add), add.tenant)
             if grammar is not None and self.grammars.is_full(grammar, account):
                 text = f"its client's share of the {MAX_COMPILING} grammars at a time is used up"
                 return RequestError(ErrorCode.OVERLOADED, text)
@@ -361,3 +365,8 @@ class RunningEngine:
             worker_restarts=self._num_worker_restarts,
             num_quarantined=self.quarantine.num_rejected,
         )
+
+
+def _origin(client: Client, add: AddRequest) -> str:
+    """Return where a request comes from: a program that states no origin is one itself."""
+    return add.origin or f"client {client[:_MOST_CLIENT_BYTES].hex()}"

@@ -26,6 +26,8 @@ HAS_CLIENT_ID_KEY = "troika.has_client_id"
 """Whether the client chose the request's id."""
 ORIGIN_KEY = "troika.origin"
 """The API key that admitted the request, as a name that does not reveal it."""
+ORIGIN_HEADER = b"x-troika-origin"
+"""The origin of a request that another API process has forwarded."""
 STYLE_KEY = "troika.style"
 """How the answers of a route look if they do not have OpenAI's shape; see `ResponseStyle`."""
 UNREAD_KEY = "troika.num_unread"
@@ -129,6 +131,9 @@ class Connection:
         """The API key or the address that the request came from; empty for a Unix socket."""
         if (key := self.scope.get(ORIGIN_KEY)) is not None:
             return str(key)
+        if self.is_forwarded:
+            origin: bytes = dict(self.scope["headers"]).get(ORIGIN_HEADER, b"")
+            return origin.decode()
         host = (self.scope.get("client") or ("", 0))[0]
         return _network(host)
 
@@ -138,7 +143,7 @@ class Connection:
             raw, self._unread = self._unread, None
             return raw
         if self._budget is not None:
-            self._lease = self._budget.open()
+            self._lease = self._budget.open(client=self.origin)
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")
@@ -198,6 +203,11 @@ class Connection:
         """Reserve room for a large response, or raise a 429."""
         if self._lease is not None:
             self._lease.grow(num_bytes)
+
+    def count_sequences(self, number: int) -> None:
+        """Count the request's sequences for its client, or raise a 400 or a 429."""
+        if self._lease is not None:
+            self._lease.count_sequences(number)
 
     @property
     def last_event_id(self) -> str | None:

@@ -173,6 +173,7 @@ class PooledRequests:
         `take` is called with the prompt's number and its vector, as little-endian float32. Errors
         name `param`.
         """
+        self._connection.count_sequences(len(self._prompts))
         with self:
             try:
                 await self._submit(facts, turn)
@@ -199,6 +200,7 @@ class PooledRequests:
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 tenant=body.user or ("" if adapter is None else adapter.name),
+                origin=self._connection.origin,
                 adapter=adapter,
             )
             self._streams.append(stream)

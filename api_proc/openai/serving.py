@@ -96,6 +96,7 @@ class GenerationApi(Generic[Body]):
                     return
                 if await self._resume(state, connection, raw):  # a duplicate has been accepted
                     return
+                connection.count_sequences(len(prompts) * body.num_sequences)
                 generation.begin_session(self.path, raw, prompts)
                 raw = b""
                 make_params = self._params_maker(state, body, facts, grammar)

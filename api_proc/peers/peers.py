@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from api_proc.errors import ApiError, overloaded, unavailable
-from api_proc.http.connection import Connection
+from api_proc.http.connection import ORIGIN_HEADER, Connection
 from api_proc.http.request_ids import RequestIds
 from api_proc.peers.directory import Directory, Peer
 from api_proc.peers.exchange import Exchange
@@ -30,7 +30,7 @@ _MAX_ANSWER_BYTES = 2**22
 _RETRY_S = 0.05
 _NOT_FORWARDED = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
-    | {b"host", b"content-length", b"x-request-id", b"authorization", b"x-api-key"}
+    | {b"host", b"content-length", b"x-request-id", b"authorization", b"x-api-key", ORIGIN_HEADER}
 )
 _NOT_RETURNED = frozenset(
     {b"connection", b"transfer-encoding", b"date", b"x-request-id", b"request-id"}
@@ -239,6 +239,7 @@ async def _relay(
         target = scope["raw_path"] + (b"?" + query if query else b"")
         fields = [field for field in scope["headers"] if field[0] not in _NOT_FORWARDED]
         fields.append((b"x-request-id", connection.request_id.encode()))
+        fields.append((ORIGIN_HEADER, connection.origin.encode()))
         async with asyncio.timeout(timeout_s):
             await exchange.ask(scope["method"], target, body, fields)
         if exchange.status == 404 and not takes_any:

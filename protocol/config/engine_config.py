@@ -414,6 +414,9 @@ class ApiConfig(Section):
     max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
     """Maximum number of requests, and of sequences of them, that an API process holds open; further
     ones are refused with 429."""
+    max_open_requests_per_client: Annotated[int, Meta(ge=0, le=10**6)] = 0
+    """Maximum number of open requests, and of sequences of them, of each API key, or without keys
+    of each address; further ones are refused with 429. 0: no limit."""
     max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
     """Maximum size of all bodies that an API process holds; further requests are refused with
     429."""

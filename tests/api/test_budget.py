@@ -34,6 +34,29 @@ def test_requests_and_bytes_are_bounded() -> None:
     assert (budget.num_requests, budget.num_bytes) == (0, 0)
 
 
+def test_requests_and_sequences_of_a_client_are_bounded() -> None:
+    budget = Budget(100, 100, max_per_client=3)
+    lease = budget.open(client="a")
+    lease.count_sequences(2)
+    other = budget.open(client="a")
+    for problem in (lambda: budget.open(client="a"), lambda: other.count_sequences(2)):
+        with pytest.raises(ApiError, match=r"^max_open_requests_per_client: 3 of") as caught:
+            problem()
+        assert caught.value.status == 429
+    budget.open(client="b").close()
+    budget.open().close()
+    with pytest.raises(ApiError, match="max_open_requests_per_client: 4 sequences") as caught:
+        budget.open(client="b").count_sequences(4)
+    assert caught.value.status == 400
+    lease.close()
+    other.count_sequences(3)
+    other.close()
+    with pytest.raises(ApiError, match="max_open_bytes"):
+        budget.open(1).grow(100)
+    for _ in range(3):
+        budget.open(client="a")
+
+
 def test_one_request_is_accepted_whatever_its_size() -> None:
     """Otherwise a bound that is too small would reject every request."""
     budget = Budget(1, 10)
@@ -41,23 +64,34 @@ def test_one_request_is_accepted_whatever_its_size() -> None:
     assert budget.num_bytes == 0
 
 
-def test_requests_past_the_bound_are_rejected(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("setting", ["max_open_requests", "max_open_requests_per_client"])
+def test_requests_past_the_bound_are_rejected(setting: str, make_server: MakeServer) -> None:
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         for i, output in enumerate(repeating()(add)):
             client.is_paused = i >= 1
             yield output
 
     client = FakeClient(script=script)
-    live = make_server(client, max_open_requests=1)
+    live = make_server(client, **{setting: 1})
     body = {**BODY, "stream": True, "max_tokens": 50}
     with httpx.stream("POST", live.url + "/v1/completions", json=body) as stream:
         assert stream.status_code == 200
         refused = httpx.post(live.url + "/v1/completions", json=BODY)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
+        assert json.loads(refused.text)["error"]["message"].startswith(f"{setting}: ")
         assert json.loads(refused.text)["error"]["code"] == "overloaded"
         assert httpx.get(live.url + "/readyz").status_code == 200
     wait_until(lambda: live.state.budget.num_requests == 0)
     client.is_paused = False
     client.script = repeating()
     assert httpx.post(live.url + "/v1/completions", json=BODY).status_code == 200
+    if setting == "max_open_requests_per_client":
+        for path, more in (
+            ("/v1/completions", {"n": 2}),
+            ("/v1/completions", {"prompt": ["a", "b"]}),
+            ("/v1/embeddings", {"input": ["a", "b"]}),
+        ):
+            refused = httpx.post(live.url + path, json={**BODY, **more})
+            assert refused.status_code == 400
+            assert setting in refused.text

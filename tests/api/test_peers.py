@@ -322,6 +322,24 @@ def test_measured_counters_continue_those_of_a_predecessor(tmp_path: Path) -> No
         assert metrics.measured()["journal_bytes"] == expected
 
 
+# Clients ---------------------------------------------------------------------------------------
+
+
+def test_a_forwarded_request_keeps_its_client(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair(journal_dir=str(tmp_path / "journal"), api_key=("one", "two"))
+    ids = RequestIds(0, COUNT)
+    for key in ("one", "two"):
+        names = {ids.owner_of(f"{key}-{number}"): f"{key}-{number}" for number in range(99)}
+        for name in names.values():
+            headers = {"authorization": f"Bearer {key}", "x-request-id": name}
+            headers["x-troika-origin"] = "another"
+            answer = pair.http[0].post("/v1/completions", json=body(), headers=headers)
+            assert answer.text.endswith("data: [DONE]\n\n")
+    for live in pair.servers:
+        origins = [add.origin for add in live.client.requests]
+        assert origins == ["key 0", "key 1"]
+
+
 # Requests in journals --------------------------------------------------------------------------
 
 

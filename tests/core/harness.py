@@ -114,6 +114,7 @@ class Harness:
         outputs: Sequence[int] = (),
         salt: str = "",
         tenant: str = "",
+        origin: str = "",
         adapter_id: int = 0,
         blocked: RequestStatus | None = None,
     ) -> Request:
@@ -131,6 +132,7 @@ class Harness:
             arrival_time=float(req_id) if arrival_time is None else arrival_time,
             cache_salt=salt,
             tenant=tenant,
+            origin=origin,
             adapter_id=adapter_id,
         )
         self._names[req_id] = name

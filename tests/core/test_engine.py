@@ -46,6 +46,14 @@ def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:
     ]
 
 
+def test_programs_that_state_no_origin_are_clients_of_their_own() -> None:
+    engine = make_engine(scheduling_policy="fair", max_num_seqs=1)
+    for number in range(5):
+        assert engine.add(CLIENT, add(number, max_tokens=1)) is None
+    assert engine.add(OTHER, add(1, max_tokens=1)) is None
+    assert [client for client, _ in run_all(engine)].index(OTHER) == 1
+
+
 @pytest.mark.parametrize(
     ("bad", "code", "param"),
     [

@@ -20,6 +20,8 @@ from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from tests.core.engine_bench import CLIENT, FACTS, add, answer, make_engine, run_all, scheduled
 
 WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
+ORIGIN = f"client {CLIENT.hex()}"
+"""The client itself: its requests state no origin."""
 EOS = FACTS.eos_token_ids[0]
 
 
@@ -54,7 +56,7 @@ def test_the_workers_get_a_grammar_once_and_its_requests_run_when_it_is_ready() 
     engine.add(CLIENT, add(2))
     engine.add(CLIENT, constrained(3))
     [message] = engine.take_grammars()
-    assert message == CompileGrammar(message.grammar_id, WORD)
+    assert message == CompileGrammar(message.grammar_id, WORD, origin=ORIGIN)
     assert engine.take_grammars() == []
     step = scheduled(engine)
     assert names(step) == [2], "others do not wait for it"
@@ -106,7 +108,8 @@ def test_the_next_workers_compile_the_grammars_of_all_requests_again() -> None:
     engine.lose_workers()
     assert engine.take_grammars() == []
     engine.adopt_workers(FACTS)
-    assert engine.take_grammars() == [CompileGrammar(message.grammar_id, WORD, is_proven=True)]
+    expected = CompileGrammar(message.grammar_id, WORD, is_proven=True, origin=ORIGIN)
+    assert engine.take_grammars() == [expected]
     step = scheduled(engine)
     assert names(step) == [2]
     engine.answered(GrammarCompiled(message.grammar_id))

@@ -68,6 +68,19 @@ def test_weights_set_the_shares() -> None:
     assert _share(bench, 3000)["gold"] == pytest.approx(0.75, abs=0.04)
 
 
+def test_requests_without_a_tenant_are_shared_among_clients() -> None:
+    """A tenant's requests have one account, whichever clients send them."""
+    bench = Harness(seqs=1, policy="fair")
+    for index in range(8):
+        bench.add(f"many{index}", 50, 1, origin="10.0.0.1")
+        bench.add(f"gold{index}", 50, 1, origin=f"10.0.1.{index}", tenant="gold")
+    bench.add("one", 50, 1, origin="10.0.0.2")
+    bench.add("posing", 50, 1, origin="10.0.0.3", tenant="10.0.0.2")
+    order = _order_of_finish(bench)
+    assert {"one", "posing"} <= set(order[:5])
+    assert {name[:4] for name in order[-4:]} == {"gold", "many"}
+
+
 def test_a_tenant_that_was_idle_has_saved_nothing_up() -> None:
     bench = _tenants({}, {"busy": 50})
     _share(bench, 1500)
