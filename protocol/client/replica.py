@@ -8,9 +8,10 @@ from protocol.client.routing import Load
 
 TICK_S = 0.1
 _WITHOUT_WORKERS = 10
-"""A core without workers is waited for this many times as long as a lost core: it usually gets them
-back, and it knows which requests they died of. Workers that were killed from outside and must load
-the model again are waited for only as long as a core."""
+"""A core that has lost its workers is waited for this many times as long as a lost core: it usually
+gets them back, and it knows which requests they died of. Workers that were killed from outside and
+must load the model again are waited for only as long as a core, and so is a new core that has no
+workers yet."""
 _NUM_RESTS = 10
 """Ticks between two attempts to move requests that no other replica accepts."""
 
@@ -94,8 +95,10 @@ class Replica:
         client = self.client
         if not client.num_open_requests:
             return []
-        is_loading = client.status is not None and client.status.is_loading_anew
-        patience = 1 if is_loading else _WITHOUT_WORKERS
+        status = client.status
+        is_new = status is not None and status.state is EngineState.STARTING
+        is_loading = status is not None and status.is_loading_anew
+        patience = 1 if is_new or is_loading else _WITHOUT_WORKERS
         is_late = self.unready_s >= patience * failover_s
         is_given_up = self.is_draining or is_late or self.lost_s >= failover_s
         return client.open_ids() if is_given_up else client.held_ids()

@@ -44,6 +44,7 @@ TIMEOUT_S = 30.0
 FACTS = ModelFacts("fake", 1000, 4096, 16, 1000, [2], embedding_size=3)
 READY = Status(EngineState.READY, FACTS, EngineStats())
 RECOVERING = Status(EngineState.RECOVERING, FACTS, EngineStats())
+STARTING = Status(EngineState.STARTING, None, EngineStats())
 
 
 class FakeCore:

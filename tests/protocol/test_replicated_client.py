@@ -20,6 +20,7 @@ from protocol.api_core import (
     Refused,
     RequestError,
     RequestOutput,
+    Status,
 )
 from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import EngineFailed, Overloaded
@@ -38,7 +39,7 @@ from protocol.kv_events import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.protocol.fake_core import FACTS, READY, RECOVERING, TIMEOUT_S, FakeCore
+from tests.protocol.fake_core import FACTS, READY, RECOVERING, STARTING, TIMEOUT_S, FakeCore
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 Cores = list[FakeCore]
@@ -265,7 +266,10 @@ def test_requests_of_a_lost_replica_that_have_begun_continue_at_an_equal_one_onl
     play(cores, act, failover_s=0.1)
 
 
-def test_requests_do_not_wait_for_workers_that_load_the_model(cores: Cores) -> None:
+@pytest.mark.parametrize(
+    "status", [msgspec.structs.replace(RECOVERING, is_loading_anew=True), STARTING]
+)
+def test_requests_do_not_wait_for_workers_that_load_the_model(status: Status, cores: Cores) -> None:
     """Other workers are waited for ten times as long: here longer than the test."""
 
     async def act(client: ReplicatedClient) -> None:
@@ -273,8 +277,9 @@ def test_requests_do_not_wait_for_workers_that_load_the_model(cores: Cores) -> N
             client.submit([5], PARAMS)
         await until(lambda: sum(core.num_added for core in cores) == 4)
         assert cores[1].num_added > 0
-        cores[1].status = msgspec.structs.replace(RECOVERING, is_loading_anew=True)
-        cores[1].send(cores[1].status)
+        cores[1].status = status
+        cores[1].epoch += status is STARTING
+        cores[1].send(status)
         async with asyncio.timeout(5.0):
             await until(lambda: cores[0].num_added == 4)
 
