@@ -325,12 +325,12 @@ async def _report_ready(
 
 
 async def _report_other_models(child: ChildProcess, state: ApiState) -> None:
-    """Report engines with another model for the status, again and again while there are any."""
+    """Report engines with another model for the status, whenever they change."""
     reported: list[str] = []
     while True:
         await asyncio.sleep(_PAUSE_S)
         lines = state.other_models()
-        if lines or reported:
+        if lines != reported:
             child.remark(lines)
         reported = lines
 

@@ -34,16 +34,29 @@ class ExpectedModel:
         return next(filter(None, found), "")
 
     def learn(self, facts: ModelFacts) -> None:
-        """Expect the model of this engine, if it is the first one to serve."""
-        if self._learns and self._learned == _UNKNOWN:
-            self._learned = _files_of(facts)
+        """Expect the model of this engine, if it is the first one to serve.
+
+        A digest that the first one does not publish is that of the next one that has it, and has
+        the other digest.
+        """
+        learned, found = self._learned, _files_of(facts)
+        if self._learns and (learned == _UNKNOWN or _has(found, learned)):
+            self._learned = ModelFiles(
+                learned.tokenizer or found.tokenizer, learned.weights or found.weights
+            )
 
     def keep_if_present(self, engines: Iterable[ModelFacts | None]) -> None:
         """Forget the learned model once none of these engines has it."""
         if self._learned == _UNKNOWN:
             return
-        if all(facts is None or _files_of(facts) != self._learned for facts in engines):
+        if not any(facts and _has(_files_of(facts), self._learned) for facts in engines):
             self._learned = _UNKNOWN
+
+
+def _has(files: ModelFiles, model: ModelFiles) -> bool:
+    """Return whether all digests that both have are equal, and there are any."""
+    common = [pair for pair in zip(files, model, strict=True) if all(pair)]
+    return bool(common) and all(one == other for one, other in common)
 
 
 def _files_of(facts: ModelFacts) -> ModelFiles:

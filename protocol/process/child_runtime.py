@@ -166,8 +166,13 @@ class ChildProcess:
         self._send(Ready(detail, num_gpu_blocks, shown, num_state_blocks))
 
     def remark(self, lines: Sequence[str]) -> None:
-        """Report lines for the status; to be repeated, as a message may be lost."""
-        self._send(Remarks([line[:MAX_TEXT] for line in lines[:MAX_REMARKS]]))
+        """Report lines for the status instead of earlier ones; the last counts those left out."""
+        if self._supervisor is None:
+            return
+        num_more = len(lines) - MAX_REMARKS + 1
+        if num_more > 1:
+            lines = [*lines[:-num_more], f"{num_more} further lines are not shown"]
+        self._supervisor.remark(Remarks([line[:MAX_TEXT] for line in lines]))
 
     def drained(self) -> None:
         """Report that no request is open."""

@@ -1,7 +1,8 @@
 """A child's end of the lifecycle link: its reports to the supervisor, and the commands it gets.
 
 A frame may be lost with its connection, and gaps are ignored on this link. So both ends repeat
-their current state: a child that is ready, or drained, sends that every `REPEAT_S`.
+their current state: a child that is ready, or drained, sends that every `REPEAT_S`, and so it does
+with its remarks.
 """
 
 import logging
@@ -12,6 +13,7 @@ from protocol.lifecycle import (
     Command,
     Drained,
     Ready,
+    Remarks,
     RestartQuery,
     RestartReply,
     StatusQuery,
@@ -39,6 +41,7 @@ class SupervisorLink:
         """Commands to another incarnation, dropped."""
         self._state: Ready | Drained | None = None
         self._wish: RestartQuery | None = None
+        self._remarks: Remarks | None = None
         self._repeat_at = 0.0
 
     def send(self, message: ToSupervisor) -> bool:
@@ -56,10 +59,15 @@ class SupervisorLink:
         self._wish = wish
         self._send_state()
 
+    def remark(self, message: Remarks) -> None:
+        """Send remarks, and repeat them until the next ones; empty ones, too, may be lost."""
+        self._remarks = message
+        self.send(message)
+
     def promoted(self, epoch: int) -> None:
         """Continue under a new epoch, with no state to repeat yet."""
         self._epoch = epoch
-        self._state = None
+        self._state = self._remarks = None
 
     def ask_for_status(self) -> bool:
         """Request the status of all processes once; the reply may be lost."""
@@ -90,6 +98,6 @@ class SupervisorLink:
 
     def _send_state(self) -> None:
         self._repeat_at = self._monotonic() + REPEAT_S
-        for message in (self._state, self._wish):
+        for message in (self._state, self._wish, self._remarks):
             if message is not None:
                 self.send(message)

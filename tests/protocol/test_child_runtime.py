@@ -13,7 +13,16 @@ import pytest
 import zmq
 
 from protocol.config.settings import configure
-from protocol.lifecycle import Drain, Hello, Ready, Role, Stop, decode_to_supervisor
+from protocol.lifecycle import (
+    MAX_REMARKS,
+    Drain,
+    Hello,
+    Ready,
+    Remarks,
+    Role,
+    Stop,
+    decode_to_supervisor,
+)
 from protocol.message import Message, encode
 from protocol.process import child_runtime, supervisor_link
 from protocol.process.child_runtime import ChildProcess
@@ -149,6 +158,19 @@ def test_a_child_checks_periodically_and_repeats_its_state(
 
     loop.run_until_complete(main())
     assert [type(bench.receive()) for _ in range(2)] == [Ready, Ready]
+
+
+def test_remarks_that_are_too_many_are_counted(bench: Bench) -> None:
+    lines = [f"replica {number} gets no requests" for number in range(MAX_REMARKS + 4)]
+    for count in (MAX_REMARKS, MAX_REMARKS + 1, MAX_REMARKS + 4):
+        bench.child.remark(lines[:count])
+        remarks = bench.receive()
+        assert isinstance(remarks, Remarks)
+        *shown, last = remarks.lines
+        assert shown == lines[: MAX_REMARKS - 1]
+        num_more = count - MAX_REMARKS + 1
+        rest = f"{num_more} further lines are not shown"
+        assert last == (lines[count - 1] if num_more == 1 else rest)
 
 
 def test_more_commands_than_one_look_takes_are_all_delivered(

@@ -290,6 +290,24 @@ def test_own_files_are_compared_with_engines_of_other_machines_only() -> None:
     assert differ == {"tokenizer"}
 
 
+def test_a_digest_that_the_first_engine_lacks_is_that_of_another_with_its_model() -> None:
+    first, second, third, strange = (
+        type(FACTS)(**{**as_dict(), "tokenizer": tokenizer, "weights": weights})
+        for tokenizer, weights in [("", "w1"), ("t1", "w1"), ("t2", "w1"), ("t2", "")]
+    )
+    expected = ExpectedModel()
+    for facts in (first, strange):
+        assert not expected.difference(facts, REMOTE)
+        expected.learn(facts)
+    assert not expected.difference(second, REMOTE)
+    expected.learn(second)
+    assert "tokenizer t2 instead of t1" in expected.difference(third, REMOTE)
+    expected.keep_if_present([None, first, third])
+    assert expected.difference(third, REMOTE)
+    expected.keep_if_present([None, third])
+    assert not expected.difference(third, REMOTE)
+
+
 def as_dict() -> dict[str, object]:
     return {name: getattr(FACTS, name) for name in FACTS.__struct_fields__}
 

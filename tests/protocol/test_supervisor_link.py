@@ -11,6 +11,7 @@ from protocol.lifecycle import (
     Drained,
     Promote,
     Ready,
+    Remarks,
     RestartQuery,
     RestartReply,
     Role,
@@ -84,6 +85,17 @@ def test_only_the_current_state_is_repeated(
     clock.now += REPEAT_S
     link.read()
     assert channel.sent == [(EPOCH, Drained())] * 2
+
+
+def test_remarks_are_repeated_after_the_last_was_withdrawn_too(
+    link: SupervisorLink, channel: FakeChannel, clock: Clock
+) -> None:
+    for remarks in (Remarks(["replica 1 gets no requests"]), Remarks([])):
+        channel.sent.clear()
+        link.remark(remarks)
+        clock.now += REPEAT_S
+        link.read()
+        assert channel.sent == [(EPOCH, remarks)] * 2
 
 
 def test_a_promotion_revokes_earlier_reports(
