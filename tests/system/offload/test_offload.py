@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -305,3 +307,60 @@ def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
         engine.kill(Role.WORKER)
         assert tokens_of(client) == alone
         assert num_loaded(client) == loaded
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_delays_its_requests_and_no_stream(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """A read of a pipe that no process writes to waits as a read of such a disk does."""
+    engine = start(start_engine, "--kv-offload-dir", str(tmp_path / "kv"))
+    with connected(engine) as client:
+        alone = tokens_of(client)
+        wait_for_files(tmp_path, NUM_PROMPTS * (PROMPT_LEN // 16))
+        for file in files_in(tmp_path):
+            file.unlink()
+            os.mkfifo(file)
+        engine.kill(Role.WORKER)
+        beside = [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)
+        client.submit(*beside).result(LOAD_TIMEOUT_S)
+        delayed = [client.submit(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+        began = last = time.monotonic()
+        num_beside, longest_s = 0, 0.0
+        while client._client.num_open_requests == NUM_PROMPTS:
+            for _ in client.submit(*beside):
+                longest_s = max(longest_s, time.monotonic() - last)
+                last = time.monotonic()
+            num_beside += 1
+        waited_s = time.monotonic() - began
+        assert [stream.result(LOAD_TIMEOUT_S).token_ids for stream in delayed] == alone
+        assert waited_s > 5.0
+        assert num_beside > 5
+        assert longest_s < 2.0
+        assert num_loaded(client) == 0
+    stop(engine)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(directory)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("file systems cannot be mounted here")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_costs_no_token(start_engine: EngineFactory, small_disk: Path) -> None:
+    flags = ("--kv-offload-dir", str(small_disk / "kv"), "--kv-offload-dir-bytes", str(2**26))
+    engine = start(start_engine, *flags)
+    with connected(engine) as client:
+        alone = tokens_of(client)
+        eventually(lambda: os.statvfs(small_disk).f_bfree < 16, "the disk is full")
+        for _ in range(2):
+            engine.kill(Role.WORKER)
+            assert tokens_of(client) == alone
+    stop(engine)
