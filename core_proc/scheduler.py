@@ -80,6 +80,7 @@ class Scheduler:
         longest = longest_sequence(options.block_size, len(options.kv_groups))
         self._max_model_len = min(options.max_model_len, longest)
         self._eos_token_ids = frozenset(options.eos_token_ids)
+        self._token_budget = options.token_budget
 
         self.policy = make_policy(options)
         self.offload = offload
@@ -147,7 +148,7 @@ class Scheduler:
             if may_hold_back and self.speculation.holds_back(len(self.running)):
                 return None
             self.speculation.limits.review(self.running)
-        step = ScheduledStep(self.options.token_budget, self._threshold())
+        step = ScheduledStep(self._token_budget, self._threshold())
         if self.prompt_budget.is_on:
             num_decoding = sum(map(self._decodes, self.running))
             step.prompt_left = self.prompt_budget.num_tokens(num_decoding)
@@ -285,7 +286,9 @@ class Scheduler:
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit from the front of the queue until a request does not fit."""
-        if self.waiting and self.options.enable_prefix_caching:
+        if not self.waiting:
+            return
+        if self.options.enable_prefix_caching:
             # The blocks that this step fills without a visit: new requests may hit them.
             for due in self.queues.due_index.due_next():
                 try:
@@ -397,24 +400,24 @@ class Scheduler:
             self._departures.finished_req_ids.remove(request.req_id)
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:
-        left = self._departures
-        if not (step.num_tokens or left.preempted_req_ids or left.finished_req_ids):
+        left, num_tokens = self._departures, step.num_tokens
+        if not (num_tokens or left.preempted_req_ids or left.finished_req_ids):
             return None
         message = step.message(
             self.next_step_id,
             left.preempted_req_ids,
             left.finished_req_ids,
             self.swapper.take_copies(),
-            self.speculation.sent(step.num_tokens, step.sampling),
+            self.speculation.sent(num_tokens, step.sampling),
         )
         left.forget_named()
         self.in_flight.append((self.next_step_id, step.sampling))
-        self.prompt_budget.sent(step.num_tokens, step.num_prompt_tokens)
+        self.prompt_budget.sent(num_tokens, step.num_prompt_tokens)
         if self.offload is not None:
-            self.offload.costs.sent(step.num_tokens, step.num_prompt_tokens)
+            self.offload.costs.sent(num_tokens, step.num_prompt_tokens)
         self.next_step_id += 1
-        self.num_scheduled_tokens += step.num_tokens
-        self.largest_step = max(self.largest_step, step.num_tokens)
+        self.num_scheduled_tokens += num_tokens
+        self.largest_step = max(self.largest_step, num_tokens)
         return message
 
     def update_from_output(self, output: ModelRunnerOutput) -> list[StepResult]:

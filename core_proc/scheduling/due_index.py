@@ -21,8 +21,11 @@ class DueIndex:
     def begin_step(self) -> list[Request]:
         """Return the due requests, by admission; the caller re-enters those that still run."""
         self.now += 1
+        entered = self._entries.pop(self.now, None)
+        if entered is None:
+            return []
         due = []
-        for request in self._entries.pop(self.now, ()):
+        for request in entered:
             if request.due_at == self.now:
                 request.due_at = 0  # a request may have two entries for one step
                 due.append(request)

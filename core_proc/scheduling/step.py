@@ -91,13 +91,15 @@ class ScheduledStep:
 
     def advance(self, requests: list[Request]) -> int:
         """Grant one token to each request, in order, while the budget lasts; return the number."""
-        if len(requests) > self.budget:
-            requests = requests[: self.budget]
+        number = len(requests)
+        if number > self.budget:
+            number = self.budget
+            requests = requests[:number]
         for request in requests:
             request.num_computed_tokens += 1
         self.sampling += requests
-        self.budget -= len(requests)
-        return len(requests)
+        self.budget -= number
+        return number
 
     def introduce(self, request: Request, num_computed_tokens: int, num_cached_tokens: int) -> None:
         """Add all data of a request that the worker does not know."""

@@ -88,10 +88,11 @@ class PrefixIndex:
         """Add consecutive pieces that a replica has, or will have; it keeps at most `most`."""
         known = self._known.setdefault(replica, OrderedDict())
         for name in reversed(names):  # the last pieces are forgotten first
-            if name not in known:
+            if name in known:
+                known.move_to_end(name)
+            else:
                 known[name] = None
                 self._holders.setdefault(name, []).append(replica)
-            known.move_to_end(name)
         while len(known) > most:
             self._drop(replica, known.popitem(last=False)[0])
 

@@ -12,6 +12,7 @@ replica.
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from protocol.client.hash_ring import HashRing
@@ -77,9 +78,12 @@ class Candidate(NamedTuple):
         return self.load.num_tokens - self.num_cached_tokens
 
 
+_cost = attrgetter("cost")
+
+
 def cheapest(candidates: Iterable[Candidate]) -> Candidate:
     """Return the replica with the lowest cost; the first among equals."""
-    return min(candidates, key=lambda candidate: candidate.cost)
+    return min(candidates, key=_cost)
 
 
 class Router:
@@ -112,10 +116,12 @@ class Router:
             kind: names the requests that the same replicas may compute; they take turns.
         """
 
-        def serves(number: int) -> bool:
-            return self._targets[number].serves and (may is None or may(number))
+        targets = self._targets
 
-        every = range(len(self._targets))
+        def serves(number: int) -> bool:
+            return targets[number].serves and (may is None or may(number))
+
+        every = range(len(targets))
         if self.policy is RoutingPolicy.ROUND_ROBIN:
             number = next(_in_turn(every, self._turns.get(kind, 0), serves), None)
             if number is None:
@@ -159,9 +165,13 @@ class Router:
     ) -> dict[int, None]:
         """Draw up to `count` replicas that serve."""
         found: dict[int, None] = {}
-        for _ in range(min(count, len(numbers))):
-            in_turn = _in_turn(numbers, self._rng.randrange(len(numbers)), serves)
-            number = next((number for number in in_turn if number not in found), None)
+        size = len(numbers)
+        for _ in range(min(count, size)):
+            first = int(self._rng.random() * size)
+            number: int | None = numbers[first]
+            if number in found or not serves(numbers[first]):
+                in_turn = _in_turn(numbers, first, serves)
+                number = next((number for number in in_turn if number not in found), None)
             if number is None:
                 break
             found[number] = None

@@ -1,6 +1,12 @@
-"""A replica in virtual time: the real scheduler, and steps whose times are modelled."""
+"""A replica in virtual time: the real scheduler, and steps whose times are modelled.
+
+Only the ends of requests affect other replicas. So a replica computes several steps at a time, as
+late as possible: when a request may end, when it gets another one, and when its load is asked for
+and may have changed. The result is the same as if each step were computed at its own time.
+"""
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from core_proc.options import SchedulerOptions
@@ -35,6 +41,8 @@ class Asked(NamedTuple):
 class Answered(NamedTuple):
     """What has become of a turn in a step."""
 
+    time: float
+    """Of the end of the step."""
     asked: Asked
     request: Request
     is_first: bool
@@ -45,8 +53,11 @@ class Answered(NamedTuple):
 class SimulatedReplica:
     """One engine, and what the router's client knows of it."""
 
-    def __init__(self, number: int, costs: StepCosts, num_blocks: int) -> None:
+    def __init__(
+        self, number: int, costs: StepCosts, num_blocks: int, now: Callable[[], float]
+    ) -> None:
         self.number = number
+        self._now = now
         self._costs = costs
         self._num_blocks = num_blocks
         self.serves = True
@@ -55,6 +66,8 @@ class SimulatedReplica:
         self.busy_s = 0.0
         self.num_computed = 0
         """Tokens."""
+        self.wakes_at: float | None = None
+        """When the world wakes it next."""
         self._begin()
 
     def _begin(self) -> None:
@@ -66,14 +79,24 @@ class SimulatedReplica:
         self._asked: dict[int, Asked] = {}
         self._num_unstarted = 0
         self._step: SchedulerOutput | None = None
+        self._ends_at = 0.0
+        """When the step ends."""
+        self._least_s = 0.0
+        """Least time of each further step in which no request ends."""
+        self._num_left = 0
+        """Steps after which a request may end, at the earliest."""
+        self._answered: list[Answered] = []
 
     def load(self) -> Load:
+        if self._num_unstarted:
+            self._advance()
         return Load(len(self._asked), self._num_unstarted, 0)
 
     # Requests -----------------------------------------------------------------------------------
 
     def add(self, req_id: int, asked: Asked, outputs: "array[int]") -> None:
         """Accept a turn, which may have got some outputs elsewhere."""
+        self._advance()
         params = SamplingParams(max_tokens=asked.turn.num_outputs, ignore_eos=True)
         request = Request(
             req_id,
@@ -86,33 +109,57 @@ class SimulatedReplica:
         self._asked[req_id] = asked
         if not outputs:
             self._num_unstarted += _num_uncached(asked)
+        num_left = asked.turn.num_outputs - len(outputs)
+        self._num_left = min(self._num_left, num_left) if len(self._asked) > 1 else num_left
+        if self._step is None:
+            self._begin_step(self._now())
 
-    def begin_step(self) -> float | None:
-        """Decide a step; returns its seconds, or None if there is nothing to compute."""
-        if self._step is not None:
+    @property
+    def next_end(self) -> float | None:
+        """A time before or at the next end of a request; None: there is none."""
+        if not self._asked:
             return None
+        return self._ends_at + (self._num_left - 1) * self._least_s
+
+    def take_answers(self) -> list[Answered]:
+        """Compute until now; return what has become of the turns."""
+        self._advance()
+        answered, self._answered = self._answered, []
+        return answered
+
+    def _advance(self) -> None:
+        """Compute the steps that have ended by now."""
+        now = self._now()
+        while self._step is not None and self._ends_at <= now:
+            self._end_step()
+            self._begin_step(self._ends_at)
+
+    def _begin_step(self, now: float) -> None:
+        """Decide a step, if there is something to compute."""
         step = self._step = self._scheduler.schedule()
         if step is None:
-            return None
-        num_prompt = sum(count for count in step.num_scheduled_tokens.values() if count > 1)
+            return
+        num_prompt = sum([count for count in step.num_scheduled_tokens.values() if count > 1])
         num_tokens = step.total_num_scheduled_tokens
-        num_context = sum(request.num_computed_tokens for request in self._scheduler.running)
+        running = self._scheduler.running
+        num_context = sum([request.num_computed_tokens for request in running])
         self.num_steps += 1
         self.num_computed += num_tokens
         seconds = self._costs.seconds(num_tokens - num_prompt, num_prompt, num_context)
         self.busy_s += seconds
-        return seconds
+        self._ends_at = now + seconds
+        self._least_s = self._costs.seconds(len(running), 0, num_context)
 
-    def end_step(self) -> list[Answered]:
-        """Take in the tokens of the step that was begun."""
-        step, self._step = self._step, None
+    def _end_step(self) -> None:
+        """Take in the tokens of the step."""
+        step, now = self._step, self._ends_at
         assert step is not None
         _, sampling = self._scheduler.in_flight[0]
         output = ModelRunnerOutput(step.step_id, [_TOKEN] * len(sampling))
-        answered = []
+        self._num_left -= 1
         for result in self._scheduler.update_from_output(output):
             request, is_finished = result.request, result.finish_reason is not None
-            is_first = request.num_output_tokens == 1
+            is_first = len(request.token_ids) == request.num_prompt_tokens + 1
             if not (is_first or is_finished):
                 continue
             asked = self._asked[request.req_id]
@@ -120,13 +167,18 @@ class SimulatedReplica:
                 self._num_unstarted -= _num_uncached(asked)
             if is_finished:
                 del self._asked[request.req_id]
-            answered.append(Answered(asked, request, is_first, is_finished))
-        return answered
+                assert now == self._now(), "a request has ended before its replica was woken"
+            self._answered.append(Answered(now, asked, request, is_first, is_finished))
+        if self._num_left <= 0:
+            requests = self._scheduler.requests.values()
+            left = (request.max_num_tokens - request.num_tokens for request in requests)
+            self._num_left = min(left, default=0)
 
     # The end ------------------------------------------------------------------------------------
 
     def die(self) -> list[tuple[int, Asked, "array[int]"]]:
         """Lose everything; returns the open requests, oldest first, with their outputs."""
+        assert not self._answered
         requests = self._scheduler.requests
         lost = []
         for req_id, asked in self._asked.items():
@@ -134,6 +186,7 @@ class SimulatedReplica:
             assert request.status is not RequestStatus.FINISHED_STOPPED
             lost.append((req_id, asked, request.token_ids[request.num_prompt_tokens :]))
         self.serves = False
+        self.wakes_at = None
         self.incarnation += 1
         self._begin()
         return lost

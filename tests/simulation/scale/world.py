@@ -4,7 +4,6 @@ import heapq
 import time
 from array import array
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from random import Random
 from typing import NamedTuple
@@ -23,6 +22,7 @@ PIECE_TOKENS = piece_tokens(BLOCK_TOKENS)
 CAPACITY = 6.5
 """Requests a second that a replica answers at most, with most of their prompts cached."""
 _NO_OUTPUTS = array("I")
+_Arguments = tuple[object, ...]
 
 
 class Plan(NamedTuple):
@@ -53,8 +53,9 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self.now = 0.0
         self._replicas = [
-            SimulatedReplica(number, plan.costs, plan.num_blocks)
+            SimulatedReplica(number, plan.costs, plan.num_blocks, lambda: self.now)
             for number in range(plan.num_replicas)
         ]
         self._router = Router(plan.policy, self._replicas, Random(plan.seed))
@@ -62,11 +63,10 @@ class World:
         self._workload = Workload(plan.seed, num_conversations)
         self._beginnings = self._workload.beginnings(num_conversations, plan.duration_s)
         self._ids = count(1)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], _Arguments]] = []
         self._order = count()
         self._waiting: list[tuple[int, Asked, array[int]]] = []
         """Requests of replicas that are gone, while none serves."""
-        self.now = 0.0
         self.tally = Tally(plan.num_replicas, plan.duration_s)
 
     def run(self) -> Tally:
@@ -76,14 +76,15 @@ class World:
         if plan.lost_share:
             self._at(0.45 * plan.duration_s, self._lose_some)
         events = self._events
+        pop = heapq.heappop
         while events:
-            self.now, _, event = heapq.heappop(events)
-            event()
+            self.now, _, event, arguments = pop(events)
+            event(*arguments)
         self.tally.end(self._replicas, self.now)
         return self.tally
 
-    def _at(self, when: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), event))
+    def _at(self, when: float, event: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event, arguments))
 
     # Clients ------------------------------------------------------------------------------------
 
@@ -115,34 +116,39 @@ class World:
         self._router.index.add(chosen.number, names, self._plan.num_blocks)
         self.tally.routed(hashed - began, time.perf_counter_ns() - hashed)
         replica = self._replicas[chosen.number]
-        replica.add(req_id, asked._replace(num_expected=chosen.num_cached_tokens), outputs)
-        self._begin_step(replica)
+        replica.add(req_id, Asked(asked.turn, asked.sent_at, chosen.num_cached_tokens), outputs)
+        self._wake_later(replica)
 
     # Replicas -----------------------------------------------------------------------------------
 
-    def _begin_step(self, replica: SimulatedReplica) -> None:
-        seconds = replica.begin_step()
-        if seconds is not None:
-            self._at(self.now + seconds, partial(self._end_step, replica, replica.incarnation))
+    def _wake_later(self, replica: SimulatedReplica) -> None:
+        """Wake a replica before or at the next end of a request."""
+        when = replica.next_end
+        if when is not None and (replica.wakes_at is None or when < replica.wakes_at):
+            replica.wakes_at = when
+            self._at(when, self._wake, replica, when)
 
-    def _end_step(self, replica: SimulatedReplica, incarnation: int) -> None:
-        if replica.incarnation != incarnation:
-            return
-        for answered in replica.end_step():
+    def _wake(self, replica: SimulatedReplica, when: float) -> None:
+        if replica.wakes_at == when:  # else it was woken earlier, or has died
+            replica.wakes_at = None
+            self._take_answers(replica)
+            self._wake_later(replica)
+
+    def _take_answers(self, replica: SimulatedReplica) -> None:
+        for answered in replica.take_answers():
             self._on_answer(answered)
-        self._begin_step(replica)
 
     def _on_answer(self, answered: Answered) -> None:
-        asked, request, is_first, is_finished = answered
+        time_s, asked, request, is_first, is_finished = answered
         if is_first:
-            self.tally.started(self.now, asked, request)
+            self.tally.started(time_s, asked, request)
         if not is_finished:
             return
         self.tally.num_answered += 1
         answer = request.token_ids[request.num_prompt_tokens :]
         following = self._workload.next_turn(asked.turn, answer)
         if following is not None:
-            self._at(self.now + self._workload.pause_s(), partial(self._ask, following))
+            self._at(self.now + self._workload.pause_s(), self._ask, following)
 
     # A loss -------------------------------------------------------------------------------------
 
@@ -150,8 +156,9 @@ class World:
         """A share of the replicas dies: their requests go on elsewhere after a while."""
         number = max(1, int(self._plan.lost_share * len(self._replicas)))
         for replica in self._replicas[:number]:
-            self._at(self.now + FAILOVER_S, partial(self._move, replica.number, replica.die()))
-            self._at(self.now + self._plan.away_s, partial(self._return, replica))
+            self._take_answers(replica)
+            self._at(self.now + FAILOVER_S, self._move, replica.number, replica.die())
+            self._at(self.now + self._plan.away_s, self._return, replica)
         self.tally.num_lost_replicas = number
 
     def _move(self, number: int, lost: list[tuple[int, Asked, "array[int]"]]) -> None:
