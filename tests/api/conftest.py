@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from httpx._transports import default as transports
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from protocol.config.settings import configure
@@ -24,6 +26,14 @@ CORPUS = [
     "def main() -> None:\n    print('hello, world')\n",
     "Ünïcödé, 日本語のテキスト, emoji 🙂🎉👩‍👩‍👧 and more.",
 ] * 20
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_ssl_context() -> Iterator[None]:
+    """Read the web's authorities once: each client of httpx would take 20 ms to do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transports, "create_ssl_context", cache(transports.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="package")
