@@ -67,7 +67,7 @@ def _place(setting: str, given: str) -> tuple[Path | None, str]:
     if not directory.exists() and _HUB_NAME.fullmatch(given):
         return None, given
     if not (directory / "config.json").is_file():
-        raise ConfigError(_why_not_a_model(setting, directory))
+        raise ConfigError(_why_not_a_model(setting, directory, given))
     return directory, given if bundled else directory.name
 
 
@@ -82,7 +82,7 @@ def _gguf_model(setting: str, path: Path) -> str:
     return part.model
 
 
-def _why_not_a_model(setting: str, directory: Path) -> str:
+def _why_not_a_model(setting: str, directory: Path, given: str) -> str:
     """Return a line with the error in a path, and a suggestion."""
     what = f"{setting} {directory}"
     if directory.is_dir():
@@ -91,12 +91,18 @@ def _why_not_a_model(setting: str, directory: Path) -> str:
         return f"{what} has no config.json; give {give}"
     if directory.exists():
         return f"{what} is a file; give a directory that holds config.json, or a .gguf file"
-    hint = local_hint(str(directory))
+    hint = local_hint(str(directory)) or _bundled_hint(given)
     return f"{what} does not exist" + (
         hint
         or "; give a checkpoint directory, a model of the Hugging Face hub as ORGANIZATION/NAME, "
         "a GGUF file, 'demo', 'demo-chat' or 'null'"
     )
+
+
+def _bundled_hint(name: str) -> str:
+    """Suggest the model that needs no path whose name is most like a name, if one is similar."""
+    close = difflib.get_close_matches(name, (*BUNDLED_MODELS, "null"), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _names_in(directory: Path) -> list[str]:

@@ -36,6 +36,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("nothing", "model {}/nothing does not exist; give a checkpoint directory, a model "),
         ("Qwen3-0.6b", "model {0}/Qwen3-0.6b does not exist; did you mean {0}/Qwen3-0.6B?"),
+        ("demo_chat", "model {}/demo_chat does not exist; did you mean demo-chat?"),
+        ("nul", "model {}/nul does not exist; did you mean null?"),
         ("empty", "model {}/empty has no config.json; give a directory in Hugging Face format"),
         ("weights.bin", "model {}/weights.bin is a file; give a directory that holds config.json"),
     ],
