@@ -47,42 +47,18 @@ void store(Team& team, const Layer& layer, const Step& step, const Rows& key, co
   }
 }
 
-// The weight of a score relative to a greater one.
-struct Exponential {
-  static constexpr float kUnit = 1.0f;
-  float operator()(float x) const { return exp_of(splat(x))[0]; }
-};
-
-// Query rows of one KV head, and the state of their online softmax over the current section.
-struct Tile {
-  int num_rows, dim, vdim, padded_vdim;  // dimensions of a key and a value, and vdim in whole vectors
+// Query rows of one KV head, and the state of their softmax.
+struct Tile : OnlineSoftmax<kTileRows, Exponential> {
+  int num_rows, dim, vdim;  // dim and vdim: dimensions of a key and a value
   float softcap;
   TileBiases<kTileRows> biases;
   int position[kTileRows];      // the last position that a row sees
   int visible_from[kTileRows];  // the first one
-  float running_max[kTileRows];
-  EndedSections<kTileRows, Exponential> ended;
-  alignas(64) float query[kTileRows * kMaxDim];         // [row][dim], scaled
-  alignas(64) float accumulators[kTileRows * kMaxDim];  // [row][padded_vdim], sums of weighted values
-  alignas(64) float weights[kTileRows][kLanes];         // of a span: scores, then weights
-  alignas(64) float weight_sums[kTileRows][kLanes];     // partial sums, one for each lane
+  alignas(64) float query[kTileRows * kMaxDim];  // [row][dim], scaled
+  alignas(64) float weights[kTileRows][kLanes];  // of a span: scores, then weights
 
-  void begin_section(int r) {
-    running_max[r] = kNegInf;
-    std::memset(weight_sums[r], 0, sizeof(weight_sums[r]));
-    std::memset(accumulators + r * padded_vdim, 0, sizeof(float) * padded_vdim);
-  }
-
-  RowSums current_section(int r) {
-    const float sum = fold(load(weight_sums[r]), [](Vec a, Vec b) { return a + b; });
-    return {running_max[r], sum, accumulators + r * padded_vdim};
-  }
-
-  void end_section() {
-    for (int r = 0; r < num_rows; r++) {
-      ended.add(r, current_section(r), padded_vdim);
-      begin_section(r);
-    }
+  void end_sections() {
+    for (int r = 0; r < num_rows; r++) end_section(r);
   }
 };
 
@@ -127,19 +103,13 @@ void score(Tile& tile, int first, const Span<T>& span) {
     }
 }
 
-// Raises a row's running maximum to its greatest score, and rescales its weights and accumulators.
+// Raises a row's running maximum to its greatest score.
 [[gnu::noinline]] inline void raise_maximum(Tile& tile, int r, const Part (&scores)[kParts]) {
   float highest = kNegInf;
   for (const Part& part : scores)
     for (int lane = 0; lane < kPartLanes; lane++) highest = std::max(highest, part[lane]);
-  if (!(highest > tile.running_max[r])) return;  // some score is NaN, and none exceeds the maximum
-  if (tile.running_max[r] != kNegInf) {
-    const float factor = Exponential()(tile.running_max[r] - highest);
-    float* sums = tile.accumulators + r * tile.padded_vdim;
-    for (int i = 0; i < tile.padded_vdim; i++) sums[i] *= factor;
-    for (float& sum : tile.weight_sums[r]) sum *= factor;
-  }
-  tile.running_max[r] = highest;
+  // Otherwise some score is NaN, and none exceeds the maximum.
+  if (highest > tile.running_max[r]) tile.raise_maximum(r, highest);
 }
 
 // Replaces a row's scores of a span by softmax weights, and adds them to the row's sum. Returns false,
@@ -184,9 +154,10 @@ inline bool softmax_row(Tile& tile, int r, int first_position, int num_slots) {
 template <typename T, int R, int C>
 void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
   Part acc[R][C];
-  float* out = tile.accumulators + first * tile.padded_vdim + column;
+  float* const out = tile.accumulator(first) + column;
+  const int stride = tile.accumulator_stride();
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = part_at(out + r * tile.padded_vdim + c * kPartLanes);
+    for (int c = 0; c < C; c++) acc[r][c] = part_at(out + r * stride + c * kPartLanes);
   for (int k = 0; k < span.count; k++) {
     const T* values = span.values + k * span.value_stride + column;
     for (int c = 0; c < C; c++) {
@@ -196,7 +167,7 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++)
-      std::memcpy(out + r * tile.padded_vdim + c * kPartLanes, &acc[r][c], sizeof(Part));
+      std::memcpy(out + r * stride + c * kPartLanes, &acc[r][c], sizeof(Part));
 }
 
 // Scores, softmax and weighted values of R rows for one span.
@@ -300,8 +271,7 @@ template <typename T>
   prefetch<0>(static_cast<const T*>(layer.values) + head * values, values * sizeof(T));
 }
 
-// Attends to a segment's positions, span by span. A span begins at the start of a block or a section,
-// or 16 positions after another span.
+// Attends to a segment's positions, span by span.
 template <typename T>
 void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
                     Positions positions, SpanCopy& copy) {
@@ -312,12 +282,8 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
     const int64_t id = step.tables[step.table_offset[segment] + block];
     return id * layer.num_kv_heads + kv_head;
   };
-  int num_slots;
-  for (int base = std::max(earliest / size * size, earliest / kSectionSlots * kSectionSlots);
-       base <= last; base += num_slots) {
+  for_spans<kLanes>(earliest, last, size, [&](int base, int num_slots) {
     const int block = base / size, offset = base % size;
-    num_slots = std::min({kLanes, size - offset, kSectionSlots - base % kSectionSlots});
-    if (base + num_slots <= earliest) continue;
     const int64_t head = head_in(block);
     if (offset == 0 && block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
     const int count = std::min(last - base + 1, num_slots);
@@ -329,8 +295,8 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
       span.value_scales = values + size * tile.vdim + offset * sizeof(float);
     }
     attend_span_or_copy(tile, span, copy);
-    if ((base + count) % kSectionSlots == 0) tile.end_section();
-  }
+    if ((base + count) % kSectionSlots == 0) tile.end_sections();
+  });
 }
 
 // Attention of one KV head of a layer in one step.
@@ -394,8 +360,7 @@ class Head {
       tile_.position[r] = step_.start[segment] + first_token + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
       tile_.biases.take<T>(r, layer_, terms_, first_row + token, head, tile_.position[r]);
-      tile_.ended.clear(r);
-      tile_.begin_section(r);
+      tile_.begin(r);
     }
     const auto attend_pools = [&](auto element) {
       attend_context<decltype(element)>(tile_, layer_, step_, segment, kv_head_, piece.positions(),
@@ -407,11 +372,7 @@ class Head {
       with_codes(layer_, attend_pools);
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
-      const RowSums sums = tile_.ended.merged(r, tile_.current_section(r), tile_.padded_vdim);
-      if (piece.is_whole())
-        write(first_row + token, head, sums);
-      else
-        piece.keep(index + token, head, sums);
+      piece.finish(first_row + token, index + token, head, tile_.merged(r), write);
     }
   }
 

@@ -23,40 +23,17 @@ constexpr int kLatentRegisterRows = 4;
 // Keys, or registers of values, of a register tile.
 constexpr int kLatentRegisterColumns = kPartLanes == kLanes ? 4 : 2;
 
-// The weight of a score relative to a greater one.
-struct LatentPower {
-  float operator()(float x) const { return exp_of(splat(x))[0]; }
-};
-
-// Query rows, and the state of their online softmax over the current section. Rows from num_rows on, up
-// to a multiple of kLatentRegisterRows, are padding: zeros.
-struct LatentTile {
-  int num_rows, padded_rows, padded_dim, padded_vdim, window;
+// Query rows, and the state of their softmax. Rows from num_rows on, up to a multiple of
+// kLatentRegisterRows, are padding: zeros.
+struct LatentTile : OnlineSoftmax<kMaxLatentRows, Exponential> {
+  int num_rows, padded_rows, padded_dim, window;
   int position[kMaxLatentRows];
-  float running_max[kMaxLatentRows];
-  EndedSections<kMaxLatentRows, LatentPower> ended;
   alignas(64) float query[kMaxLatentRows * kMaxLatentDim];
-  alignas(64) float accumulators[kMaxLatentRows * kMaxDim];  // [row][padded_vdim]
-  alignas(64) float weights[kMaxLatentRows][kLatentSpan];    // of a span: scores, then weights
-  alignas(64) float weight_sums[kMaxLatentRows][kLanes];     // partial sums, one for each lane
+  alignas(64) float weights[kMaxLatentRows][kLatentSpan];  // of a span: scores, then weights
   alignas(64) float copy[kLatentSpan * kMaxLatentDim];
 
-  void begin_section(int r) {
-    running_max[r] = kNegInf;
-    std::memset(weight_sums[r], 0, sizeof(weight_sums[r]));
-    std::memset(accumulators + r * padded_vdim, 0, sizeof(float) * padded_vdim);
-  }
-
-  RowSums current_section(int r) {
-    const float sum = fold(load(weight_sums[r]), [](Vec a, Vec b) { return a + b; });
-    return {running_max[r], sum, accumulators + r * padded_vdim};
-  }
-
-  void end_section() {
-    for (int r = 0; r < num_rows; r++) {
-      ended.add(r, current_section(r), padded_vdim);
-      begin_section(r);
-    }
+  void end_sections() {
+    for (int r = 0; r < num_rows; r++) end_section(r);
   }
 };
 
@@ -105,15 +82,7 @@ inline void softmax_latent_row(LatentTile& tile, int r, int first_position, int 
     highest = std::max(highest, weights[i]);
     is_nan |= weights[i] != weights[i];
   }
-  if (highest > tile.running_max[r]) {
-    if (tile.running_max[r] != kNegInf) {
-      const float factor = LatentPower()(tile.running_max[r] - highest);
-      float* sums = tile.accumulators + r * tile.padded_vdim;
-      for (int i = 0; i < tile.padded_vdim; i += kLanes) save(load(sums + i) * factor, sums + i, kLanes);
-      save(load(tile.weight_sums[r]) * factor, tile.weight_sums[r], kLanes);
-    }
-    tile.running_max[r] = highest;
-  }
+  if (highest > tile.running_max[r]) tile.raise_maximum(r, highest);
   if (tile.running_max[r] == kNegInf && !is_nan) {
     std::memset(weights, 0, sizeof(tile.weights[r]));
     return;
@@ -133,9 +102,10 @@ template <typename T, int C>
 void accumulate_latent(LatentTile& tile, int first, int column, const LatentSpan<T>& span) {
   constexpr int R = kLatentRegisterRows;
   Part sums[R][C];
-  float* out = tile.accumulators + first * tile.padded_vdim + column;
+  float* const out = tile.accumulator(first) + column;
+  const int stride = tile.accumulator_stride();
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sums[r][c] = part_at(out + r * tile.padded_vdim + c * kPartLanes);
+    for (int c = 0; c < C; c++) sums[r][c] = part_at(out + r * stride + c * kPartLanes);
   for (int slot = 0; slot < span.count; slot++) {
     const T* values = span.rows + static_cast<int64_t>(slot) * span.stride + column;
     Part value[C];
@@ -150,7 +120,7 @@ void accumulate_latent(LatentTile& tile, int first, int column, const LatentSpan
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++)
-      std::memcpy(out + r * tile.padded_vdim + c * kPartLanes, &sums[r][c], sizeof(Part));
+      std::memcpy(out + r * stride + c * kPartLanes, &sums[r][c], sizeof(Part));
 }
 
 // Updates all rows of a tile by one span.
@@ -230,8 +200,7 @@ class LatentHeads {
     for (int r = 0; r < tile_.padded_rows; r++) {
       float* const to = tile_.query + r * tile_.padded_dim;
       std::memset(to, 0, tile_.padded_dim * sizeof(float));
-      tile_.ended.clear(r);
-      tile_.begin_section(r);
+      tile_.begin(r);
       tile_.position[r] = -1;  // all positions are masked
       if (r >= tile_.num_rows) continue;
       const int token = r / num_heads_, head = first_head_ + r % num_heads_;
@@ -243,36 +212,26 @@ class LatentHeads {
     attend_context(segment, piece.positions());
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / num_heads_, head = first_head_ + r % num_heads_;
-      const RowSums sums = tile_.ended.merged(r, tile_.current_section(r), tile_.padded_vdim);
-      if (piece.is_whole())
-        write(first_row + token, head, sums);
-      else
-        piece.keep(index + token, head, sums);
+      piece.finish(first_row + token, index + token, head, tile_.merged(r), write);
     }
   }
 
-  // A span begins at the start of a block or a section, or kLatentSpan positions after another span.
   void attend_context(int segment, Positions positions) {
     const int size = layer_.block_size, dim = layer_.head_dim;
     const int last = std::min(tile_.position[tile_.num_rows - 1], positions.end - 1);
     const int visible_from = tile_.window ? tile_.position[0] - tile_.window + 1 : 0;
     const int earliest = std::max(visible_from, positions.begin);
-    int num_slots;
-    for (int base = std::max(earliest / size * size, earliest / kSectionSlots * kSectionSlots);
-         base <= last; base += num_slots) {
-      const int offset = base % size;
-      num_slots = std::min({kLatentSpan, size - offset, kSectionSlots - base % kSectionSlots});
-      if (base + num_slots <= earliest) continue;
+    for_spans<kLatentSpan>(earliest, last, size, [&](int base, int num_slots) {
       const int64_t block = step_.tables[step_.table_offset[segment] + base / size];
-      const T* rows = static_cast<const T*>(layer_.keys) + (block * size + offset) * dim;
+      const T* rows = static_cast<const T*>(layer_.keys) + (block * size + base % size) * dim;
       const LatentSpan<T> span{rows, dim, base, std::min(last - base + 1, num_slots)};
       const bool widens_once = sizeof(T) == sizeof(float) || tile_.num_rows <= kLatentRegisterRows;
       if (dim % kLanes == 0 && layer_.value_head_dim % kLanes == 0 && widens_once)
         attend_latent_span(tile_, span);
       else
         attend_latent_span(tile_, copy_latent(tile_, span, dim));
-      if ((base + span.count) % kSectionSlots == 0) tile_.end_section();
-    }
+      if ((base + span.count) % kSectionSlots == 0) tile_.end_sections();
+    });
   }
 
   LatentTile& tile_;
@@ -320,7 +279,7 @@ void attend_latent(Team& team, const Layer& layer, const Step& step, const Rows&
     const float factor = 1.0f / sums.weight_sum;
     for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
   };
-  attend_pieces<LatentPower>(
+  attend_pieces<Exponential>(
       team, shared, step,
       [&](const Piece& piece, int group, const PieceOfHead&) {
         LatentHeads<T>(tile, shared, step, group, query, value, scale).attend_piece(piece, write);

@@ -190,8 +190,7 @@ class PairHead {
       tile_.position[r] = step_.start[queries.segment] + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
       tile_.biases.take<Bf16>(r, layer_, terms_, row, head, tile_.position[r]);
-      tile_.ended.clear(r);
-      tile_.begin_section(r);
+      tile_.begin(r);
     }
   }
 
@@ -201,11 +200,8 @@ class PairHead {
     for (int i = 0; i < queries.rows.count; i++) {
       const int r = queries.rows.first + i, token = (queries.first + i) / per_kv_;
       const int head = kv_head_ * per_kv_ + (queries.first + i) % per_kv_;
-      const RowSums sums = tile_.ended.merged(r, tile_.current_section(r), tile_.vdim);
-      if (piece.is_whole())
-        write(step_.first_row[queries.segment] + token, head, sums);
-      else
-        piece.keep(queries.group_token + token, head, sums);
+      piece.finish(step_.first_row[queries.segment] + token, queries.group_token + token, head,
+                   tile_.merged(r), write);
     }
   }
 
@@ -258,7 +254,7 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   }
   static thread_local PairTile tile;
   tile.dim = layer.head_dim;
-  tile.vdim = layer.value_head_dim;
+  tile.vdim = tile.padded_vdim = layer.value_head_dim;
   tile.biases.begin(layer, terms);
   tile.scale = scale;
   tile.softcap = softcap;

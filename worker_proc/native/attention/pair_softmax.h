@@ -13,18 +13,6 @@
 
 namespace {
 
-// Raises a row's running maximum, and rescales its weights and accumulators.
-inline void raise_maximum(PairTile& tile, int r, float maximum) {
-  if (tile.running_max[r] != kNegInf) {
-    const __m512 scale = power_of_two(_mm512_set1_ps(tile.running_max[r] - maximum));
-    _mm512_store_ps(tile.weight_sums[r], _mm512_mul_ps(_mm512_load_ps(tile.weight_sums[r]), scale));
-    float* sums = tile.accumulator(r);
-    for (int i = 0; i < tile.vdim; i += kLanes)
-      _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), scale));
-  }
-  tile.running_max[r] = maximum;
-}
-
 // Multiplies a row's scores of a span by the scales of quantized keys, and applies the soft cap and the
 // biases. Returns the factor by which the scores must still be multiplied.
 template <bool kHasScales>
@@ -71,7 +59,7 @@ inline bool update_maximum(PairTile& tile, int r, const __m512 (&s)[kSpanGroups]
   if (!exceeds && tile.running_max[r] != kNegInf) return true;
   const float highest = _mm512_reduce_max_ps(maxima) * factor;
   if (highest == kNegInf && tile.running_max[r] == kNegInf) return false;
-  if (highest > tile.running_max[r]) raise_maximum(tile, r, highest);
+  if (highest > tile.running_max[r]) tile.raise_maximum(r, highest);
   return true;
 }
 

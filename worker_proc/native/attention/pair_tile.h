@@ -47,53 +47,30 @@ struct PowerOfTwo {
   float operator()(float x) const { return _mm512_cvtss_f32(power_of_two(_mm512_set1_ps(x))); }
 };
 
-// Query rows of one KV head, and the state of their online softmax over the current section.
-struct PairTile {
+// Query rows of one KV head, and the state of their softmax. padded_vdim is vdim.
+struct PairTile : OnlineSoftmax<kPairRows, PowerOfTwo> {
   int dim, vdim;         // dimensions of a key and of a value: multiples of 32, at most kMaxDim
   float scale, softcap;  // of scores; the scale is positive, and a soft cap of 0 means none
   TileBiases<kPairRows> biases;
   int position[kPairRows];       // of the row's token: the last position that the row sees
   int visible_from[kPairRows];   // the first position that the row sees
-  float running_max[kPairRows];  // of scores, in units of log2(e)
-  alignas(64) float weight_sums[kPairRows][kLanes];    // partial sums, one for each lane
   alignas(64) float scores[2][kPairRows][kSpanSlots];  // of the current span and of the next one
   alignas(64) Bf16 weights[kPairRows][kSpanSlots];     // of the current span
   alignas(64) float wide_weights[kPairRows][kSpanSlots];  // the same, where products are float32
   alignas(64) Unit copied_values[kSpanGroups * kGroupPairs * kMaxDim];
   alignas(64) Unit widened_keys[kSpanGroups * kLanes * kMaxDim / 2];
-  EndedSections<kPairRows, PowerOfTwo> ended;
   PrefetchQueue prefetch;                 // the spans after the current one
   const Unit* prefetched_keys = nullptr;  // the first keys of the context that was prefetched last
   PrefetchQueue deferred;                 // memory that is read after the current rows
   int deferred_lines_per_call = 0;        // prefetched by each call of a kernel
 
-  void begin_section(int r) {
-    running_max[r] = kNegInf;
-    std::memset(weight_sums[r], 0, sizeof(weight_sums[r]));
-    std::memset(accumulator(r), 0, vdim * sizeof(float));
-  }
-
-  RowSums current_section(int r) {
-    const float sum = fold(load(weight_sums[r]), [](Vec a, Vec b) { return a + b; });
-    return {running_max[r], sum, accumulator(r)};
-  }
-
-  void end_section(int r) {
-    ended.add(r, current_section(r), vdim);
-    begin_section(r);
-  }
-
   // A query row, [dim / 2] units or [dim] floats.
   Unit* query(int row) { return queries_ + row * dim / 2; }
   float* wide_query(int row) { return wide_queries_ + row * dim; }
-  // The sums of weighted values, [vdim]. The padding spreads rows over the sets of the L1 cache.
-  float* accumulator(int row) { return accumulators_ + row * accumulator_stride(); }
-  int accumulator_stride() const { return vdim + kLanes; }
 
  private:
   alignas(64) Unit queries_[kPairRows * kMaxDim / 2];
   alignas(64) float wide_queries_[kPairRows * kMaxDim];  // where products are float32
-  alignas(64) float accumulators_[kPairRows * (kMaxDim + kLanes)];
 };
 
 // Converts bfloat16 to float32; the count is a multiple of 16.

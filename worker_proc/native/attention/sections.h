@@ -142,27 +142,87 @@ float averaging_factor(const Layer& layer, const RowTerms& terms, int64_t row, i
   return 1.0f / (sums.weight_sum + Power()(sink - sums.maximum));
 }
 
-// The merged sums of completed sections, for the rows of a tile.
-template <int kRows, class Power>
-class EndedSections {
- public:
-  void clear(int row) { totals_[row] = {kNegInf, 0.0f, values_ + row * kMaxDim}; }
+// The weight of a score relative to a greater one, both in units of 1.
+struct Exponential {
+  static constexpr float kUnit = 1.0f;
+  float operator()(float x) const { return exp_of(splat(x))[0]; }
+};
 
-  void add(int row, const RowSums& section, int size) {
-    merge(totals_[row], section, size, Power());
+// The state of the online softmax of a tile's rows: over the current section, and the merged sums of the
+// sections before it.
+template <int kRows, class Power>
+class OnlineSoftmax {
+ public:
+  int padded_vdim;           // the dimension of a value, in whole vectors
+  float running_max[kRows];  // of the scores of the current section, times Power::kUnit
+  alignas(64) float weight_sums[kRows][kLanes];  // of the current section, for each lane
+
+  // The sums of weighted values of the current section, [padded_vdim].
+  float* accumulator(int row) { return accumulators_ + row * accumulator_stride(); }
+
+  // The padding spreads rows over the sets of the L1 cache.
+  int accumulator_stride() const { return padded_vdim + kLanes; }
+
+  // Resets the state of a row.
+  void begin(int row) {
+    ended_[row] = {kNegInf, 0.0f, values_of_ended_ + row * kMaxDim};
+    begin_section(row);
+  }
+
+  // Raises a row's running maximum, and rescales its weights and accumulators.
+  void raise_maximum(int row, float maximum) {
+    if (running_max[row] != kNegInf) {
+      const float factor = Power()(running_max[row] - maximum);
+      save(load(weight_sums[row]) * factor, weight_sums[row], kLanes);
+      float* const sums = accumulator(row);
+      for (int i = 0; i < padded_vdim; i += kLanes) save(load(sums + i) * factor, sums + i, kLanes);
+    }
+    running_max[row] = maximum;
+  }
+
+  void end_section(int row) {
+    merge(ended_[row], current_section(row), padded_vdim, Power());
+    begin_section(row);
   }
 
   // Returns the sums of all sections, including the current one.
-  RowSums merged(int row, const RowSums& current, int size) {
-    if (totals_[row].weight_sum == 0.0f) return current;
-    add(row, current, size);
-    return totals_[row];
+  RowSums merged(int row) {
+    if (ended_[row].weight_sum == 0.0f) return current_section(row);
+    merge(ended_[row], current_section(row), padded_vdim, Power());
+    return ended_[row];
   }
 
  private:
-  RowSums totals_[kRows];
-  alignas(64) float values_[kRows * kMaxDim];
+  void begin_section(int row) {
+    running_max[row] = kNegInf;
+    std::memset(weight_sums[row], 0, sizeof(weight_sums[row]));
+    std::memset(accumulator(row), 0, padded_vdim * sizeof(float));
+  }
+
+  RowSums current_section(int row) {
+    const float sum = fold(load(weight_sums[row]), [](Vec a, Vec b) { return a + b; });
+    return {running_max[row], sum, accumulator(row)};
+  }
+
+  alignas(64) float accumulators_[kRows * (kMaxDim + kLanes)];
+  alignas(64) float values_of_ended_[kRows * kMaxDim];
+  RowSums ended_[kRows];
 };
+
+// Calls f(base, number of slots) for the spans of the positions [earliest, last]. A span begins at the
+// start of a block or a section, or kSlots positions after another span, so that the first one may begin
+// before `earliest`.
+template <int kSlots, class F>
+void for_spans(int earliest, int last, int block_size, const F& f) {
+  int num_slots;
+  for (int base = std::max(earliest / block_size * block_size,
+                           earliest / kSectionSlots * kSectionSlots);
+       base <= last; base += num_slots) {
+    num_slots = std::min(
+        {kSlots, block_size - base % block_size, kSectionSlots - base % kSectionSlots});
+    if (base + num_slots > earliest) f(base, num_slots);
+  }
+}
 
 // A unit of work of a thread: a group of items with its whole contexts, or with one section of them.
 class Piece {
@@ -184,6 +244,16 @@ class Piece {
   Positions positions() const {
     if (is_whole()) return {0, std::numeric_limits<int>::max()};
     return {section * kSectionSlots, (section + 1) * kSectionSlots};
+  }
+
+  // Calls write(row, head, sums) with the result of a row, or keeps the sums of a section until all
+  // sections are merged. `token` is the number of the row's token within the group.
+  template <class Write>
+  void finish(int64_t row, int token, int head, const RowSums& sums, const Write& write) const {
+    if (is_whole())
+      write(row, head, sums);
+    else
+      keep(token, head, sums);
   }
 
   // Stores the sums of a section, for one head of one of the group's tokens.

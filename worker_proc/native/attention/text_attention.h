@@ -74,17 +74,15 @@ void attend_text(Tile& tile, TextSpans& spans, const Layer& layer, int kv_head, 
       for (int d = 0; d < tile.dim; d++) tile.query[r * tile.dim + d] = widen(q[d]) * scale;
       tile.position[r] = reach ? std::min(token + reach, num_tokens) - 1 : num_tokens - 1;
       tile.visible_from[r] = reach ? std::max(token - reach + 1, 0) : 0;
-      tile.ended.clear(r);
-      tile.begin_section(r);
+      tile.begin(r);
     }
     const int last = tile.position[tile.num_rows - 1];
     for (int base = tile.visible_from[0] / kLanes * kLanes; base <= last; base += kLanes) {
       attend_span(tile, spans.span(base, num_tokens, tile));
-      if ((base + kLanes) % kSectionSlots == 0) tile.end_section();
+      if ((base + kLanes) % kSectionSlots == 0) tile.end_sections();
     }
     for (int r = 0; r < tile.num_rows; r++)
-      write(first_row + begin + r / per_kv, kv_head * per_kv + r % per_kv,
-            tile.ended.merged(r, tile.current_section(r), tile.padded_vdim));
+      write(first_row + begin + r / per_kv, kv_head * per_kv + r % per_kv, tile.merged(r));
   }
 }
 
