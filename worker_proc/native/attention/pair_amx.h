@@ -60,7 +60,7 @@ void score_with_amx(PairTile& tile, int first, const PairSpan& span, float (*sco
     _tile_loadd(7, span.keys[3] + d * kLanes, 64);
     _tile_dpbf16ps(3, 4, 7);
   }
-  float* to = scores[first];
+  float* to = scores[0];
   _tile_stored(0, to, sizeof(scores[0]));
   _tile_stored(1, to + kLanes, sizeof(scores[0]));
   _tile_stored(2, to + 2 * kLanes, sizeof(scores[0]));

@@ -37,7 +37,7 @@ void score_groups(PairTile& tile, int first, const PairSpan& span, float (*score
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++)
-      _mm512_store_ps(scores[first + r] + g * kLanes, (__m512)sums[r][g]);
+      _mm512_store_ps(scores[r] + g * kLanes, (__m512)sums[r][g]);
 }
 
 // Scores R rows. Groups past the context are skipped: their scores would be masked anyway.
@@ -82,7 +82,7 @@ template <int R, bool kPrefetches>
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int g = 0; g < kSpanGroups; g++)
-      _mm512_store_ps(scores[first + r] + g * kLanes, (__m512)sums[r][g]);
+      _mm512_store_ps(scores[r] + g * kLanes, (__m512)sums[r][g]);
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 // The loop over the spans of a context: scores, softmax and weighted values of a tile, span by span.
 //
 // For each span, the kernels of pair_scores.h, pair_softmax.h and pair_values.h (or pair_amx.h) update
-// the state of the tile's rows. The scores of the next span are computed before the softmax of the
-// current one, so that the processor overlaps the two. Keys and values are prefetched two spans ahead
-// where memory is slower than the products. Called by PairHead (pair_attention.h).
+// the state of the tile's rows, one register tile after another, so that the keys, the values and what
+// the kernels of a register tile pass on stay in the L1 cache. The scores of the next register tile are
+// computed before the softmax of the current one, so that the processor overlaps the two. Keys and
+// values are prefetched two spans ahead where memory is slower than the products. Called by PairHead
+// (pair_attention.h).
 
 #pragma once
 
@@ -31,22 +33,19 @@ inline bool has_spare_registers(RowRange rows) {
   return rest > 0 && rest <= kMaxPrefetchingRows;
 }
 
-// Calls f(number of rows, first row, whether it prefetches) for each register tile of some rows. The
-// first and the last argument are integral constants.
+// Calls f(number of rows, whether it prefetches) for a register tile; both arguments are integral
+// constants.
 template <class F>
-void for_register_tiles(RowRange rows, bool prefetches, const F& f) {
+void with_register_rows(int count, bool prefetches, const F& f) {
   constexpr std::true_type kPrefetches;
   constexpr std::false_type kDoesNot;
-  int first = rows.first;
-  const int end = rows.first + rows.count;
-  for (; first + kMaxRegisterRows <= end; first += kMaxRegisterRows)
-    f(Count<kMaxRegisterRows>{}, first, kDoesNot);
-  switch (end - first) {
-    case 1: return prefetches ? f(Count<1>{}, first, kPrefetches) : f(Count<1>{}, first, kDoesNot);
-    case 2: return prefetches ? f(Count<2>{}, first, kPrefetches) : f(Count<2>{}, first, kDoesNot);
-    case 3: return prefetches ? f(Count<3>{}, first, kPrefetches) : f(Count<3>{}, first, kDoesNot);
-    case 4: return prefetches ? f(Count<4>{}, first, kPrefetches) : f(Count<4>{}, first, kDoesNot);
-    case 5: return f(Count<5>{}, first, kDoesNot);
+  switch (count) {
+    case 1: return prefetches ? f(Count<1>{}, kPrefetches) : f(Count<1>{}, kDoesNot);
+    case 2: return prefetches ? f(Count<2>{}, kPrefetches) : f(Count<2>{}, kDoesNot);
+    case 3: return prefetches ? f(Count<3>{}, kPrefetches) : f(Count<3>{}, kDoesNot);
+    case 4: return prefetches ? f(Count<4>{}, kPrefetches) : f(Count<4>{}, kDoesNot);
+    case 5: return f(Count<5>{}, kDoesNot);
+    case 6: return f(Count<6>{}, kDoesNot);
   }
 }
 
@@ -69,23 +68,27 @@ class SpanLoop {
     if (earliest_ > last_) return;
     const AmxRegisters registers(half_);
     is_memory_bound_ = rows_.count <= kMaxMemoryBoundRows && !is_in_cache;
-    int turn = 0;
     PairSpan span = context_.span(earliest_ / kSpanSlots * kSpanSlots, earliest_, last_);
     if (is_memory_bound_) begin_prefetch(span, upcoming);
-    score(span, tile_.scores[turn]);
-    for (bool has_next = true; has_next; turn ^= 1) {
-      PairSpan next{};
+    widen_keys(span);
+    int turn = 0;
+    score(span, first_part(), turn);
+    for (bool has_next = true; has_next;) {
       has_next = span.base + kSpanSlots <= last_;
-      if (has_next) {
-        next = context_.span(span.base + kSpanSlots, earliest_, last_);
-        if (is_memory_bound_) prefetch(next.base + kSpanSlots, upcoming);
-        score(next, tile_.scores[turn ^ 1]);
-      } else if (is_memory_bound_) {
-        prefetch(span.base + 2 * kSpanSlots, upcoming);
-      }
+      PairSpan next{};
+      if (has_next) next = context_.span(span.base + kSpanSlots, earliest_, last_);
+      if (is_memory_bound_) prefetch(span.base + 2 * kSpanSlots, upcoming);
       prepare_values(span);
-      has_codes_ ? softmax<true>(span, turn) : softmax<false>(span, turn);
-      accumulate(span);
+      for (RowRange part = first_part(); part.count > 0; part = part_after(part), turn ^= 1) {
+        if (part_after(part).count > 0) {
+          score(span, part_after(part), turn ^ 1);
+        } else if (has_next) {
+          widen_keys(next);
+          score(next, first_part(), turn ^ 1);
+        }
+        has_codes_ ? softmax<true>(span, part, turn) : softmax<false>(span, part, turn);
+        accumulate(span, part);
+      }
       if ((span.base + span.count) % kSectionSlots == 0)
         for (int r = rows_.first; r < rows_.first + rows_.count; r++) tile_.end_section(r);
       span = next;
@@ -95,29 +98,41 @@ class SpanLoop {
  private:
   bool has_halves() const { return rows_.count > kHalfRows; }
 
-  void score(PairSpan& span, float (*scores)[kSpanSlots]) {
+  // Parts are register tiles. With AMX, all rows are one part. Past the last part, the count is 0.
+  RowRange first_part() const { return part_from(rows_.first); }
+  RowRange part_after(RowRange part) const { return part_from(part.first + part.count); }
+  RowRange part_from(int first) const {
+    const int most = troika_has_tiles ? kPairRows : kMaxRegisterRows;
+    return {first, std::min(most, rows_.first + rows_.count - first)};
+  }
+
+  void widen_keys(PairSpan& span) {
     if (has_codes_)
       with_codes(context_.layer(),
                  [&](auto code) { widen_span_keys<decltype(code)>(tile_, span); });
+  }
+
+  void score(const PairSpan& span, RowRange part, int turn) {
+    float(*const scores)[kSpanSlots] = tile_.scores[turn];
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
       if (has_halves()) return score_halves_with_amx(tile_, half_, span, scores);
-      return score_with_amx(tile_, rows_.first, span, scores);
+      return score_with_amx(tile_, part.first, span, scores);
     }
 #endif
-    for_register_tiles(rows_, is_memory_bound_, [&](auto count, int first, auto prefetches) {
+    with_register_rows(part.count, is_memory_bound_, [&](auto count, auto prefetches) {
       const auto score_rows = troika_uses_floats
                                   ? score_with_floats<count.value, prefetches.value>
                                   : score_with_dot_products<count.value, prefetches.value>;
-      score_rows(tile_, first, span, scores);
-      tile_.deferred.fetch(tile_.deferred_lines_per_call);
+      score_rows(tile_, part.first, span, scores);
     });
+    tile_.deferred.fetch(tile_.deferred_lines_per_call);
   }
 
   template <bool kHasScales>
-  void softmax(const PairSpan& span, int turn) {
-    for (int r = rows_.first; r < rows_.first + rows_.count; r++)
-      softmax_row<kHasScales>(tile_, r, span, tile_.scores[turn][r]);
+  void softmax(const PairSpan& span, RowRange part, int turn) {
+    for (int i = 0; i < part.count; i++)
+      softmax_row<kHasScales>(tile_, part.first + i, span, tile_.scores[turn][i]);
   }
 
   // Redirects the values of a span to copies where the kernels cannot read them in place.
@@ -131,17 +146,17 @@ class SpanLoop {
     mask_last_group(tile_, span);
   }
 
-  void accumulate(const PairSpan& span) {
+  void accumulate(const PairSpan& span, RowRange part) {
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
       if (has_halves()) return accumulate_halves_with_amx(tile_, half_, span);
-      return accumulate_with_amx(tile_, rows_.first, span);
+      return accumulate_with_amx(tile_, part.first, span);
     }
 #endif
-    for_register_tiles(rows_, is_memory_bound_, [&](auto count, int first, auto prefetches) {
-      accumulate_rows<count.value, prefetches.value>(tile_, first, span);
-      tile_.deferred.fetch(tile_.deferred_lines_per_call);
+    with_register_rows(part.count, is_memory_bound_, [&](auto count, auto prefetches) {
+      accumulate_rows<count.value, prefetches.value>(tile_, part.first, span);
     });
+    tile_.deferred.fetch(tile_.deferred_lines_per_call);
   }
 
   // Prefetches the first two spans, unless the loop before has done so.

@@ -54,7 +54,7 @@ struct PairTile : OnlineSoftmax<kPairRows, PowerOfTwo> {
   TileBiases<kPairRows> biases;
   int position[kPairRows];       // of the row's token: the last position that the row sees
   int visible_from[kPairRows];   // the first position that the row sees
-  alignas(64) float scores[2][kPairRows][kSpanSlots];  // of the current span and of the next one
+  alignas(64) float scores[2][kPairRows][kSpanSlots];  // of the current register tile and the next
   alignas(64) Bf16 weights[kPairRows][kSpanSlots];     // of the current span
   alignas(64) float wide_weights[kPairRows][kSpanSlots];  // the same, where products are float32
   alignas(64) Unit copied_values[kSpanGroups * kGroupPairs * kMaxDim];

@@ -36,12 +36,13 @@ inline void mask_last_group(PairTile& tile, PairSpan& span) {
 // Adds the weighted values of R rows, C vectors of dimensions from `column` on, by vdpbf16ps.
 template <int R, int C, bool kPrefetches>
 void accumulate_with_dot_products(PairTile& tile, int first, int column, const PairSpan& span) {
+  float* const out = tile.accumulator(first) + column;
+  const int64_t stride = tile.accumulator_stride();  // a store could change it, for the compiler
   Vec sums[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++)
-      sums[r][c] = (Vec)_mm512_load_ps(tile.accumulator(first + r) + column + c * kLanes);
+    for (int c = 0; c < C; c++) sums[r][c] = (Vec)_mm512_load_ps(out + r * stride + c * kLanes);
   for (int g = span.first_group; g < span.num_groups; g++)
 #pragma GCC unroll 1  // otherwise the addresses do not fit into registers
     for (int pair = 0; pair < kGroupPairs; pair++) {
@@ -62,7 +63,7 @@ void accumulate_with_dot_products(PairTile& tile, int first, int column, const P
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++)
-      _mm512_store_ps(tile.accumulator(first + r) + column + c * kLanes, (__m512)sums[r][c]);
+      _mm512_store_ps(out + r * stride + c * kLanes, (__m512)sums[r][c]);
 }
 
 // Computes the same bits as accumulate_with_dot_products with float32 multiply-adds.
@@ -70,12 +71,13 @@ template <int R, int C, bool kPrefetches>
 [[gnu::noinline]] void accumulate_with_floats(PairTile& tile, int first, int column,
                                               const PairSpan& span) {
   const NoSubnormals mode;
+  float* const out = tile.accumulator(first) + column;
+  const int64_t stride = tile.accumulator_stride();  // a store could change it, for the compiler
   Vec sums[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++)
-      sums[r][c] = (Vec)_mm512_load_ps(tile.accumulator(first + r) + column + c * kLanes);
+    for (int c = 0; c < C; c++) sums[r][c] = (Vec)_mm512_load_ps(out + r * stride + c * kLanes);
   for (int g = span.first_group; g < span.num_groups; g++)
 #pragma GCC unroll 1
     for (int pair = 0; pair < kGroupPairs; pair++) {
@@ -100,7 +102,7 @@ template <int R, int C, bool kPrefetches>
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++)
-      _mm512_store_ps(tile.accumulator(first + r) + column + c * kLanes, (__m512)sums[r][c]);
+      _mm512_store_ps(out + r * stride + c * kLanes, (__m512)sums[r][c]);
 }
 
 // Adds the weighted values of R rows, all dimensions.
