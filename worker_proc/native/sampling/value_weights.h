@@ -3,8 +3,8 @@
 // A row of a large vocabulary has far fewer values than tokens, so that a table of their weights
 // takes less time than an exponential function for each token. The places of the table are in the
 // order of the scores: place 0 stands for all that have no weight, the last place for the best
-// score. Scores near 0 share a place if their differences from the best one are rounded to the same
-// number.
+// score, or for the next value above it. Scores near 0 share a place if their differences from the best
+// one are rounded to the same number.
 
 #pragma once
 
@@ -26,7 +26,9 @@ class ValueWeights {
     const uint32_t least_bits = bits_of(least);
     const uint32_t rounded = (least_bits >> 16) + (least_bits >> 31);
     first_ = from_zero(std::min(rounded, kNegInfBits)) - 1;
-    const int count = from_zero(bits_of(best) >> 16) - first_ + 1;
+    // An edited best score may lie between two values: the last place has the higher one.
+    const uint32_t best_bits = bits_of(best) + (best > 0.0f ? 0xffff : 0);
+    const int count = from_zero(best_bits >> 16) - first_ + 1;
     return count_ = count <= kMostPlaces ? count : 0;
   }
 
