@@ -154,7 +154,8 @@ def scales(metadata: Metadata) -> Config:
     return {
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
         "residual_multiplier": metadata.number("residual_scale", 1.0),
-        "attention_multiplier": metadata.number("attention.scale"),
+        "attention_multiplier": metadata.number_or_none("attention.scale")
+        or metadata.head_size() ** -0.5,
         "logits_scaling": metadata.number("logit_scale", 1.0),
     }
 

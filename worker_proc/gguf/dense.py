@@ -13,6 +13,7 @@ from worker_proc.gguf.architecture import (
     Architecture,
     Config,
     Constant,
+    before_drafts,
     check_rotates,
     has_bias,
     has_tensor,
@@ -27,6 +28,10 @@ from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import rope_parameters
 
+_MINICPM_BASE_WIDTH = 256
+"""By how many times of this width logits are divided."""
+_EXAONE4_32B_LAYERS, _EXAONE4_WINDOW = 64, 4096
+"""Of the model that has windows, whose old files do not state them."""
 _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
 _XIELU = ("alpha_p", "alpha_n"), ("beta", "eps")
@@ -66,15 +71,18 @@ def granite_config(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _minicpm(metadata: Metadata, file: MappedFiles) -> Config:
-    """Return what MiniCPM has: it is computed as Granite is."""
-    config = {"attention_multiplier": metadata.head_size() ** -0.5}
-    for key, name in (
-        ("embedding_scale", "embedding_multiplier"),
-        ("residual_scale", "residual_multiplier"),
-        ("logit_scale", "logits_scaling"),
-    ):
-        config[name] = metadata.number(key)
-    return llama_config(metadata, file) | config
+    """Return what MiniCPM has: it is computed as Granite is.
+
+    Old files do not state its scales, which are then those of all its models.
+    """
+    depth = metadata.integer("block_count") ** 0.5
+    width = metadata.integer("embedding_length") / _MINICPM_BASE_WIDTH
+    return llama_config(metadata, file) | {
+        "attention_multiplier": metadata.head_size() ** -0.5,
+        "embedding_multiplier": metadata.number("embedding_scale", 12.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.4 / depth),
+        "logits_scaling": metadata.number("logit_scale", width),
+    }
 
 
 def _smollm3(metadata: Metadata, file: MappedFiles) -> Config:
@@ -183,13 +191,14 @@ def _xielu(metadata: Metadata) -> Mapping[str, Constant]:
 
 def _exaone4(metadata: Metadata, file: MappedFiles) -> Config:
     """Return what EXAONE-4 has; its small model has no windows, and rotates in all layers."""
-    if metadata.get(WINDOW) is None:
-        kinds = ["full_attention"] * metadata.integer("block_count")
+    count = before_drafts(metadata)
+    if metadata.get(WINDOW) is None and count != _EXAONE4_32B_LAYERS:
+        kinds = ["full_attention"] * count
         return rotated_heads(metadata) | {"sliding_window": None, "layer_types": kinds}
     return {
         **rotated_heads(metadata),
-        **window_layers(metadata, 4),
-        "sliding_window": metadata.integer(WINDOW),
+        **window_layers(metadata, 4, count),
+        "sliding_window": metadata.integer(WINDOW, _EXAONE4_WINDOW),
     }
 
 
@@ -260,7 +269,9 @@ DENSE: Mapping[str, Architecture] = {
     "command-r": Architecture("cohere", "CohereForCausalLM", _cohere, has_rms_norms=False),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie4_5),
     "exaone": Architecture("llama", "LlamaForCausalLM", llama_config),
-    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", _exaone4, NORMS_BEHIND),
+    "exaone4": Architecture(
+        "exaone4", "Exaone4ForCausalLM", _exaone4, NORMS_BEHIND, drops_drafts=True
+    ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", glm4_config, _GLM4),
     "granite": Architecture("granite", "GraniteForCausalLM", granite_config, permutes=True),
     "hunyuan-dense": Architecture(

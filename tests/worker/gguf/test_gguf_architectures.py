@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from transformers import LlamaConfig
 
-from tests.worker.gguf.gguf_files import write_gguf
-from tests.worker.gguf.gguf_models import CONFIGS, KEYS, TENSORS
-from tests.worker.gguf.gguf_older_models import OLDER_ARCHITECTURES
+from tests.worker.checkpoints import WINDOW
+from tests.worker.gguf.gguf_files import WIDE, write_gguf
+from tests.worker.gguf.gguf_models import ARCHITECTURES, CONFIGS, KEYS, TENSORS
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.architectures import architecture_of, make_config
 from worker_proc.gguf.mapped import MappedFiles
@@ -28,7 +29,7 @@ def write(directory: Path, name: str, keys: dict[str, Any], without: str = "") -
         types=lambda tensor: Type.F32 if "norm" in tensor else None,
         keys=own | keys,
         tensors=TENSORS.get(name),
-        architecture=OLDER_ARCHITECTURES.get(name, name),
+        architecture=ARCHITECTURES.get(name, name),
     )
     return MappedFiles(path)
 
@@ -84,6 +85,14 @@ def test_layers_of_jamba_lie_at_equal_distances(tmp_path: Path) -> None:
         ("llama4", "", {}, {"use_qk_norm": True, "attention_chunk_size": 8192, "attn_scale": 0.1}),
         ("minicpm3", "", {}, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}),
         ("gptneox", "use_parallel_residual", {}, {"use_parallel_residual": True}),
+        ("exaone4_small", "", {}, {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        (
+            "exaone4",
+            "attention.sliding_window_pattern",
+            {"block_count": 5, "nextn_predict_layers": 1},
+            {"num_hidden_layers": 4, "sliding_window": WINDOW},
+        ),
+        ("granite", "", {"attention.scale": 0.0}, {"attention_multiplier": 0.125}),
         ("stablelm", "", {}, {"use_parallel_residual": False}),
         ("stablelm_parallel", "", {}, {"use_parallel_residual": True, "qk_layernorm": True}),
     ],
@@ -94,6 +103,25 @@ def test_what_files_leave_out_is_what_the_models_have(
     """StableLM's converter states a parallel residual for all; its tensors show whether it is."""
     config = make_config(write(tmp_path, name, keys, without))
     assert {key: config[key] for key in expected} == expected
+
+
+def test_scales_of_minicpm_need_not_be_stated(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.F16, architecture="minicpm")
+    config = make_config(MappedFiles(path))
+    assert config["embedding_multiplier"] == 12.0
+    assert config["residual_multiplier"] == 1.4 / 2**0.5
+    assert config["logits_scaling"] == 1.0
+
+
+def test_windows_of_exaone_4_need_not_be_stated(tmp_path: Path) -> None:
+    """They are those of the model with 64 layers, of which every fourth has none."""
+    layers = {"block_count": 64}
+    small = CONFIGS["exaone4_small"]()
+    others = {f"other{number}": np.ones(1, np.float32) for number in range(64)}
+    path, _ = write_gguf(tmp_path, small, Type.F16, keys=layers, tensors=others)
+    config = make_config(MappedFiles(path))
+    kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert (config["sliding_window"], config["layer_types"]) == (4096, kinds * 16)
 
 
 def test_a_joined_tensor_has_the_rows_of_all_its_weights(tmp_path: Path) -> None:
