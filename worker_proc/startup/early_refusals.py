@@ -1,7 +1,8 @@
-"""Refuses models that config.json alone excludes, before torch and transformers are imported.
+"""Refuses models that config.json, or the headers of weights, exclude.
 
-Importing them takes most of the time of a start that is refused. Uncertain cases pass here, and are
-checked again with transformers' own reading of the file.
+This happens before torch and transformers are imported, which takes most of the time of a start
+that is refused. Uncertain cases pass here, and are checked again with transformers' own reading of
+the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from protocol.config import ModelConfig
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.parallel.share import Share, refuse
-from worker_proc.quantization.headers import read_object
+from worker_proc.quantization.headers import read_headers, read_object
 from worker_proc.quantization.methods import KEY, check_method, method_of
 from worker_proc.startup.model_types import model_types
 
@@ -94,10 +95,13 @@ _OTHER_HEADS = (
 
 
 def refuse_early(model: ModelConfig) -> None:
-    """Raise the reason why config.json excludes the model or its draft model, if there is one."""
+    """Raise the reason why files exclude the model or its draft model, if there is one."""
     config = refuse_config(model.model)
     if model.speculative_model is not None:
         refuse_config(model.speculative_model)
+    for directory in (model.model, model.speculative_model):
+        if directory is not None:
+            read_headers(directory)  # raises for files that are missing or truncated
     if model.max_model_len is None:
         return
     length = _certain_length(config)
@@ -123,7 +127,7 @@ def refuse_config(directory: str) -> dict[str, Any]:
     config = read_object(path)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        return config  # transformers may find another way
+        raise UnsupportedModel(f"{path} has no model_type, which names the code of the model")
     found = model_types()
     if found is not None and model_type not in found.known:
         raise UnsupportedModel(

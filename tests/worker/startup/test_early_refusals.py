@@ -1,4 +1,4 @@
-"""What config.json alone excludes is refused without torch, and nothing else is."""
+"""What config.json and headers exclude is refused without torch, and nothing else is."""
 
 import json
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -18,7 +20,7 @@ from protocol.config import ModelConfig
 from tests.families.configs import FAMILIES
 from tests.families.table import PAGE, rows_of
 from tests.worker.checkpoints import SHAPE
-from worker_proc.errors import UnsupportedModel
+from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.context import stated_length
 from worker_proc.loading.inspection import read_config
 from worker_proc.startup import early_refusals
@@ -27,6 +29,7 @@ from worker_proc.startup.model_types import ModelTypes, model_types
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown_type": ({"model_type": "orion"}, {}, "model_type is 'orion', for which"),
+    "no_type": ({"model_type": None}, {}, "config.json has no model_type, which names the code"),
     "images": (
         {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
         {},
@@ -86,7 +89,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 PASS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pooling": ({"model_type": "vit", "architectures": ["ViTModel"]}, {}),
-    "no_type": ({"model_type": None}, {}),
     "encoder_that_is_pooled": ({"model_type": "bert", "architectures": ["BertModel"]}, {}),
     "encoder_that_guesses": (
         {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
@@ -130,6 +132,29 @@ def test_the_reason_needs_neither_torch_nor_transformers(name: str, tmp_path: Pa
     )
     assert reason in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_files_of_weights_are_refused_early(is_draft: bool, tmp_path: Path) -> None:
+    """A file that is missing, and one that is truncated; their headers show it."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for directory in (whole, broken):
+        write_config(directory, {})
+    weights = broken / "model.safetensors"
+    save_file({"a": torch.ones(8)}, weights)
+    named = str(whole if is_draft else broken)
+    model = ModelConfig(model=named, speculative_model=str(broken) if is_draft else None)
+    refuse_early(model)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors is not a safetensors file: it has"
+    ):
+        refuse_early(model)
+    weights.unlink()
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names model-00001-of-00001.safetensors, which is"):
+        refuse_early(model)
 
 
 @pytest.mark.parametrize("reasons", [early_refusals._NOT_FROM_TEXT, early_refusals._NOT_COMPUTED])
