@@ -83,6 +83,9 @@ VARIANTS = {
     "system/models/test_invariance.py": {
         "test_seed_decides_alone": "float32 bfloat16-w4a16",
     },
+    "system/api/test_api_processes.py": {
+        "test_both_accept_from_a_unix_socket": "",  # as from a port; test_first_hour.py uses one
+    },
     "system/api/test_latency.py": {
         "test_tokenizing_a_megabyte_does_not_stall_other_streams": "",
     },
@@ -154,6 +157,8 @@ VARIANTS = {
     "system/api/test_tool_calls.py": {
         "test_official_client": "",
         "test_official_client_of_responses": "",
+        # As in test_messages.py, whose calls the grammar makes of the null model's tokens, too.
+        "test_required_calls_are_generated_and_survive_the_death_of_worker_and_core": "",
     },
     "worker/adapters/test_adapters.py": {
         "test_every_row_is_that_of_its_adapter_alone_with_the_same_bits_in_every_schedule": (
