@@ -235,13 +235,14 @@ def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
     """Return the type of the rows that a layer passes on; it may be wider than the model's.
 
     Refuses a model whose layers take more than the rows of the stage before, and those of the
-    embedding if these pass, too. So other tokens must not change what is computed from them, and
-    the first layer must get them as they are.
+    embedding if these pass, too. So other tokens must not change what is computed from them, the
+    first layer must get them as they are, and the next stage's first layer must not get a further
+    output of the last layer, such as the states of a router.
     """
     model, shape = loaded.model, (1, _NUM_CHECKED_ROWS, stage.row_width)
     rows = torch.randn(shape, generator=make_generator(3)).to(loaded.dtype)
     outputs: list[torch.Tensor] = []
-    begun, ended = _Seen(), _Seen()
+    begun, ended, passed = _Seen(), _Seen(), _Seen()
     handles = [
         model.get_submodule(stage.first_layer).register_forward_pre_hook(
             lambda _, args, kwargs: begun.take(args or (kwargs["hidden_states"],)), with_kwargs=True
@@ -250,6 +251,12 @@ def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
             lambda _, args, output: ended.take(output)
         ),
     ]
+    if stage.outlet is not None:
+        handles.append(
+            stage.outlet.register_forward_pre_hook(
+                lambda _, args, kwargs: passed.take((*args, *kwargs.values())), with_kwargs=True
+            )
+        )
     try:
         for first in range(2):
             if stage.inlet is not None:
@@ -267,7 +274,8 @@ def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
     given = rows[..., : hidden_size(model)]
     if stage.inlet is not None and not _are_equal(begun.rows, given):
         raise _refuse(num_stages, "its model changes the rows between two layers")
-    if stage.outlet is not None and stage.rows().shape != shape:
+    is_passed = any(one is other for one in ended.others for other in passed.others)
+    if is_passed or (stage.outlet is not None and stage.rows().shape != shape):
         raise _refuse(num_stages, "its layers pass on more than a row for each token")
     if stage.inlet is not None and not have_same_bits(*outputs):
         raise _refuse(num_stages, "its layers take more than the rows of the layer before")
@@ -285,14 +293,20 @@ def _are_equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 class _Seen:
-    """The rows that a layer takes or returns."""
+    """The rows that a layer takes or returns, and the numbers beside them.
+
+    Integers do not count: they are the tokens that an indexer selects, which are all tokens.
+    """
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None
+        self.others: list[torch.Tensor] = []
 
     def take(self, values: Any) -> None:
-        """Keep the first value."""
-        self.rows = values[0] if isinstance(values, tuple) else values
+        """Keep the first value, and of the others the tensors of floats."""
+        self.rows, *others = values if isinstance(values, tuple) else (values,)
+        tensors = [one for one in others if isinstance(one, torch.Tensor)]
+        self.others = [one for one in tensors if one.is_floating_point()]
 
 
 def hidden_size(model: nn.Module) -> int:
