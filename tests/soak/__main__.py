@@ -1,6 +1,7 @@
 """Soak an engine with short requests, kills, stops and disconnects, and look for leaks.
 
-`python -m tests.soak scheduler` soaks the scheduler alone instead (tests/soak/scheduler.py).
+`python -m tests.soak scheduler` soaks the scheduler alone instead (tests/soak/scheduler.py), and
+`python -m tests.soak journal` the journal with abandoned streams (tests/soak/journal.py).
 
 The engine has the null model, so every token can be checked. Workers and cores are killed, and
 stopped with SIGSTOP, in turn at random moments; clients disconnect in the middle of their streams.
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tests.soak import scheduler  # it needs the tests of the core
 
         return scheduler.main(argv[1:])
+    if argv[:1] == ["journal"]:
+        from tests.soak import journal
+
+        return journal.main(argv[1:])
     arguments = _parser().parse_args(argv)
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as base:
