@@ -62,6 +62,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it after a reset, and it refers to all
         if self.running is not None and not self.running.response_complete:
             self.running.disconnected = True  # uvicorn notifies only the last that was parsed
             self.running.message_event.set()

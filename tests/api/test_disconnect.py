@@ -1,10 +1,11 @@
 """A disconnect is noticed at once and cancels the request."""
 
 import asyncio
+import gc
 import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from starlette.types import Message
 
 from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
+from api_proc.http.protocol import HttpProtocol
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
@@ -79,6 +81,26 @@ def test_disconnect_within_a_stream_cancels(make_server: MakeServer, path: str) 
         assert client.cancelled == []
         connection.close()
         wait_until(lambda: client.cancelled == [1], timeout_s=AT_ONCE_S)
+
+
+@pytest.mark.parametrize("leave", [close, reset])
+def test_a_lost_connection_that_was_idle_is_forgotten(
+    make_server: MakeServer, leave: Callable[[socket.socket], None]
+) -> None:
+    """Its timer for idle connections would keep it for more than a minute."""
+    live = make_server()
+    old = {id(protocol) for protocol in protocols()}
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=5)
+    connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert connection.recv(2**12)
+    assert {id(protocol) for protocol in protocols()} - old
+    leave(connection)
+    wait_until(lambda: not {id(protocol) for protocol in protocols()} - old)
+
+
+def protocols() -> list[HttpProtocol]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, HttpProtocol)]
 
 
 def test_a_closed_transport_is_a_disconnect() -> None:
