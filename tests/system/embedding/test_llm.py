@@ -423,7 +423,7 @@ def test_bad_parameter_is_named(fields: dict[str, Any], text: str) -> None:
         ({"quantization": "awq"}, "quantization: .*'awq'"),
         ({"load_format": "gguf"}, "load_format: 'gguf' is not supported, only 'auto' is"),
         ({"max_num_sequences": 4}, "unknown setting max_num_sequences .* max_num_seqs"),
-        ({"max_num_seqs": 0}, "max-num-seqs: must be an integer >= 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs: must be an integer >= 1"),
         ({"dtype": "int4"}, "dtype"),
     ],
 )

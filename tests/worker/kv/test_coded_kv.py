@@ -194,7 +194,7 @@ def test_kernels_that_compute_something_else_are_refused(
         ({"model": "null"}, "kv_cache_dtype needs a model"),
         ({"device": "cuda"}, "kv_cache_dtype needs device cpu"),
         ({"dtype": "float16"}, "kv_cache_dtype needs dtype float32 or bfloat16"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv-cache-dtype: 'fp8_e5m2' is not one of auto, int8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'fp8_e5m2' is not one of auto, int8"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
