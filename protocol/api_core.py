@@ -143,8 +143,9 @@ class AddRequest(Message):
     """Block server of the machine that the request was moved from. Empty: it was not moved, or only
     to another replica of this machine."""
     origin: Origin = ""
-    """The API key or the address that the request came from; clients cannot choose it. Grammars of
-    several origins, and of the tenants of an origin, are compiled in turns."""
+    """The API key or the address that the request came from; clients of the API cannot choose it.
+    Empty: the client itself. Under the fair policy, requests without a tenant have an account for
+    each origin. Grammars of several origins, and of their tenants, are compiled in turns."""
 
     @property
     def prompt(self) -> list[int] | bytes:

@@ -164,8 +164,8 @@ class ModelFacts(Record):
         """A digest of everything that determines which tokens a request gets.
 
         A request continues exactly at an engine with the fingerprint of the engine that began it.
-        The fingerprint does not cover memory sizes and the maximum context length, which depends on
-        them, nor the kernels if results are not exact.
+        The fingerprint covers neither memory sizes nor the maximum context length, which depends on
+        them, nor, if results are not exact, `decoder` and `kernels`.
         """
         encoded = msgspec.msgpack.encode(self._decisive())
         return hashlib.blake2b(encoded, digest_size=_FINGERPRINT_BYTES).hexdigest()

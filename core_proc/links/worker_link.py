@@ -102,7 +102,8 @@ class WorkerLink:
     def _refuse(self, peer: bytes, problem: str) -> bool:
         """Kill a worker that breaks the protocol; return whether it was in the group.
 
-        Of another one the process is not known. It repeats its message, which is logged once.
+        The process of a worker outside the group is not known. It repeats its message, which is
+        logged once.
         """
         if self._lose(peer, problem, kill=True):
             return True

@@ -36,8 +36,8 @@ class ExpectedModel:
     def learn(self, facts: ModelFacts) -> None:
         """Expect the model of this engine, if it is the first one to serve.
 
-        A digest that the first one does not publish is that of the next one that has it, and has
-        the other digest.
+        If the first one publishes only one of the two digests, the other one is learned from the
+        next engine that has the same first digest and publishes both.
         """
         learned, found = self._learned, _files_of(facts)
         if self._learns and (learned == _UNKNOWN or _has(found, learned)):

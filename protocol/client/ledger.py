@@ -59,8 +59,9 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
     """The request's account; the fair policy shares the engine among tenants."""
     origin: str
-    """The API key or the address that the request came from; origins are treated fairly where they
-    compete, as for the compilation of grammars."""
+    """The API key or the address that the request came from; empty by default: the client itself.
+    Origins get equal shares of the compilation of grammars, and, for requests without a tenant,
+    of the engine under the fair policy."""
     adapter: Adapter | None
     """The LoRA adapter to apply; none by default."""
     resent: bool

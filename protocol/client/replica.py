@@ -8,10 +8,10 @@ from protocol.client.routing import Load
 
 TICK_S = 0.1
 _WITHOUT_WORKERS = 10
-"""A core that has lost its workers is waited for this many times as long as a lost core: it usually
-gets them back, and it knows which requests they died of. Workers that were killed from outside and
-must load the model again are waited for only as long as a core, and so is a new core that has no
-workers yet."""
+"""The client waits this many times as long for a core that has lost its workers as for a lost core:
+the core usually gets them back, and it knows which requests they died of. For workers that were
+killed from outside and must load the model again, and for a new core that has no workers yet, the
+client waits only as long as for a lost core."""
 _NUM_RESTS = 10
 """Ticks between two attempts to move requests that no other replica accepts."""
 

@@ -415,8 +415,8 @@ class ApiConfig(Section):
     """Maximum number of requests, and of sequences of them, that an API process holds open; further
     ones are refused with 429."""
     max_open_requests_per_client: Annotated[int, Meta(ge=0, le=10**6)] = 0
-    """Maximum number of open requests, and of sequences of them, of each API key, or without keys
-    of each address; further ones are refused with 429. 0: no limit."""
+    """Maximum number of requests, and of sequences of them, that an API process holds open for each
+    API key, or without keys for each address; further ones are refused with 429. 0: no limit."""
     max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
     """Maximum size of all bodies that an API process holds; further requests are refused with
     429."""
@@ -426,8 +426,8 @@ class ApiConfig(Section):
     max_stored_response_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * 2**20
     """Maximum size of stored responses and their inputs together."""
     tokenizer_pool_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Most processes for prompts of more than 16 KiB, which are rendered and tokenized apart from
-    the server, with limits of time and memory. They start when they are needed."""
+    """Maximum number of processes for prompts of more than 16 KiB, which are rendered and tokenized
+    apart from the server, with limits of time and memory. They start when they are needed."""
     unknown_fields: Annotated[str, Meta(pattern="^(ignore|warn|refuse)$")] = "warn"
     """Fields of a request that the server does not know: ignore, warn (a response header, and one
     log line per name) or refuse (400). Fields that constrain the output are always refused."""

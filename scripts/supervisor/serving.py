@@ -152,7 +152,7 @@ def _remove_sockets(run_dir: RunDir) -> None:
 def _with_files(config: EngineConfig, invocation: Invocation, held: "_HeldFiles") -> EngineConfig:
     """Fetch models of the hub, and make the directories of GGUF files, if there are any.
 
-    ConfigError: a model or the HTTP address cannot be used. Interrupted: the engine ends first.
+    ConfigError: a model or the HTTP address cannot be used. Interrupted: the engine is stopped.
     """
     if not hub_names(config.model) and not gguf_files(config.model):
         return config
