@@ -86,7 +86,7 @@ async def unload_adapter(state: ApiState, connection: Connection) -> None:
 
 async def _decoded(state: ApiState, connection: Connection, decode: BodyDecoder[Body]) -> Body:
     """Read and decode a body, if adapters are enabled."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
+    raw = await connection.read_body(state.config.api.max_body_bytes, is_control=True)
     state.require_facts()
     if not state.config.lora.enable_lora:
         raise ApiError(400, "the server was started without --enable-lora", code="lora_disabled")

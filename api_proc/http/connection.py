@@ -137,13 +137,16 @@ class Connection:
         host = (self.scope.get("client") or ("", 0))[0]
         return _network(host)
 
-    async def read_body(self, max_bytes: int) -> bytes:
-        """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`."""
+    async def read_body(self, max_bytes: int, *, is_control: bool = False) -> bytes:
+        """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`.
+
+        `is_control`: the request ends or controls others, so it does not count for its client.
+        """
         if self._unread is not None:
             raw, self._unread = self._unread, None
             return raw
         if self._budget is not None:
-            self._lease = self._budget.open(client=self.origin)
+            self._lease = self._budget.open(client=None if is_control else self.origin)
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")

@@ -165,7 +165,7 @@ async def _parameters(connection: Connection, name: str = "") -> list[str]:
     query: bytes = connection.scope["query_string"]
     pairs: list[tuple[str, str | None]] = []
     pairs += parse_qsl(query.decode("latin-1"), keep_blank_values=True)
-    if body := await connection.read_body(_MAX_BODY_BYTES):
+    if body := await connection.read_body(_MAX_BODY_BYTES, is_control=True):
         pairs += _body_pairs(body)
     for given, _ in pairs:
         if given != name:

@@ -109,7 +109,7 @@ async def healthz(state: ApiState, connection: Connection) -> None:
 
 async def abort_requests(state: ApiState, connection: Connection) -> None:
     """POST /abort_requests: end open requests of all API processes that answer."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
+    raw = await connection.read_body(state.config.api.max_body_bytes, is_control=True)
     body = _decode_abort(raw)
     aborted = state.open_requests.abort(body.request_ids)
     for other in await _ask_others(state, connection, "/abort_requests", Aborted, raw):

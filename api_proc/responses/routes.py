@@ -71,7 +71,7 @@ async def delete_response(state: ApiState, connection: Connection) -> None:
 
 async def cancel_response(state: ApiState, connection: Connection) -> None:
     """POST /v1/responses/{response_id}/cancel: end a response that is generated now."""
-    raw = await connection.read_body(state.config.api.max_body_bytes)
+    raw = await connection.read_body(state.config.api.max_body_bytes, is_control=True)
     if await _is_forwarded(state, connection, raw):
         return
     response_id = _id(connection)

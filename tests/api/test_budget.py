@@ -64,6 +64,26 @@ def test_one_request_is_accepted_whatever_its_size() -> None:
     assert budget.num_bytes == 0
 
 
+def test_a_client_at_its_bound_may_still_end_its_requests(make_server: MakeServer) -> None:
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        for i, output in enumerate(repeating()(add)):
+            client.is_paused = i >= 1
+            yield output
+
+    client = FakeClient(script=script)
+    live = make_server(client, max_open_requests_per_client=1, enable_admin_routes=True)
+    body = {**BODY, "stream": True, "max_tokens": 50}
+    with httpx.stream("POST", live.url + "/v1/completions", json=body) as stream:
+        ids = {"request_ids": [stream.headers["x-request-id"]]}
+        statuses = [
+            httpx.post(live.url + path, json={}).status_code
+            for path in ("/pause", "/resume", "/v1/responses/x/cancel", "/v1/load_lora_adapter")
+        ]
+        assert statuses == [200, 200, 404, 400]
+        answer = httpx.post(live.url + "/abort_requests", json=ids)
+        assert answer.json() == {"aborted": ids["request_ids"]}
+
+
 @pytest.mark.parametrize("setting", ["max_open_requests", "max_open_requests_per_client"])
 def test_requests_past_the_bound_are_rejected(setting: str, make_server: MakeServer) -> None:
     def script(add: AddRequest) -> Iterator[RequestOutput]:
