@@ -252,7 +252,7 @@ class AsyncEngineClient:
         Raises TimeoutError after `timeout_s`, with the reason if it is known, and RequestFailed if
         the client is not open.
         """
-        async with deadline(timeout_s, "the engine has not been ready", self._why_not_ready):
+        async with deadline(timeout_s, "the engine has not been ready", self.why_not_ready):
             while True:
                 if self.serves and self.facts is not None:
                     return self.facts
@@ -260,11 +260,14 @@ class AsyncEngineClient:
                 self._status_event.clear()
                 await self._status_event.wait()
 
-    def _why_not_ready(self) -> str:
+    def why_not_ready(self) -> str:
+        """Return why the engine does not serve, as far as this is known."""
         if self.link_problem:
             return self.link_problem
         if self.status is None:
             return f"nothing answers at {self._address}"
+        if self.status.state is EngineState.READY and not self.connected:
+            return f"nothing answers any more at {self._address}"
         if self.other_model:
             return f"its {self.other_model}"
         return f"its last state is {self.status.state}"

@@ -17,6 +17,8 @@ _SILENCE_S = 10.0
 """Seconds without a connection after which a replica is reported."""
 _MOST_CHARACTERS = 500
 """Maximum length of a description of differences."""
+_MOST_EXPLAINED = 4
+"""Maximum number of replicas in the reason why none serves."""
 NO_CORE = "inproc://no-core"
 """An address at which nothing listens, in no other process either."""
 
@@ -90,6 +92,18 @@ class ReplicaSet:
                 self._others.pop(replica, None)
                 self._num_inexact_before += replica.client.num_inexact
                 yield replica
+
+    def why_not_ready(self) -> str:
+        """Return why replicas do not serve: the first of them, and the number of the others."""
+        present = [each for each in self.replicas if not each.is_closed and not each.is_retired]
+        shown = [
+            f"replica {replica.number}: {replica.client.why_not_ready()}"
+            for replica in present[:_MOST_EXPLAINED]
+            if replica.address != NO_CORE
+        ]
+        if len(present) > _MOST_EXPLAINED:
+            shown.append(f"{len(present) - _MOST_EXPLAINED} more")
+        return "; ".join(shown)
 
     def silences(self) -> Iterator[tuple[int, str]]:
         """Yield a severity and a line for each remote replica that is lost or back."""

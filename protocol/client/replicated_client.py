@@ -254,7 +254,7 @@ class ReplicatedClient:
         """Wait until one of the replicas serves; same errors as `AsyncEngineClient.wait_ready`."""
         if self._only is not None:
             return await self._only.wait_ready(timeout_s)
-        async with deadline(timeout_s, "no replica has been ready"):
+        async with deadline(timeout_s, "no replica has been ready", self._set.why_not_ready):
             while True:
                 if not any(client.is_open for client in self.clients):
                     raise failure_of(RequestError(ErrorCode.ABORTED, "the client is not open"))

@@ -127,6 +127,19 @@ def test_ready_means_ready(core: FakeCore) -> None:
     run_connected(core, play)
 
 
+def test_an_engine_that_is_gone_is_not_called_ready(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        await core.until(lambda: client.serves)
+        core.link.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while client.connected:
+                await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError, match=f"nothing answers any more at {core.address}$"):
+            await client.wait_ready(timeout_s=0.02)
+
+    run_connected(core, play)
+
+
 def test_waiting_for_an_engine_fails_when_the_client_closes(core: FakeCore) -> None:
     """A later wait fails as well."""
 

@@ -93,6 +93,26 @@ async def known_index(client: ReplicatedClient) -> PrefixIndex:
     return client._placement.index
 
 
+def test_a_wait_for_replicas_states_why_each_is_not_ready(cores: Cores) -> None:
+    async def main() -> None:
+        async with ReplicatedClient([*(core.address for core in cores), *others]) as client:
+            task = asyncio.create_task(pump(cores))
+            await until(lambda: client.clients[0].status == RECOVERING)
+            with pytest.raises(TimeoutError) as caught:
+                await client.wait_ready(timeout_s=0.02)
+            task.cancel()
+        assert str(caught.value) == (
+            "no replica has been ready within 0.02 s: replica 0: its last state is recovering;"
+            f" replica 1: nothing answers at {cores[1].address};"
+            f" replica 2: nothing answers at {others[0]};"
+            f" replica 3: nothing answers at {others[1]}; 1 more"
+        )
+
+    others = [f"ipc://{cores[0].address.removeprefix('ipc://')}.{number}" for number in range(3)]
+    cores[0].status, cores[1].answers = RECOVERING, False
+    asyncio.run(main())
+
+
 def test_replica_that_refuses_to_reset_keeps_its_prefixes_and_the_other_does_not(
     cores: Cores,
 ) -> None:
