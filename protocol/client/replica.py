@@ -10,8 +10,9 @@ TICK_S = 0.1
 _WITHOUT_WORKERS = 10
 """The client waits this many times as long for a core that has lost its workers as for a lost core:
 the core usually gets them back, and it knows which requests they died of. For workers that were
-killed from outside and must load the model again, and for a new core that has no workers yet, the
-client waits only as long as for a lost core."""
+killed from outside and must load the model again, the client waits only as long as for a lost core.
+A new core that has no workers yet counts as lost: it has no facts, so the client does not agree on
+its epoch."""
 _NUM_RESTS = 10
 """Ticks between two attempts to move requests that no other replica accepts."""
 
@@ -95,10 +96,8 @@ class Replica:
         client = self.client
         if not client.num_open_requests:
             return []
-        status = client.status
-        is_new = status is not None and status.state is EngineState.STARTING
-        is_loading = status is not None and status.is_loading_anew
-        patience = 1 if is_new or is_loading else _WITHOUT_WORKERS
+        is_loading = client.status is not None and client.status.is_loading_anew
+        patience = 1 if is_loading else _WITHOUT_WORKERS
         is_late = self.unready_s >= patience * failover_s
         is_given_up = self.is_draining or is_late or self.lost_s >= failover_s
         return client.open_ids() if is_given_up else client.held_ids()

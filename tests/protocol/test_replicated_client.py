@@ -20,7 +20,6 @@ from protocol.api_core import (
     Refused,
     RequestError,
     RequestOutput,
-    Status,
 )
 from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import EngineFailed, Overloaded
@@ -286,10 +285,8 @@ def test_requests_of_a_lost_replica_that_have_begun_continue_at_an_equal_one_onl
     play(cores, act, failover_s=0.1)
 
 
-@pytest.mark.parametrize(
-    "status", [msgspec.structs.replace(RECOVERING, is_loading_anew=True), STARTING]
-)
-def test_requests_do_not_wait_for_workers_that_load_the_model(status: Status, cores: Cores) -> None:
+@pytest.mark.parametrize("is_new", [False, True])
+def test_requests_do_not_wait_for_workers_that_load_the_model(is_new: bool, cores: Cores) -> None:
     """Other workers are waited for ten times as long: here longer than the test."""
 
     async def act(client: ReplicatedClient) -> None:
@@ -297,13 +294,19 @@ def test_requests_do_not_wait_for_workers_that_load_the_model(status: Status, co
             client.submit([5], PARAMS)
         await until(lambda: sum(core.num_added for core in cores) == 4)
         assert cores[1].num_added > 0
-        cores[1].status = status
-        cores[1].epoch += status is STARTING
-        cores[1].send(status)
+        if is_new:  # a successor at the same address
+            cores[1].__exit__()
+            cores[1] = FakeCore(str(Path(cores[1].address.removeprefix("ipc://")).parent), epoch=5)
+            cores[1].status = STARTING
+            await until(lambda: client.clients[1].status == STARTING)
+        else:
+            cores[1].status = msgspec.structs.replace(RECOVERING, is_loading_anew=True)
+            cores[1].send(cores[1].status)
         async with asyncio.timeout(5.0):
             await until(lambda: cores[0].num_added == 4)
 
     play(cores, act, failover_s=0.6)
+    cores[1].__exit__()
 
 
 def test_with_inexact_resume_a_request_continues_elsewhere_and_its_stream_shows_it(
