@@ -75,7 +75,7 @@ class WorkerLink:
         """Epochs of the group lost last, until the cause of the loss is known."""
         self._adopted: set[int] = set()
         self._last_unreadable = ""
-        """The last reason that was logged for a worker that is not in the group."""
+        """The last reason logged for a worker outside the group, since the last adoption."""
         self._last_death = 0
         """Epoch of the last `WorkerDied`."""
         self._suspects: dict[int, float] = {}
@@ -172,6 +172,7 @@ class WorkerLink:
         first_step_id = self._engine.adopt_workers(facts, swap_cost_tokens)
         epoch = self._adopted_epoch = self._group.begin_epoch()
         self._adopted = self._group.epochs
+        self._last_unreadable = ""
         self._suspects = {e: until for e, until in self._suspects.items() if e in self._adopted}
         if self._send_to_all(Adopt(first_step_id)):
             log.debug("workers adopted, link epoch %d", epoch)

@@ -108,7 +108,7 @@ class CoreLink:
         self._wants_resync = False
         self._since_resync_s = RESYNC_PAUSE_S
         self._unreadable = ""
-        """Why the core's messages cannot be read, since its last readable status."""
+        """Why the messages of the connected core cannot be read, since its last readable status."""
         self.epoch = NO_EPOCH
         self.is_open = False
         self.num_fenced_frames = 0
@@ -269,6 +269,7 @@ class CoreLink:
                 self._greet()
             else:
                 self._forget_epoch()
+                self._unreadable = ""
         self._on_readable()
 
     def _on_readable(self) -> None:

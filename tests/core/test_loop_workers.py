@@ -122,13 +122,21 @@ def test_a_worker_of_another_version_that_connects_is_named_once_in_the_log(
     """It repeats its hello, and otherwise nothing would state why the engine is not ready."""
     stranger = WorkerEnd(bench, 5)
     tag, *fields = msgspec.to_builtins(WorkerHello(0, os.getpid(), FACTS))
-    for _ in range(3):
-        seen = bench.loop._workers._link.num_read
-        assert stranger.channel.send(5, encode([tag, *fields, "of another version"]), begins=True)
-        bench.until(lambda seen=seen: bench.loop._workers._link.num_read > seen)
+
+    def connect() -> None:
+        for _ in range(3):
+            seen = bench.loop._workers._link.num_read
+            hello = encode([tag, *fields, "of another version"])
+            assert stranger.channel.send(5, hello, begins=True)
+            bench.until(lambda seen=seen: bench.loop._workers._link.num_read > seen)
+
+    connect()
     assert bench.state is EngineState.STARTING
     assert caplog.text.count("a worker that connects is not used") == 1
     assert "at most length" in caplog.text
+    bench.worker(6)
+    connect()
+    assert caplog.text.count("a worker that connects is not used") == 2, "much later, perhaps"
 
 
 def test_a_worker_whose_step_failed_may_still_report_why(bench: Bench) -> None:

@@ -219,6 +219,23 @@ def test_an_engine_of_another_version_is_the_stated_reason_not_to_be_ready(
     asyncio.run(main())
 
 
+def test_an_engine_of_another_version_that_is_gone_is_not_the_reason(core: FakeCore) -> None:
+    async def main() -> None:
+        async with AsyncEngineClient(core.address) as client:
+            await core.until(lambda: core.connects)
+            send_with_another_header(core)
+            await core.until(lambda: client.link_problem)
+            core.link.close()
+            async with asyncio.timeout(TIMEOUT_S):
+                while client._link._is_linked:
+                    await asyncio.sleep(0.001)
+            with pytest.raises(TimeoutError, match=f"nothing answers at {core.address}$"):
+                await client.wait_ready(timeout_s=0.01)
+
+    core.answers = False
+    asyncio.run(main())
+
+
 def test_frames_of_other_epochs_are_dropped_and_counted(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
