@@ -98,7 +98,8 @@ class FakeCore:
         if isinstance(message, Connect):
             self.connects.append(received.peer)
             if self.answers:
-                self.send(self.status)
+                with contextlib.suppress(PeerGone):  # it may have replaced its socket meanwhile
+                    self.send(self.status)
         elif received.header.epoch != self.epoch:
             self.num_fenced += 1
         else:
