@@ -1,11 +1,13 @@
 """Whole engines, started as a user would."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from protocol.client.sync_client import EngineClient
 from protocol.lifecycle import ProcessState, Role
 from protocol.process import failpoints
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, engine, eventually, start_engine
@@ -20,6 +22,8 @@ MOST_KEPT = 2
 class SharedEngine(Engine):
     """An engine of several tests, whose log begins anew with each of them."""
 
+    may_end = False
+    """Whether the current test ends the engine."""
     _log_start = 0
 
     @classmethod
@@ -44,15 +48,20 @@ class SharedEngine(Engine):
         return super().log[self._log_start :]
 
     def begin(self) -> None:
-        """Wait until it is as after its start, for the next test: all ready, and without requests.
+        """Let the log begin anew, for the next test."""
+        self.may_end = False
+        self._log_start = len(super().log)
 
-        Epochs and counters are greater. A TimeoutError or a RuntimeError: it cannot be used.
+    def settle(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until it is as after its start: all processes are ready, and no request is open.
+
+        Epochs and counters are greater. A TimeoutError or a RuntimeError: it has not recovered.
         """
         failpoints.disarm(self.failpoints)
-        eventually(self._is_whole, "all processes are ready", TIMEOUT_S)
+        eventually(self._is_whole, "all processes of the shared engine are ready", timeout_s)
+        eventually(self._has_idle_core, "the shared engine has no request and no block", timeout_s)
         if any(row.role is Role.API for row in self.ready().processes):
-            eventually(lambda: self.get("/load")["server_load"] == 0, "no request is open")
-        self._log_start = len(super().log)
+            eventually(self._has_idle_api, "the API of the shared engine has no request", timeout_s)
 
     def _is_whole(self) -> bool:
         """Whether helpers and standbys are ready, too."""
@@ -62,35 +71,68 @@ class SharedEngine(Engine):
             row.state is ProcessState.READY and row.pid is not None for row in reply.processes
         )
 
+    def _has_idle_core(self) -> bool:
+        with EngineClient(self.address) as client:  # a new client gets the figures at once
+            client.wait_ready(TIMEOUT_S)
+            status = client.status
+        assert status is not None
+        stats = status.stats
+        return not stats.num_running_reqs + stats.num_waiting_reqs + stats.kv_cache_usage
+
+    def _has_idle_api(self) -> bool:
+        load: int = self.get("/load")["server_load"]
+        return load == 0
+
 
 class EnginePool:
     """Engines with the null model that tests of one process share: one for a list of flags.
 
-    A test may kill processes that are replaced. If it has ended the whole engine, or the engine
-    does not recover, the next test gets another one.
+    A test may kill processes that are replaced. One that ends the whole engine sets `may_end`. The
+    test after which an engine does not recover fails, and the next test gets another engine.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[tuple[str, ...], bool], tuple[EngineFactory, SharedEngine]] = {}
         """The engine that was used last comes last."""
+        self._used: set[tuple[tuple[str, ...], bool]] = set()
+        """The engines of the current test."""
 
     def __call__(self, *flags: str, has_failpoints: bool = False) -> SharedEngine:
         """Return an engine with these flags that is ready and has no requests."""
         key = flags, has_failpoints
+        self._used.add(key)
         if key in self._kept:
             _, engine = self._kept[key] = self._kept.pop(key)
-            try:
-                engine.begin()
-                return engine
-            except (TimeoutError, RuntimeError):
-                self._end(key)
-        factory = EngineFactory()
-        engine = SharedEngine.start(factory, flags, has_failpoints)
-        self._kept[key] = factory, engine
-        while len(self._kept) > MOST_KEPT:
-            self._end(next(iter(self._kept)))
+        else:
+            factory = EngineFactory()
+            engine = SharedEngine.start(factory, flags, has_failpoints)
+            self._kept[key] = factory, engine
+            while len(self._kept) > MOST_KEPT:
+                self._end(next(iter(self._kept)))
         engine.ready()
+        engine.begin()
         return engine
+
+    def settle(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Make the engines of a test ready for the next one, as `SharedEngine.settle`.
+
+        Those that have not recovered are ended, and the error of one of them is raised.
+        """
+        with contextlib.ExitStack() as stack:
+            for key in self._used & self._kept.keys():
+                stack.callback(self._settle_one, key, timeout_s)
+            self._used.clear()
+
+    def _settle_one(self, key: tuple[tuple[str, ...], bool], timeout_s: float) -> None:
+        _, engine = self._kept[key]
+        if engine.may_end and engine.process.poll() is not None:
+            self._end(key)
+            return
+        try:
+            engine.settle(timeout_s)
+        except BaseException:
+            self._end(key)
+            raise
 
     def _end(self, key: tuple[tuple[str, ...], bool]) -> None:
         factory, engine = self._kept.pop(key)
@@ -104,8 +146,15 @@ class EnginePool:
 
 
 @pytest.fixture(scope="session")
-def shared_engine() -> Iterator[EnginePool]:
-    """Call it with flags to get an engine that other tests have used before."""
+def engine_pool() -> Iterator[EnginePool]:
+    """The engines of all tests of this process."""
     pool = EnginePool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def shared_engine(engine_pool: EnginePool) -> Iterator[EnginePool]:
+    """Call it with flags to get an engine that other tests have used before."""
+    yield engine_pool
+    engine_pool.settle()

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.system.conftest import EnginePool
+from tests.system.conftest import EnginePool, SharedEngine
 from tests.system.null_load import NullLoad, Stream
 from tests.timing import within
 
@@ -78,7 +78,7 @@ def wait_for_tokens(streams: list[Stream], number: int) -> None:
 
 
 @pytest.fixture
-def standing(shared_engine: EnginePool) -> Engine:
+def standing(shared_engine: EnginePool) -> SharedEngine:
     """An engine of the null model with worker, standby and zygote."""
     started = shared_engine(*FLAGS)
     complete(started)
@@ -231,8 +231,9 @@ def test_dead_standby_is_not_promoted(standing: Engine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_is_left(standing: Engine, number: signal.Signals) -> None:
+def test_no_process_is_left(standing: SharedEngine, number: signal.Signals) -> None:
     """After SIGTERM, and after SIGKILL of the supervisor."""
+    standing.may_end = True
     complete(standing)
     standing.process.send_signal(number)
     standing.process.wait(TIMEOUT_S)
