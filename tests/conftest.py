@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -371,7 +372,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-GRACE_S = 60
+GRACE_S = float(os.environ.get("PYTEST_HANG_GRACE_S", "60"))
 """How much longer than its timeout a test may hold the interpreter before its process ends."""
 
 _stderr = pytest.StashKey[int]()
@@ -382,16 +383,25 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     """End a process that hangs in C code, and print its stacks: there a timeout has no effect."""
-    mark = item.get_closest_marker("timeout")
-    limit_s = float(mark.args[0] if mark else item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=item.config.stash[_stderr])
+    limit_s = settings.timeout + GRACE_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_stderr])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Let a process live on when its test has ended."""
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb() -> None:
+    """Let a process live as long as it is debugged."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True, scope="module")
