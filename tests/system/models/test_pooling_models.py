@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig
 
-from api_proc.llm import LLM
+from api_proc.llm import LLM, engines
 from protocol.client.errors import InvalidRequest
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually
@@ -57,6 +57,34 @@ def write_cross_encoder(directory: Path) -> None:
     write_tokenizer(directory)
 
 
+class RunningProcesses:
+    """Stands for the processes that an LLM starts: those of an engine that runs already."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.run_dir = engine.run_dir
+        self.addresses = [engine.address]
+        self.is_fetching = False
+
+    def check(self) -> None:
+        """The engine's test notices its end."""
+
+    def close(self) -> None:
+        """The engine lives on."""
+
+
+def check_program(llm: LLM, scores: list[float]) -> None:
+    """Compare the results of a cross-encoder in a program with the scores over HTTP."""
+    found = llm.score(QUERY, DOCUMENTS[: len(scores)], use_tqdm=False)
+    assert [one.outputs.score for one in found] == scores
+    [label] = llm.classify(DOCUMENTS[3], use_tqdm=False)
+    assert 0.0 < label.outputs.probs[0] < 1.0
+    assert llm.encode(DOCUMENTS[3], use_tqdm=False)[0].outputs.data == label.outputs.probs
+    with pytest.raises(InvalidRequest, match="no vectors"):
+        llm.embed(QUERY)
+    with pytest.raises(InvalidRequest, match="must have one or the 2"):
+        llm.score([QUERY] * 3, DOCUMENTS[:2])
+
+
 def ids_of(text: str) -> list[int]:
     return [FIRST_WORD + int(word[1:]) for word in text.split()]
 
@@ -94,8 +122,9 @@ def refusal(ask: Callable[[], Any]) -> str:
 @pytest.mark.timeout(180)
 @torch.inference_mode()
 def test_a_cross_encoder_scores_the_same_over_kill_9(
-    start_engine: EngineFactory, tmp_path: Path
+    start_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over HTTP; a program has the same results."""
     write_cross_encoder(tmp_path)
     engine = start_engine(*FLAGS, model=str(tmp_path))
     assert engine.readiness()["exact_resume"]
@@ -114,6 +143,9 @@ def test_a_cross_encoder_scores_the_same_over_kill_9(
     ranked = engine.post("/v2/rerank", query=QUERY, documents=DOCUMENTS, top_n=3)["results"]
     assert [item["relevance_score"] for item in ranked] == sorted(scores, reverse=True)[:3]
     assert "generates no text" in refusal(lambda: engine.post("/v1/completions", prompt="w1"))
+    monkeypatch.setattr(engines, "EngineProcesses", lambda config: RunningProcesses(engine))
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        check_program(llm, scores[:3])
 
 
 @pytest.mark.slow
@@ -127,15 +159,7 @@ def test_a_cross_encoder_in_a_program_scores_as_over_http(
     scores = engine.post("/v1/score", text_1=QUERY, text_2=DOCUMENTS[:3])["data"]
     engine.close()
     with LLM(str(tmp_path), dtype="float32", num_threads=1, standby_workers=0) as llm:
-        found = llm.score(QUERY, DOCUMENTS[:3], use_tqdm=False)
-        assert [one.outputs.score for one in found] == [item["score"] for item in scores]
-        [label] = llm.classify(DOCUMENTS[3], use_tqdm=False)
-        assert 0.0 < label.outputs.probs[0] < 1.0
-        assert llm.encode(DOCUMENTS[3], use_tqdm=False)[0].outputs.data == label.outputs.probs
-        with pytest.raises(InvalidRequest, match="no vectors"):
-            llm.embed(QUERY)
-        with pytest.raises(InvalidRequest, match="must have one or the 2"):
-            llm.score([QUERY] * 3, DOCUMENTS[:2])
+        check_program(llm, [item["score"] for item in scores])
 
 
 @pytest.mark.slow

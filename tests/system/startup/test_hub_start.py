@@ -7,13 +7,15 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from api_proc.llm import LLM
+from api_proc.llm import LLM, SamplingParams
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from protocol.process.launch import CLOSE_GRACE_S, EngineProcesses, EngineStartError
+from scripts.inprocess import InprocEngine
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
 from tests.hub import Hub
 from tests.system.conftest import ROOT
@@ -121,7 +123,10 @@ def test_an_embedded_engine_that_fetches_closes_at_once(
 def test_a_cold_cache_a_killed_fetch_killed_processes_and_no_hub(
     start_engine: EngineFactory, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From nothing to the first token; the next start finds the model in the cache alone."""
+    """From nothing to the first token; the next start finds the model in the cache alone.
+
+    What it finds there computes the same tokens.
+    """
     home = tmp_path / "home"
     hub.holds[WEIGHTS] = HELD_AT
     engine = start(start_engine, hub, home)
@@ -148,6 +153,12 @@ def test_a_cold_cache_a_killed_fetch_killed_processes_and_no_hub(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(EngineStartError, match="tensor_parallel_size 64 cannot divide the model"):
         LLM(NAME, revision="main", tensor_parallel_size=64)  # which its config.json shows
+    [snapshot] = map(str, home.rglob(f"snapshots/{commit}"))
+    settings: dict[str, Any] = {"model": snapshot, "num_threads": 1}
+    with LLM(engine=InprocEngine(configure(**settings)), **settings) as llm:
+        params = SamplingParams(max_tokens=24, temperature=0)
+        [output] = llm.generate(str(REQUEST["prompt"]), params, use_tqdm=False)
+    assert output.outputs[0].text == choice["text"]
     assert len(hub.requests) == num_requests, "successors and later starts use the snapshot"
 
 
