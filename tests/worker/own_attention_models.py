@@ -41,6 +41,7 @@ OWN_ATTENTION = (
             intermediate_size=96,
             attention_types=[[["global", "local"], 1]],
             window_size=WINDOW,
+            tie_word_embeddings=False,  # tied random weights repeat one token
         ),
     ),
     Architecture(
