@@ -26,6 +26,8 @@ HAS_CLIENT_ID_KEY = "troika.has_client_id"
 """Whether the client chose the request's id."""
 ORIGIN_KEY = "troika.origin"
 """The API key that admitted the request, as a name that does not reveal it."""
+UNIX_SOCKET = "unix socket"
+"""The origin of all clients of a Unix socket, at each API process."""
 ORIGIN_HEADER = b"x-troika-origin"
 """The origin of a request that another API process has forwarded."""
 STYLE_KEY = "troika.style"
@@ -128,14 +130,14 @@ class Connection:
 
     @property
     def origin(self) -> str:
-        """The API key or the address that the request came from; empty for a Unix socket."""
+        """The API key or the address that the request came from, or `UNIX_SOCKET`."""
         if (key := self.scope.get(ORIGIN_KEY)) is not None:
             return str(key)
         if self.is_forwarded:
             origin: bytes = dict(self.scope["headers"]).get(ORIGIN_HEADER, b"")
             return origin.decode()
         host = (self.scope.get("client") or ("", 0))[0]
-        return _network(host)
+        return _network(host) or UNIX_SOCKET
 
     async def read_body(self, max_bytes: int, *, is_control: bool = False) -> bytes:
         """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`.

@@ -86,7 +86,8 @@ def test_the_key_is_the_origin_of_a_request(live: LiveServer) -> None:
         (("::ffff:10.0.0.7", 1234), "10.0.0.7"),
         (("2001:db8:1:2:3:4:5:6", 1234), "2001:db8:1:2::/64"),
         (("fe80::1%eth0", 1234), "fe80::/64"),
-        (None, ""),
+        (None, "unix socket"),
+        (("", 0), "unix socket"),
     ],
 )
 def test_without_keys_the_address_is_the_origin(
