@@ -109,11 +109,11 @@ def _token_ids(header: Header) -> Config:
 
 def _check_num_layers(header: Header) -> None:
     """Raise CheckpointError for more layers than there are tensors: lists have a value for each."""
-    key = f"{header.architecture}.block_count"
-    count = header.metadata.get(key)
-    if isinstance(count, int) and count > len(header.tensors):
+    count = Metadata(header).integer("block_count", 0, least=0)
+    if count > len(header.tensors):
         raise CheckpointError(
-            f"{header.path}: {key} is {count}, and there are only {len(header.tensors)} tensors"
+            f"{header.path}: {header.architecture}.block_count is {count}, and there are only"
+            f" {len(header.tensors)} tensors"
         )
 
 

@@ -30,12 +30,18 @@ _KEY_HEADS, _VALUE_HEADS = "ssm.group_count", "ssm.time_step_rank"
 _SECTIONS = "rope.dimension_sections"
 
 
-def _linear(metadata: Metadata) -> Config:
-    """Return the head sizes of gated DeltaNet; keys and values have the same size."""
-    size = metadata.integer(_STATE)
+def _num_heads(metadata: Metadata) -> tuple[int, int]:
+    """Return the heads of keys, and those of values, of which as many share each key."""
     num_keys, num_values = metadata.integer(_KEY_HEADS), metadata.integer(_VALUE_HEADS)
     if num_values % num_keys:
         raise metadata.unsupported(_VALUE_HEADS, f"a multiple of {_KEY_HEADS}, {num_keys}")
+    return num_keys, num_values
+
+
+def _linear(metadata: Metadata) -> Config:
+    """Return the head sizes of gated DeltaNet; keys and values have the same size."""
+    size = metadata.integer(_STATE)
+    num_keys, num_values = _num_heads(metadata)
     if metadata.integer(_INNER) != size * num_values:
         raise metadata.unsupported(_INNER, f"{size * num_values}, the values of all heads")
     return {
@@ -99,7 +105,8 @@ def _qwen3next(metadata: Metadata, file: MappedFiles) -> Config:
 
 def _of_heads(metadata: Metadata, size: int) -> torch.Tensor:
     """Return the file's row for each value: there, heads that share a key are not adjacent."""
-    num_keys, num_values = metadata.integer(_KEY_HEADS), metadata.integer(_VALUE_HEADS)
+    num_keys, num_values = _num_heads(metadata)
+    metadata.check_num_rows(num_values * size)
     places = torch.arange(num_values * size)
     return places.view(num_values // num_keys, num_keys, size).transpose(0, 1).flatten()
 
@@ -108,6 +115,7 @@ def _behind_keys(metadata: Metadata) -> torch.Tensor:
     """Return the row order of merged queries, keys and values; only the values are reordered."""
     size = metadata.integer(_STATE)
     num_before = 2 * size * metadata.integer(_KEY_HEADS)
+    metadata.check_num_rows(num_before)
     return torch.cat((torch.arange(num_before), num_before + _of_heads(metadata, size)))
 
 
@@ -133,9 +141,10 @@ def _changes(metadata: Metadata) -> Mapping[str, Change]:
 
 def _by_key_heads(metadata: Metadata) -> torch.Tensor:
     """Return the row order that groups query, key, values and gates by key head."""
-    size, num_keys = metadata.integer(_STATE), metadata.integer(_KEY_HEADS)
-    num_values = metadata.integer(_VALUE_HEADS)
+    size = metadata.integer(_STATE)
+    num_keys, num_values = _num_heads(metadata)
     counts = (num_keys * size, num_keys * size, num_values * size, num_values * size)
+    metadata.check_num_rows(sum(counts))
     parts = torch.arange(sum(counts)).split(counts)
     return torch.cat([part.view(num_keys, -1) for part in parts], 1).flatten()
 

@@ -68,6 +68,17 @@ def _deepseek_v2(metadata: Metadata, file: MappedFiles) -> Config:
 def _glm_dsa(metadata: Metadata, file: MappedFiles) -> Config:
     """Return what GLM-5 has: an indexer in all layers, or in those that files state."""
     check_sigmoid(metadata)
+    kinds = ["full" if own else "shared" for own in _own_indexers(metadata)]
+    return _latent(metadata, file) | {
+        "index_n_heads": metadata.integer("attention.indexer.head_count"),
+        "index_head_dim": metadata.integer("attention.indexer.key_length"),
+        "index_topk": metadata.integer("attention.indexer.top_k"),
+        "indexer_types": kinds,
+    }
+
+
+def _own_indexers(metadata: Metadata) -> list[bool]:
+    """Return for each layer whether its indexer is its own, and not that of a layer before."""
     count = before_drafts(metadata)
     stated = metadata.get(_INDEXERS)
     if stated is None:
@@ -76,12 +87,14 @@ def _glm_dsa(metadata: Metadata, file: MappedFiles) -> Config:
     is_list = isinstance(stated, list) and all(isinstance(one, bool) for one in stated)
     if not is_list or len(stated) < count or not stated[0]:
         raise metadata.unsupported(_INDEXERS, f"true or false for each of {count} layers")
-    return _latent(metadata, file) | {
-        "index_n_heads": metadata.integer("attention.indexer.head_count"),
-        "index_head_dim": metadata.integer("attention.indexer.key_length"),
-        "index_topk": metadata.integer("attention.indexer.top_k"),
-        "indexer_types": ["full" if own else "shared" for own in stated[:count]],
-    }
+    return list(stated[:count])
+
+
+def _unused_indexers(metadata: Metadata) -> frozenset[str]:
+    """Return the tensors of indexers in layers that share one; some files of GLM-5.2 have them."""
+    parts = ("attn_k.weight", "attn_q_b.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
+    shared = [number for number, own in enumerate(_own_indexers(metadata)) if not own]
+    return frozenset(f"blk.{number}.indexer.{part}" for number in shared for part in parts)
 
 
 def _has_own_indexer(number: int) -> bool:
@@ -145,6 +158,7 @@ LATENTS: Mapping[str, Architecture] = {
         _INDEXED,
         joins=LATENT,
         drops_drafts=True,
+        unused=_unused_indexers,
     ),
     "minicpm3": Architecture("minicpm3", "MiniCPM3ForCausalLM", _minicpm3, ATTENTION),
 }

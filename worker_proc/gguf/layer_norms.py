@@ -25,6 +25,8 @@ from worker_proc.gguf.metadata import Metadata
 _HEADS, _WIDTH, _LENGTH = "attention.head_count", "feed_forward_length", "context_length"
 _CLAMP, _ALIBI = "attention.clamp_kqv", "attention.max_alibi_bias"
 _PARALLEL = "use_parallel_residual"
+_MAX_NORMED_HEADS = 4096
+"""Of StableLM, in which each head has a norm."""
 _TRANSPOSED = Change(transposes=True)
 """What is done with the matrices of GPT-2, of which checkpoints have the inputs as rows."""
 
@@ -163,16 +165,16 @@ def _by_group(metadata: Metadata) -> Mapping[str, Change]:
     if heads % num_keys:
         raise metadata.unsupported(KV_HEADS, f"a number that divides {heads} heads")
     size = metadata.head_size()
-    queries, keys, values = (
-        rows.view(num_keys, -1) for rows in _parts(heads, num_keys, size).values()
-    )
+    parts = _parts(metadata, heads, num_keys, size)
+    queries, keys, values = (rows.view(num_keys, -1) for rows in parts.values())
     change = Change(rows=torch.cat((queries, keys, values), 1).flatten())
     return {"attn_qkv.weight": change, "attn_qkv.bias": change}
 
 
-def _parts(heads: int, num_keys: int, size: int) -> dict[str, torch.Tensor]:
+def _parts(metadata: Metadata, heads: int, num_keys: int, size: int) -> dict[str, torch.Tensor]:
     """Return the rows of queries, keys and values that lie one below the other."""
     ends = (heads * size, num_keys * size, num_keys * size)
+    metadata.check_num_rows(sum(ends))
     queries, keys, values = torch.arange(sum(ends)).split(ends)
     return {"q": queries, "k": keys, "v": values}
 
@@ -180,7 +182,7 @@ def _parts(heads: int, num_keys: int, size: int) -> dict[str, torch.Tensor]:
 def split_queries(metadata: Metadata) -> Mapping[str, Mapping[str, Change]]:
     """Return how a tensor with queries, keys and values is three weights."""
     heads = metadata.integer(_HEADS)
-    parts = _parts(heads, metadata.integer(KV_HEADS, heads), metadata.head_size())
+    parts = _parts(metadata, heads, metadata.integer(KV_HEADS, heads), metadata.head_size())
     return {
         "attn_qkv": {f"self_attn.{name}_proj": Change(rows=rows) for name, rows in parts.items()}
     }
@@ -190,6 +192,9 @@ def _norms_of_heads(metadata: Metadata) -> Mapping[str, Mapping[str, Change]]:
     """Return how the norms of all heads, which are one tensor, are those of each head."""
     heads = metadata.integer(_HEADS)
     counts = {"q": heads, "k": metadata.integer(KV_HEADS, heads)}
+    for key, count in zip((_HEADS, KV_HEADS), counts.values(), strict=True):
+        if count > _MAX_NORMED_HEADS:
+            raise metadata.unsupported(key, f"at most {_MAX_NORMED_HEADS}")
     return {
         f"attn_{name}_norm": {
             f"self_attn.{name}_layernorm.norms.{number}": Change(

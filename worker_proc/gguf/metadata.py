@@ -9,6 +9,7 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.model_header import Header
 
 _MAX_SIZE = 2**31 - 1
+_MAX_ROWS = 2**24
 _LATENT_RANK = "attention.kv_lora_rank"
 
 
@@ -114,6 +115,14 @@ class Metadata:
         Files with its matrices in parts state the sizes of latent vectors below the usual keys.
         """
         return self.integer(f"attention.{key}_mla", self.integer(f"attention.{key}"))
+
+    def check_num_rows(self, count: int) -> None:
+        """Raise CheckpointError for more rows of a tensor than are listed to put them in order."""
+        if count > _MAX_ROWS:
+            raise CheckpointError(
+                f"{self.header.path}: its keys state a tensor with {count} rows, and at most"
+                f" {_MAX_ROWS} are read"
+            )
 
     def check_all_read(self, neutral: Mapping[str, Collection[Any]]) -> None:
         """Raise UnsupportedModel for a key that no code has read and that may change results.

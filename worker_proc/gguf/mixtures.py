@@ -232,6 +232,8 @@ def _mimo2(metadata: Metadata, file: MappedFiles) -> Config:
 
     A window has one token less in files, and older files do not state how values are scaled.
     """
+    check_sigmoid(metadata)
+    metadata.get("leading_dense_block_count")  # tensors show which layers have experts
     count = before_drafts(metadata)
     pattern = metadata.get(_PATTERN)
     if not isinstance(pattern, list) or len(pattern) < count:

@@ -176,6 +176,7 @@ OLDER_KEYS: dict[str, dict[str, Any]] = {
         **{"attention.sliding_window": WINDOW, "rope.freq_base_swa": 10_000.0},
         **{"attention.sliding_window_pattern": [False, True, False, True]},
         **{"attention.value_scale": 0.5, "nextn_predict_layers": 1, "rope.dimension_count": 32},
+        "expert_gating_func": 2,
     },
     "llama4": {
         **{"expert_feed_forward_length": 256, "feed_forward_length": 512},

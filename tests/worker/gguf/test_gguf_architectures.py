@@ -51,6 +51,7 @@ def write(directory: Path, name: str, keys: dict[str, Any], without: str = "") -
         ("llama4", {"attention.sliding_window": 0}),
         ("mimo2", {"attention.head_count_kv": [1, 1, 1, 1]}),
         ("mimo2", {"attention.sliding_window_pattern": [False]}),
+        ("mimo2", {"expert_gating_func": 1}),
         ("minicpm3", {"rope.dimension_count": 96}),
         ("mpt", {"attention.max_alibi_bias": 0.0}),
         ("starcoder", {"attention.head_count_kv": 4}),
@@ -62,6 +63,37 @@ def test_what_transformers_cannot_compute_is_refused(
     [key] = keys
     with pytest.raises(UnsupportedModel, match=f"{name}.{key} is .*; supported: "):
         make_config(write(tmp_path, name, keys))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "text"),
+    [
+        ("exaone4_small", {"block_count": [2**31 - 1]}, "block_count is 2147483647, and there are"),
+        (
+            "falcon",
+            {"attention.key_length": 1 << 26, "attention.value_length": 1 << 26},
+            "state a tensor with 402653184 rows, and at most 16777216",
+        ),
+        ("qwen35", {"ssm.state_size": 1 << 26}, "state a tensor with 268435456 rows, and at"),
+        ("qwen35", {"ssm.group_count": 3}, "ssm.time_step_rank is 4; supported: a multiple of"),
+        ("qwen3next", {"ssm.state_size": 1 << 26}, "state a tensor with .* rows, and at most"),
+        ("stablelm", {"attention.head_count": 2**31 - 1}, "is 2147483647; supported: at most 4096"),
+    ],
+)
+def test_orders_of_rows_have_a_bounded_length(
+    name: str, keys: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, name, keys)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=text):
+        list(named_tensors(file.header, architecture_of(file)))
+
+
+def test_indexers_of_layers_that_share_one_are_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path, "glm-dsa", {"attention.indexer.types": [True, True, False, False]})
+    assert "blk.3.indexer.proj.weight" in file.header.tensors
+    names = {tensor.name for tensor in named_tensors(file.header, architecture_of(file))}
+    found = {name.split(".")[2] for name in names if "indexer" in name}
+    assert found == {"0", "1"}
 
 
 def test_layers_of_jamba_lie_at_equal_distances(tmp_path: Path) -> None:
