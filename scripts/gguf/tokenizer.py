@@ -31,7 +31,8 @@ _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens of tokenizer_config.json, by their names in the file."""
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
-    | {"<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "<turn|>"}
+    | {"<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "<turn|>", "<|tool_response>"}
+    | {"<eos>", "</s>", "[EOS]", "[EOT]", "_<EOT>", "[e~[", "<end_of_utterance>"}
 )
 """Control tokens that end an answer, which files need not state."""
 _END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
@@ -68,6 +69,7 @@ class TokenizerFiles:
                 f" supported: gpt2, {' and '.join(_SENTENCEPIECE)}; --tokenizer names a directory"
                 " with a tokenizer.json"
             )
+        self._check_differ()
         tokenizer = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
         self._add_tokens(tokenizer)
         self._add_template(tokenizer)
@@ -100,6 +102,15 @@ class TokenizerFiles:
                 f"must be a list of up to {_MAX_SUPPRESSED} tokens of {len(self._tokens)}",
             )
         return list(numbers)
+
+    def _check_differ(self) -> None:
+        """Raise CheckpointError for two tokens with one text, of which only one would be found."""
+        first: dict[str, int] = {}
+        for number, (token, type) in enumerate(zip(self._tokens, self._types, strict=True)):
+            if token and type != _UNUSED and first.setdefault(token, number) != number:
+                raise self._error(
+                    f"tokens[{number}]", f"is {token[:100]!r}, and so is tokens[{first[token]}]"
+                )
 
     def _byte_level(self) -> Tokenizer:
         name = self._get("pre", "default")
@@ -224,7 +235,12 @@ class TokenizerFiles:
         )
 
     def _adds(self, name: str) -> bool:
-        """Return whether a text gets a special token; llama.cpp has the same defaults."""
+        """Return whether a text gets a special token; llama.cpp has the same defaults.
+
+        The first files of Gemma-4 state that texts begin with none, and its models need one.
+        """
+        if name == "bos" and self._model == _WITH_MERGES:
+            return True
         split = self._split()
         has_begin = self._model in _SENTENCEPIECE or (split is not None and split.has_begin)
         return bool(self._get(f"add_{name}_token", name == "bos" and has_begin))

@@ -307,6 +307,11 @@ def test_texts_begin_as_in_llama_cpp_by_default(load: Load, name: str) -> None:
     assert BYTE_LEVEL[name].has_begin is (name != "qwen2")
 
 
+def test_texts_of_gemma_4_begin_with_a_token_whatever_the_file_states(load: Load) -> None:
+    keys = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.add_bos_token": False}
+    assert TokenizerFiles(load("llama", keys).header)._config()["add_bos_token"] is True
+
+
 def test_a_tokenizer_that_is_not_used_need_not_be_known(
     tmp_path: Path, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +368,23 @@ def test_a_token_has_a_bounded_length(load: Load, tmp_path: Path) -> None:
     file.header.metadata["tokenizer.ggml.token_type"][300] = 1
     with pytest.raises(CheckpointError, match=r"tokens\[300\] has 513 characters, and at most 512"):
         TokenizerFiles(file.header).write(tmp_path)
+
+
+def test_tokens_that_are_used_differ(load: Load, tmp_path: Path) -> None:
+    header = load("llama", {}).header
+    tokens, types = (header.metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    tokens[301:303], types[301:303] = [tokens[40]] * 2, [5, 1]
+    with pytest.raises(CheckpointError, match=r"tokens\[302\] is .*, and so is tokens\[40\]$"):
+        TokenizerFiles(header).write(tmp_path)
+
+
+@pytest.mark.parametrize("token", ["<|tool_response>", "<eos>", "[EOS]", "</s>"])
+def test_control_tokens_that_end_an_answer(load: Load, token: str) -> None:
+    for type, ends in ((3, [2, 300]), (1, [2])):
+        header = load("llama", {}).header
+        header.metadata["tokenizer.ggml.tokens"][300] = token
+        header.metadata["tokenizer.ggml.token_type"][300] = type
+        assert TokenizerFiles(header).end_ids() == ends
 
 
 def test_the_end_of_a_message_of_gpt_oss_ends_no_answer(load: Load) -> None:
