@@ -102,7 +102,7 @@ class Fair(Policy):
     own line of virtual time, each as long as its tokens divided by the weight, and the request that
     starts earliest is next. Outputs are charged at the end, when they are known, and a request that
     never ran is not charged. A tenant that was idle begins at the present: it has no credit.
-    Requests without a tenant have one for each client.
+    Requests without a tenant have one for each client, and for each adapter that it names.
     """
 
     MIN_PRUNED = 1024
@@ -147,8 +147,13 @@ class Fair(Policy):
 
 
 def _account(request: Request) -> Account:
-    """Return the account that a request is charged to: its tenant's, or else its client's."""
-    return Account("", request.tenant) if request.tenant else Account(request.origin, "")
+    """Return the account that a request is charged to: its tenant's, or else its client's.
+
+    A client has an account for each adapter that it names, with the weight of the adapter's name.
+    """
+    if request.tenant:
+        return Account("", request.tenant)
+    return Account(request.origin, request.adapter_name)
 
 
 POLICIES: dict[str, type[Policy]] = {

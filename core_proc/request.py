@@ -94,6 +94,7 @@ class Request:
     """LoRA adapter that its KV depends on; 0: none."""
     adapter_digest: bytes = b""
     """Digest of everything in the adapter; the id has only 53 bits of it."""
+    adapter_name: str = ""
     tenant: str = ""
     origin: str = ""
     """The client: an API key, an address, or a program that has named neither."""

@@ -149,6 +149,7 @@ class RunningEngine:
             cache_salt=add.cache_salt,
             adapter_id=0 if add.adapter is None else add.adapter.adapter_id,
             adapter_digest=b"" if add.adapter is None else add.adapter.digest,
+            adapter_name="" if add.adapter is None else add.adapter.name,
             tenant=add.tenant,
             origin=_origin(client, add),
             blocks_at=add.blocks_at,

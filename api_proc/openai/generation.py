@@ -242,12 +242,11 @@ class Generation:
 
     @property
     def _options(self) -> RoutedOptions:
-        """Return the core's options besides the parameters; by default, an adapter is a tenant."""
+        """Return the core's options besides the parameters."""
         options = self._body.request_options
         options["origin"] = self._connection.origin
         if self._adapter is not None:
             options["adapter"] = self._adapter
-            options["tenant"] = options["tenant"] or self._adapter.name
         key = self._state.config.parallel.session_key
         if key is not None:
             options["affinity"] = self._affinity(key, options["cache_salt"])

@@ -199,7 +199,7 @@ class PooledRequests:
                 pooling_params(pooling),
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
-                tenant=body.user or ("" if adapter is None else adapter.name),
+                tenant=body.user or "",
                 origin=self._connection.origin,
                 adapter=adapter,
             )

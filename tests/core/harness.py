@@ -116,6 +116,7 @@ class Harness:
         tenant: str = "",
         origin: str = "",
         adapter_id: int = 0,
+        adapter_name: str = "",
         blocked: RequestStatus | None = None,
     ) -> Request:
         """Add a request; a prompt given as a length differs from all others."""
@@ -134,6 +135,7 @@ class Harness:
             tenant=tenant,
             origin=origin,
             adapter_id=adapter_id,
+            adapter_name=adapter_name,
         )
         self._names[req_id] = name
         self.requests[name] = request

@@ -81,6 +81,17 @@ def test_requests_without_a_tenant_are_shared_among_clients() -> None:
     assert {name[:4] for name in order[-4:]} == {"gold", "many"}
 
 
+def test_a_client_does_not_delay_others_that_name_the_same_adapter() -> None:
+    bench = Harness(seqs=1, policy="fair", tenant_weights={"sql": 4.0})
+    for index in range(8):
+        bench.add(f"many{index}", 50, 1, origin="10.0.0.1", adapter_name="sql")
+    bench.add("one", 50, 1, origin="10.0.0.2", adapter_name="sql")
+    bench.add("base", 50, 1, origin="10.0.0.2")
+    order = _order_of_finish(bench)
+    assert order.index("one") <= 1
+    assert order.index("base") <= 6, "an adapter's requests have the weight of its name"
+
+
 def test_a_tenant_that_was_idle_has_saved_nothing_up() -> None:
     bench = _tenants({}, {"busy": 50})
     _share(bench, 1500)
