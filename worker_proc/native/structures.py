@@ -216,8 +216,8 @@ class MasksArgs(ctypes.Structure):
 
 
 SAMPLING_ROW = struct.Struct("=qqddfiiiii")
-"""`Order` of sampling/choice.h: seed, position, min_p, top_p, temperature, top_k, row, line of
-masks, first edit, number of edits."""
+"""`Order` of sampling/choice.h: seed, position, min_p, top_p, temperature, top_k, row, mask,
+first edit, number of edits."""
 SCORE_EDIT = struct.Struct("=QQQQiiifff")
 """`Edit` of sampling/edits.h: addresses of ids, biases, counts and the latest outputs; kind, number
 of ids, number of the latest outputs; penalties for repetition, frequency and presence."""

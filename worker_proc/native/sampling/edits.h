@@ -1,15 +1,15 @@
 // Edits of a row's logits before a token is chosen: bans, biases, penalties, and allowed or forced
 // tokens, as worker_proc/sampling/logit_edits.py defines them.
 //
-// Logits are not modified. The scores of edited tokens are stored separately, with a bit for each token,
-// and EditedScores combines both where choice.h reads a row. Used by sampling.cpp.
+// Logits are not modified. The scores of edited tokens are stored separately, with a bit for each
+// token, and EditedScores combines both where Row (row.h) reads scores. Used by sampling.cpp.
 
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "sampling/choice.h"
+#include "sampling/row.h"
 
 namespace {
 

@@ -45,7 +45,7 @@ class Chooser {
     if (order.mask >= 0 || order.num_edits > 0) return choose_edited(order, raw, next, token);
     Row<RawScores<T>> row({raw}, logits_.vocab_size, scratch_, next);
     if (!row.scan() || !std::isfinite(row.best())) return kNotFinite;
-    token = row.choose(order);
+    token = choose_token(row, order);
     return kChosen;
   }
 
@@ -69,7 +69,7 @@ class Chooser {
       else
         row.scan_edited();
       if (!(row.best() > kNegInf)) return false;
-      token = row.choose(order);
+      token = choose_token(row, order);
       return true;
     };
     if (choose_possible()) return kChosen;
