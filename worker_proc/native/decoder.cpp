@@ -11,6 +11,8 @@
 #include "exchange.h"
 #include "products/experts.h"
 #include "products/grouped_codes.h"
+#include "products/int4_panels.h"
+#include "products/int8_panels.h"
 #include "products/low_rank.h"
 #include "attention/pair_attention.h"
 #include "pointwise.h"
@@ -275,22 +277,23 @@ class Executor {
                   [&](int64_t r) { return row(i.target, r); });
   }
 
-  // The epilogues write the products of a row and a pair of panels, 32 outputs. `place` is the number of
-  // the pair among those of all experts; without experts it is `pair`.
+  // The epilogues write the products of a row and a pair of panels, 32 outputs. `weight_pair` is
+  // the index of the pair among those of all experts; without experts it is `pair`.
 
   // target = product
   template <class Sums>
-  void store(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
+  void store(const Outputs& to, int64_t r, int64_t pair, int64_t weight_pair, Sums low, Sums high) {
     T* out = to.row(r) + to.column + pair * kPairOutputs;
-    save(biased(to, r, place * kPairOutputs, low), out, kLanes);
-    save(biased(to, r, place * kPairOutputs + kLanes, high), out + kLanes, kLanes);
+    save(biased(to, r, weight_pair * kPairOutputs, low), out, kLanes);
+    save(biased(to, r, weight_pair * kPairOutputs + kLanes, high), out + kLanes, kLanes);
   }
 
   // target = f(gate) * up
   template <class Sums>
-  void activate(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums gate, Sums up) {
+  void activate(const Outputs& to, int64_t r, int64_t pair, int64_t weight_pair, Sums gate, Sums up) {
     T* out = to.row(r) + pair * kLanes;
-    const Vec own_gate = finished(to, r, place, 0, gate), own_up = finished(to, r, place, 1, up);
+    const Vec own_gate = finished(to, r, weight_pair, 0, gate);
+    const Vec own_up = finished(to, r, weight_pair, 1, up);
     if (to.has_bounds) return activate_within(to.instruction, own_gate, own_up, out);
     save(round(activation_of<T>(own_gate, to.activation)) * own_up, out, kLanes);
   }
@@ -314,10 +317,10 @@ class Executor {
 
   // target = f(product)
   template <class Sums>
-  void apply(const Outputs& to, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
+  void apply(const Outputs& to, int64_t r, int64_t pair, int64_t weight_pair, Sums low, Sums high) {
     T* out = to.row(r) + pair * kPairOutputs;
-    save(activation_of<T>(finished(to, r, place, 0, low), to.activation), out, kLanes);
-    save(activation_of<T>(finished(to, r, place, 1, high), to.activation), out + kLanes, kLanes);
+    save(activation_of<T>(finished(to, r, weight_pair, 0, low), to.activation), out, kLanes);
+    save(activation_of<T>(finished(to, r, weight_pair, 1, high), to.activation), out + kLanes, kLanes);
   }
 
   // The products of a row and a panel with scales and bias, rounded to T.
@@ -478,11 +481,11 @@ class Executor {
     const int64_t size = std::min(run_.buffers[i.source].stride, run_.buffers[i.target].stride);
     for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++)
       for (int c = 0; c < i.num_chosen; c++)
-        std::memcpy(row(i.target, sorted.place(r * i.num_chosen + c)), row(i.source, r), size);
+        std::memcpy(row(i.target, sorted.position(r * i.num_chosen + c)), row(i.source, r), size);
   }
 
-  // target = epilogue(source * weight of the expert + bias), for sorted rows. The weights of the experts
-  // follow each other.
+  // target = epilogue(source * weight of the expert + bias), for sorted rows. The weights of the
+  // experts follow each other.
   void compute_experts(const Instruction& i) {
     const SortedChoices sorted = sort(i);
     const Outputs to(*this, i);
@@ -490,10 +493,10 @@ class Executor {
       multiply_sorted<decltype(value)>(
           team_, sorted, i.num_experts, w, rows,
           [&](int64_t expert, int64_t r, int64_t pair, auto low, auto high) {
-            const int64_t place = expert * i.num_pairs + pair;
-            if (i.epilogue == kActivate) return activate(to, r, pair, place, low, high);
-            if (i.epilogue == kApply) return apply(to, r, pair, place, low, high);
-            store(to, r, pair, place, low, high);
+            const int64_t weight_pair = expert * i.num_pairs + pair;
+            if (i.epilogue == kActivate) return activate(to, r, pair, weight_pair, low, high);
+            if (i.epilogue == kApply) return apply(to, r, pair, weight_pair, low, high);
+            store(to, r, pair, weight_pair, low, high);
           });
     });
   }
@@ -505,7 +508,7 @@ class Executor {
       for (int d = 0; d < i.size; d += kLanes) {
         Vec sum = splat(0.0f);
         for (int c = 0; c < i.num_chosen; c++) {
-          const Vec value = load(row(i.source, sorted.place(r * i.num_chosen + c)) + d);
+          const Vec value = load(row(i.source, sorted.position(r * i.num_chosen + c)) + d);
           const Vec product = value * choices(i, r)[c].weight;
           sum += i.rounds_weights ? round(product) : product;
         }
@@ -527,11 +530,11 @@ class Executor {
 };
 
 // An estimate of the work of an instruction, in products of vectors. A few rows take as long as
-// kLeastRows, because they wait for the weights.
+// kMinRows, because they wait for the weights.
 int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
-  constexpr int64_t kLeastRows = 8;
+  constexpr int64_t kMinRows = 8;
   const auto products = [&](int64_t num_taken, int64_t num_weights) {
-    return std::max(num_taken, kLeastRows * num_weights) * i.num_units * i.num_pairs * 2;
+    return std::max(num_taken, kMinRows * num_weights) * i.num_units * i.num_pairs * 2;
   };
   const int64_t num_rows = num_rows_of(i, run), num_sorted = num_rows * i.num_chosen;
   switch (i.kind) {
@@ -547,9 +550,9 @@ int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
 // less than about a millisecond. On two processors, the second thread competes with the core and the
 // API, and each barrier would wait for it.
 bool is_for_one_thread(const Program& program, const Run& run) {
-  constexpr int kMostThreads = 2;
+  constexpr int kMaxThreads = 2;
   constexpr int64_t kBriefWork = 2'000'000;
-  if (run.positions == nullptr || omp_get_max_threads() > kMostThreads) return false;
+  if (run.positions == nullptr || omp_get_max_threads() > kMaxThreads) return false;
   int64_t num_visible = 0, work = 0;
   for (int32_t r = 0; r < run.num_rows; r++) num_visible += run.positions[r] + 1;
   const int32_t num_all = program.num_instructions + program.num_later;

@@ -2,7 +2,8 @@
 //
 // A phase is the work between two barriers. Work is a number of pieces, which threads either divide
 // evenly (`first`, `last`) or take one by one (`take`, `take_near`). A thread that waits at a barrier
-// spins for about 50 us and then sleeps on a futex. Used by the decoder, the products and the attention.
+// spins for about 50 us and then sleeps on a futex. Used by the decoder, the products and the
+// attention.
 
 #pragma once
 
@@ -23,7 +24,7 @@ namespace {
 // The shared state of the threads. Phases are numbered, and each thread counts them separately.
 class Crew {
   friend class Team;
-  static constexpr int kPhases = 4, kMostShares = 8;
+  static constexpr int kPhases = 4, kMaxShares = 8;
   struct alignas(64) Counter {
     std::atomic<int64_t> value{0};
   };
@@ -31,7 +32,7 @@ class Crew {
     std::atomic<int32_t> value{0};
   };
   Word num_waiting_, num_asleep_, last_ended_;
-  Counter taken_[kPhases][kMostShares];
+  Counter taken_[kPhases][kMaxShares];
 };
 
 // One thread's view of its crew.
@@ -68,8 +69,8 @@ class Team {
     return std::min(counter(phase_, 0).fetch_add(1, std::memory_order_relaxed), count);
   }
 
-  // Takes a piece like `take`, from this thread's own share first, in ascending order, and then from the
-  // shares of other threads. One phase must not mix both functions.
+  // Takes a piece like `take`, from this thread's own share first, in ascending order, and then from
+  // the shares of other threads. One phase must not mix both functions.
   int64_t take_near(int64_t count) {
     const int shares = num_shares(), own = id * shares / size;
     for (int i = 0; i < shares; i++) {
@@ -77,14 +78,14 @@ class Team {
       const int64_t begin = count * share / shares, end = count * (share + 1) / shares;
       std::atomic<int64_t>& taken = counter(phase_, share);
       if (begin + taken.load(std::memory_order_relaxed) >= end) continue;
-      const int64_t place = begin + taken.fetch_add(1, std::memory_order_relaxed);
-      if (place < end) return place;
+      const int64_t index = begin + taken.fetch_add(1, std::memory_order_relaxed);
+      if (index < end) return index;
     }
     return count;
   }
 
   // The number of shares of take_near: one for each thread, up to a bound.
-  int num_shares() const { return std::min(size, Crew::kMostShares); }
+  int num_shares() const { return std::min(size, Crew::kMaxShares); }
 
   // This thread's part of `count` pieces that are divided evenly: [first, last).
   int64_t first(int64_t count) const { return count * id / size; }

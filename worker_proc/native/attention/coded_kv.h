@@ -15,15 +15,15 @@ namespace {
 
 // An integer from -127 to 127.
 struct Int8Code {
-  static constexpr float kMost = 127.0f;
+  static constexpr float kMax = 127.0f;
   int8_t bits;
 };
 
 // fp8 e4m3: a sign bit, four exponent bits and three mantissa bits.
 struct Fp8Code {
-  static constexpr float kMost = 448.0f;
+  static constexpr float kMax = 448.0f;
   static constexpr uint32_t kSign = 0x80, kMagnitude = 0x7f;
-  static constexpr uint32_t kLeastNormal = 8;  // its exponent is -6; smaller codes are multiples of 2^-9
+  static constexpr uint32_t kMinNormal = 8;  // its exponent is -6; smaller codes are multiples of 2^-9
   uint8_t bits;
 };
 
@@ -61,7 +61,7 @@ inline VecBits encode(Vec v, float inverse, Fp8Code) {
 // for whole vectors.
 template <class Code, typename T>
 float encode_row(const T* x, int size, uint8_t* codes) {
-  constexpr float kNothing = 1e-30f;
+  constexpr float kMinMagnitude = 1e-30f;
   VecBits most{};
   for_vectors(size, [&](int i, auto count) {
     const VecBits magnitude = (VecBits)load_any(x + i, count) & 0x7fffffff;
@@ -71,29 +71,29 @@ float encode_row(const T* x, int size, uint8_t* codes) {
   for (int lane = 0; lane < kLanes; lane++) bits = std::max<uint32_t>(bits, most[lane]);
   const float greatest = float_of(bits);
   const bool is_finite = greatest <= std::numeric_limits<float>::max();
-  if (!is_finite || greatest <= kNothing) {
+  if (!is_finite || greatest <= kMinMagnitude) {
     std::memset(codes, 0, size);
     return is_finite ? 0.0f : std::nanf("");
   }
-  const float inverse = Code::kMost / greatest;
+  const float inverse = Code::kMax / greatest;
   for_vectors(size, [&](int i, auto count) {
     const VecCodes low = low_bytes(encode(load_any(x + i, count), inverse, Code{}));
     std::memcpy(codes + i, &low, sizeof(low));
   });
-  return greatest / Code::kMost;
+  return greatest / Code::kMax;
 }
 
-// The offsets of a token's codes within its head of a block: of the first pair of codes, the stride from
-// pair to pair, and the stride within a pair.
-struct CodePlaces {
+// The offsets of a token's codes within its head of a block: of the first pair of codes, the stride
+// from pair to pair, and the stride within a pair.
+struct CodeOffsets {
   int64_t first, pair_step, step;
 
-  static CodePlaces of_keys(const Layer& layer, int slot) {
+  static CodeOffsets of_keys(const Layer& layer, int slot) {
     if (!layer.has_pairs) return {slot, 2 * layer.block_size, layer.block_size};
     return {slot / kLanes * kLanes * layer.head_dim + slot % kLanes * 2, 2 * kLanes, 1};
   }
 
-  static CodePlaces of_values(const Layer& layer, int slot) {
+  static CodeOffsets of_values(const Layer& layer, int slot) {
     if (!layer.has_pairs) return {slot * layer.value_head_dim, 2, 1};
     return {slot / 2 * 2 * layer.value_head_dim + slot % 2, 4, 2};
   }
@@ -116,20 +116,20 @@ void store_codes(Team& team, const Layer& layer, const Step& step, const Rows& k
   alignas(64) uint8_t codes[kMaxDim];
   const int size = layer.block_size;
   const auto store_row = [&](const Rows& rows, int64_t row, int head, int dim, void* pool,
-                             const CodePlaces& places) {
+                             const CodeOffsets& offsets) {
     const int64_t block = step.slots[row] / size, slot = step.slots[row] % size;
     const T* x = static_cast<const T*>(rows.data) + row * rows.row_stride + head * rows.head_stride;
     uint8_t* to = static_cast<uint8_t*>(pool) +
                   (block * layer.num_kv_heads + head) * head_size<Code>(size, dim);
     const float scale = encode_row<Code>(x, dim, codes);
-    places.write(codes, dim, to);
+    offsets.write(codes, dim, to);
     std::memcpy(to + size * dim + slot * sizeof(float), &scale, sizeof(float));
   };
   for (int64_t row = team.first(step.num_rows); row < team.last(step.num_rows); row++) {
     if (step.slots[row] / size == 0) continue;
     const int slot = step.slots[row] % size;
-    const CodePlaces of_keys = CodePlaces::of_keys(layer, slot);
-    const CodePlaces of_values = CodePlaces::of_values(layer, slot);
+    const CodeOffsets of_keys = CodeOffsets::of_keys(layer, slot);
+    const CodeOffsets of_values = CodeOffsets::of_values(layer, slot);
     for (int h = 0; h < layer.num_kv_heads; h++) {
       store_row(key, row, h, layer.head_dim, layer.keys, of_keys);
       store_row(value, row, h, layer.value_head_dim, layer.values, of_values);
@@ -140,7 +140,7 @@ void store_codes(Team& team, const Layer& layer, const Step& step, const Rows& k
 inline float widen(Int8Code code) { return code.bits; }
 inline float widen(Fp8Code code) {
   const uint32_t magnitude = code.bits & Fp8Code::kMagnitude;
-  const float size = magnitude < Fp8Code::kLeastNormal ? magnitude * 0x1p-9f
+  const float size = magnitude < Fp8Code::kMinNormal ? magnitude * 0x1p-9f
                                                        : float_of((magnitude << 20) + (120u << 23));
   return code.bits & Fp8Code::kSign ? -size : size;
 }
@@ -164,7 +164,7 @@ inline Part part_at(const Fp8Code* p) {
   const PartBits codes = (PartBits)part_of_bytes(p), magnitude = codes & Fp8Code::kMagnitude;
   const PartBits normal = (magnitude << 20) + (120u << 23);
   const PartBits below = (PartBits)(__builtin_convertvector((PartInt)magnitude, Part) * 0x1p-9f);
-  const PartBits size = magnitude < Fp8Code::kLeastNormal ? below : normal;
+  const PartBits size = magnitude < Fp8Code::kMinNormal ? below : normal;
   return (Part)(size | (codes & Fp8Code::kSign) << 24);
 }
 

@@ -104,17 +104,17 @@ class Compressed {
  private:
   const T* row(int segment, int position) const {
     const int64_t block = step_.tables[step_.table_offset[segment] + position / layer_.block_size];
-    const int64_t place = position % layer_.block_size;
-    return static_cast<T*>(layer_.rows) + block * layer_.block_stride + place * layer_.row_width;
+    const int64_t slot = position % layer_.block_size;
+    return static_cast<T*>(layer_.rows) + block * layer_.block_stride + slot * layer_.row_width;
   }
 
   T* entry(int segment, int number) const {
     const int last = (number + 1) * layer_.ratio - 1;
-    const int64_t place = last % layer_.block_size / layer_.ratio;
+    const int64_t slot = last % layer_.block_size / layer_.ratio;
     const int64_t block =
         rows_.entry_tables[rows_.entry_table_offset[segment] + last / layer_.block_size];
     return static_cast<T*>(layer_.entries) + block * layer_.block_stride +
-           place * layer_.entry_width;
+           slot * layer_.entry_width;
   }
 
   // Whether a token is stored. Tokens that are cached already have slots in the null block.
@@ -219,7 +219,7 @@ class Compressed {
         most = std::max<int64_t>(most, num_visible(r));
       }
     if (choosing.empty()) return;
-    place_.assign(step_.num_rows, -1);
+    chosen_row_.assign(step_.num_rows, -1);
     chosen_.resize(choosing.size() * static_cast<size_t>(layer_.num_chosen));
     const int64_t num_choosing = choosing.size();
     const int64_t at_once = std::max<int64_t>(kMaxKeptScores / most, 1);
@@ -237,7 +237,7 @@ class Compressed {
 #pragma omp parallel for schedule(dynamic)
       for (int64_t i = 0; i < count; i++) {
         const int row = choosing[first + i];
-        place_[row] = first + i;
+        chosen_row_[row] = first + i;
         choose_highest(scores.data() + i * most, num_visible(row),
                        chosen_.data() + (first + i) * layer_.num_chosen);
       }
@@ -308,7 +308,7 @@ class Compressed {
       seen.push_back(this->row(segment, p));
     const int visible = num_visible(row);
     const bool chooses = layer_.indexed.dim > 0 && visible > layer_.num_chosen;
-    const int* chosen = chooses ? chosen_.data() + place_[row] * layer_.num_chosen : nullptr;
+    const int* chosen = chooses ? chosen_.data() + chosen_row_[row] * layer_.num_chosen : nullptr;
     for (int i = 0; i < (chooses ? layer_.num_chosen : visible); i++)
       seen.push_back(entry(segment, chooses ? chosen[i] : i) + layer_.attended.entry_at);
   }
@@ -410,7 +410,7 @@ class Compressed {
   const Step& step_;
   const CompressedRows& rows_;
   std::vector<int> segment_, position_;  // of each row
-  std::vector<int64_t> place_;           // of a row in chosen_
+  std::vector<int64_t> chosen_row_;           // of each row; -1: none is selected
   std::vector<int> chosen_;
 };
 

@@ -1,9 +1,9 @@
 // Sections of a context, each with its own softmax, and the loop of threads over pieces of work.
 //
-// A section ends at each multiple of kSectionSlots positions. One function, `merge`, merges the sections
-// of a row in order of position, whether one thread computes them one after another or several threads
-// compute them in parallel. The bits of a result therefore do not depend on the number of threads.
-// Used by attention.h, pair_attention.h and latent_attention.h.
+// A section ends at each multiple of kSectionSlots positions. One function, `merge`, merges the
+// sections of a row in order of position, whether one thread computes them one after another or
+// several threads compute them in parallel. The bits of a result therefore do not depend on the
+// number of threads. Used by attention.h, pair_attention.h and latent_attention.h.
 
 #pragma once
 
@@ -148,8 +148,8 @@ struct Exponential {
   float operator()(float x) const { return exp_of(splat(x))[0]; }
 };
 
-// The state of the online softmax of a tile's rows: over the current section, and the merged sums of the
-// sections before it.
+// The state of the online softmax of a tile's rows: over the current section, and the merged sums of
+// the sections before it.
 template <int kRows, class Power>
 class OnlineSoftmax {
  public:
@@ -209,9 +209,9 @@ class OnlineSoftmax {
   RowSums ended_[kRows];
 };
 
-// Calls f(base, number of slots) for the spans of the positions [earliest, last]. A span begins at the
-// start of a block or a section, or kSlots positions after another span, so that the first one may begin
-// before `earliest`.
+// Calls f(base, number of slots) for the spans of the positions [earliest, last]. A span begins at
+// the start of a block or a section, or kSlots positions after another span, so that the first one
+// may begin before `earliest`.
 template <int kSlots, class F>
 void for_spans(int earliest, int last, int block_size, const F& f) {
   int num_slots;
@@ -258,7 +258,7 @@ class Piece {
 
   // Stores the sums of a section, for one head of one of the group's tokens.
   void keep(int token, int head, const RowSums& row) const {
-    float* to = place_of(token, head);
+    float* to = sums_of(token, head);
     std::memcpy(to, row.values, size_ * sizeof(float));
     to[size_] = row.maximum;
     to[size_ + 1] = row.weight_sum;
@@ -266,14 +266,14 @@ class Piece {
 
   // Returns what `keep` has stored.
   RowSums kept(int token, int head) const {
-    float* from = place_of(token, head);
+    float* from = sums_of(token, head);
     return {from[size_], from[size_ + 1], from};
   }
 
  private:
   int stride() const { return size_ + kLanes; }
 
-  float* place_of(int token, int head) const {
+  float* sums_of(int token, int head) const {
     return sums_ + (static_cast<int64_t>(token) * num_heads_ + head) * stride();
   }
 

@@ -1,13 +1,13 @@
 // Dynamic quantization of activations: rows of int8 codes, each with its own scale (w8a8).
 //
-// The codes of a row depend on its values alone. Sums of products of codes are integers, and exact: AMX
-// tiles and vectors give the same bits in any order. Codes of weights have an offset of 128 (weights.h),
+// The codes of a row depend on its values alone. Sums of products of codes are exact integers, so AMX
+// tiles and vectors compute the same bits. The codes of weights have an offset of 128 (CodedUnits),
 // which `products` subtracts. Sums are modulo 2^32; the difference must be less than 2^31.
 
 #pragma once
 
 #include "pointwise.h"
-#include "products/weights.h"
+#include "products/int8_panels.h"
 
 namespace {
 
@@ -45,7 +45,7 @@ inline uint16_t greatest_magnitude(const Bf16* x, int64_t size) {
 // Zeros follow up to the end of a tile.
 inline void code_row(const Bf16* x, int64_t size, CodedRow& row) {
   constexpr uint16_t kInfinity = 0x7f80;
-  constexpr float kNothing = 1e-30f, kMost = 127.0f;
+  constexpr float kMinMagnitude = 1e-30f, kMax = 127.0f;
   constexpr int64_t kStep = CodedUnits::kUnitInputs * kUnitStep;
   const int64_t end = (size + kStep - 1) / kStep * kStep;
   const uint16_t magnitude = greatest_magnitude(x, size);
@@ -54,8 +54,8 @@ inline void code_row(const Bf16* x, int64_t size, CodedRow& row) {
   row.scale = is_finite ? 0.0f : std::nanf("");
   row.offset = 0;
   std::memset(row.codes(), 0, end);
-  if (!is_finite || greatest <= kNothing) return;
-  const float inverse = kMost / greatest;
+  if (!is_finite || greatest <= kMinMagnitude) return;
+  const float inverse = kMax / greatest;
   VecBits sums{};
   for (int64_t i = 0; i < size; i += kLanes) {
     const Vec v = load_any(x + i, lanes_at(i, size));
@@ -64,7 +64,7 @@ inline void code_row(const Bf16* x, int64_t size, CodedRow& row) {
     sums += codes;
   }
   for (int lane = 0; lane < kLanes; lane++) row.offset += 128 * sums[lane];
-  row.scale = greatest / kMost;
+  row.scale = greatest / kMax;
 }
 
 }  // namespace

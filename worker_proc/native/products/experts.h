@@ -69,28 +69,28 @@ class SortedChoices {
   // choices(row) returns the choices of a row, [num_chosen].
   template <class Choices>
   SortedChoices(int64_t num_rows, int num_chosen, int num_experts, const Choices& choices)
-      : first_(num_experts + 1), place_(num_rows * num_chosen) {
+      : first_(num_experts + 1), position_(num_rows * num_chosen) {
     for (int64_t r = 0; r < num_rows; r++)
       for (int c = 0; c < num_chosen; c++) first_[choices(r)[c].expert + 1]++;
     for (int e = 0; e < num_experts; e++) first_[e + 1] += first_[e];
     std::vector<int64_t> next(first_.begin(), first_.end() - 1);
     for (int64_t r = 0; r < num_rows; r++)
       for (int c = 0; c < num_chosen; c++)
-        place_[r * num_chosen + c] = next[choices(r)[c].expert]++;
+        position_[r * num_chosen + c] = next[choices(r)[c].expert]++;
   }
 
-  // The sorted places of one expert's rows are [first, last).
+  // The sorted positions of one expert's rows are [first, last).
   int64_t first(int expert) const { return first_[expert]; }
   int64_t last(int expert) const { return first_[expert + 1]; }
 
-  // The sorted place of choice c of row r; the index is r * num_chosen + c.
-  int64_t place(int64_t index) const { return place_[index]; }
+  // The sorted position of choice c of row r; the index is r * num_chosen + c.
+  int64_t position(int64_t index) const { return position_[index]; }
 
  private:
-  std::vector<int64_t> first_, place_;
+  std::vector<int64_t> first_, position_;
 };
 
-// Multiplies sorted rows by the weights of their experts, and calls out(expert, place, pair, low,
+// Multiplies sorted rows by the weights of their experts, and calls out(expert, position, pair, low,
 // high) with the sums of a row and a pair of panels. `w` is the weight of expert 0, which those of the
 // other experts follow. The threads of a team share the work.
 template <typename T, class W, class Out>
@@ -114,8 +114,8 @@ void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, c
     const int64_t piece = task % num_pieces;
     multiply_block<T>(w.expert(group.expert), rows, group.first, group.last,
                       w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces,
-                      [&](int64_t place, int64_t pair, auto low, auto high) {
-                        out(group.expert, place, pair, low, high);
+                      [&](int64_t position, int64_t pair, auto low, auto high) {
+                        out(group.expert, position, pair, low, high);
                       });
   }
 }

@@ -19,10 +19,10 @@ namespace {
 
 #ifdef __AVX512BF16__
 
-constexpr int kMostFloatRows = 12;      // rows of a register tile, with one pair of panels
-constexpr int64_t kLeastFloatRows = 6;  // with fewer rows, vdpbf16ps is faster
-constexpr int64_t kFloatUnits = 64;     // units of a block of a pair, which stays in the L1 cache
-constexpr int64_t kUnitFloats = 2;      // floats of a unit: its upper half, then its lower half
+constexpr int kMaxFloatRows = 12;     // rows of a register tile, with one pair of panels
+constexpr int64_t kMinFloatRows = 6;  // with fewer rows, vdpbf16ps is faster
+constexpr int64_t kFloatUnits = 64;   // units of a block of a pair, which stays in the L1 cache
+constexpr int64_t kUnitFloats = 2;    // floats of a unit: its upper half, then its lower half
 
 // While it exists, this thread flushes subnormal numbers to zero, as vdpbf16ps does.
 class NoSubnormals {
@@ -143,8 +143,8 @@ FloatAdder float_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
   return kAdders[num_rows - 1];
 }
 
-// Adds the sums of a group, [rows][32], times its scales to the sums of earlier groups, and clears them.
-// Subnormal numbers are not flushed here.
+// Adds the sums of a group, [rows][32], times its scales to the sums of earlier groups, and clears
+// them. Subnormal numbers are not flushed here.
 template <class W>
 void add_group(const W& w, int64_t pair, int64_t unit, int64_t num_rows, float* group, float* sums) {
   const Vec low = w.group_scales(pair, 0, unit), high = w.group_scales(pair, 1, unit);
@@ -167,7 +167,7 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
   const int64_t num_rows = last_row - row;
   if (num_rows == 0 || pair >= last_pair) return;
   const float* const inputs = rows.of(row, last_row);
-  const int64_t num_tiles = (num_rows + kMostFloatRows - 1) / kMostFloatRows;
+  const int64_t num_tiles = (num_rows + kMaxFloatRows - 1) / kMaxFloatRows;
   float* const block =
       reinterpret_cast<float*>(space_for<FloatBlock>(kFloatUnits * kUnitFloats * kPairOutputs));
   constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
@@ -183,10 +183,10 @@ void multiply_floats(const W& w, FloatRows& rows, int64_t row, int64_t last_row,
       const int64_t count = std::min(kFloatUnits, w.num_units - first);
       widen_units(w, pair, first, count, block);
       for (int64_t tile = 0; tile < num_tiles; tile++) {
-        for (int64_t unit = 0; unit < count; unit += kUnitStep) ahead.fetch<kSecondCache>();
+        for (int64_t unit = 0; unit < count; unit += kUnitStep) ahead.fetch<kL2Cache>();
         const int64_t begin = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
         const auto add =
-            float_adder(end - begin, std::make_integer_sequence<int, kMostFloatRows>());
+            float_adder(end - begin, std::make_integer_sequence<int, kMaxFloatRows>());
         add(block, count * kUnitFloats, inputs + begin * rows.stride() + first * kUnitFloats,
             rows.stride(), sums + begin * kPairOutputs);
       }

@@ -1,16 +1,12 @@
-// Weights of quantized checkpoints: codes of 4 or 8 bits as their files store them.
+// Weights of quantized checkpoints (GPTQ, AWQ, GGUF, fp8), which keep their 4-bit or 8-bit codes.
 //
-// Consecutive inputs of an output share a scale and a zero point, in groups of whole tiles or of 16
-// inputs. A code represents a weight in one of these ways:
-//   an integer:             (code - zero point) * scale, or code * scale + minimum;
-//   a number in e4m3:       number * scale;
-//   an index into a table:  entry * scale, of 16 entries.
-// The weight is computed in float32 and rounded once: the product code * scale of a scale with a minimum
-// is exact. Kernels that multiply pairs of bfloat16 round the weight to bfloat16, too (tile); the others
-// use it in float32 (widen_tile).
-//
-// Scales and minimums of GGUF's K formats are 8-bit integers, in multiples of a unit that the groups of a
-// section share.
+// Groups of consecutive inputs of an output, whole tiles or 16 inputs, share a scale and a zero point
+// or minimum. A weight is dequantized in float32 with a single rounding:
+//   integer codes:  (code - zero point) * scale, or code * scale + minimum, where the product is exact;
+//   fp8 e4m3 codes: number * scale;
+//   table indices:  entry * scale, in a lookup table of 16 entries.
+// Kernels for bfloat16 pairs round it again, to bfloat16 (tile); the others use float32 (widen_tile).
+// Scales and minimums of GGUF's K formats are int8 multiples of a unit that a section of groups shares.
 
 #pragma once
 
@@ -23,7 +19,7 @@ enum ScaleType : int32_t {
   kFloat32Scales,
   kBf16Scales,
   kFp16Scales,
-  kMultiples,  // int8, of units in fp16
+  kMultiples,  // int8 multiples of fp16 units
 };
 
 inline Vec widen_fp16(const uint16_t* p) {
@@ -38,8 +34,8 @@ inline Vec widen_fp16(const uint16_t* p) {
 #else
   Vec v;
   for (int lane = 0; lane < kLanes; lane++) {
-    // The exponent has 15 added, and that of a float has 127: a product moves it, also of the
-    // numbers below the normal ones. Scales are finite.
+    // A product converts the bias of the exponent from 15 to 127, for subnormal numbers too. Scales are
+    // finite.
     const uint32_t bits = p[lane];
     const float size = float_of((bits & 0x7fff) << 13) * 0x1p112f;
     v[lane] = bits & 0x8000 ? -size : size;
@@ -48,7 +44,7 @@ inline Vec widen_fp16(const uint16_t* p) {
 #endif
 }
 
-// Whole numbers of 8 bits as floats. GCC would widen them in parts.
+// Converts 8-bit integers to float32. GCC would widen them in parts.
 #ifdef __AVX512F__
 inline Vec as_floats(VecSignedCodes v) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
@@ -63,7 +59,7 @@ Vec as_floats(Codes v) {
 }
 #endif
 
-// sum + x · y, where the product is exact.
+// sum + x · y, where the product is exact, so fusing does not change the result.
 inline Part sum_with_product(Part sum, Part x, Part y) {
 #ifdef __AVX512F__
   return multiply_add(x, y, sum);
@@ -72,39 +68,39 @@ inline Part sum_with_product(Part sum, Part x, Part y) {
 #endif
 }
 
-// Whole numbers of some bits, from 0 on. A word has the first one in its lowest bits. They are moved by
-// a zero point before they are multiplied, or by a minimum afterwards.
+// Dequantizes unsigned integers of `Bits` bits, the first one in the lowest bits of a word. `offsets`
+// are minimums, which are added after the scaling, or zero points, which are subtracted before it.
 template <int Bits, bool kHasMinimums>
-class WholeCodes {
+class IntegerCodes {
  public:
   static constexpr int kPerWord = 32 / Bits;
 
-  WholeCodes(Part scales, Part moved, const Vec&) : scales_(scales), minimums_(moved) {
-    const Part zeros = kHasMinimums ? Part{} : moved;
-    for (int k = 0; k < kPerWord; k++) offsets_[k] = zeros + float_of(size_of(k));
+  IntegerCodes(Part scales, Part offsets, const Vec&) : scales_(scales), minimums_(offsets) {
+    const Part zeros = kHasMinimums ? Part{} : offsets;
+    for (int k = 0; k < kPerWord; k++) zeros_[k] = zeros + float_of(exponent_of(k));
   }
 
-  // The weights of code k of some words. The difference is exact.
+  // The weights of code k of each word. The difference is exact.
   Part operator()(PartBits words, int k) const {
-    const PartBits mask = PartBits{} + (((1u << Bits) - 1) << place_of(k));
-    const Part sum = (Part)((words >> shift_of(k) & mask) | size_of(k));
-    const Part whole = sum - offsets_[k];
+    const PartBits mask = PartBits{} + (((1u << Bits) - 1) << bit_of(k));
+    const Part sum = (Part)((words >> shift_of(k) & mask) | exponent_of(k));
+    const Part whole = sum - zeros_[k];
     return kHasMinimums ? sum_with_product(minimums_, whole, scales_) : whole * scales_;
   }
 
  private:
-  // Code k lies in the mantissa of a float, at `place_of`, when its word has been shifted.
+  // After a shift of the word, code k is in the mantissa bits of a float, from bit_of(k) on.
   static constexpr int shift_of(int k) { return (k + 1) * Bits <= 23 ? 0 : Bits == 4 ? 12 : 16; }
-  static constexpr int place_of(int k) { return k * Bits - shift_of(k); }
+  static constexpr int bit_of(int k) { return k * Bits - shift_of(k); }
 
-  // The bits of a float that changes by 1 there.
-  static constexpr uint32_t size_of(int k) { return (127u + 23 - place_of(k)) << 23; }
+  // The exponent with which the bit at bit_of(k) has the value 1.
+  static constexpr uint32_t exponent_of(int k) { return (127u + 23 - bit_of(k)) << 23; }
 
-  Part scales_, minimums_, offsets_[kPerWord];
+  Part scales_, minimums_, zeros_[kPerWord];
 };
 
-// Numbers in e4m3, four in a word. Their scales have been multiplied by 2^120: so much less is a
-// float with the same bits of exponent and mantissa.
+// Dequantizes fp8 e4m3, four numbers in a word. A code in the exponent and mantissa bits of a float is
+// 2^-120 times the number; the scales include the factor 2^120.
 class E4m3Codes {
  public:
   static constexpr int kPerWord = 4;
@@ -113,67 +109,68 @@ class E4m3Codes {
 
   Part operator()(PartBits words, int k) const {
     constexpr uint32_t kSignAndNumber = 0x87f00000;
-    const PartBits moved = (PartBits)((PartInt)(words << (24 - 8 * k)) >> 4);
-    return (Part)(moved & kSignAndNumber) * scales_;
+    const PartBits shifted = (PartBits)((PartInt)(words << (24 - 8 * k)) >> 4);
+    return (Part)(shifted & kSignAndNumber) * scales_;
   }
 
  private:
   Part scales_;
 };
 
-// Entries of a table of 16 numbers, at the lowest four bits of places.
-inline Part entries(const Vec& table, PartBits places) {
+// Looks up entries of a table of 16 numbers, at the lowest four bits of the indices.
+inline Part entries(const Vec& table, PartBits indices) {
 #if defined(__AVX512F__)
-  return (Part)_mm512_permutexvar_ps((__m512i)places, (__m512)table);
+  return (Part)_mm512_permutexvar_ps((__m512i)indices, (__m512)table);
 #elif defined(__AVX2__)
   __m256 halves[2];
   std::memcpy(halves, &table, sizeof halves);
-  const __m256i at = (__m256i)places;  // whose three lowest bits count
+  const __m256i at = (__m256i)indices;  // with three significant bits
   return (Part)_mm256_blendv_ps(_mm256_permutevar8x32_ps(halves[0], at),
                                 _mm256_permutevar8x32_ps(halves[1], at),
                                 _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
 #else
   Part found;
-  for (int lane = 0; lane < kPartLanes; lane++) found[lane] = table[places[lane] & 15];
+  for (int lane = 0; lane < kPartLanes; lane++) found[lane] = table[indices[lane] & 15];
   return found;
 #endif
 }
 
-enum class Moved { kNot, kBefore, kAfter };  // by zero points, by minimums
+// Whether an offset is subtracted before the scaling (a zero point) or added after it (a minimum).
+enum class Offset { kNone, kBeforeScale, kAfterScale };
 
-// Places in a table, eight in a word: numbers that are multiplied by the scale.
-template <Moved kMoved>
+// Dequantizes indices into a table, eight in a word.
+template <Offset kOffset>
 class TableCodes {
  public:
   static constexpr int kPerWord = 8;
 
-  TableCodes(Part scales, Part moved, const Vec& table)
-      : scales_(scales), moved_(moved), table_(table) {}
+  TableCodes(Part scales, Part offsets, const Vec& table)
+      : scales_(scales), offsets_(offsets), table_(table) {}
 
   Part operator()(PartBits words, int k) const {
     const Part entry = entries(table_, words >> 4 * k);
-    if (kMoved == Moved::kBefore) return (entry - moved_) * scales_;
-    if (kMoved == Moved::kAfter) return sum_with_product(moved_, entry, scales_);
+    if (kOffset == Offset::kBeforeScale) return (entry - offsets_) * scales_;
+    if (kOffset == Offset::kAfterScale) return sum_with_product(offsets_, entry, scales_);
     return entry * scales_;
   }
 
  private:
-  Part scales_, moved_;
+  Part scales_, offsets_;
   Vec table_;
 };
 
-// Whole numbers of 4 bits: a table of them takes an instruction less, where a register holds it.
+// 4-bit integers. A lookup takes one instruction less than a conversion if a register holds the table.
 #ifdef __AVX512F__
-template <Moved kMoved>
-using Int4Codes = TableCodes<kMoved>;
+template <Offset kOffset>
+using Int4Codes = TableCodes<kOffset>;
 #else
-template <Moved kMoved>
-using Int4Codes = WholeCodes<4, kMoved == Moved::kAfter>;
+template <Offset kOffset>
+using Int4Codes = IntegerCodes<4, kOffset == Offset::kAfterScale>;
 #endif
 
-// The scales of some outputs, and the minimums or zero points.
+// The scales of 16 outputs, and their minimums or zero points.
 struct Factors {
-  Vec scales, moved;
+  Vec scales, offsets;
 };
 
 template <class Codes>
@@ -181,8 +178,7 @@ struct ClassOf {
   using Type = Codes;
 };
 
-// Two vectors of floats as bfloat16, side by side, each rounded to the nearest, of two equally near
-// ones to the even one.
+// Rounds two vectors to bfloat16, ties to even, and packs them into pairs.
 inline PartBits rounded_halves(Part first, Part second) {
 #ifdef __AVX512BF16__
   const VecBits pairs = VecBits{0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
@@ -198,7 +194,7 @@ inline PartBits rounded_halves(Part first, Part second) {
   return high_halves(rounded(first), rounded(second));
 }
 
-// The units of two neighbouring codes, of which words have several.
+// Dequantizes codes to units: pairs of bfloat16 weights.
 template <class Codes>
 struct RoundedUnits : Codes {
   using Codes::Codes;
@@ -213,14 +209,14 @@ struct RoundedUnits : Codes {
   }
 };
 
-// What a weight in codes is, whatever the rows are.
+// A quantized weight, independent of the type of the rows.
 struct GroupedCodes {
-  const uint8_t* codes;  // words of 32 bits, [outputs / 32][tiles][2 panels][words][16 outputs]
+  const uint8_t* codes;  // 32-bit words, [outputs / 32][tiles][2 panels][words][16 outputs]
   const void* scales;    // [outputs / 32][groups][2 panels][16]
-  const uint8_t* zeros;  // likewise; null: all are `zero`
-  const void* minimums;  // likewise, of the type of the scales; null: there are zero points
-  const uint16_t *scale_units, *minimum_units;  // fp16, of multiples, [outputs / 32][sections][2][16]
-  const float* table;  // of codes that are places in one, [16]; else null
+  const uint8_t* zeros;  // zero points in the layout of the scales; null: all are `zero`
+  const void* minimums;  // in the layout and type of the scales; null: none
+  const uint16_t *scale_units, *minimum_units;  // fp16, [outputs / 32][sections][2 panels][16], or null
+  const float* table;    // the lookup table of kGroupedTable, [16]; otherwise null
   int32_t format, scale_type, zero;
   int32_t group_inputs, section_inputs;
 
@@ -228,19 +224,19 @@ struct GroupedCodes {
     return scale_type == kFloat32Scales ? 4 : scale_type == kMultiples ? 1 : 2;
   }
 
-  // Of some inputs of one output.
+  // The size of the codes of num_inputs inputs of one output.
   int64_t code_bytes(int64_t num_inputs) const {
     return format == kGroupedInt4 || format == kGroupedTable ? num_inputs / 2 : num_inputs;
   }
 
-  // What codes of 4 bits stand for, before they are multiplied.
+  // The lookup table of 4-bit codes, before the scaling.
   Vec entries() const {
     if (table != nullptr) return load(table);
     const Vec whole = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return whole - (zeros == nullptr && minimums == nullptr ? static_cast<float>(zero) : 0.0f);
   }
 
-  // Scales or minimums of a group.
+  // The scales or minimums of a group, given the offsets of the group and of its section.
   Vec factors_at(const void* factors, int64_t group, const uint16_t* units, int64_t section) const {
     if (scale_type == kMultiples) {
       const auto* whole = static_cast<const int8_t*>(factors) + group;
@@ -258,35 +254,36 @@ struct GroupedCodes {
   }
 };
 
-// Calls place(input, lane, weights of the input, weights of the next one) for the codes of some words,
-// from an input on, and each part of their outputs.
-template <class Codes, class Place>
+// Dequantizes num_words words of 16 outputs. Calls store(input, lane, weights of the input, weights
+// of the next input) for each second input, from `input` on, and each Part of the outputs.
+template <class Codes, class Store>
 [[gnu::noinline]] void for_pairs_of(const uint8_t* codes, int64_t input, int num_words,
-                                    const Factors& factors, const Vec& table, Place place) {
-  Part scale_parts[kParts], moved_parts[kParts];
+                                    const Factors& factors, const Vec& table, Store store) {
+  Part scale_parts[kParts], offset_parts[kParts];
   std::memcpy(scale_parts, &factors.scales, sizeof scale_parts);
-  std::memcpy(moved_parts, &factors.moved, sizeof moved_parts);
+  std::memcpy(offset_parts, &factors.offsets, sizeof offset_parts);
   for (int p = 0; p < kParts; p++) {
-    const Codes weights(scale_parts[p], moved_parts[p], table);
+    const Codes weights(scale_parts[p], offset_parts[p], table);
     const Unit* from = reinterpret_cast<const Unit*>(codes) + p * kPartLanes;
     for (int word = 0; word < num_words; word++, from += kLanes) {
       const PartBits words = *reinterpret_cast<const PartBits*>(from);
       const int64_t first = input + word * Codes::kPerWord;
 #pragma GCC unroll 8
       for (int k = 0; k < Codes::kPerWord; k += 2)
-        place(first + k, p * kPartLanes, weights(words, k), weights(words, k + 1));
+        store(first + k, p * kPartLanes, weights(words, k), weights(words, k + 1));
     }
   }
 }
 
-// Runs of consecutive inputs of a weight, of equal lengths: multiples of 16.
+// The division of the inputs of a weight into runs of equal length, a multiple of 16.
 class Runs {
  public:
   Runs(int64_t num_inputs, int64_t length)
       : count((num_inputs - 1) / std::max(length, kUnit) + 1),
         inverse_((int64_t{1} << 32) / std::max(length / kUnit, int64_t{1}) + 1) {}
 
-  int64_t of(int64_t input) const { return input / kUnit * inverse_ >> 32; }  // without a division
+  // The index of an input's run, without a division.
+  int64_t index_of(int64_t input) const { return input / kUnit * inverse_ >> 32; }
 
   int64_t count;
 
@@ -295,14 +292,14 @@ class Runs {
   int64_t inverse_;
 };
 
-// Weights in codes for rows of type T: float, with units of one input, or Bf16, with units of two.
+// A quantized weight for rows of type T: float, with units of one input, or Bf16, with units of two.
 template <typename T>
 struct GroupedPanels {
   static constexpr bool kAreCodes = true, kMakesVectors = false;
   static constexpr int64_t kStepLines = 0, kGroupUnits = 0;
-  static constexpr int64_t kMostCodedRows = 0;
+  static constexpr int64_t kMaxCodedRows = 0;
   static constexpr int64_t kUnitInputs = sizeof(Unit) / sizeof(T);
-  static constexpr int64_t kStepInputs = kUnitInputs * kUnitStep;  // of a tile of units
+  static constexpr int64_t kStepInputs = kUnitInputs * kUnitStep;  // inputs of a tile of units
 
   GroupedPanels(const GroupedCodes& weight, int64_t num_units, int64_t num_pairs)
       : weight(weight),
@@ -318,10 +315,10 @@ struct GroupedPanels {
   Runs groups, sections;
   Vec table;
 
-  // The weight of one expert, of several that lie one after another.
+  // The weight of an expert. The weights of all experts are consecutive pairs.
   GroupedPanels expert(int64_t number) const {
-    const int64_t pair = number * num_pairs, group = place(groups, pair, 0, 0);
-    const int64_t bytes = group * weight.scale_bytes(), section = place(sections, pair, 0, 0);
+    const int64_t pair = number * num_pairs, group = offset_of(groups, pair, 0, 0);
+    const int64_t bytes = group * weight.scale_bytes(), section = offset_of(sections, pair, 0, 0);
     GroupedPanels own = *this;
     own.weight.codes += codes_at(pair, 0, 0);
     own.weight.scales = static_cast<const char*>(weight.scales) + bytes;
@@ -332,7 +329,7 @@ struct GroupedPanels {
     return own;
   }
 
-  // The tile from a unit on, made in `space`.
+  // Dequantizes the tile at a unit into `space`.
   const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
     for_pairs(pair, half, unit, [=](int64_t input, int64_t lane, Part weights, Part next) {
       Unit* const to = space + input / kUnitInputs * kLanes + lane;
@@ -343,7 +340,7 @@ struct GroupedPanels {
     return space;
   }
 
-  // The same as float32, not rounded to bfloat16, [inputs][kPairOutputs].
+  // Dequantizes a tile to float32, [inputs][kPairOutputs], without rounding to bfloat16.
   void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     for_pairs(pair, half, unit, [=](int64_t input, int64_t lane, Part weights, Part next) {
       Unit* const to = inputs + input * kPairOutputs + lane;
@@ -352,48 +349,48 @@ struct GroupedPanels {
     });
   }
 
-  // Calls f with a value whose Type is the class of the codes.
+  // Calls f(ClassOf<Codes>) with the class that dequantizes the codes.
   template <class F>
   void with_codes(const F& f) const {
-    if (weight.format == kGroupedTable) return f(ClassOf<TableCodes<Moved::kNot>>{});
+    if (weight.format == kGroupedTable) return f(ClassOf<TableCodes<Offset::kNone>>{});
     if (weight.format == kGroupedE4m3) return f(ClassOf<E4m3Codes>{});
-    if (weight.format == kGroupedInt8 && weight.minimums) return f(ClassOf<WholeCodes<8, true>>{});
-    if (weight.format == kGroupedInt8) return f(ClassOf<WholeCodes<8, false>>{});
-    if (weight.minimums) return f(ClassOf<Int4Codes<Moved::kAfter>>{});
-    if (weight.zeros && !moves_after()) return f(ClassOf<Int4Codes<Moved::kBefore>>{});
-    if (weight.zeros) return f(ClassOf<Int4Codes<Moved::kAfter>>{});
-    f(ClassOf<Int4Codes<Moved::kNot>>{});
+    if (weight.format == kGroupedInt8 && weight.minimums) return f(ClassOf<IntegerCodes<8, true>>{});
+    if (weight.format == kGroupedInt8) return f(ClassOf<IntegerCodes<8, false>>{});
+    if (weight.minimums) return f(ClassOf<Int4Codes<Offset::kAfterScale>>{});
+    if (weight.zeros && !scales_zeros()) return f(ClassOf<Int4Codes<Offset::kBeforeScale>>{});
+    if (weight.zeros) return f(ClassOf<Int4Codes<Offset::kAfterScale>>{});
+    f(ClassOf<Int4Codes<Offset::kNone>>{});
   }
 
-  // The codes of a tile of units of two inputs.
+  // The codes of a tile, for units of two inputs.
   const uint8_t* tile_codes(int64_t pair, int half, int64_t unit) const {
     static_assert(kStepInputs == kTileInputs);
     return codes(pair, half, unit / kUnitStep);
   }
 
-  // What makes floats or units of a tile's codes.
+  // The dequantizer of the tile at a unit.
   template <class Codes>
   Codes codes_of(int64_t pair, int half, int64_t unit) const {
     const Factors own = factors(pair, half, kUnitInputs * unit);
-    return {(Part)own.scales, (Part)own.moved, table};
+    return {(Part)own.scales, (Part)own.offsets, table};
   }
 
-  // Whether groups are shorter than a step.
+  // Whether groups are shorter than a tile.
   bool has_short_groups() const { return weight.group_inputs < kStepInputs; }
 
  private:
   static void put(Part v, Unit* to) { *reinterpret_cast<PartBits*>(to) = (PartBits)v; }
 
-  // What the group of an input has.
+  // The factors of the group of an input.
   Factors factors(int64_t pair, int half, int64_t input) const {
-    const int64_t group = place(groups, pair, half, input);
-    const int64_t section = weight.scale_units ? place(sections, pair, half, input) : 0;
+    const int64_t group = offset_of(groups, pair, half, input);
+    const int64_t section = weight.scale_units ? offset_of(sections, pair, half, input) : 0;
     const Vec scales = weight.factors_at(weight.scales, group, weight.scale_units, section);
     if (weight.minimums)
       return {scales,
               weight.factors_at(weight.minimums, group, weight.minimum_units, section)};
     const Vec zeros = weight.zeros_at(group);
-    return {scales, moves_after() ? zeros * -scales : zeros};
+    return {scales, scales_zeros() ? zeros * -scales : zeros};
   }
 
   // The codes of a tile of 32 inputs.
@@ -406,19 +403,19 @@ struct GroupedPanels {
     return ((pair * num_tiles + tile) * 2 + half) * kLanes * weight.code_bytes(kTileInputs);
   }
 
-  // Whether products with zero points are exact, so that they can be subtracted from products.
-  bool moves_after() const {
+  // Whether zero point * scale is exact. It is then subtracted after the scaling.
+  bool scales_zeros() const {
     return weight.zeros && weight.format == kGroupedInt4 && weight.scale_type != kFloat32Scales;
   }
 
-  // The place of what the run of an input has.
-  static int64_t place(const Runs& runs, int64_t pair, int half, int64_t input) {
-    return ((pair * runs.count + runs.of(input)) * 2 + half) * kLanes;
+  // The offset of a run's scales.
+  static int64_t offset_of(const Runs& runs, int64_t pair, int half, int64_t input) {
+    return ((pair * runs.count + runs.index_of(input)) * 2 + half) * kLanes;
   }
 
-  // A tile of units is one of codes, or half of one, where units are float32.
-  template <class Place>
-  void for_pairs(int64_t pair, int half, int64_t unit, const Place& place) const {
+  // Calls store as for_pairs_of does for the tile at a unit. For float32 it is half a tile of codes.
+  template <class Store>
+  void for_pairs(int64_t pair, int half, int64_t unit, const Store& store) const {
     const int64_t first = unit * kUnitInputs, tile = first / kTileInputs;
     const uint8_t* const at =
         codes(pair, half, tile) + kLanes * weight.code_bytes(first % kTileInputs);
@@ -430,15 +427,15 @@ struct GroupedPanels {
       using Codes = typename decltype(type)::Type;
       for (int64_t input = 0; input < kStepInputs; input += span)
         for_pairs_of<Codes>(at + kLanes * weight.code_bytes(input), input, words,
-                            factors(pair, half, first + input), table, place);
+                            factors(pair, half, first + input), table, store);
     });
   }
 };
 
 #ifdef __AVX512BF16__
 
-// Weights whose vectors are made one by one, in registers: for one row. `Codes` makes units of the words
-// of a tile.
+// A quantized weight whose vectors are dequantized in registers, one by one: the fastest form for one
+// row.
 template <class Codes>
 struct VectorsInRegisters {
   static constexpr bool kAreCodes = true, kMakesVectors = true;
@@ -457,7 +454,7 @@ struct VectorsInRegisters {
                  w.panels.template codes_of<Codes>(pair, 1, unit)} {}
 
     [[gnu::always_inline]] VecBits vector(int number, int half) const {
-      // The codes that come next are fetched bit by bit, so that memory is never idle.
+      // Prefetches are spread over the step, so that memory is never idle.
       if (half == 0) __builtin_prefetch(tiles_ + kCodesAhead + number * (2 * kBytes / kUnitStep));
       const auto* words = reinterpret_cast<const PartBits*>(tiles_ + half * kBytes);
       return (VecBits)codes_[half].unit_of(words, number);
@@ -466,7 +463,7 @@ struct VectorsInRegisters {
    private:
     static constexpr int64_t kBytes = kLanes * kTileInputs * sizeof(Unit) / Codes::kPerWord;
 
-    const uint8_t* const tiles_;  // that of the low panel, and that of the high one behind it
+    const uint8_t* const tiles_;  // of the low panel, followed by that of the high panel
     const Codes codes_[2];
   };
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "products/int4_panels.h"
+#include "products/int8_panels.h"
 #include "products/products.h"
 
 #ifdef __AMX_BF16__
@@ -54,8 +56,8 @@ struct PlainWeight {
     return (num_columns() + per_pair - 1) / per_pair;
   }
 
-  // Packs 16 outputs, 16 units of each at a time: a cache line of the source and of the target. The last
-  // unit of an output may be incomplete.
+  // Packs 16 outputs, 16 units of each at a time: a cache line of the source and of the target. The
+  // last unit of an output may be incomplete.
   void pack_panel(int64_t panel, Unit* to) const {
     constexpr int64_t kUnit = sizeof(Unit);
     const int64_t num_bytes = num_inputs * item_bytes;
@@ -86,8 +88,8 @@ struct PlainWeight {
   }
 };
 
-// The place of an output in the panels. With `gates`, panels of gates and of factors alternate.
-int64_t place_of(int64_t output, int64_t num_outputs, bool gates) {
+// The position of an output in the panels. With `gates`, panels of gates and of factors alternate.
+int64_t position_of(int64_t output, int64_t num_outputs, bool gates) {
   if (!gates) return output;
   const int64_t half = num_outputs / 2, column = output % half;
   return column / kLanes * kPairOutputs + (output < half ? 0 : kLanes) + column % kLanes;
@@ -98,12 +100,12 @@ template <class Code>
 class CodedOutput {
  public:
   CodedOutput(const Bf16* weight, int64_t num_inputs)
-      : values_((num_inputs + kMostInputs - 1) / kMostInputs * kMostInputs), codes_(values_.size()) {
+      : values_((num_inputs + kMaxInputs - 1) / kMaxInputs * kMaxInputs), codes_(values_.size()) {
     for (int64_t i = 0; i < num_inputs; i++) values_[i] = widen(weight[i]);
     const auto size = static_cast<int64_t>(values_.size());
     const int64_t group = std::min(Code::kGroupTiles, size) * kTileInputs;
     for (int64_t first = 0; first < size; first += group)
-      find(first, std::min(group, size - first));
+      quantize(first, std::min(group, size - first));
   }
 
   const std::vector<int8_t>& codes() const { return codes_; }
@@ -116,17 +118,18 @@ class CodedOutput {
   }
 
  private:
-  static constexpr int64_t kMostInputs = CodedUnits::kUnitInputs * kUnitStep;  // of the largest tile
+  static constexpr int64_t kMaxInputs = CodedUnits::kUnitInputs * kUnitStep;  // of the largest tile
 
-  void find(int64_t first, int64_t size) {
-    constexpr float kNothing = 1e-30f;  // products of less are not exact
-    const Rounding rounding{&values_[first], size};
-    const bool is_something = std::fabs(rounding.greatest()) > kNothing;
-    const float scale = is_something ? Code::scale_for(rounding) : 0.0f;
-    const float inverse = is_something ? 1.0f / scale : 0.0f;
+  // Appends the scale of a group, and sets its codes.
+  void quantize(int64_t first, int64_t size) {
+    constexpr float kMinMagnitude = 1e-30f;  // products of smaller values are not exact
+    const ValueGroup group{&values_[first], size};
+    const bool is_nonzero = std::fabs(group.signed_absmax()) > kMinMagnitude;
+    const float scale = is_nonzero ? Code::scale_for(group) : 0.0f;
+    const float inverse = is_nonzero ? 1.0f / scale : 0.0f;
     scales_.push_back(scale);
     for (int64_t i = first; i < first + size; i += kLanes) {
-      const Vec codes = Rounding::codes<Code>(load(&values_[i]), inverse);
+      const Vec codes = ValueGroup::codes<Code>(load(&values_[i]), inverse);
       for (int lane = 0; lane < kLanes; lane++) codes_[i + lane] = static_cast<int8_t>(codes[lane]);
     }
   }
@@ -144,9 +147,9 @@ void pack_codes(const Bf16* weight, int64_t num_outputs, int64_t num_inputs, boo
 #pragma omp parallel for schedule(static)
   for (int64_t output = 0; output < num_outputs; output++) {
     const CodedOutput<Code> coded(weight + output * num_inputs, num_inputs);
-    const int64_t at = place_of(output, num_outputs, gates), pair = at / kPairOutputs;
+    const int64_t at = position_of(output, num_outputs, gates), pair = at / kPairOutputs;
     const int half = static_cast<int>(at / kLanes % 2);
-    panels.place(coded.codes().data(), pair, half, at % kLanes, packed);
+    panels.pack_output(coded.codes().data(), pair, half, at % kLanes, packed);
     for (int64_t unit = 0; unit < num_units; unit += kUnitStep)
       narrow(coded.scales()[unit / kUnitStep / Code::kGroupTiles],
              scales[panels.scales_at(pair, half, unit) + at % kLanes]);

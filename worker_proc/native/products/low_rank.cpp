@@ -32,10 +32,10 @@ float value_at(const char* from, int32_t type, int64_t index) {
   return type == kFloat16 ? widen_half(bits) : widen(Bf16{bits});
 }
 
-// The places of values in blocks of lines; see LowRank.
-class Places {
+// The offsets of values in the layouts of low_rank.h.
+class Offsets {
  public:
-  Places(int64_t num_values, int64_t block_lines)
+  Offsets(int64_t num_values, int64_t block_lines)
       : block_lines_(block_lines), num_chunks_((num_values + kChunk - 1) / kChunk) {}
 
   int64_t at(int64_t line, int64_t value) const {
@@ -50,11 +50,11 @@ class Places {
 template <typename T>
 bool copy(const char* from, int32_t type, int64_t num_rows, int64_t num_columns, int64_t stride,
           bool transposes, T* to) {
-  const Places places = transposes ? Places(num_rows, num_columns) : Places(num_columns, kInnerBlock);
+  const Offsets offsets = transposes ? Offsets(num_rows, num_columns) : Offsets(num_columns, kInnerBlock);
   bool is_finite = true;
   for (int64_t row = 0; row < num_rows; row++)
     for (int64_t column = 0; column < num_columns; column++) {
-      T& target = to[transposes ? places.at(column, row) : places.at(row, column)];
+      T& target = to[transposes ? offsets.at(column, row) : offsets.at(row, column)];
       narrow(value_at(from, type, row * stride + column), target);
       is_finite &= std::isfinite(widen(target));
     }

@@ -174,9 +174,9 @@ void for_row_groups(int64_t first, int64_t last, const F& f) {
   if (first < last) f(std::integral_constant<int, 1>{}, first);
 }
 
-// Calls f(site, part, first row, last row, block) for the work items of this thread, which are those for
-// which is_mine() returns true: it is called once for each item. count(site, matrices) is the number of
-// blocks.
+// Calls f(site, part, first row, last row, block) for the work items of this thread, which are those
+// for which is_mine() returns true: it is called once for each item. count(site, matrices) is the
+// number of blocks.
 template <class Count, class Mine, class F>
 void for_blocks(const Adaptation& adaptation, const AdaptedSite* sites, int64_t num_sites,
                 const Count& count, const Mine& is_mine, const F& f) {

@@ -1,4 +1,4 @@
-// Inputs of products: rows, the prefetch of the next weights, and scratch memory of a thread.
+// Inputs of product kernels: rows, the prefetch of the next weights, and scratch buffers of a thread.
 
 #pragma once
 
@@ -11,15 +11,15 @@ namespace {
 
 class FloatRows;
 
-// Rows of a step as Units: pairs of bfloat16, or floats.
+// Rows as Units: pairs of bfloat16, or floats.
 struct UnitRows {
   const Unit* data;
-  int64_t stride;               // in units
+  int64_t stride;               // between rows, in units
   FloatRows* floats = nullptr;  // the same rows as float32, if a thread multiplies them by several pairs
 };
 
 // Localities of __builtin_prefetch: the L1 and the L2 cache.
-constexpr int kFirstCache = 3, kSecondCache = 2;
+constexpr int kL1Cache = 3, kL2Cache = 2;
 
 // The weights of the next pair of panels, which are prefetched while a thread multiplies by the
 // current one.
@@ -44,7 +44,7 @@ WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t 
   return {};
 }
 
-// Scratch memory of this thread, one buffer for each type `Use`.
+// Returns this thread's scratch buffer for a type `Use`, of at least num_units units.
 template <class Use>
 Unit* space_for(int64_t num_units) {
   struct Freed {

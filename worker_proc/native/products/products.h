@@ -1,15 +1,14 @@
-// Products of rows with packed weights, in which a row's bits depend on nothing but the row.
+// Products of rows with packed weights, in which the bits of a result depend on its row alone.
 //
-// Every output is one chain of sums over the inputs, from the first to the last, or, where groups of
-// inputs have scales, a chain of the sums of groups. The chain is the same for any number of rows, any
-// place among them, and any number of threads. Rows are float, Bf16, or int8_t: codes, whose sums are
-// whole numbers modulo 2^32 (coded_rows.h).
+// Every output is one chain of sums over the inputs in order or, if groups of inputs have scales, a
+// chain of the sums of groups. The chain does not depend on the other rows or on the number of
+// threads. Rows are float, Bf16, or int8_t codes, whose sums are integers modulo 2^32 (coded_rows.h).
 //
-// decoder.cpp calls `multiply` and `multiply_heads`, which divide rows and outputs among the threads;
-// experts.h, which divides its work itself, calls `multiply_block`. All of them call `multiply_part`, which
-// selects the method for the processor and the number of rows: AMX tiles (tile_products.h), vectors
-// (vector_products.h), or weights that are widened to float32 once for many rows (float_products.h,
-// widened_products.h). weights.h describes the layout of weights in memory.
+// decoder.cpp calls `multiply` and `multiply_heads`, which divide the work among the threads;
+// experts.h divides its work itself and calls `multiply_block`. All of them call `multiply_part`,
+// which selects the kernel for the processor and the number of rows: AMX tiles (tile_products.h),
+// vectors (vector_products.h), or weights that are widened to float32 once for many rows
+// (float_products.h, widened_products.h). weights.h describes the layout of packed weights.
 
 #pragma once
 
@@ -37,15 +36,17 @@ bool uses_tiles() {
   return false;
 }
 
-// The maximum number of rows for which the weights are read only once.
+// The maximum number of rows for which weights are read only once.
 template <typename T>
 int64_t rows_at_once() {
 #ifdef __AMX_BF16__
   if (uses_tiles<T>()) return 2 * kAmxRows;
 #endif
-  return kMostRows;
+  return kMaxRows;
 }
 
+// Multiplies the rows [row, last_row) by the pairs [pair, last_pair) with the fastest kernel, and calls
+// out(row, pair, low, high) with the sums of each row and pair.
 template <typename T, class W, class Out>
 void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                    int64_t last_pair, const Out& out, int64_t num_next = 0) {
@@ -56,7 +57,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
 #endif
 #ifdef __AVX512BF16__
   if constexpr (std::is_same<T, Bf16>::value && (!W::kAreCodes || W::kMakesVectors))
-    if (troika_uses_floats && last_row - row >= kLeastFloatRows) {
+    if (troika_uses_floats && last_row - row >= kMinFloatRows) {
       FloatRows own(rows, w.num_units);
       return multiply_floats(w, rows.floats ? *rows.floats : own, row, last_row, pair, last_pair,
                              num_next, out);
@@ -79,23 +80,23 @@ bool uses_floats() {
   return false;
 }
 
-// Rows that stay in a core's cache; vectors read them again for each pair.
+// The number of rows that stay in a core's cache while they are multiplied by one pair after another.
 template <typename T>
 int64_t rows_in_cache(int64_t num_units) {
-  constexpr int64_t kMostFloats = 256 * 1024;
+  constexpr int64_t kMaxFloats = 256 * 1024;
   if (uses_tiles<T>()) return 256;
-  if (uses_floats<T>()) return std::clamp<int64_t>(kMostFloats / (2 * num_units), 32, 128);
+  if (uses_floats<T>()) return std::clamp<int64_t>(kMaxFloats / (2 * num_units), 32, 128);
   return 128;
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair): makes the units of some pairs, then computes all
-// rows with them.
+// multiply_part for codes and many rows: decodes the units of some pairs, and multiplies all rows by
+// them.
 template <typename T, class W, class Out>
 void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                        int64_t last_pair, const Out& out) {
-  constexpr int64_t kMostBytes = 512 * 1024;  // that stay in a core's cache, beside the rows
+  constexpr int64_t kMaxBytes = 512 * 1024;  // of units, which stay in a core's cache beside the rows
   const int64_t pair_units = 2 * kLanes * w.num_units;
-  const int64_t most = std::max<int64_t>(1, kMostBytes / (pair_units * sizeof(Unit)));
+  const int64_t most = std::max<int64_t>(1, kMaxBytes / (pair_units * sizeof(Unit)));
   for (int64_t end; pair < last_pair; pair = end) {
     end = std::min(pair + most, last_pair);
     const Panels panels = unpacked(w, pair, end, space_for<W>((end - pair) * pair_units));
@@ -106,20 +107,20 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row,
   }
 }
 
-// Whether rows can share units that are made of codes before.
+// Whether codes can be decoded beforehand, for all rows.
 template <class W>
 constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes && W::kGroupUnits == 0;
 
-// Whether this many rows share them. Vectors that the first tile of rows keeps take less time than all
-// units made before, while the rows stay in a core's cache.
+// Whether codes are decoded beforehand for this number of rows. While the rows stay in the cache, it is
+// faster if the first register tile stores the vectors that it decodes (kKeepsVectors).
 template <typename T, class W>
 bool unpacks(int64_t num_rows) {
-  constexpr int64_t kMostRowsOfKept = kKeepsVectors<W> ? 128 : 0;
-  const int64_t of_kept = uses_tiles<T>() || uses_floats<T>() ? 0 : kMostRowsOfKept;
-  return kCanUnpack<W> && num_rows > std::max({rows_at_once<T>(), W::kMostCodedRows, of_kept});
+  constexpr int64_t kMaxRowsOfKept = kKeepsVectors<W> ? 128 : 0;
+  const int64_t of_kept = uses_tiles<T>() || uses_floats<T>() ? 0 : kMaxRowsOfKept;
+  return kCanUnpack<W> && num_rows > std::max({rows_at_once<T>(), W::kMaxCodedRows, of_kept});
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
+// multiply_part, with codes decoded beforehand if that is faster.
 template <typename T, class W, class Out>
 void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                     int64_t last_pair, const Out& out, int64_t num_next = 0) {
@@ -129,35 +130,35 @@ void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, in
   multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
 }
 
-// Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
-// a team share them. The caller ends the phase.
+// Calls out(row, pair, low, high) with the sums of each row and pair of panels. The threads of a team
+// share the work. The caller ends the phase with a barrier.
 template <typename T, class W, class Out>
 void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
-  constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
+  constexpr int64_t kFewRows = 16;  // memory-bound: each thread reads an equal part of the weights
   if (num_rows == 0) return;
 #ifdef __AVX512BF16__
   FloatRows floats(rows, w.num_units);
   rows.floats = &floats;
 #endif
   const bool shares_units = unpacks<T, W>(num_rows);
-  // Tiles of other codes fetch the weights that lie behind them, not those of the pair taken next.
+  // Formats with kStepLines = 0 prefetch the weights that follow in memory, so they take longer pieces.
   const bool takes_pairs =
       kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && W::kStepLines > 0 && !shares_units;
-  if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMostCodedRows))
+  if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMaxCodedRows))
     return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
                              team.last(w.num_pairs), out);
   int64_t most = rows_in_cache<T>(w.num_units);
-  // The first of these rows make the units of compact weights for the others, so there are more of them.
-  constexpr int64_t kMostUnits = 80 * 1024, kMostRowsOfUnits = 288;
+  // The first of these rows decode compact weights for the others, so groups of rows are larger.
+  constexpr int64_t kMaxUnits = 80 * 1024, kMaxRowsOfUnits = 288;
   if (takes_pairs && kKeepsVectors<W> && !uses_floats<T>())
-    most = std::clamp(kMostUnits / w.num_units, most, kMostRowsOfUnits);
+    most = std::clamp(kMaxUnits / w.num_units, most, kMaxRowsOfUnits);
   int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
   if (takes_pairs) {
-    // A thread takes neighbouring pairs, and of many rows those that it has in its cache: it makes the
-    // same share of the rows in other phases.
-    constexpr int64_t kLeastRowsOfShare = 128;
+    // A thread takes adjacent pairs and, if there are many rows, the share of the rows that it has in
+    // its cache, since it computes the same share in other phases.
+    constexpr int64_t kMinRowsOfShare = 128;
     const int64_t shares = team.num_shares();
-    if (num_rows >= shares * kLeastRowsOfShare) num_groups = (num_groups + shares - 1) / shares * shares;
+    if (num_rows >= shares * kMinRowsOfShare) num_groups = (num_groups + shares - 1) / shares * shares;
     const int64_t total = num_groups * w.num_pairs;
     for (int64_t task; (task = team.take_near(total)) < total;) {
       const int64_t group = task / w.num_pairs, pair = task % w.num_pairs;
@@ -166,7 +167,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
     }
     return;
   }
-  // Few and long pieces, within which the next weights are fetched while the present ones are used.
+  // Few, long pieces: prefetches of the next weights do not cross the end of a piece.
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
   const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
@@ -177,9 +178,9 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   }
 }
 
-// Calls out(head, row, pair, low, high) with the sums of each row of each head and the head's own
-// weight; the threads of a team share them. `rows` are those of the first head, and those of the next
-// one begin `head_units` further in each row. `w` is the weight of head 0, and the others lie behind it.
+// Multiplies the rows of each head by the head's own weight, and calls out(head, row, pair, low,
+// high). The threads of a team share the work. The inputs of successive heads are head_units apart in
+// each row. `w` is the weight of head 0, which those of the other heads follow.
 template <typename T, class W, class Out>
 void multiply_heads(Team& team, const W& w, int64_t num_heads, UnitRows rows, int64_t head_units,
                     int64_t num_rows, const Out& out) {

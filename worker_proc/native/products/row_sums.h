@@ -1,8 +1,8 @@
-// The sums of products of a few rows with one or two pairs of panels, in registers.
+// Register-tile kernels: products of a few rows with one or two pairs of panels.
 //
-// Rows are float, Bf16, or int8_t: codes, whose sums are integers. With AVX-512 the weights may also be
-// decoded in registers (compact_weights.h, grouped_codes.h); otherwise memory holds them as they are
-// multiplied.
+// Rows are float, Bf16, or int8_t codes, whose accumulators are integers. With AVX-512, weights may be
+// decoded in registers (compact_weights.h, grouped_codes.h); otherwise they are multiplied as stored.
+// Used by vector_products.h, tile_products.h and widened_products.h.
 
 #pragma once
 
@@ -27,9 +27,9 @@ using SumsOf = typename SumsFor<T>::Type;
 
 #ifdef __AVX512F__
 
-constexpr int kMostRows = 12;  // rows whose sums of one pair fit into the registers
+constexpr int kMaxRows = 12;  // rows whose accumulators for one pair fit into the registers
 constexpr bool kHasManyRegisters = true;
-// Pairs that one row is multiplied by at once. A thread reads memory fastest in few places.
+// Pairs that one row is multiplied by at once. A thread reads few memory streams fastest.
 constexpr int kPairsOfOneRow = 1;
 
 template <typename T>
@@ -51,7 +51,7 @@ inline Vec add_product<Bf16>(Vec sum, Unit unit, VecBits weights) {
 #endif
 }
 
-// Codes of weights are unsigned, those of rows are signed.
+// The codes of weights are unsigned, and those of rows are signed.
 template <>
 inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
   const __m512i x = _mm512_set1_epi32(static_cast<int>(unit)), w = (__m512i)weights;
@@ -65,8 +65,8 @@ inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
 #endif
 }
 
-// Rows whose inputs are read one after another. One pointer and the stride address three rows, so
-// twelve rows need few registers.
+// Sequential reads of the inputs of R rows. One pointer and the stride address three rows, so twelve
+// rows need few registers.
 template <int R>
 class RowInputs {
  public:
@@ -75,11 +75,11 @@ class RowInputs {
     for (int r = 0; r < R; r += kPerPointer) {
       const Unit*& at = inputs_[r / kPerPointer];
       at = rows.data + r * rows.stride;
-      asm("" : "+r"(at));  // else the compiler would address all rows from the first one
+      asm("" : "+r"(at));  // otherwise GCC would address all rows relative to the first one
     }
   }
 
-  // The unit of a row, some units ahead of the current one.
+  // The unit of a row that is `ahead` units after the current one.
   [[gnu::always_inline]] Unit at(int row, int64_t ahead) const {
     return inputs_[row / kPerPointer][row % kPerPointer * stride_ + ahead];
   }
@@ -100,9 +100,9 @@ struct DoNothing {
   [[gnu::always_inline]] void operator()() const {}
 };
 
-// Adds products of R rows with units [first, last) of the panels of some pairs to their sums. With two
-// groups, products with the units one group further on are added to the sums after those. `meanwhile` is
-// called once for each step of units.
+// Accumulates the products of R rows with the units [first, last) of P panels. With kGroups = 2, the
+// units of the next group are multiplied too, into separate accumulators. `meanwhile` is called once
+// for each step of kUnitStep units.
 template <typename T, int kGroups, int R, int P, class W, class F = DoNothing>
 [[gnu::always_inline]] inline void add_products(const W& w, RowInputs<R>& inputs, int64_t pair,
                                                 int64_t first, int64_t last, WeightsAhead& ahead,
@@ -112,12 +112,12 @@ template <typename T, int kGroups, int R, int P, class W, class F = DoNothing>
   static_assert(kGroups == 1 || (kGroups == 2 && W::kMakesVectors));
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
   for (; first < last; first += kUnitStep) {
-    for (int group = 0; group < kGroups; group++) ahead.fetch<kSecondCache>();
+    for (int group = 0; group < kGroups; group++) ahead.fetch<kL2Cache>();
     meanwhile();
     if constexpr (W::kMakesVectors)
       if (!w.has_exceptions(pair, first)) {
         static_assert(P == 2);
-        constexpr int kVectors = 4;  // made by the same instructions in each part of a step
+        constexpr int kVectors = 4;  // vectors that one iteration decodes
         const typename W::Step step(w, pair, first), second(w, pair, first + kSecondGroup);
 #pragma GCC unroll 1
         for (int part = 0; part < kUnitStep; part += kVectors) {
@@ -161,7 +161,7 @@ template <typename T, int kGroups, int R, int P, class W, class F = DoNothing>
   }
 }
 
-// Adds the sums of R rows and one or two groups, from a unit on, times their scales to the sums of the
+// Adds the sums of one or two groups, from unit `first` on, times the groups' scales to the sums of the
 // groups before them.
 template <typename T, int kGroups, int R, int P, class W>
 [[gnu::always_inline]] inline void add_groups(const W& w, RowInputs<R>& inputs, int64_t pair,
@@ -182,7 +182,7 @@ template <typename T, int kGroups, int R, int P, class W>
     }
 }
 
-// The sums of R rows and the panels of some pairs.
+// Computes the sums of R rows and P panels, from those of `pair` on.
 template <typename T, int R, int P, class W, class F = DoNothing>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
                                                 WeightsAhead& ahead, SumsOf<T> (&sums)[R][P],
@@ -196,7 +196,8 @@ template <typename T, int R, int P, class W, class F = DoNothing>
     add_products<T, 1>(w, inputs, pair, 0, w.num_units, ahead, sums, meanwhile);
   } else {
     int64_t first = 0;
-    // A product waits for the one before it in its group. Of one or two rows, there are too few others.
+    // The products of a group are one dependency chain. One or two rows have too few chains to hide the
+    // latency, so two groups are interleaved.
     constexpr int64_t kTwoGroups = 2 * W::kGroupUnits;
     if constexpr (W::kMakesVectors && R <= 2)
       for (; first + kTwoGroups <= w.num_units; first += kTwoGroups)
@@ -208,11 +209,11 @@ template <typename T, int R, int P, class W, class F = DoNothing>
 
 #else
 
-constexpr int kMostRows = 3;
+constexpr int kMaxRows = 3;
 constexpr bool kHasManyRegisters = false;
-constexpr int kPairsOfOneRow = 2;  // the sums of one pair would wait for each other
+constexpr int kPairsOfOneRow = 2;  // one pair has too few chains to hide the latency
 
-// Codes of weights are unsigned, those of rows are signed.
+// The codes of weights are unsigned, and those of rows are signed.
 inline PartBits add_coded(PartBits sum, Unit unit, PartBits weights) {
 #ifdef __AVX2__
   const __m256i x = _mm256_set1_epi32(static_cast<int>(unit)), w = (__m256i)weights;
@@ -231,7 +232,7 @@ inline PartBits add_coded(PartBits sum, Unit unit, PartBits weights) {
 #endif
 }
 
-// Of codes, a part has the bits of whole numbers.
+// For codes, `sum` holds the bits of integers.
 template <typename T>
 inline Part add_product(Part sum, Unit unit, PartBits weights) {
   if constexpr (std::is_same<T, int8_t>::value)
@@ -241,11 +242,11 @@ inline Part add_product(Part sum, Unit unit, PartBits weights) {
   return sum + float_of(unit & 0xffff0000u) * (Part)(weights & 0xffff0000u);
 }
 
-// The sums of R rows and the panels of some pairs.
+// Computes the sums of R rows and P panels, from those of `pair` on.
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
                                                 WeightsAhead&, SumsOf<T> (&sums)[R][P]) {
-  static_assert(!W::kAreCodes);  // these are widened
+  static_assert(!W::kAreCodes);  // codes are multiplied by widened_products.h
   Part parts[R][P * kParts];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)

@@ -1,4 +1,7 @@
-// Products with AMX tiles: of up to 32 rows and one pair of panels at once.
+// Products by AMX: up to 32 rows times one pair of panels at a time.
+//
+// multiply_with_tiles divides the rows into blocks of 32 and multiplies each by a range of pairs.
+// Called by multiply_part (products.h).
 
 #pragma once
 
@@ -6,16 +9,17 @@
 
 #include <type_traits>
 
+#include "products/int4_panels.h"
 #include "products/row_sums.h"
 
 namespace {
 
 constexpr int kAmxRows = 16;
 
-// Keeps the compiler from delaying stores past loads of tiles, which it may not see as loads.
+// A compiler barrier: GCC does not know that tile loads read memory, and could delay stores past them.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
-// Adds products of tiles of rows and of weights, given as literals.
+// Accumulates the product of a tile of rows and a tile of weights; tile numbers are literals.
 #define TROIKA_MULTIPLY_TILES(sums, rows, weights) \
   do {                                             \
     if constexpr (std::is_same<T, int8_t>::value)  \
@@ -24,8 +28,8 @@ inline void finish_stores() { asm volatile("" ::: "memory"); }
       _tile_dpbf16ps(sums, rows, weights);         \
   } while (false)
 
-// Tiles 0, 1 are the sums of the upper rows, 2, 3 of the lower ones; 4 and 5 are rows, 6 and 7
-// weights.
+// Tile registers: accumulators of the upper rows (0, 1) and lower rows (2, 3), upper and lower rows (4,
+// 5), and weights of the low and high panel (6, 7).
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -41,8 +45,8 @@ struct alignas(64) TileConfig {
   }
 };
 
-// The sums of up to 32 rows and one pair of panels. They are passed to the epilogue while the tiles of
-// the next sums are multiplied, when the vector unit is idle.
+// The sums of up to 32 rows and one pair of panels. They are passed to the epilogue while AMX computes
+// the next sums, since the vector units are idle then.
 template <typename T>
 struct PendingSums {
   alignas(64) SumsOf<T> values[2][2][kAmxRows];
@@ -58,12 +62,12 @@ struct PendingSums {
   }
 };
 
-// Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
+// Multiplies up to 32 rows by one pair of panels. The tiles are configured for this number of rows.
 template <typename T, bool HasLower, class W, class Out>
 void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
                     WeightsAhead& ahead, PendingSums<T>& sums, PendingSums<T>& previous,
                     const Out& out) {
-  // Tiles that are made from codes are made a step ahead: a load waits for stores just before it.
+  // Codes are decoded one step ahead, since a tile load stalls on recent stores to its memory.
   alignas(64) Unit space[2][2][W::kAreCodes ? kTile : 1];
   const Unit* upper = rows.data + row * rows.stride;
   const Unit* lower = upper + kAmxRows * rows.stride;
@@ -78,9 +82,9 @@ void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64
   const Unit* high = w.tile(pair, 1, 0, space[0][1]);
   for (int64_t unit = 0; unit < w.num_units; unit += kUnitStep) {
     const int64_t next = std::min(unit + kUnitStep, w.num_units - kUnitStep);
-    auto& place = space[next / kUnitStep % 2];
-    const Unit* next_low = w.tile(pair, 0, next, place[0]);
-    const Unit* next_high = w.tile(pair, 1, next, place[1]);
+    auto& buffer = space[next / kUnitStep % 2];
+    const Unit* next_low = w.tile(pair, 0, next, buffer[0]);
+    const Unit* next_high = w.tile(pair, 1, next, buffer[1]);
     if (W::kAreCodes) finish_stores();
     _tile_loadd(6, low, 64);
     _tile_loadd(4, upper + unit, stride);
@@ -92,8 +96,8 @@ void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64
       TROIKA_MULTIPLY_TILES(2, 5, 6);
       TROIKA_MULTIPLY_TILES(3, 5, 7);
     }
-    // The first cache has room for them only beside few rows.
-    if (!W::kAreCodes) ahead.fetch<HasLower ? kSecondCache : kFirstCache>();
+    // The prefetched weights fit into the L1 cache only beside few rows.
+    if (!W::kAreCodes) ahead.fetch<HasLower ? kL2Cache : kL1Cache>();
     previous.pass_on(passed_per_step, out);
     low = next_low;
     high = next_high;
@@ -108,7 +112,7 @@ void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64
   sums.num_passed = 0;
 }
 
-// Up to 32 rows, one beside the other: [units][16 rows] for each 16 of them. One row is as it is.
+// A transposed copy of up to 32 rows: [2 halves][units][16 rows]. A single row is not copied.
 class Columns {
  public:
   Columns(UnitRows rows, int64_t row, int64_t count, int64_t num_units)
@@ -137,9 +141,9 @@ class Columns {
   const bool is_one_;
 };
 
-// Up to 32 rows and pairs [first_pair, last_pair). The outputs are the rows of the tiles, and the
-// rows are columns: the products and the order of their sums are the same. The units of a group are
-// made while the tiles of the group before it are multiplied.
+// Multiplies up to 32 rows by the pairs [first_pair, last_pair), transposed: the rows of a tile are
+// outputs, and its columns are rows. The order of the sums is that of multiply_tiles. The units of a
+// group are decoded while the tiles of the previous group are multiplied.
 template <bool HasUpper, class Out>
 void multiply_columns(const CodedGroups& w, UnitRows rows, int64_t row, int64_t count,
                       int64_t first_pair, int64_t last_pair, const Out& out) {
@@ -177,12 +181,12 @@ void multiply_columns(const CodedGroups& w, UnitRows rows, int64_t row, int64_t 
     for (int64_t step = 0; step < num_groups * kParts; step++) {
       const int part = step % kParts;
       if (group + 1 < total) unpack(group + 1, part);
-      const auto& made = space[group % 2];
+      const auto& decoded = space[group % 2];
       if (step < num_steps) {
         _tile_loadd(4, columns.lower(step * kUnitStep), stride);
-        _tile_loadd(6, made[0] + part * kTile, kLine);
+        _tile_loadd(6, decoded[0] + part * kTile, kLine);
         _tile_dpbf16ps(0, 6, 4);
-        _tile_loadd(7, made[1] + part * kTile, kLine);
+        _tile_loadd(7, decoded[1] + part * kTile, kLine);
         _tile_dpbf16ps(1, 7, 4);
         if (HasUpper) {
           _tile_loadd(5, columns.upper(step * kUnitStep), stride);

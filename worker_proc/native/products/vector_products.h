@@ -1,5 +1,5 @@
-// Products of any number of rows with vector instructions: a pair of panels is multiplied by tiles of a
-// few rows, one after the other.
+// Products by vector instructions, for any number of rows: a pair of panels is multiplied by one
+// register tile of up to kMaxRows rows after another. Called by multiply_part (products.h).
 
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace {
 
-// Saves the sums of R rows and some pairs, row by row. `rows` is not copied: a copy is written in parts,
-// and to read it as a whole would wait until all stores before have reached the cache.
+// Computes the sums of R rows and `Pairs` pairs, and stores them row by row. `rows` is a reference,
+// since loads of a copy would stall: store forwarding fails if the loads are wider than the stores.
 template <typename T, int R, int Pairs, class W>
 [[gnu::noinline]] void save_products(const W& w, const UnitRows& rows, int64_t pair,
                                      WeightsAhead& ahead, SumsOf<T>* saved) {
@@ -26,14 +26,14 @@ template <typename T, class W>
 using Saver = void (*)(const W& w, const UnitRows& rows, int64_t pair, WeightsAhead& ahead,
                        SumsOf<T>* saved);
 
-// The functions for one pair and 1 to kMostRows rows.
+// Returns the function for one pair and num_rows <= kMaxRows rows.
 template <typename T, class W, int... Fewer>
 Saver<T, W> saver_for(int num_rows, std::integer_sequence<int, Fewer...>) {
   static constexpr Saver<T, W> kSavers[] = {save_products<T, Fewer + 1, 1, W>...};
   return kSavers[num_rows - 1];
 }
 
-// Calls f with weights that are decoded in the way that is fastest for one row.
+// Calls f with weights in the form that is fastest for one row.
 template <class W, class F>
 void with_vectors(const W& w, const F& f) {
   f(w);
@@ -42,38 +42,38 @@ void with_vectors(const W& w, const F& f) {
 template <typename T, class W, class Out>
 void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
                    int num_pairs, WeightsAhead& ahead, const Out& out) {
-  SumsOf<T> sums[2 * std::max(kMostRows, kPairsOfOneRow)];
+  SumsOf<T> sums[2 * std::max(kMaxRows, kPairsOfOneRow)];
   const UnitRows own{rows.data + row * rows.stride, rows.stride};
   if (num_pairs > 1) {
     save_products<T, 1, kPairsOfOneRow>(w, own, pair, ahead, sums);
   } else if (num_rows == 1) {
-    with_vectors(w, [&](const auto& made) { save_products<T, 1, 1>(made, own, pair, ahead, sums); });
+    with_vectors(w, [&](const auto& v) { save_products<T, 1, 1>(v, own, pair, ahead, sums); });
   } else {
-    const auto save = saver_for<T, W>(num_rows, std::make_integer_sequence<int, kMostRows>());
+    const auto save = saver_for<T, W>(num_rows, std::make_integer_sequence<int, kMaxRows>());
     save(w, own, pair, ahead, sums);
   }
   const SumsOf<T>* at = sums;
-  const Out own_out = out;  // a store could change the other one, as far as the compiler knows
+  const Out own_out = out;  // a local copy, which stores cannot alias
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) own_out(row + r, pair + p, at[0], at[1]);
 }
 
 #ifdef __AVX512BF16__
 
-// The sums of some rows and one pair.
+// The sums of `count` rows, from `row` on, and one pair.
 struct TileSums {
-  Vec values[kMostRows][2];
+  Vec values[kMaxRows][2];
   int64_t row = 0;
   int count = 0;
 };
 
-// Computes R rows, from `sums.row` on. Meanwhile the sums of the previous tile are passed to the epilogue,
-// row by row: most of its work uses other execution units of a core than products do.
+// Computes R rows, from `sums.row` on, and interleaves the epilogue of the previous tile row by row,
+// since it uses mostly other execution ports than the products.
 template <int R, class Out>
 [[gnu::noinline]] void multiply_tile(const Panels& w, const UnitRows& rows, int64_t pair,
                                      WeightsAhead& ahead, const TileSums& before, TileSums& sums,
                                      const Out& out) {
-  const Out own_out = out;  // a store could change these, as far as the compiler knows
+  const Out own_out = out;  // local copies, which stores cannot alias
   const int64_t row = before.row;
   const int count = before.count;
   int num_passed = 0;
@@ -85,7 +85,7 @@ template <int R, class Out>
   };
   Vec own[R][2];
   sum_products<Bf16>(w, {rows.data + sums.row * rows.stride, rows.stride}, pair, ahead, own, pass_row_on);
-  while (num_passed < count) pass_row_on();  // where there are fewer steps of units than rows
+  while (num_passed < count) pass_row_on();  // with fewer steps than rows
   sums.count = R;
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
@@ -93,13 +93,13 @@ template <int R, class Out>
     for (int p = 0; p < 2; p++) sums.values[r][p] = own[r][p];
 }
 
-constexpr int kLeastTileRows = 10;  // from which on tiles are large, so that there are few such functions
+constexpr int kMinTileRows = 10;  // rows of the smallest large tile; bounds the number of instances
 
-// The same as multiply_tiles_of, where the tiles are large.
+// multiply_tiles_of for tiles of at least kMinTileRows rows.
 template <class Out>
 void multiply_large_tiles(const Panels& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t tile,
                           int64_t num_tiles, int64_t pair, WeightsAhead& ahead, const Out& out) {
-  static_assert(kLeastTileRows == 10 && kMostRows == 12);
+  static_assert(kMinTileRows == 10 && kMaxRows == 12);
   TileSums sums[2];
   for (; tile < num_tiles; tile++) {
     const TileSums& before = sums[tile % 2];
@@ -117,13 +117,14 @@ void multiply_large_tiles(const Panels& w, UnitRows rows, int64_t row, int64_t n
 
 #endif
 
-// Rows [row, row + num_rows) of a pair, in tiles [tile, num_tiles) of few rows each.
+// Multiplies rows by one pair. The rows [row, row + num_rows) are num_tiles tiles, of which those
+// before `tile` are skipped.
 template <typename T, class W, class Out>
 void multiply_tiles_of(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t tile,
                        int64_t num_tiles, int64_t pair, WeightsAhead& ahead, const Out& out) {
 #ifdef __AVX512BF16__
   if constexpr (std::is_same<T, Bf16>::value && std::is_same<W, Panels>::value)
-    if (num_tiles - tile > 1 && num_rows / num_tiles >= kLeastTileRows)
+    if (num_tiles - tile > 1 && num_rows / num_tiles >= kMinTileRows)
       return multiply_large_tiles(w, rows, row, num_rows, tile, num_tiles, pair, ahead, out);
 #endif
   for (; tile < num_tiles; tile++) {
@@ -133,12 +134,12 @@ void multiply_tiles_of(const W& w, UnitRows rows, int64_t row, int64_t num_rows,
   }
 }
 
-// Whether the first tile of rows keeps the vectors that a Step makes for the other ones. Codes without
-// their scales take an instruction or two to make them again.
+// Whether the first register tile stores the vectors that it decodes for the other tiles. Codes without
+// scales are cheap enough to decode again.
 template <class W>
 constexpr bool kKeepsVectors = W::kMakesVectors && W::kGroupUnits == 0;
 
-// Rows [row, row + num_rows) of a pair.
+// Multiplies the rows [row, row + num_rows) by one pair.
 template <typename T, class W, class Out>
 void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int64_t num_tiles,
                    int64_t pair, WeightsAhead ahead, const Out& out) {
@@ -155,8 +156,8 @@ void multiply_pair(const W& w, UnitRows rows, int64_t row, int64_t num_rows, int
   multiply_tiles_of<T>(w, rows, row, num_rows, 0, num_tiles, pair, ahead, out);
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. This thread probably goes
-// on with `num_next` pairs behind them.
+// Multiplies the rows [row, last_row) by the pairs [pair, last_pair). This thread will probably
+// continue with the next num_next pairs, which are prefetched.
 template <typename T, class W, class Out>
 void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                            int64_t last_pair, const Out& out, int64_t num_next = 0) {
@@ -166,7 +167,7 @@ void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_
   if (kPairsOfOneRow > 1 && num_rows == 1)
     for (; pair + kPairsOfOneRow <= last_pair; pair += kPairsOfOneRow)
       multiply_rows<T>(w, rows, row, 1, pair, kPairsOfOneRow, none, out);
-  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
   for (; pair < last_pair; pair++)
     multiply_pair<T>(w, rows, row, num_rows, num_tiles, pair,
                      weights_ahead(w, pair + 1, last_pair + num_next, num_tiles), out);

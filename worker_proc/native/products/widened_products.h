@@ -1,4 +1,5 @@
-// Products of many rows on processors without AVX-512: weights are widened to float32 once for all rows.
+// Products of many rows on processors without AVX-512: weights are widened to float32 once for all
+// rows. Called by multiply_part (products.h).
 
 #pragma once
 
@@ -10,13 +11,13 @@
 
 namespace {
 
-constexpr int kManyRows = 6;                    // from which on widened weights pay
-constexpr int64_t kBlockUnits = 4 * kUnitStep;  // a block of a pair stays in the first cache
+constexpr int kManyRows = 6;                    // with fewer rows, widening is slower
+constexpr int64_t kBlockUnits = 4 * kUnitStep;  // a block of a pair stays in the L1 cache
 
 struct WideRows;
 struct SavedSums;
 
-// Rows as float32, the lower half of a unit first.
+// Widens rows to float32, [num_rows][2 * num_units], the lower half of a unit first.
 template <typename T>
 UnitRows widened(UnitRows rows, int64_t num_rows, int64_t num_units) {
   if constexpr (std::is_same<T, float>::value) return rows;
@@ -31,7 +32,7 @@ UnitRows widened(UnitRows rows, int64_t num_rows, int64_t num_units) {
   return {wide, stride};
 }
 
-// Units of a pair as float32, [inputs][32].
+// Widens the units [first, first + count) of a pair to float32, [inputs][32 outputs].
 template <typename T, class W>
 void widen_block(const W& w, int64_t pair, int64_t first, int64_t count, Unit* to) {
   constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
@@ -56,8 +57,8 @@ void widen_block(const W& w, int64_t pair, int64_t first, int64_t count, Unit* t
     }
 }
 
-// Adds products of R rows with a block to their sums, [R][32]; where a block is a group, they are summed
-// and multiplied by its scales, [32], before.
+// Adds the products of R rows and a block to their sums, [R][32]. If a block is a group, its own sums
+// are first multiplied by the scales, [32].
 template <int R, bool kIsGroup>
 [[gnu::noinline]] void add_block(const float* block, int64_t num_inputs, const float* rows,
                                  int64_t stride, const float* scales, float* saved) {
@@ -91,8 +92,9 @@ template <int R, bool kIsGroup>
     std::memcpy(saved + r * kPairOutputs, sums[r], sizeof(sums[r]));
 }
 
-// The same chains of sums as those of few rows. Each block of the weights is widened to float32
-// once for all rows, and the sums are kept from block to block.
+// Multiplies the rows [row, last_row) by the pairs [pair, last_pair), with the bits of
+// multiply_with_vectors. Each block of the weights is widened once for all rows, and the sums are
+// stored from block to block.
 template <typename T, class W, class Out>
 void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                         int64_t last_pair, const Out& out) {
@@ -115,10 +117,10 @@ void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row
       if constexpr (kAreGroups)
         for (int half = 0; half < 2; half++)
           save(w.group_scales(pair, half, first), scales + half * kLanes, kLanes);
-      for (int64_t r = 0; r < num_rows; r += kMostRows) {
+      for (int64_t r = 0; r < num_rows; r += kMaxRows) {
         const auto add = num_rows - r == 1   ? add_block<1, kAreGroups>
                          : num_rows - r == 2 ? add_block<2, kAreGroups>
-                                             : add_block<kMostRows, kAreGroups>;
+                                             : add_block<kMaxRows, kAreGroups>;
         add(reinterpret_cast<const float*>(block), count * kInputs,
             inputs + r * wide.stride + first * kInputs, wide.stride, scales, sums + r * kPairOutputs);
       }

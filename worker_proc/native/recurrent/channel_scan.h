@@ -53,9 +53,9 @@ inline void scan_texts(const RecurrentTexts& texts, float* states, int num_chann
       state[n] = texts.source[text] < 0 ? initial[n]
                                         : load_any(saved(texts.source[text], n), count);
     int cut = texts.cuts[text];
-    for (int place = 0; place < texts.num_rows[text]; place++) {
-      advance(int64_t(texts.first_row[text]) + place, first, count, state);
-      for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == place + 1; cut++)
+    for (int index = 0; index < texts.num_rows[text]; index++) {
+      advance(int64_t(texts.first_row[text]) + index, first, count, state);
+      for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == index + 1; cut++)
         for (int n = 0; n < kNumbers; n++) save(state[n], saved(texts.cut_block[cut], n), count);
     }
   }

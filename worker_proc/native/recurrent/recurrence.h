@@ -1,9 +1,9 @@
-// Layers with a recurrent state: causal convolutions, and linear attention such as Mamba-2 and the gated
-// delta rule.
+// Layers with a recurrent state: causal convolutions, and linear attention such as Mamba-2 and the
+// gated delta rule.
 //
-// A state is read from a block of its pool and is saved to blocks after certain rows of the text (cuts).
-// Tokens are processed in order, so a row's bits do not depend on how a text is divided into steps, on
-// other texts or on the number of threads. Called by recurrence.cpp.
+// A state is read from a block of its pool and is saved to blocks after certain rows of the text
+// (cuts). Tokens are processed in order, so a row's bits do not depend on how a text is divided into
+// steps, on other texts or on the number of threads. Called by recurrence.cpp.
 
 #pragma once
 
@@ -84,18 +84,18 @@ inline std::vector<int32_t> texts_of_rows(const RecurrentTexts& texts) {
 constexpr int kMaxTaps = 16;
 constexpr int kSpan = 1024;  // channels of a work item
 
-// Convolves some channels of one row, which is row number `place` of its text in this step.
+// Convolves some channels of one row, which is row number `index` of its text in this step.
 template <typename T>
-inline void convolve_row(const Convolution& c, const T* window, int row, int place, int first,
+inline void convolve_row(const Convolution& c, const T* window, int row, int index, int first,
                          int count) {
   const T* taps[kMaxTaps];
   int num_missing = 0;  // taps before the text's first token
   for (int j = 0; j < c.size; j++) {
     const int back = c.size - 1 - j;
-    if (back <= place)
+    if (back <= index)
       taps[j] = static_cast<const T*>(c.rows) + (row - back) * c.row_stride;
     else if (window)
-      taps[j] = window + static_cast<int64_t>(j + place) * c.num_channels;
+      taps[j] = window + static_cast<int64_t>(j + index) * c.num_channels;
     else
       num_missing = j + 1;
   }
@@ -127,10 +127,10 @@ inline void save_windows(const Convolution& c, const RecurrentTexts& texts, int 
                   count * sizeof(T));
   for (int cut = texts.cuts[text]; cut < texts.cuts[text + 1]; cut++)
     for (int j = 0; j < taps; j++) {
-      const int place = texts.cut_row[cut] - taps + j;
-      const T* from = place < 0 ? &before[static_cast<size_t>(taps + place) * count]
+      const int index = texts.cut_row[cut] - taps + j;
+      const T* from = index < 0 ? &before[static_cast<size_t>(taps + index) * count]
                                 : static_cast<const T*>(c.rows) +
-                                      (texts.first_row[text] + place) * c.row_stride + first;
+                                      (texts.first_row[text] + index) * c.row_stride + first;
       std::memcpy(
           windows + texts.cut_block[cut] * block_size + j * int64_t(c.num_channels) + first, from,
           count * sizeof(T));
@@ -279,8 +279,8 @@ inline void scan_tile(const Scan& s, const RecurrentTexts& texts, int text, int 
   const int key_head = head / (s.num_heads / s.num_key_heads);
   const int first = tile * kLanes, count = lanes_at(first, s.num_values);
   int cut = texts.cuts[text];
-  for (int place = 0; place < texts.num_rows[text]; place++) {
-    const int64_t row = texts.first_row[text] + place, at = row * s.num_heads + head;
+  for (int index = 0; index < texts.num_rows[text]; index++) {
+    const int64_t row = texts.first_row[text] + index, at = row * s.num_heads + head;
     const float* keys = s.keys + (row * s.num_key_heads + key_head) * s.num_keys;
     const float* queries = s.queries + (row * s.num_key_heads + key_head) * s.num_keys;
     const float* decays = s.decays + (kKeyDecays ? at * s.num_keys : at);
@@ -297,7 +297,7 @@ inline void scan_tile(const Scan& s, const RecurrentTexts& texts, int text, int 
     }
     if (s.skips) out = multiply_add(value, splat(s.skips[head]), out);
     save(out, static_cast<T*>(s.out) + at * s.num_values + first, count);
-    for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == place + 1; cut++)
+    for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == index + 1; cut++)
       std::memcpy(saved(texts.cut_block[cut]), buffer, tile_size * sizeof(float));
   }
 }

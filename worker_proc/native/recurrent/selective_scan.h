@@ -88,8 +88,8 @@ inline void scan_channels(const SelectiveScan& s, const RecurrentTexts& texts, i
     return static_cast<const T*>(rows) + index;
   };
   int cut = texts.cuts[text];
-  for (int place = 0; place < texts.num_rows[text]; place++) {
-    const int64_t row = texts.first_row[text] + place;
+  for (int index = 0; index < texts.num_rows[text]; index++) {
+    const int64_t row = texts.first_row[text] + index;
     const Vec input = load_any(at(s.inputs, row * s.input_stride + first), count);
     const Vec step =
         softplus_of(load_any(at(s.steps, row * s.step_stride + first), count) + bias);
@@ -101,7 +101,7 @@ inline void scan_channels(const SelectiveScan& s, const RecurrentTexts& texts, i
       out *= gate * sigmoid_of(gate);
     }
     save(out, static_cast<T*>(s.out) + row * s.num_channels + first, count);
-    for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == place + 1; cut++)
+    for (; cut < texts.cuts[text + 1] && texts.cut_row[cut] == index + 1; cut++)
       std::memcpy(saved(texts.cut_block[cut]), buffer, tile_size * sizeof(float));
   }
 }
