@@ -76,9 +76,9 @@ def choose_tiles(spec: LayerSpec, dtype: torch.dtype) -> Tiles:
     return Tiles(least, max(prefill_rows, least), MOST_TILE_KEYS >> narrowing)
 
 
-def store(place: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:
+def store(paged: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:
     """Store keys and values, `[T, kv_heads, dim]`, in their blocks."""
-    step, table, kv = place
+    step, table, kv = paged
     num_rows, num_kv_heads, head_dim = key.shape
     value_dim = value.shape[2]
     store_kernel[(num_rows,)](
@@ -102,7 +102,7 @@ def store(place: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def attend(
-    place: PagedStep,
+    paged: PagedStep,
     query: torch.Tensor,
     spec: LayerSpec,
     scoring: Scoring,
@@ -116,7 +116,7 @@ def attend(
     depend on the batch, prefill tiles also compute decodes, and one loop covers all keys, because a
     tile's shape and a loop without masks may change the last bits.
     """
-    step, table, kv = place
+    step, table, kv = paged
     heads, value_dim = spec.num_heads, spec.value_head_dim
     out = query.new_empty(step.num_rows, heads, value_dim)
     sizes = {
@@ -203,8 +203,8 @@ class TritonAttention:
         """Do nothing, as in `begin_step`."""
 
     def attend(
-        self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
+        self, paged: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
     ) -> torch.Tensor:
         """Return `[T, num_heads, value_dim]` for the queries of a step's rows."""
         exact = not self.depends_on_batch
-        return attend(place, query, layer.spec, scoring, layer.sinks, is_batch_invariant=exact)
+        return attend(paged, query, layer.spec, scoring, layer.sinks, is_batch_invariant=exact)

@@ -220,7 +220,7 @@ def attend_to_tile(
 
 
 @triton.jit
-def place_of_tile(first_rows, num_parts, tile, IS_DECODE: tl.constexpr, TILE_TOKENS: tl.constexpr):
+def part_of_tile(first_rows, num_parts, tile, IS_DECODE: tl.constexpr, TILE_TOKENS: tl.constexpr):
     """Return a tile's part and its first token there, which may be after the last."""
     if IS_DECODE:
         part = tile
@@ -428,7 +428,7 @@ def attend_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    part, first_token = place_of_tile(first_rows, num_parts, tile, IS_DECODE, TILE_TOKENS)
+    part, first_token = part_of_tile(first_rows, num_parts, tile, IS_DECODE, TILE_TOKENS)
     first_row = tl.load(first_rows + part)
     num_tokens = tl.load(first_rows + part + 1) - first_row
     if IS_DECODE:

@@ -35,7 +35,7 @@ class StepAttention(Protocol):
         """Prepare a step of single tokens over static buffers, padded to `size` rows."""
 
     def attend(
-        self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
+        self, paged: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
     ) -> torch.Tensor:
         """Return `[T, num_heads, value_dim]` for the queries of a step's rows."""
 
@@ -99,11 +99,11 @@ class CudaBackend:
             *(part.request.num_cached_tokens for part in parts),
             *[0] * num_filled,
         )
-        packed = self._to_device([*columns, *first_rows, *update.places, *update.block_ids])
-        sizes = [len(columns), len(first_rows), len(update.places), len(update.places)]
-        by_part, on_device, places, block_ids = packed.split(sizes)
-        if update.places:
-            self.tables.tensor.view(-1).index_copy_(0, places.long(), block_ids)
+        packed = self._to_device([*columns, *first_rows, *update.indices, *update.block_ids])
+        sizes = [len(columns), len(first_rows), len(update.indices), len(update.indices)]
+        by_part, on_device, indices, block_ids = packed.split(sizes)
+        if update.indices:
+            self.tables.tensor.view(-1).index_copy_(0, indices.long(), block_ids)
         return by_part.view(3, size), on_device
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
@@ -114,16 +114,16 @@ class CudaBackend:
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         if layer.spec.kv_source is None:
-            store(self.place(layer), _dense(rows.key), _dense(rows.value))
+            store(self.paged_step(layer), _dense(rows.key), _dense(rows.value))
         return self.attend_stored(layer, _dense(rows.query), scoring)
 
     def attend_stored(
         self, layer: PagedLayer, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Attend to keys and values of the step that are already stored."""
-        return self.attention.attend(self.place(layer), query, layer, scoring)
+        return self.attention.attend(self.paged_step(layer), query, layer, scoring)
 
-    def place(self, layer: PagedLayer) -> PagedStep:
+    def paged_step(self, layer: PagedLayer) -> PagedStep:
         """Return the current step over a layer's KV."""
         assert self.step is not None
         return PagedStep(self.step, self.tables.tensor[layer.group], layer.kv)

@@ -19,7 +19,7 @@ MIN_ROWS, MIN_BLOCKS = 16, 64
 class Update(NamedTuple):
     """Entries that a step must write before it reads the tables."""
 
-    places: list[int]  # indices in the flattened tables
+    indices: list[int]  # in the flattened tables
     block_ids: list[int]
 
 
@@ -69,28 +69,28 @@ class BlockTables:
         update = Update([], [])
         indices = []
         unknown = []
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             tables = part.request.block_tables
             row = self._rows.pop(id(tables), None)
             if row is None:
-                unknown.append(place)
+                unknown.append(index)
                 indices.append(-1)
                 continue
             self._rows[id(tables)] = row  # now it is the newest
             indices.append(row.index)
             if len(tables[0]) > row.num_sent:
                 self._send(row, update)
-        for place in unknown:
-            tables = parts[place].request.block_tables
+        for index in unknown:
+            tables = parts[index].request.block_tables
             row = self._rows[id(tables)] = _Row(self._free_row(), tables)
-            indices[place] = row.index
+            indices[index] = row.index
             self._send(row, update)
         return indices, update
 
     def _free_row(self) -> int:
         """Return an unused row, or the least recently used one, which no part of this step has."""
         if len(self._rows) < self.null_row:
-            # Rows are taken in order, and freed only to be taken again at once.
+            # Rows are taken in order, and a freed row is reused at once.
             return len(self._rows)
         oldest = next(iter(self._rows))
         return self._rows.pop(oldest).index
@@ -99,6 +99,6 @@ class BlockTables:
         _, num_rows, num_blocks = self.tensor.shape
         for group, table in enumerate(row.tables):
             first = (group * num_rows + row.index) * num_blocks
-            update.places.extend(range(first + row.num_sent, first + len(table)))
+            update.indices.extend(range(first + row.num_sent, first + len(table)))
             update.block_ids.extend(table[row.num_sent :])
         row.num_sent = len(row.tables[0])

@@ -87,8 +87,8 @@ class TritonChoice:
             logits = logits.contiguous()
         lines = [pack_parameters(row.sampling_params, self._vocab_size) for row in rows]
         parameters = lines_to_device(lines, logits.device)
-        places = to_device([*range(len(rows)), *(row.num_tokens for row in rows)], logits.device)
-        order, positions = places.int().split(len(rows))
+        columns = to_device([*range(len(rows)), *(row.num_tokens for row in rows)], logits.device)
+        order, positions = columns.int().split(len(rows))
         chosen = choose(logits, parameters, order, positions)
         for part, part_masks in self._parts_to_edit(rows, masks):
             edited = edit_rows(logits, rows, part, part_masks, self._eos_token_ids)

@@ -1,7 +1,7 @@
 """Chooses tokens in Triton, one program for each row, as defined in `sampling/inverse_cdf.py`.
 
-Nothing is sorted. A place in the order of a row (descending score, ties by id) consists of a key,
-which is the score as an ordered integer, and the number of preceding tokens with the same key. Both
+Nothing is sorted. A rank in a row (descending score, ties by id) is a key, which is the score as an
+ordered integer, and the number of preceding tokens with the same key. Both
 cuts, top_k and top_p, bisect the keys: each step sums the weights of all tokens above a key. The
 cuts read a list of the tokens near the best one if they are among these, as in nearly all rows, and
 otherwise the whole row. Weights are integers, so the order of summation cannot change a token.
@@ -47,11 +47,11 @@ def weight_of(score, best, temperature, min_weight):
 
 @triton.jit
 def tokens_at(members, first, TILE: tl.constexpr):
-    """Return a tile of the tokens to search, ascending, and which of its places are valid."""
+    """Return a tile of the tokens to search, ascending, and which of its elements are valid."""
     nearby, num_listed, count = members
-    place = first + tl.arange(0, TILE)
-    listed = tl.load(nearby + place, mask=place < num_listed, other=0)
-    return tl.where(place < num_listed, listed, place), place < count
+    index = first + tl.arange(0, TILE)
+    listed = tl.load(nearby + index, mask=index < num_listed, other=0)
+    return tl.where(index < num_listed, listed, index), index < count
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def list_near(row, nearby, has_cut, VOCAB, CAPACITY: tl.constexpr, TILE: tl.cons
         total += tl.sum(weight, axis=0)
         if has_cut:
             is_near = exists & (tl.div_rn(best - score, temperature) <= NEAR_NATS)
-            place = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
-            tl.store(nearby + place, token, mask=is_near & (place < CAPACITY))
+            index = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+            tl.store(nearby + index, token, mask=is_near & (index < CAPACITY))
             num_near += tl.sum(is_near.to(tl.int32), axis=0)
             near_total += tl.sum(tl.where(is_near, weight, 0), axis=0)
     tl.debug_barrier()  # wait for writes of the program's other threads
@@ -264,10 +264,10 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def feed_kernel(token_ids, chosen, num_tokens, TILE: tl.constexpr):
-    """Replace each ~place in `token_ids` by the token that was chosen at that place."""
+    """Replace each ~i in `token_ids` by `chosen[i]`."""
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = index < num_tokens
     token_id = tl.load(token_ids + index, mask=exists, other=0)
-    is_place = exists & (token_id < 0)
-    found = tl.load(chosen + ~token_id, mask=is_place, other=0)
-    tl.store(token_ids + index, tl.maximum(found, 0), mask=is_place)
+    is_reference = exists & (token_id < 0)
+    found = tl.load(chosen + ~token_id, mask=is_reference, other=0)
+    tl.store(token_ids + index, tl.maximum(found, 0), mask=is_reference)

@@ -2,7 +2,7 @@
 
 The parameters of each request stay in the line of its row in the block tables. The tokens of the
 latest step stay in `chosen`: if the host does not know the last token of a request yet, its ids
-hold ~place, and the device replaces it by the token before the next forward.
+hold ~index in `chosen`, and the device replaces it by the token before the next forward.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ class ParameterLines:
                 changed.append(row)
                 lines.append(pack_parameters(params, self._vocab_size))
         if changed:
-            places = to_device(changed, self._device)
-            self.tensor.index_copy_(0, places, lines_to_device(lines, self._device))
+            changed_rows = to_device(changed, self._device)
+            self.tensor.index_copy_(0, changed_rows, lines_to_device(lines, self._device))
         return len(changed)
 
 
@@ -88,7 +88,7 @@ class DeviceSampler:
         self._device = device
         self.parameters = ParameterLines(vocab_size, device)
         self.chosen = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
-        """The tokens of the latest step, by the places of the parts that sample."""
+        """The tokens of the latest step, one for each part that samples."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def update(self, rows: Sequence[int], parts: Sequence[ScheduledRequest]) -> None:
@@ -97,7 +97,7 @@ class DeviceSampler:
         self.parameters.update(rows, parts)
 
     def feed(self, input_ids: torch.Tensor) -> None:
-        """Replace the places in `input_ids`, int64 `[1, T]`, by tokens of the latest step."""
+        """Replace each ~index in `input_ids`, int64 `[1, T]`, by a token of the latest step."""
         num_tokens = input_ids.shape[1]
         grid = (triton.cdiv(num_tokens, FEED_TILE),)
         feed_kernel[grid](input_ids, self.chosen, num_tokens, TILE=FEED_TILE)
@@ -110,8 +110,8 @@ class DeviceSampler:
         pairs = zip(self._backend.rows, inputs.parts, strict=True)
         rows = [row for row, part in pairs if part.samples]
         self.update(rows, parts)
-        places = to_device([*rows, *(part.end for part in parts)], self._device).int()
-        self.choose(logits[: len(parts)], *places.split(len(parts)))
+        columns = to_device([*rows, *(part.end for part in parts)], self._device).int()
+        self.choose(logits[: len(parts)], *columns.split(len(parts)))
 
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Choose a token for each row of logits, given its row of the tables and its position."""

@@ -81,7 +81,7 @@ class FlashInferAttention:
         self._begin(parts, [], size)
 
     def attend(
-        self, place: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
+        self, paged: PagedStep, query: torch.Tensor, layer: PagedLayer, scoring: Scoring
     ) -> torch.Tensor:
         """Attend for `[T, num_heads, head_dim]` over stored KV; return the same shape."""
         spec = layer.spec
@@ -92,7 +92,7 @@ class FlashInferAttention:
             self._views.append(view)
             wrapper = self._plan(view)
         out = query.new_empty(query.shape)  # the library would zero it first
-        attended: torch.Tensor = wrapper.run(query, (place.kv.keys, place.kv.values), out=out)
+        attended: torch.Tensor = wrapper.run(query, (paged.kv.keys, paged.kv.values), out=out)
         return attended
 
     def _begin(

@@ -186,10 +186,10 @@ class DecodeGraphs:
         num_parts = len(inputs.parts)
         # Rows of prompts are not in the order of the parts, so each part must sample.
         is_decode = len(inputs.sampling) == inputs.input_ids.shape[1] == num_parts
-        place = bisect_left(self._sizes, num_parts)
-        if not is_decode or place == len(self._sizes):
+        index = bisect_left(self._sizes, num_parts)
+        if not is_decode or index == len(self._sizes):
             return None
-        size = self._sizes[place]
+        size = self._sizes[index]
         decode = self._decodes.get(size) or self._prepare(size)
         return None if decode is None else decode.compute(inputs)
 

@@ -67,7 +67,7 @@ def add_up(gathered: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def rotate_and_store(
-    place: PagedStep,
+    paged: PagedStep,
     qkv: torch.Tensor,
     norms: tuple[FusedRMSNorm, FusedRMSNorm] | None,
     angles: tuple[torch.Tensor, torch.Tensor],
@@ -79,7 +79,7 @@ def rotate_and_store(
 
     Queries and keys are normalized by `norms`, if any, and rotated by `angles`, `[T, num_rotated]`.
     """
-    step, table, kv = place
+    step, table, kv = paged
     cosines, sines = angles
     query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
     query_norm, key_norm = norms or (None, None)

@@ -49,25 +49,25 @@ def norm_kernel(
     """hidden += factor * norm(added), and out = norm(hidden); each part is optional. Grid: rows."""
     TYPE: tl.constexpr = hidden.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, PADDED_SIZE)
-    exists = place < SIZE
-    x = tl.load(hidden + row * hidden_stride + place, mask=exists, other=0.0).to(tl.float32)
+    column = tl.arange(0, PADDED_SIZE)
+    exists = column < SIZE
+    x = tl.load(hidden + row * hidden_stride + column, mask=exists, other=0.0).to(tl.float32)
     if ADDS:
-        y = tl.load(added + row * added_stride + place, mask=exists, other=0.0).to(tl.float32)
+        y = tl.load(added + row * added_stride + column, mask=exists, other=0.0).to(tl.float32)
         if NORMS_ADDED:
-            y_weight = tl.load(added_weight + place, mask=exists, other=0.0)
+            y_weight = tl.load(added_weight + column, mask=exists, other=0.0)
             y_factor = tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + added_epsilon)
             y = normalized(y, y_factor, y_weight, ADDED_ROUNDS_FIRST, TYPE)
         if SCALES_ADDED:
             y = (y * factor).to(TYPE).to(tl.float32)
         rounded = (x + y).to(TYPE)
-        tl.store(hidden + row * hidden_stride + place, rounded, mask=exists)
+        tl.store(hidden + row * hidden_stride + column, rounded, mask=exists)
         x = rounded.to(tl.float32)
     if NORMS:
-        x_weight = tl.load(weight + place, mask=exists, other=0.0)
+        x_weight = tl.load(weight + column, mask=exists, other=0.0)
         x_factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
         x = normalized(x, x_factor, x_weight, ROUNDS_FIRST, TYPE)
-        tl.store(out + row * out_stride + place, x.to(TYPE), mask=exists)
+        tl.store(out + row * out_stride + column, x.to(TYPE), mask=exists)
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def activate_kernel(
     """out = activation(gates) * factors. Grid: rows, tiles of a row."""
     TYPE: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    exists = place < size
-    x = tl.load(gates + row * gates_stride + place, mask=exists, other=0.0).to(tl.float32)
+    index = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = index < size
+    x = tl.load(gates + row * gates_stride + index, mask=exists, other=0.0).to(tl.float32)
     if ACTIVATION == SILU:
         x = x * tl.sigmoid(x)
     elif ACTIVATION == GELU_TANH:
@@ -98,9 +98,9 @@ def activate_kernel(
     else:  # the square of ReLU
         x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     if MULTIPLIES:
-        y = tl.load(factors + row * factors_stride + place, mask=exists, other=0.0).to(tl.float32)
+        y = tl.load(factors + row * factors_stride + index, mask=exists, other=0.0).to(tl.float32)
         x = x.to(TYPE).to(tl.float32) * y
-    tl.store(out + row * out_stride + place, x.to(TYPE), mask=exists)
+    tl.store(out + row * out_stride + index, x.to(TYPE), mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_values"])
@@ -112,13 +112,13 @@ def add_up_kernel(
     TILE: tl.constexpr,
 ):
     """out = the sum of all ranks' values, in float32 and in the order of the ranks. Grid: tiles."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    exists = place < num_values
-    total = tl.load(gathered + place, mask=exists, other=0.0).to(tl.float32)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    exists = index < num_values
+    total = tl.load(gathered + index, mask=exists, other=0.0).to(tl.float32)
     for rank in tl.static_range(1, NUM_RANKS):
         values = gathered + rank * num_values
-        total += tl.load(values + place, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=exists)
+        total += tl.load(values + index, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit

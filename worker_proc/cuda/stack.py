@@ -108,7 +108,7 @@ class CudaStack:
         assert isinstance(backend, CudaBackend)
         cosines, sines = (part[0].contiguous() for part in angles)
         query = rotate_and_store(
-            backend.place(paged),
+            backend.paged_step(paged),
             qkv,
             layer.head_norms,
             (cosines, sines),

@@ -251,7 +251,7 @@ def coded_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def coded_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values that 8-bit codes of a rounded weight represent, as in weights.h."""
+    """Return the float32 values of the 8-bit codes of a rounded weight, as in int8_panels.h."""
     greatest = weight.float().abs().amax(1, keepdim=True)
     last = 1 << 10  # lowest bit that a scale keeps
     scale = ((greatest / 127.0).view(torch.int32) & -last | last).view(torch.float32)

@@ -1,6 +1,6 @@
 """Weights in the layouts that the compiled kernels read.
 
-The outputs of a weight lie in pairs of panels, of 16 outputs each (products/weights.h).
+The outputs of a weight are packed in pairs of panels of 16 outputs each (products/weights.h).
 """
 
 import enum
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 PANEL_OUTPUTS = 32
-"""Of a pair of panels, in which weights are packed."""
+"""The outputs of a pair of panels."""
 UNIT_STEP = 16
-"""The units of a weight are a multiple of it."""
+"""The number of units of a packed weight is a multiple of this."""
 
 
 class Format(enum.IntEnum):
@@ -22,23 +22,23 @@ class Format(enum.IntEnum):
     INT8 = 1
     INT4 = 2
     INT8_FOR_CODES = 3
-    """The codes of INT8, for rows that are codes, too."""
+    """The codes of INT8 in a layout for rows of int8 codes."""
     COMPACT = 4
-    """Values of bfloat16 in 12 bits each, without loss (products/compact_weights.h)."""
+    """bfloat16 weights, compressed to 12 bits without loss (products/compact_weights.h)."""
     GROUPED_INT4 = 5
-    """Whole numbers of a quantized checkpoint, as products/grouped_codes.h reads them."""
+    """Integer codes of a quantized checkpoint (products/grouped_codes.h)."""
     GROUPED_INT8 = 6
     GROUPED_E4M3 = 7
     GROUPED_TABLE = 8
-    """Places in a table of 16 numbers."""
+    """Indices into a lookup table of 16 numbers."""
 
 
 class _Codes(NamedTuple):
-    """How products/weights.h packs codes."""
+    """How products/int8_panels.h and products/int4_panels.h pack codes."""
 
     per_byte: int
     per_unit: int
-    group_inputs: int | None  # None: an output has one scale
+    group_inputs: int | None  # None: one scale for each output
     scale_dtype: torch.dtype
 
 
@@ -53,39 +53,39 @@ GROUPED = (
     Format.GROUPED_E4M3,
     Format.GROUPED_TABLE,
 )
-"""Formats of products/grouped_codes.h, for rows of either type."""
+"""Formats of products/grouped_codes.h, for rows of float32 or bfloat16."""
 MAX_CODED_INPUTS = (2**31 - 1) // 127**2
-"""Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
+"""The most inputs of a weight for rows of codes, whose sums must fit into 32 bits."""
 
 
 class Grouping(NamedTuple):
-    """What the groups of inputs of a weight in grouped codes have in common, in their order."""
+    """The parameters of a quantized weight besides its scales, in the layout of the scales."""
 
     zeros: torch.Tensor | None
-    """uint8, in the order of the scales; None: all are `zero`."""
+    """Zero points, uint8, in the layout of the scales; None: all are `zero`."""
     zero: int
     num_inputs: int
-    """Of a group: 16, or a multiple of 32."""
+    """The inputs of a group: 16, or a multiple of 32."""
     order: torch.Tensor | None = None
-    """int32, `[num_inputs]`: the input that stands at each place of the packed weight."""
+    """int32, `[num_inputs]`: the input at each index of the packed weight."""
     minimums: torch.Tensor | None = None
-    """What is added to products, instead of zero points; of the type of the scales."""
+    """Added after the scaling, instead of zero points; of the type of the scales."""
     scale_units: torch.Tensor | None = None
-    """float16, by sections: scales in int8 are multiples of these."""
+    """float16, by section: int8 scales are multiples of these."""
     minimum_units: torch.Tensor | None = None
     section_inputs: int = 0
-    """Of a section, a multiple of those of a group."""
+    """The inputs of a section, a multiple of those of a group."""
     table: torch.Tensor | None = None
-    """float32, `[16]`: what the codes of GROUPED_TABLE stand for."""
+    """float32, `[16]`: the lookup table of GROUPED_TABLE."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors in the order of the panels, by their names."""
+        """The tensors in the layout of the scales, by name."""
         names = ("zeros", "minimums", "scale_units", "minimum_units")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> "Grouping":
-        """Return the same with other tensors, by their names."""
+        """Return a copy with other tensors, by name."""
         return self._replace(**tensors)
 
 
@@ -94,26 +94,26 @@ SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8
 
 
 class PackedWeight(NamedTuple):
-    """A weight in a layout of products/weights.h or products/grouped_codes.h, with its bias."""
+    """A weight in a layout of worker_proc/native/products, with its bias."""
 
     panels: torch.Tensor
-    scales: torch.Tensor | None  # of codes; or what COMPACT has beside them
+    scales: torch.Tensor | None  # of codes; for COMPACT, tables and exceptions
     bias: torch.Tensor | None  # float32, in the order of the panels
     num_inputs: int
     num_units: int
     num_pairs: int
     format: Format
     grouping: Grouping | None = None
-    """Of grouped codes."""
+    """The parameters of a quantized weight."""
 
     @property
     def num_outputs(self) -> int:
-        """The outputs, those that only fill the last panels included."""
+        """The number of outputs, including the padding of the last pair."""
         return self.num_pairs * PANEL_OUTPUTS
 
     @property
     def order(self) -> torch.Tensor | None:
-        """The order in which the weight takes its inputs, where it is not their own."""
+        """The order in which the weight takes its inputs, if they are permuted."""
         return None if self.grouping is None else self.grouping.order
 
     def outputs(self, first: int, count: int) -> "PackedWeight":
@@ -161,5 +161,5 @@ def by_panels(values: torch.Tensor, *, gates: bool = False) -> torch.Tensor:
 
 
 def packed_bias(bias: torch.Tensor, *, gates: bool = False) -> torch.Tensor:
-    """Return a bias in float32 and in the order of the panels."""
+    """Return a bias in float32 and in the order of the packed outputs."""
     return by_panels(bias.detach().float(), gates=gates).reshape(-1)

@@ -30,7 +30,7 @@ _E4M3_SCALES = (2.0**-100, 2.0**7)
 _MAX_CODED_INPUTS = (2**31 - 1) // (127 * 128)
 """Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
 _CODED_STEP_INPUTS = 64
-"""Of a tile of codes for rows of codes (`CodedUnits` in native/products/weights.h)."""
+"""Of a tile of codes for rows of codes (`CodedUnits` in native/products/int8_panels.h)."""
 
 
 def obstacle(weight: QuantizedWeight) -> str:

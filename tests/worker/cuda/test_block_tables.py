@@ -20,16 +20,16 @@ def part_of(tables: list[list[int]]) -> ScheduledRequest:
 def apply(tables: BlockTables, parts: list[ScheduledRequest]) -> int:
     """Write what a step sends, and check all rows; returns the number of entries sent."""
     rows, update = tables.assign(parts)
-    places = torch.tensor(update.places, dtype=torch.long)
-    assert len(set(update.places)) == len(update.places)
-    tables.tensor.view(-1)[places] = torch.tensor(update.block_ids, dtype=torch.int32)
+    indices = torch.tensor(update.indices, dtype=torch.long)
+    assert len(set(update.indices)) == len(update.indices)
+    tables.tensor.view(-1)[indices] = torch.tensor(update.block_ids, dtype=torch.int32)
     assert len(set(rows)) == len(rows)
     assert tables.null_row not in rows
     for row, part in zip(rows, parts, strict=True):
         for group, table in enumerate(part.request.block_tables):
             assert tables.tensor[group, row, : len(table)].tolist() == table
     assert not tables.tensor[:, tables.null_row].any()
-    return len(update.places)
+    return len(update.indices)
 
 
 @pytest.mark.parametrize("seed", range(4))

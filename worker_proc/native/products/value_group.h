@@ -30,8 +30,7 @@ struct ValueGroup {
     return bounded > Code::kMax ? splat(Code::kMax) : bounded;
   }
 
-  // The squared error of a scale. Errors are multiplied by a factor first, so that squares do not
-  // overflow.
+  // The squared error of a scale. The factor keeps squares in range.
   template <class Code>
   float error(float scale, float factor) const {
     Vec sum = splat(0.0f);

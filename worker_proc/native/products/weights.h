@@ -38,12 +38,12 @@ enum Format : int32_t {
 
 // Weights as units, [outputs / 16][units][16].
 struct Panels {
-  static constexpr bool kAreCodes = false;  // `tile` decodes codes to units
-  static constexpr bool kMakesVectors = false;  // a Step decodes single vectors in registers
+  static constexpr bool kAreCodes = false;  // whether `tile` decodes codes to units
+  static constexpr bool kMakesVectors = false;  // whether a Step decodes single vectors in registers
   static constexpr int64_t kMaxCodedRows = 0;  // with more rows, codes are decoded beforehand
   // Cache lines to prefetch for each step of units; 0: `tile` prefetches.
   static constexpr int64_t kStepLines = kPairOutputs;
-  // Units of a group, whose sums must be multiplied by `group_scales`; 0: units include their scales.
+  // Units of a group, whose sums must be multiplied by `group_scales`; 0: no such scales.
   static constexpr int64_t kGroupUnits = 0;
 
   const Unit* units;
