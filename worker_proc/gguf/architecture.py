@@ -133,7 +133,7 @@ def partly_rotated(metadata: Metadata, file: MappedFiles) -> Config:
     """Return the size of heads, and which part of a head is rotated."""
     size = metadata.head_size()
     rope = rope_parameters(metadata, file)
-    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
+    rope["partial_rotary_factor"] = metadata.rotated_share(size)
     return {"head_dim": size, "rope_parameters": rope}
 
 

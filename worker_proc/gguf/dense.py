@@ -162,8 +162,7 @@ def _seed_oss(metadata: Metadata, file: MappedFiles) -> Config:
 def _phi3(metadata: Metadata, file: MappedFiles) -> Config:
     size = metadata.head_size()
     rope = rope_parameters(metadata, file)
-    rotated = metadata.integer("rope.dimension_count", size)
-    rope["partial_rotary_factor"] = rotated / size
+    rope["partial_rotary_factor"] = metadata.rotated_share(size)
     length = metadata.integer("context_length")
     window = metadata.integer("attention.sliding_window", 0, least=0)
     return {

@@ -22,7 +22,7 @@ _FIRST_BYTES = 1 << 20
 """What is read at first; each further piece is as long as all before it."""
 _MAX_ELEMENTS = 1 << 23
 """Of all lists together, as each element takes more memory than in the file."""
-_MAX_KEYS, _MAX_TENSORS = 65_536, 1 << 20
+_MAX_KEYS, _MAX_TENSORS = 65_536, 1 << 17
 _MAX_DIMENSIONS = 4
 _ALIGNMENTS = [1 << bits for bits in range(3, 21)]
 _DEFAULT_ALIGNMENT = 32

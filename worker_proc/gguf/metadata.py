@@ -142,6 +142,18 @@ class Metadata:
                 known = " or ".join(_shown(value) for value in neutral[key])
                 raise self.unsupported(key, known)
 
+    def rotated_share(self, size: int) -> float:
+        """Return which part of a head of `size` values is rotated.
+
+        transformers rounds `size` times this number down, so the result is the stated count.
+        """
+        key = "rope.dimension_count"
+        count = self.integer(key, size)
+        if count > size or count % 2:
+            raise self.unsupported(key, f"an even number of at most {size}, the values of a head")
+        share = count / size
+        return share if int(size * share) == count else math.nextafter(share, 1.0)
+
     def unsupported(self, key: str, supported: str) -> UnsupportedModel:
         """Return the error for a value that is not supported."""
         name = f"{self.header.architecture}.{key}"

@@ -245,7 +245,7 @@ def _mimo2(metadata: Metadata, file: MappedFiles) -> Config:
         raise metadata.unsupported(KV_HEADS, "twice as many in layers with windows as in others")
     size = metadata.integer("attention.key_length")
     rope = rope_parameters(metadata, file)
-    rope["partial_rotary_factor"] = metadata.integer("rope.dimension_count", size) / size
+    rope["partial_rotary_factor"] = metadata.rotated_share(size)
     base = metadata.number(LOCAL_BASE, rope["rope_theta"])
     tensors = file.header.tensors
     return {

@@ -46,6 +46,7 @@ def write(directory: Path, name: str, keys: dict[str, Any], without: str = "") -
         ("glm-dsa", {"expert_gating_func": 1}),
         ("gpt2", {"attention.head_count_kv": 2}),
         ("gptneox", {"attention.head_count_kv": 2}),
+        ("gptneox", {"rope.dimension_count": 15}),
         ("kimi-linear", {"expert_gating_func": 1}),
         ("kimi-linear", {"rope.dimension_count": 48}),
         ("llama4", {"attention.sliding_window": 0}),

@@ -34,9 +34,10 @@ from tests.worker.gguf.gguf_files import WIDE, write_gguf
 from tests.worker.gguf.gguf_models import write_named
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.architectures import ARCHITECTURES, architecture_of, make_config
+from worker_proc.gguf.header import FileHeader
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
-from worker_proc.gguf.model_header import read_header
+from worker_proc.gguf.model_header import Header, read_header
 from worker_proc.gguf.names import named_tensors
 
 SMALL: dict[str, Any] = WIDE | {"num_hidden_layers": 1}
@@ -161,6 +162,14 @@ def test_frequencies(load: Load, keys: dict[str, Any], expected: dict[str, Any])
 def test_keys_that_change_results_are_refused(load: Load, name: str, keys: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match=f"{name}.{list(keys)[-1]}"):
         make_config(load(name, keys))
+
+
+def test_as_many_values_of_a_head_are_rotated_as_a_file_states() -> None:
+    for size in range(2, 513):
+        for count in range(2, size + 1, 2):
+            keys = {"general.architecture": "phi2", "phi2.rope.dimension_count": count}
+            metadata = Metadata(Header((FileHeader(Path("a.gguf"), keys, [], 0, 0),), {}))
+            assert int(size * metadata.rotated_share(size)) == count, (size, count)
 
 
 @pytest.mark.parametrize(
