@@ -26,12 +26,13 @@ from scripts.supervisor.actions import (
     Slot,
     Start,
     Swap,
+    api_slot,
 )
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import STANDBY_DELAY_S, STANDBY_OF
 from scripts.supervisor.policy import SupervisorPolicy
 
-API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
+API, CORE, WORKER = api_slot(0, 1), Slot(Role.CORE), Slot(Role.WORKER)
 ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
 STANDBY_CORE = Slot(Role.STANDBY_CORE)
 BLOCK_SERVER = Slot(Role.BLOCK_SERVER)

@@ -16,6 +16,7 @@ from scripts.supervisor.actions import (
     Send,
     Slot,
     Start,
+    api_slot,
 )
 from scripts.supervisor.deaths import Evidence
 from tests.scripts.drill import API, CORE, WORKER, Drill
@@ -87,7 +88,7 @@ def test_hanging_api_is_killed_even_while_it_leaves() -> None:
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(API), Kill(API)]
     drill = Drill().all_ready()
     drill.take(drill.policy.on_restart(Role.API, drill.now)[1])
-    leaving = Slot(Role.API, 1)
+    leaving = api_slot(0, 1, is_spare=True)
     drill.receive(leaving, Ready())
     marks = mark(drill, leaving, drill.now, step_id=None)
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(leaving), Kill(leaving)]

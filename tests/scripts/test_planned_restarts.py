@@ -13,7 +13,7 @@ from protocol.lifecycle import (
     Role,
     Stop,
 )
-from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Slot, Swap
+from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Slot, Swap, api_slot
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import STANDBY_DELAY_S
 from scripts.supervisor.planned_restarts import LEAVE_GRACE_S
@@ -30,7 +30,7 @@ from tests.scripts.drill import (
     starts,
 )
 
-NEXT_API = Slot(Role.API, 1)
+NEXT_API = api_slot(0, 1, is_spare=True)
 
 
 @pytest.mark.parametrize("slot", [CORE, WORKER])

@@ -18,7 +18,7 @@ from scripts.supervisor.process_state import Process
 from scripts.supervisor.process_table import ProcessTable
 from scripts.supervisor.system import System
 
-API, NEXT_API = Slot(Role.API), Slot(Role.API, 1)
+API, NEXT_API = api_slot(0, 1), api_slot(0, 1, is_spare=True)
 CORE, STANDBY_CORE = Slot(Role.CORE), Slot(Role.STANDBY_CORE)
 
 

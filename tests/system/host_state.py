@@ -30,7 +30,7 @@ def settings() -> dict[str, Any]:
         "signal handlers": {n: signal.getsignal(n) for n in signal.valid_signals()},
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "wakeup descriptor": wakeup_fd,
-        "timers": [signal.getitimer(n) for n in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL)],
+        "timers": [_timer(n) for n in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL)],
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "umask": umask,
@@ -49,6 +49,12 @@ def settings() -> dict[str, Any]:
         "faulthandler": faulthandler.is_enabled(),
         "exit functions": atexit._ncallbacks(),
     }
+
+
+def _timer(number: int) -> tuple[bool, float]:
+    """Return whether a timer runs, as that of a test's timeout does, and its interval."""
+    remaining_s, interval_s = signal.getitimer(number)
+    return remaining_s > 0, interval_s
 
 
 def loop_settings() -> dict[str, Any]:
