@@ -325,6 +325,7 @@ _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VO
 _REFUSED = {
     **dict.fromkeys(["gemma3n_shared", "gemma4_shared", "gemma4"], "keys of another layer"),
     "mllama": "text does not pass through",
+    "glm5_next": "its layers pass on more than a row for each token",
 }
 """Architectures that cannot be divided, and why."""
 _BY_DEFAULT = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "gemma3n_shared")
