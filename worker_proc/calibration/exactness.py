@@ -149,6 +149,16 @@ def _multiplies_by_elements(module: nn.Module) -> bool:
         return False  # it takes other arguments
 
 
+def _has_factors_of(module: nn.Module, args: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether a module multiplies each row by elements, and rows are the first dimension.
+
+    Norms of heads in Chameleon take tokens, heads and values, without a batch. The second dimension
+    is then one of the factors. `_multiplies_by_elements` tries them with various numbers of rows.
+    """
+    shapes = {tuple(weight.shape) for weight in module.parameters()}
+    return shapes == {tuple(args[0].shape[1:])} and _multiplies_by_elements(module)
+
+
 def _is_matrix(parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1
 
@@ -186,7 +196,7 @@ def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
         dims = (3, 4) if has_streams else (3,)
         if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() in dims for v in args):
             return
-        if len({value.shape[1] for value in args}) == 1:
+        if len({value.shape[1] for value in args}) == 1 and not _has_factors_of(module, args):
             calls[module] = args
 
     parts = _parts_without_attention("", model)

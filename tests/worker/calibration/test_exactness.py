@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Gemma3TextConfig
+from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
@@ -124,6 +125,25 @@ def test_factors_of_each_head_count_as_no_matrix() -> None:
     for other in (Product((4, 16)), FirstRowRules((4, 16)), nn.Linear(16, 16, bias=False)):
         assert not exactness._multiplies_by_elements(other)
         assert list(exactness._plain_products(nn.ModuleList([other])))
+
+
+def test_norms_whose_first_dimension_is_the_tokens_are_not_tried_with_other_heads() -> None:
+    """As in Chameleon, whose norms of heads take no batch; others are tried as before."""
+
+    class FirstRowRules(ChameleonLayerNorm):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            normed: torch.Tensor = super().forward(hidden)
+            return normed + hidden.shape[-3] // 17
+
+    heads, rows = torch.randn(7, 4, 16), torch.randn(1, 7, 16)
+    for module, args, expected in (
+        (ChameleonLayerNorm((4, 16)), heads, False),
+        (FirstRowRules((4, 16)), heads, True),
+        (nn.LayerNorm(16), rows, True),
+    ):
+        with exactness._recorded_calls(module) as calls:
+            module(args)
+        assert (module in calls) is expected
 
 
 def test_a_vision_tower_that_text_never_reaches_does_not_count(tmp_path: Path) -> None:
