@@ -52,7 +52,7 @@ from protocol.process.turns import Account
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""
 
-_MOST_CLIENT_BYTES = 16
+_MAX_CLIENT_BYTES = 16
 
 log = logging.getLogger("troika.core")
 
@@ -370,4 +370,4 @@ class RunningEngine:
 
 def _origin(client: Client, add: AddRequest) -> str:
     """Return where a request comes from: a program that states no origin is one itself."""
-    return add.origin or f"client {client[:_MOST_CLIENT_BYTES].hex()}"
+    return add.origin or f"client {client[:_MAX_CLIENT_BYTES].hex()}"

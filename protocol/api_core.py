@@ -145,7 +145,8 @@ class AddRequest(Message):
     origin: Origin = ""
     """The API key or the address that the request came from; clients of the API cannot choose it.
     Empty: the client itself. Under the fair policy, requests without a tenant have an account for
-    each origin. Grammars of several origins, and of their tenants, are compiled in turns."""
+    each origin and adapter. Grammars of several origins, and of their tenants, are compiled in
+    turns."""
 
     @property
     def prompt(self) -> list[int] | bytes:

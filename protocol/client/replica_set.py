@@ -17,7 +17,7 @@ _SILENCE_S = 10.0
 """Seconds without a connection after which a replica is reported."""
 _MOST_CHARACTERS = 500
 """Maximum length of a description of differences."""
-_MOST_EXPLAINED = 4
+_MAX_EXPLAINED = 4
 """Maximum number of replicas in the reason why none serves."""
 NO_CORE = "inproc://no-core"
 """An address at which nothing listens, in no other process either."""
@@ -98,11 +98,11 @@ class ReplicaSet:
         present = [each for each in self.replicas if not each.is_closed and not each.is_retired]
         shown = [
             f"replica {replica.number}: {replica.client.why_not_ready()}"
-            for replica in present[:_MOST_EXPLAINED]
+            for replica in present[:_MAX_EXPLAINED]
             if replica.address != NO_CORE
         ]
-        if len(present) > _MOST_EXPLAINED:
-            shown.append(f"{len(present) - _MOST_EXPLAINED} more")
+        if len(present) > _MAX_EXPLAINED:
+            shown.append(f"{len(present) - _MAX_EXPLAINED} more")
         return "; ".join(shown)
 
     def silences(self) -> Iterator[tuple[int, str]]:

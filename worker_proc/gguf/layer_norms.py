@@ -65,13 +65,18 @@ def _starcoder(metadata: Metadata, file: MappedFiles) -> Config:
     }
 
 
-def _gptneox(metadata: Metadata, file: MappedFiles) -> Config:
-    _check_as_many_keys(metadata)
-    own = partly_rotated(metadata, file)
+def _rotation_and_epsilon(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return the rotation of a part of each head, and the epsilon of the norms."""
     check_head_size(metadata)
     return {
-        "rope_parameters": own["rope_parameters"],
+        "rope_parameters": partly_rotated(metadata, file)["rope_parameters"],
         "layer_norm_eps": metadata.number(LAYER_NORM_EPSILON),
+    }
+
+
+def _gptneox(metadata: Metadata, file: MappedFiles) -> Config:
+    _check_as_many_keys(metadata)
+    return _rotation_and_epsilon(metadata, file) | {
         "use_parallel_residual": metadata.flag(_PARALLEL, default=True),
         "attention_bias": has_bias(file, "attn_qkv"),
     }
@@ -123,22 +128,9 @@ def _falcon(metadata: Metadata, file: MappedFiles) -> Config:
     }
 
 
-def _phi2(metadata: Metadata, file: MappedFiles) -> Config:
-    own = partly_rotated(metadata, file)
-    check_head_size(metadata)
-    return {
-        "rope_parameters": own["rope_parameters"],
-        "layer_norm_eps": metadata.number(LAYER_NORM_EPSILON),
-    }
-
-
 def _stablelm(metadata: Metadata, file: MappedFiles) -> Config:
     """Return what StableLM has; a layer with one norm computes its halves from the same rows."""
-    own = partly_rotated(metadata, file)
-    check_head_size(metadata)
-    return {
-        "rope_parameters": own["rope_parameters"],
-        "layer_norm_eps": metadata.number(LAYER_NORM_EPSILON),
+    return _rotation_and_epsilon(metadata, file) | {
         "use_qkv_bias": has_bias(file, "attn_q"),
         "qk_layernorm": has_tensor(file, "attn_q_norm.weight"),
         "use_parallel_residual": not has_tensor(file, "ffn_norm.weight"),
@@ -314,7 +306,7 @@ LAYER_NORMS: Mapping[str, Architecture] = {
     "phi2": Architecture(
         "phi",
         "PhiForCausalLM",
-        _phi2,
+        _rotation_and_epsilon,
         _PHI2,
         top={"output_norm": "model.final_layernorm"},
         splits=split_queries,
