@@ -73,7 +73,7 @@ class Split(NamedTuple):
     pattern: str = ""
     """Of words; empty: that of GPT-2."""
     parts: tuple[pre_tokenizers.PreTokenizer, ...] = ()
-    """What splits text, in place of a pattern."""
+    """Steps that split text, used instead of a pattern."""
     first: tuple[str, ...] = ()
     """Patterns whose finds are split off before, one pattern after the other."""
     has_single_digits: bool = False

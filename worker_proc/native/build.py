@@ -36,7 +36,7 @@ NATIVE = ("-march=native",)
 # PyTorch brings OpenMP's library; a machine without a compiler may have an older one of C++.
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
 COMPILE_TIMEOUT_S = 600.0
-"""Of a whole library."""
+"""Limit for compiling a whole library, in seconds."""
 _LOCK_PAUSE_S = 0.05
 _SCRATCH = "compiling-"
 PREBUILT = _HERE / "prebuilt"

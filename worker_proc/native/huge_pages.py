@@ -15,7 +15,8 @@ import torch
 from worker_proc.native.packed_weights import round_up
 
 CHUNK_BYTES = 64 << 20
-"""Of a mapping; larger tensors have one of their own. Pages that are not written take no memory."""
+"""Size of a mapping; a larger tensor gets a separate one. Pages that are not written take no
+memory."""
 _ALIGNMENT = 128
 _HUGE_PAGE_BYTES = 2 << 20
 

@@ -4,7 +4,7 @@ import os
 import signal
 from typing import Any
 
-from protocol.lifecycle import Role
+from protocol.lifecycle import ProcessState, Role
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.streams import Stream
 
@@ -25,14 +25,19 @@ def replaced(engine: Engine, role: Role, epoch: int) -> Any:
     return view if is_back else None
 
 
+def settled(engine: Engine) -> Any:
+    """Return the pids and epochs of all processes once each of them, also a standby, is ready."""
+    rows = engine.ready().processes
+    is_settled = all(row.state is ProcessState.READY for row in rows)
+    return [(row.pid, row.epoch) for row in rows] if is_settled else None
+
+
 def test_view_follows_the_processes_and_the_stream_is_exact(start_engine: EngineFactory) -> None:
     engine = start_engine("--null-step-ms", "5")
     engine.readiness()
+    processes = eventually(lambda: settled(engine), "all processes are ready")
     view = engine.get("/debug/engine")
-    status = engine.ready()
-    assert [(row["pid"], row["epoch"]) for row in view["processes"]] == [
-        (row.pid, row.epoch) for row in status.processes
-    ]
+    assert [(row["pid"], row["epoch"]) for row in view["processes"]] == processes
     undisturbed = engine.post("/v1/completions", **BODY)["choices"][0]["text"]
     stream = Stream(engine.url(), BODY | {"stream": True})
     text = ""
