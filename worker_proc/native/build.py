@@ -136,6 +136,19 @@ def start_building() -> subprocess.Popen[bytes] | None:
     return subprocess.Popen([sys.executable, __file__], stdin=null, stdout=null, stderr=null)
 
 
+def why_cache_is_unusable() -> str | None:
+    """Return why no library can be written to the user's cache, or None if that is possible."""
+    try:
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except RuntimeError as error:  # no home directory
+        return str(error)
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+
+
 def compiler() -> str | None:
     """Return the C++ compiler's path, if there is one."""
     return shutil.which(os.environ.get("CXX", "g++"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from protocol.core_worker import UNLIMITED_BLOCKS, ModelFacts
-from worker_proc.native.build import compiler
+from worker_proc.native.build import compiler, why_cache_is_unusable
 from worker_proc.runner import PORTABLE_ATTENTION
 
 DECODERS = {
@@ -51,4 +51,9 @@ def _why_portable() -> str:
     )
     if compiler() is None:
         return f"no C++ compiler: {cost}; install g++ and start again"
+    if reason := why_cache_is_unusable():
+        return (
+            f"the native kernel cannot be kept ({reason}): {cost};"
+            " set XDG_CACHE_HOME to a directory that this user can write to"
+        )
     return f"the native kernel is not in use: {cost}; a second start uses it if it was compiled"

@@ -81,6 +81,21 @@ def test_a_missing_kernel_is_named_with_its_cost(
     assert lines[2:] == [sentence]
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "compiler", lambda: "/usr/bin/g++")
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    inexact = msgspec.structs.replace(FACTS, exact_resume=False, exact_resume_reason="x")
+    (sentence,) = list(announcement(inexact, PORTABLE_ATTENTION))[2:]
+    assert sentence == (
+        f"the native kernel cannot be kept ({file}/troika: Not a directory): {COST};"
+        " set XDG_CACHE_HOME to a directory that this user can write to"
+    )
+
+
 def test_what_prevents_an_exact_continuation_is_named() -> None:
     facts = msgspec.structs.replace(
         FACTS, device="cuda", exact_resume=False, exact_resume_reason="matrix products on cuda"
