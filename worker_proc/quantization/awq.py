@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.layer_rules import read_dynamic, scheme_by_rules
 from worker_proc.quantization.scheme import (
     CheckpointFormat,
     ReadTensor,
@@ -23,6 +24,10 @@ from worker_proc.quantization.weight import CodeKind, QuantizedWeight, unpack_in
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP_SIZES = (-1, 32, 64, 128)
+PARTS = frozenset({"qzeros", "scales"})
+"""The tensors of a layer next to its codes."""
+_LAYOUT_KEYS = ("version", "format", "checkpoint_format")
+"""Where AutoAWQ and GPTQModel name the layout."""
 _NUM_BITS = 4
 _PER_WORD = 8
 
@@ -60,10 +65,17 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 
 def read_awq(settings: Settings) -> CheckpointFormat:
     """Return the format that the settings describe."""
+    common, rules = read_awq_scheme(settings), read_dynamic(settings, read_awq_scheme)
+    return CheckpointFormat("awq", ("qweight",), PARTS, scheme_by_rules(rules, common))
+
+
+def read_awq_scheme(settings: Settings) -> AwqScheme:
+    """Return the scheme of all layers, or of some."""
     settings.one_of("bits" if settings.get("bits") is not None else "w_bit", (_NUM_BITS,))
     key = "group_size" if settings.get("group_size") is not None else "q_group_size"
     group_size = settings.one_of(key, GROUP_SIZES)
-    settings.one_of("version", ("gemm", "GEMM"), "gemm")
+    settings.one_of("method", ("awq",), "awq")
+    for layout in _LAYOUT_KEYS:
+        settings.one_of(layout, ("gemm", "GEMM"), "gemm")
     settings.one_of("zero_point", (True,), True)
-    scheme = AwqScheme(group_size)
-    return CheckpointFormat("awq", ("qweight",), frozenset({"qzeros", "scales"}), lambda _: scheme)
+    return AwqScheme(group_size)

@@ -22,6 +22,7 @@ from worker_proc.quantization.methods import (
     MODELOPT,
     OWN_FILE,
     check_method,
+    check_rotations,
     method_of,
 )
 from worker_proc.quantization.mlx import read_mlx
@@ -61,6 +62,7 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
         settings, method = settings_beside(path), MODELOPT
     else:
         settings = Settings(path, key, section)
+        check_rotations(path, section, key)
         method = method_of(section)
     if settings is None:
         return None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.layer_rules import read_dynamic, scheme_by_rules
 from worker_proc.quantization.scheme import (
     CheckpointFormat,
     ReadTensor,
@@ -23,6 +24,10 @@ from worker_proc.quantization.scheme import (
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight, unpack_int32
 
 GROUP_SIZES = (-1, 32, 64, 128)
+PARTS = frozenset({"qzeros", "scales", "g_idx"})
+"""The tensors of a layer next to its codes."""
+_FORMAT_KEYS = ("checkpoint_format", "format")
+"""Where AutoGPTQ and GPTQModel state the version of the format; a checkpoint may have one alone."""
 
 
 class GptqScheme:
@@ -75,16 +80,20 @@ def _order(g_idx: torch.Tensor | None, group_size: int, num_groups: int) -> torc
 
 def read_gptq(settings: Settings) -> CheckpointFormat:
     """Return the format that the settings describe."""
+    common, rules = read_gptq_scheme(settings), read_dynamic(settings, read_gptq_scheme)
+    return CheckpointFormat("gptq", ("qweight",), PARTS, scheme_by_rules(rules, common))
+
+
+def read_gptq_scheme(settings: Settings) -> GptqScheme:
+    """Return the scheme of all layers, or of some."""
     num_bits = settings.one_of("bits", (4, 8))
     group_size = settings.one_of("group_size", GROUP_SIZES, 128)
     settings.one_of("pack_dtype", ("int32",), "int32")
-    version = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    dynamic = settings.get("dynamic", {})
-    # A rule that begins with "-:" leaves layers as they are, and others have other settings.
-    if not isinstance(dynamic, dict) or not all(rule.startswith("-:") for rule in dynamic):
-        raise settings.unsupported("dynamic", "rules that begin with -:")
-    zero_offset = int(version == "gptq")
+    settings.one_of("method", ("gptq",), "gptq")
+    stated = [key for key in _FORMAT_KEYS if settings.get(key) is not None]
+    versions = {settings.one_of(key, ("gptq", "gptq_v2")) for key in stated} or {"gptq"}
+    if len(versions) > 1:
+        raise settings.unsupported("format", "the value of checkpoint_format")
+    zero_offset = int(versions == {"gptq"})
     has_order = settings.one_of("desc_act", (True, False), False)
-    scheme = GptqScheme(num_bits, group_size, zero_offset, has_order=has_order)
-    parts = frozenset({"qzeros", "scales", "g_idx"})
-    return CheckpointFormat("gptq", ("qweight",), parts, lambda _: scheme)
+    return GptqScheme(num_bits, group_size, zero_offset, has_order=has_order)

@@ -1,5 +1,6 @@
 """The formats of quantized checkpoints by their names; formats.py has what reads them."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,23 @@ def method_of(section: Mapping[str, Any]) -> Any:
 
 _JOINED_EXPERTS = ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text")
 """Types of models whose published checkpoints have the codes of all experts in one tensor."""
+
+
+_ROTATIONS = ("rotation", "rotation_config", "spinquant_config")
+"""Keys of GPTQModel and AutoRound for rows that are rotated before layers are computed."""
+
+
+def check_rotations(path: Path, section: Mapping[str, Any], key: str = KEY) -> None:
+    """Raise UnsupportedModel if weights are those of rotated rows, which no tensor may show.
+
+    `path` is that of the file with the settings, and `key` the one that they are under.
+    """
+    for name in _ROTATIONS:
+        if section.get(name):
+            raise UnsupportedModel(
+                f"{path}: {key}.{name} is {json.dumps(section[name])[:100]}; layers whose rows are"
+                " rotated first are not supported"
+            )
 
 
 def check_method(path: Path, method: object, model_type: object, key: str = KEY) -> None:

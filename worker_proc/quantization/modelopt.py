@@ -20,7 +20,7 @@ from worker_proc.quantization.scheme import UNUSED_PARTS, CheckpointFormat, Sett
 
 _ALGORITHM = "quant_algo"
 _MIXED, _MXFP8 = "MIXED_PRECISION", "MXFP8"
-_PLAIN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+_PLAIN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
 _CACHE_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
 _SECTION = "quantization"
 """Of hf_quant_config.json, or of a `quantization_config` that has its content."""

@@ -14,7 +14,7 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.parallel.share import Share, refuse
 from worker_proc.quantization.headers import read_headers, read_object
-from worker_proc.quantization.methods import KEY, check_method, method_of
+from worker_proc.quantization.methods import KEY, check_method, check_rotations, method_of
 from worker_proc.startup.model_types import model_types
 
 _LENGTH = "max_position_embeddings"
@@ -159,6 +159,7 @@ def refuse_config(directory: str) -> dict[str, Any]:
     for section in (config, config.get("text_config")):
         if isinstance(section, dict) and isinstance(section.get(KEY), dict):
             check_method(path, method_of(section[KEY]), model_type)
+            check_rotations(path, section[KEY])
     return config
 
 

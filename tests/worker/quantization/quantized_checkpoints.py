@@ -391,7 +391,7 @@ def modelopt(algorithm: str) -> Layout:
         **{"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]},
         "producer": {"name": "modelopt", "version": "0.47.0"},
     }
-    kind = "fp4" if algorithm == "NVFP4" else "fp8"
+    kind = "fp4" if "NVFP4" in algorithm else "fp8"
     return Layout(f"modelopt_{algorithm}", settings, encode, f"modelopt {kind}")
 
 
@@ -404,8 +404,25 @@ def auto_round(stored_as: Layout) -> Layout:
         "packing_format": packing[stored_as.settings["quant_method"]],
         "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "fp"}},
     }
+    if stored_as.settings.get("checkpoint_format") == "gptq_v2":
+        settings["packing_format"] = "auto_round"
     name = f"auto_round_{stored_as.name}"
-    return Layout(name, settings, stored_as.encode, "auto-round int4")
+    return Layout(name, settings, stored_as.encode, f"auto-round int{settings['bits']}")
+
+
+def auto_round_float(stored_as: Layout) -> Layout:
+    """AutoRound, which has the tensors of compressed-tensors for numbers in floating point."""
+    kind = "fp4" if "fp4" in stored_as.name else "fp8"
+    settings: dict[str, Any] = {"quant_method": "auto-round", "bits": int(kind[2:])}
+    if stored_as.name.startswith("float_quantized"):
+        settings |= {"packing_format": "auto_round:fp8_static", "data_type": "fp"}
+        settings |= {"group_size": -1}
+    else:
+        is_nv = stored_as.name.startswith("nv")
+        settings |= {"packing_format": "auto_round:llm_compressor", "act_bits": int(kind[2:])}
+        settings |= {"data_type": "nv_fp" if is_nv else "mx_fp", "group_size": 16 if is_nv else 32}
+    name = f"auto_round_{stored_as.name}"
+    return Layout(name, settings, stored_as.encode, f"auto-round {kind}")
 
 
 def bitsandbytes_int8() -> Layout:
@@ -508,8 +525,16 @@ LAYOUTS = (
     *(fp8_number(name) for name in ("weight_scale_inv", "qscale_weight")),
     fbgemm_fp8(),
     *(nvfp4_pack_quantized(), mxfp4_pack_quantized(), mxfp8_quantized()),
-    *(modelopt(algorithm) for algorithm in ("NVFP4", "FP8", "MXFP8")),
+    *(modelopt(algorithm) for algorithm in ("NVFP4", "W4A8_NVFP4_FP8", "FP8", "MXFP8")),
     *(auto_round(one) for one in (gptq(4, 128, is_symmetric=True), awq(64))),
+    auto_round(gptq(8, -1, is_symmetric=False, version=2)),
+    *map(
+        auto_round_float,
+        (
+            *(nvfp4_pack_quantized(), mxfp4_pack_quantized(), mxfp8_quantized()),
+            *map(float_quantized, ("channel", "tensor")),
+        ),
+    ),
 )
 
 

@@ -306,7 +306,24 @@ ROTATED_ROWS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"locatio
         (GPTQ | {"bits": True}, "bits is true"),
         (GPTQ | {"group_size": 16}, "group_size is 16; supported: -1 or 32 or 64 or 128"),
         (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
-        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic is .*rules that begin with -:"),
+        (GPTQ | {"format": "gptq_p"}, 'quantization_config.format is "gptq_p"; supported: "gptq"'),
+        (
+            GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"},
+            'format is "gptq_v2"; supported: the value of checkpoint_format',
+        ),
+        (GPTQ | {"rotation": "hadamard"}, 'rotation is "hadamard"; layers whose rows are rotated'),
+        (
+            GPTQ | {"dynamic": {"+:.*down": {"bits": 3}}},
+            r"dynamic\.\+:\.\*down\.bits is 3; support",
+        ),
+        (GPTQ | {"dynamic": {"+:(": {"bits": 8}}}, r"dynamic\.\+:\( is .*regular expressions"),
+        (
+            GPTQ | {"dynamic": {".*down": {"method": "awq"}}},
+            r'down\.method is "awq"; supported: "g',
+        ),
+        (GPTQ | {"dynamic": ["a"]}, r'dynamic is \["a"\], and must be an object'),
+        (AWQ | {"format": "gemv"}, 'format is "gemv"; supported: "gemm"'),
+        (AWQ | {"dynamic": {"a": {"group_size": 48}}}, r"dynamic\.a\.group_size is 48"),
         (AWQ | {"bits": 8}, "bits is 8; supported: 4"),
         (AWQ | {"version": "gemv"}, 'version is "gemv"; supported: "gemm"'),
         (AWQ | {"zero_point": False}, "zero_point is false"),
@@ -320,8 +337,19 @@ ROTATED_ROWS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"locatio
             MODELOPT | {"quantized_layers": {"a": {"quant_algo": "INT4"}}},
             r"layers\.a\.quant_algo is",
         ),
-        (ROUNDED | {"packing_format": "auto_round"}, 'packing_format is "auto_round"; supported'),
+        (ROUNDED | {"packing_format": "auto_round:fake"}, 'packing_format is "auto_round:fake"; s'),
+        (
+            ROUNDED | {"rotation_config": {"block_size": 32}},
+            'rotation_config is {"block_size": 32}',
+        ),
+        (
+            ROUNDED | {"extra_config": {"a": {"rotation_config": {"block_size": 32}}}},
+            r"config\.a\.rotation_config is .*supported: null",
+        ),
+        (ROUNDED | {"act_bits": 8}, "act_bits is 8; supported: 16 or 32"),
+        (ROUNDED | {"data_type": "int_asym_dq"}, 'data_type is "int_asym_dq"; supported: "int"'),
         (ROUNDED | {"extra_config": {"a": {"bits": 8}}}, r"config\.a\.bits is 8; supported: 4"),
+        (ROUNDED | {"extra_config": {".*(": {"bits": 4}}}, r"\.\*\( is .*regular expressions"),
         (
             ROUNDED | {"extra_config": {"a": {"bits": "16"}}},
             r'config\.a\.bits is "16"; supported: 4',
@@ -508,6 +536,59 @@ def encode_down_proj(directory: Path, expected: dict[str, torch.Tensor], layout:
         tensors |= {layer + part: value.contiguous() for part, value in parts.items()}
         expected[name] = values.float()
     save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("key", "rules"),
+    [
+        ("dynamic", {r"-:.*\.gate": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": -1}}),
+        ("dynamic", {r"model\.layers\.\d\.mlp\.down": {"bits": 8, "group_size": -1}}),
+        ("extra_config", {r".*\.down_proj$": {"bits": 8, "group_size": -1}}),
+        (
+            "extra_config",
+            {
+                **{
+                    f"model.layers.{number}.mlp.down_proj": {"bits": 8, "group_size": -1}
+                    for number in range(2)
+                },
+                ".*layers.*": {"bits": 4, "group_size": 64},
+            },
+        ),
+    ],
+    ids=["prefixes", "none", "regex", "names"],
+)
+def test_rules_give_layers_their_own_bits(key: str, rules: dict[str, Any], tmp_path: Path) -> None:
+    """Down projections have 8 bits and one group; other settings do not fit their tensors."""
+    four, eight = gptq(4, 64, is_symmetric=False), gptq(8, -1, is_symmetric=False)
+    layout = auto_round(four) if key == "extra_config" else four
+    dense = write_quantized(tmp_path / "coded", layout)
+    expected = load_file(dense / "model.safetensors")
+    encode_down_proj(tmp_path / "coded", expected, eight)
+    change_config(tmp_path / "coded", quantization_config=layout.settings | {key: rules})
+    for name, stored in open_files(tmp_path / "coded").weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+    change_config(tmp_path / "coded", quantization_config=layout.settings)
+    with pytest.raises(CheckpointError, match=r"down_proj has a (scales|g_idx) of shape"):
+        open_files(tmp_path / "coded")
+
+
+@pytest.mark.parametrize("key", ["format", "checkpoint_format"])
+def test_either_key_states_the_version_of_gptq(key: str, tmp_path: Path) -> None:
+    layout = gptq(4, 64, is_symmetric=False, version=2)
+    layout.settings.pop("checkpoint_format")
+    dense = write_quantized(
+        tmp_path / "coded", replace(layout, settings=layout.settings | {key: "gptq_v2"})
+    )
+    expected = load_file(dense / "model.safetensors")
+    for name, stored in open_files(tmp_path / "coded").weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+
+
+def test_rotated_rows_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    LlamaConfig(**WIDE).save_pretrained(tmp_path)
+    change_config(tmp_path, quantization_config=GPTQ | {"rotation": "hadamard"})
+    with pytest.raises(UnsupportedModel, match="rows are rotated first are not supported"):
+        refuse_config(str(tmp_path))
 
 
 def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
