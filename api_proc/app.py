@@ -173,6 +173,8 @@ class _Endpoint:
         interval_s, budget = self.keep_alive_interval_s, self.state.budget
         connection = Connection(scope, receive, send, interval_s, budget)
         connection.is_forwarded = self.is_forwarded
+        if self.state.sessions is not None:
+            connection.session_lease = self.state.sessions.lease_of(connection.request_id)
         try:
             await self.handler(self.state, connection)
         except ApiError as error:
@@ -194,7 +196,8 @@ async def start_sessions(state: ApiState) -> None:
             directory = os.path.join(config.journal_dir, f"api-{state.ids.index}")
             config = msgspec.structs.replace(config, journal_dir=directory)
         count_end = state.metrics.count_end
-        state.sessions = Sessions(state.client, config, count_end, kept=state.stored_responses)
+        kept, clients = state.stored_responses, state.budget.clients
+        state.sessions = Sessions(state.client, config, count_end, kept=kept, clients=clients)
         state.stored_responses.journaling = state.sessions.journaling
         apis = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
         state.sessions.start({api.path: api.decode_accepted for api in apis})

@@ -6,16 +6,52 @@ from api_proc.errors import ApiError, overloaded
 from protocol.api_core import ErrorCode
 
 
-class Budget:
-    """Counts open requests and their bytes; past a bound a request is rejected with 429."""
+class ClientBudget:
+    """Counts the sequences of each client; past the bound a request is rejected."""
 
-    def __init__(self, max_requests: int, max_bytes: int, max_per_client: int = 0) -> None:
+    def __init__(self, max_per_client: int = 0) -> None:
         """`max_per_client` bounds the sequences of each client; 0: no bound."""
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
         self._max_per_client = max_per_client
         self._num_of: Counter[str] = Counter()
         """Sequences of each client; a request whose prompts are not known yet counts as one."""
+
+    def check_size(self, num_sequences: int) -> None:
+        """Raise a 400 if a client may never have as many sequences open."""
+        most = self._max_per_client
+        if most and num_sequences > most:
+            text = f"max_open_requests_per_client: {num_sequences} sequences are more than {most}"
+            raise ApiError(400, text, code=ErrorCode.INVALID)
+
+    def check(self, client: str, more: int) -> None:
+        """Raise a 429 if a client may not have this number of further sequences now."""
+        num_open, most = self._num_of[client], self._max_per_client
+        if more > 0 and most and num_open + more > most:
+            raise overloaded(
+                f"max_open_requests_per_client: {num_open} of this client's {most} requests and"
+                f" sequences are open, and this request adds {more}"
+            )
+
+    def count(self, client: str, more: int) -> None:
+        """Count further sequences of a client, whatever the bound is; `more` may be negative."""
+        self._num_of[client] += more
+        if not self._num_of[client]:
+            del self._num_of[client]
+
+    def num_of(self, client: str) -> int:
+        """Return the number of a client's sequences."""
+        return self._num_of[client]
+
+
+class Budget:
+    """Counts open requests and their bytes; past a bound a request is rejected with 429."""
+
+    def __init__(
+        self, max_requests: int, max_bytes: int, clients: ClientBudget | None = None
+    ) -> None:
+        """`clients` counts the sequences of each client; by default there is no bound for them."""
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self.clients = clients or ClientBudget()
         self.num_requests = 0
         self.num_bytes = 0
 
@@ -38,25 +74,6 @@ class Budget:
         self.num_requests += 1
         return lease
 
-    def check_size(self, num_sequences: int) -> None:
-        """Raise a 400 if a client may never have as many sequences open."""
-        most = self._max_per_client
-        if most and num_sequences > most:
-            text = f"max_open_requests_per_client: {num_sequences} sequences are more than {most}"
-            raise ApiError(400, text, code=ErrorCode.INVALID)
-
-    def count(self, client: str, more: int) -> None:
-        """Count more sequences of a client, or raise a 429; a negative number always succeeds."""
-        num_open, most = self._num_of[client], self._max_per_client
-        if more > 0 and most and num_open + more > most:
-            raise overloaded(
-                f"max_open_requests_per_client: {num_open} of this client's {most} requests and"
-                f" sequences are open, and this request adds {more}"
-            )
-        self._num_of[client] += more
-        if not self._num_of[client]:
-            del self._num_of[client]
-
     def reserve(self, num_bytes: int) -> None:
         """Reserve `num_bytes` more, or raise a 429; a single request may have any size."""
         if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
@@ -70,15 +87,21 @@ class Budget:
 
 
 class Lease:
-    """What one request holds of the budget."""
+    """What one request holds of the budget.
 
-    __slots__ = ("_budget", "_client", "_num_bytes", "_num_sequences")
+    The lease of a request in a journal counts its sequences as long as it runs, with or without a
+    connection. It includes one connection that reads them; further ones count as one each.
+    """
+
+    __slots__ = ("_budget", "_is_read", "_num_bytes", "_num_sequences", "client")
 
     def __init__(self, budget: Budget, num_bytes: int, client: str | None = None) -> None:
         self._budget: Budget | None = budget
         self._num_bytes = num_bytes
-        self._client = client
+        self.client = client
+        """For which the sequences count; None: for no client."""
         self._num_sequences = 0
+        self._is_read = False
 
     def grow(self, num_bytes: int) -> None:
         """Reserve `num_bytes` more, or raise a 429."""
@@ -88,15 +111,43 @@ class Lease:
 
     def count_sequences(self, number: int) -> None:
         """Set the number of sequences; raise a 429, or a 400 if no client may have as many."""
-        if self._budget is not None and self._client is not None:
-            self._budget.check_size(number)
-            self._budget.count(self._client, number - self._num_sequences)
+        if self._budget is not None and self.client is not None:
+            clients = self._budget.clients
+            clients.check_size(number)
+            clients.check(self.client, number - self._num_sequences)
+            self._set(number)
+
+    def count_restored(self, client: str, number: int) -> None:
+        """Count the sequences of a request that a predecessor accepted, even past the bound."""
+        self.client = client
+        self._set(number)
+
+    def take_sequences(self, connection: "Lease") -> None:
+        """Count the sequences that the lease of a connection counts, instead of that."""
+        number, self.client = connection._num_sequences, connection.client
+        connection._set(0)
+        self._set(number)
+
+    def begin_reading(self, client: str) -> bool:
+        """Include a connection of this client; returns False if it counts by itself."""
+        if self._is_read or self.client != client or not self._num_sequences:
+            return False
+        self._is_read = True
+        return True
+
+    def end_reading(self) -> None:
+        """The included connection has ended."""
+        self._is_read = False
+
+    def _set(self, number: int) -> None:
+        if self._budget is not None and self.client is not None:
+            self._budget.clients.count(self.client, number - self._num_sequences)
             self._num_sequences = number
 
     def close(self) -> None:
         """Release everything; a second call has no effect."""
         if self._budget is not None:
-            self.count_sequences(0)
+            self._set(0)
             self._budget.num_bytes -= self._num_bytes
             self._budget.num_requests -= 1
             self._budget = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from api_proc.adapters.registry import AdapterRegistry
-from api_proc.budget import Budget
+from api_proc.budget import Budget, ClientBudget
 from api_proc.errors import ApiError, overloaded, unavailable
 from api_proc.http.api_keys import ApiKeys
 from api_proc.http.json_body import LargeRequests
@@ -83,9 +83,8 @@ class ApiState:
         ).exposition
         self.is_draining = False
         api = config.api
-        self.budget = Budget(
-            api.max_open_requests, api.max_open_bytes, api.max_open_requests_per_client
-        )
+        clients = ClientBudget(api.max_open_requests_per_client)
+        self.budget = Budget(api.max_open_requests, api.max_open_bytes, clients)
         self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
         self.large_answers = asyncio.Lock()

@@ -11,6 +11,7 @@ from protocol.config import ApiConfig
 
 MAX_KEYS = 1024
 _MAX_FILE_BYTES = 1024 * 1024
+_NAME_BYTES = 8
 _COMMENT = re.compile(rb"(^|\s)#.*")
 
 log = logging.getLogger("troika.api")
@@ -34,13 +35,16 @@ class ApiKeys:
         """Replace the keys of the file."""
         self._hashes = [*self._configured, *map(_hash, keys)]
 
-    def number_of(self, key: bytes) -> int | None:
-        """Return the index of a key, or None if it is not valid, in the same time for every key."""
-        given, number = _hash(key), None
-        for place, known in enumerate(self._hashes):
-            if hmac.compare_digest(given, known):
-                number = place
-        return number
+    def name_of(self, key: bytes) -> str | None:
+        """Return the name of a key, or None if it is not valid, in the same time for every key.
+
+        The name is part of the key's hash. So it stays when other keys are added or removed, and
+        after a restart.
+        """
+        given, is_valid = _hash(key), False
+        for known in self._hashes:
+            is_valid = hmac.compare_digest(given, known) or is_valid
+        return f"key {given[:_NAME_BYTES].hex()}" if is_valid else None
 
 
 def read_keys(file: Path) -> list[bytes]:

@@ -100,6 +100,10 @@ class Connection:
     ) -> None:
         self._budget = budget
         self._lease: Lease | None = None
+        self.session_lease: Lease | None = None
+        """Lease of the request in the journal that has this request's id, if there is one."""
+        self._is_included = False
+        """Whether that lease counts this connection."""
         self._unread: bytes | None = None
         self._has_rest = any(
             name in _FRAMING and value != b"0" for name, value in scope.get("headers", ())
@@ -148,7 +152,10 @@ class Connection:
             raw, self._unread = self._unread, None
             return raw
         if self._budget is not None:
-            self._lease = self._budget.open(client=None if is_control else self.origin)
+            session, client = self.session_lease, None if is_control else self.origin
+            if session is not None and client is not None and session.begin_reading(client):
+                self._is_included, client = True, None
+            self._lease = self._budget.open(client=client)
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")
@@ -210,9 +217,24 @@ class Connection:
             self._lease.grow(num_bytes)
 
     def count_sequences(self, number: int) -> None:
-        """Count the request's sequences for its client, or raise a 400 or a 429."""
+        """Count the sequences of a new request for its client, or raise a 400 or a 429."""
         if self._lease is not None:
+            if self._is_included:  # the request that had this id is over
+                self._end_reading()
+                self._lease.client = self.origin
             self._lease.count_sequences(number)
+
+    def pass_sequences(self, session_lease: Lease) -> None:
+        """Let the lease of a request in the journal count the sequences from here on."""
+        if self._lease is not None:
+            session_lease.take_sequences(self._lease)
+            self.session_lease = session_lease
+            self._is_included = session_lease.begin_reading(self.origin)
+
+    def _end_reading(self) -> None:
+        if self.session_lease is not None and self._is_included:
+            self.session_lease.end_reading()
+        self._is_included = False
 
     @property
     def last_event_id(self) -> str | None:
@@ -238,6 +260,7 @@ class Connection:
         """Stop watching and release the request's budget."""
         if self._lease is not None:
             self._lease.close()
+        self._end_reading()
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()

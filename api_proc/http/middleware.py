@@ -99,10 +99,10 @@ class AuthMiddleware:
         keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
         # Of several credentials a proxy could have checked another one.
         is_single = max(len(bearers), len(keys)) == 1 and len({*bearers, *keys}) == 1
-        number = self._keys.number_of((bearers + keys)[0]) if is_single else None
-        if number is not None:
-            scope[ORIGIN_KEY] = f"key {number}"
-        return number is not None
+        name = self._keys.name_of((bearers + keys)[0]) if is_single else None
+        if name is not None:
+            scope[ORIGIN_KEY] = name
+        return name is not None
 
 
 def _token(authorization: bytes) -> bytes:

@@ -175,6 +175,7 @@ class Generation:
             age_s = time.monotonic() - self.arrival
             self._session = self._sessions.begin(request_id, path, raw, decoded, age_s=age_s)
             self._sessions.attach(self._session)
+            self._connection.pass_sequences(self._session.lease)
             self.created = self._session.accepted.created  # the same for all its connections
 
     async def prepare(self, work: Coroutine[Any, Any, list[Prompt]]) -> list[Prompt]:

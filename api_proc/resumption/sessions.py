@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from api_proc.bodies import SamplingBody
-from api_proc.budget import Budget, Lease
+from api_proc.budget import Budget, ClientBudget, Lease
 from api_proc.errors import ApiError, counted_as, unavailable
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.journal import Journal
@@ -131,17 +131,21 @@ class Sessions:
         on_end: Callable[[str], None] = lambda reason: None,
         *,
         kept: Kept | None = None,
+        clients: ClientBudget | None = None,
         clock: Clock = time,
         make_journal: Callable[..., Journal] = Journal,
     ) -> None:
-        """`on_end` gets the finish reason of each sequence that ends unread."""
+        """`on_end` gets the finish reason of each sequence that ends unread.
+
+        `clients` counts the sequences of each client, also those without a connection.
+        """
         assert config.journal_dir is not None
         self._on_end = on_end
         self._kept = kept
         self._client = client
         self._clock = clock
         self._window_s = config.resume_window_s
-        self._budget = Budget(config.max_open_requests, config.max_open_bytes)
+        self._budget = Budget(config.max_open_requests, config.max_open_bytes, clients)
         self._by_id: dict[str, Session] = {}
         # Greater than any number of a predecessor, whose journal may be read only later.
         self._next_number = int(clock.time() * 1e6)
@@ -165,6 +169,11 @@ class Sessions:
     def close(self) -> None:
         """Flush the journal; open requests stay in it for a successor."""
         self.journaling.close()
+
+    def lease_of(self, request_id: str) -> Lease | None:
+        """Return the lease of the session with this id, if there is one."""
+        session = self._by_id.get(request_id)
+        return None if session is None else session.lease
 
     def find(
         self, request_id: str, path: str, raw: bytes, last_event_id: str | None
@@ -270,6 +279,8 @@ class Sessions:
         session.is_sent = session.is_sent or is_sent
         if session.num_attached or not self._is_open(session):
             return
+        if session.is_sent:
+            session.lease.count_sequences(0)
         has_failed = any(history.error is not None for history in session.histories)
         if has_failed or not session.is_known or not session.histories:
             self.remove(session)
@@ -383,7 +394,11 @@ class Sessions:
         for add, replayed in zip(accepted.adds, request.histories, strict=True):
             self._adopt(session, add, replayed)
         self._watch_deadline(session)
-        return not session.is_ended
+        if session.is_ended:
+            return False
+        adds = accepted.adds
+        session.lease.count_restored(adds[0].origin, len(adds))
+        return True
 
     def _adopt(self, session: Session, add: AddRequest, replayed: History) -> None:
         history = self._new_history(session)

@@ -69,14 +69,32 @@ def test_ambiguous_or_wrong_credentials_are_rejected(
 
 
 def test_the_key_is_the_origin_of_a_request(live: LiveServer) -> None:
-    """The engine learns the place of the key, not the key."""
+    """The engine gets a part of the key's hash, not the key."""
     for key in ("given-1", "from-file-2", "given-1"):
         headers = {"authorization": f"Bearer {key}"}
         body = {"prompt": "hi", "max_tokens": 1, "user": "gold"}
         httpx.post(live.url + "/v1/completions", headers=headers, json=body)
     assert isinstance(live.client, FakeClient)
     origins = [(add.origin, add.tenant) for add in live.client.requests]
-    assert origins == [("key 0", "gold"), ("key 3", "gold"), ("key 0", "gold")]
+    names = ["key 93a8f30d9e213cc0", "key 1b5841fc832e834d", "key 93a8f30d9e213cc0"]
+    assert origins == [(name, "gold") for name in names]
+
+
+def test_the_name_of_a_key_stays_when_others_come_and_go(tmp_path: Path) -> None:
+    """A client's requests count for one account, also after a restart."""
+    config = configure(model="null", api_key=["given"], api_key_file=str(tmp_path / "keys"))
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    keys = ApiKeys(config.api)
+    names = {key: keys.name_of(key) for key in (b"given", b"first", b"second")}
+    assert len(set(names.values())) == 3
+    keys.take([b"other", b"second"])
+    assert keys.name_of(b"first") is None
+    assert [keys.name_of(key) for key in (b"given", b"second")] == [
+        names[b"given"],
+        names[b"second"],
+    ]
+    (tmp_path / "keys").write_text("second # the first one was removed\n")
+    assert ApiKeys(config.api).name_of(b"second") == names[b"second"]
 
 
 @pytest.mark.parametrize(
@@ -170,8 +188,8 @@ def test_keys_of_a_new_process_without_its_file(tmp_path: Path) -> None:
     """It rejects every request instead of serving without keys."""
     config = configure(model="null", api_key_file=str(tmp_path / "gone"))
     keys = ApiKeys(config.api)
-    assert keys.number_of(b"") is None
-    assert keys.number_of(b"x") is None
+    assert keys.name_of(b"") is None
+    assert keys.name_of(b"x") is None
 
 
 def test_the_number_of_keys_is_bounded(tmp_path: Path) -> None:

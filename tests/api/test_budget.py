@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from api_proc.budget import Budget
+from api_proc.budget import Budget, ClientBudget
 from api_proc.errors import ApiError
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
@@ -35,7 +35,7 @@ def test_requests_and_bytes_are_bounded() -> None:
 
 
 def test_requests_and_sequences_of_a_client_are_bounded() -> None:
-    budget = Budget(100, 100, max_per_client=3)
+    budget = Budget(100, 100, ClientBudget(3))
     lease = budget.open(client="a")
     lease.count_sequences(2)
     other = budget.open(client="a")

@@ -214,7 +214,9 @@ DIRECTIONS = [
             Adopt(17),
             Sleep(),
             CompileGrammar(3, Grammar(GrammarKind.REGEX, "[a-z]+"), is_proven=True),
-            CompileGrammar(4, Grammar(GrammarKind.REGEX, "a"), origin="key 1", tenant="gold"),
+            CompileGrammar(
+                4, Grammar(GrammarKind.REGEX, "a"), origin="key 93a8f30d9e213cc0", tenant="gold"
+            ),
             LoadAdapter(_ADAPTER, keeps=False),
             StoreBlocks([3, 4], [bytes(32), bytes(33)], [2], [bytes(33)]),
             LoadBlocks(7, [5], [bytes(range(32))]),

@@ -381,3 +381,30 @@ def deadline_after_a_kill(engine: Engine, timeout_s: float) -> dict[str, Any] | 
     [*_, last, done] = again.events()
     assert done.data == "[DONE]"
     return dict(json.loads(last.data)["error"])
+
+
+@pytest.mark.slow
+def test_requests_without_a_connection_count_for_their_client_after_a_death() -> None:
+    """Their client may read them nevertheless, and then begin others."""
+    with EngineFactory() as factory:
+        flags = ("--journal-dir", f"{factory.base}/journal", "--null-step-ms", "5")
+        engine = factory("--max-open-requests-per-client", "4", *flags)
+        engine.ready()
+        fields = body(n=2, max_tokens=1500)
+        whole = content(Stream(engine.url(), fields).events())
+        seen: dict[str, list[Event]] = {}
+        for name in ("a", "b"):
+            stream = Stream(engine.url(), fields, headers={"X-Request-Id": name})
+            event = stream.next()
+            assert event is not None
+            seen[name] = [event]
+            stream.reset()
+        eventually(lambda: metric(engine, "http_requests_open") == 0, "it is noticed")
+        for kill in (Role.CORE, Role.API):
+            assert error_of(Stream(engine.url(), body())) == (429, "overloaded")
+            engine.kill(kill)
+        assert error_of(Stream(engine.url(), body())) == (429, "overloaded")
+        for name, events in seen.items():
+            headers = {"X-Request-Id": name, "Last-Event-ID": str(events[-1].id)}
+            assert content(events + Stream(engine.url(), fields, headers=headers).events()) == whole
+        assert content(Stream(engine.url(), fields).events()) == whole

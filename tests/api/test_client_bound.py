@@ -1,0 +1,135 @@
+"""The bound of each client's open requests, with a journal: also without connections."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_proc.app import start_sessions
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.config.settings import configure
+from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
+
+KEYS = ("one", "two")
+MOST = 4
+
+
+class JournaledServer(LiveServer):
+    """A server with a journal, whose requests wait for `proceed` after their first output."""
+
+    def __init__(self, directory: Path) -> None:
+        config = configure(
+            model="null",
+            journal_dir=str(directory),
+            api_key=KEYS,
+            max_open_requests_per_client=MOST,
+            resume_window_s=600.0,
+        )
+        super().__init__(config, FakeClient(script=self._script))
+        self.has_proceeded = False
+
+    def _script(self, add: AddRequest) -> Iterator[RequestOutput]:
+        for i, output in enumerate(repeating()(add)):
+            self.client.is_paused = i >= 1 and not self.has_proceeded
+            yield output
+
+    def proceed(self) -> None:
+        """Let all requests end."""
+        self.has_proceeded = True
+        self.client.is_paused = False
+
+    async def _serve(self) -> None:
+        await start_sessions(self.state)
+        await super()._serve()
+        assert self.state.sessions is not None
+        self.state.sessions.close()
+
+    @property
+    def sessions(self) -> Any:
+        return self.state.sessions
+
+    def num_of(self, name: str) -> int:
+        """Return the number of sequences that count for a key."""
+        origin = self.state.api_keys.name_of(name.encode())
+        assert origin is not None
+        return self.state.budget.clients.num_of(origin)
+
+    def post(self, name: str, n: int = 1, key: str = "one", **fields: Any) -> Any:
+        """Return a stream, as a context manager."""
+        headers = {"authorization": f"Bearer {key}", "x-request-id": name}
+        body = {"prompt": "hi", "max_tokens": 20, "stream": True, "seed": 1, "n": n, **fields}
+        return httpx.stream(
+            "POST", self.url + "/v1/completions", json=body, headers=headers, timeout=30
+        )
+
+    def status(self, name: str, n: int = 1, key: str = "one", **fields: Any) -> int:
+        """Begin a request, and drop its connection."""
+        with self.post(name, n, key, **fields) as response:
+            status: int = response.status_code
+        return status
+
+    def wait_dropped(self) -> None:
+        """Wait until no connection reads."""
+        wait_until(lambda: not self.state.budget.num_requests)
+
+
+def test_requests_that_run_without_a_connection_count_for_their_client(tmp_path: Path) -> None:
+    """Also after a restart; their client can read them although it has reached its bound."""
+    with JournaledServer(tmp_path) as server:
+        assert [server.status(name, n=2) for name in "ab"] == [200, 200]
+        server.wait_dropped()
+        assert server.num_of("one") == MOST
+        assert server.status("c") == 429
+        assert server.status("other", n=MOST, key="two") == 200
+        with server.post("a", n=2) as reading:
+            assert reading.status_code == 200
+            next(reading.iter_text())
+            assert server.num_of("one") == MOST, "with its connection it counts no more"
+            assert server.status("a", n=2) == 429, "further connections count"
+            assert server.status("b", n=2, key="two") == 429, "those of others do, too"
+        server.wait_dropped()
+    with JournaledServer(tmp_path) as server:
+        assert (server.num_of("one"), server.num_of("two")) == (MOST, MOST)
+        assert server.status("c") == 429
+        with server.post("a", n=2) as reading:
+            assert reading.status_code == 200
+            server.proceed()
+            assert reading.read().endswith(b"data: [DONE]\n\n")
+        wait_until(lambda: server.num_of("one") == 2)
+        with server.post("c", n=2) as whole:
+            assert whole.status_code == 200
+            assert whole.read().endswith(b"data: [DONE]\n\n")
+        for name, n, key in (("b", 2, "one"), ("other", MOST, "two")):
+            with server.post(name, n, key) as rest:
+                assert rest.read().endswith(b"data: [DONE]\n\n")
+        wait_until(lambda: not server.num_of("one") + server.num_of("two"))
+
+
+def test_a_request_with_the_id_of_one_that_is_over_counts(tmp_path: Path) -> None:
+    with JournaledServer(tmp_path) as server:
+        assert server.status("r", n=2) == 200
+        server.wait_dropped()
+        server.proceed()
+        [session] = server.sessions._by_id.values()
+        wait_until(lambda: session.is_ended)
+        assert server.num_of("one") == 2, "its answer was not sent"
+        server.has_proceeded = False
+        for n, status in ((MOST + 1, 400), (MOST, 200)):
+            assert server.status("r", n=n, prompt="another") == status
+            server.wait_dropped()
+        assert server.num_of("one") == MOST
+        assert server.status("more") == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_were_sent_do_not_count(tmp_path: Path, stream: bool) -> None:
+    with JournaledServer(tmp_path) as server:
+        server.proceed()
+        for i in range(2 * MOST):
+            with server.post(f"r{i}", n=2, stream=stream, max_tokens=2) as response:
+                assert response.status_code == 200
+                response.read()
+            server.wait_dropped()
+            assert server.num_of("one") == 0
