@@ -26,7 +26,7 @@ MAX_PIECES = 1024
 """Maximum number of named pieces in a prompt; later tokens are not compared."""
 _LEAST_PIECE_TOKENS = 64
 _NAME_BYTES = 8
-_NOTHING: OrderedDict[bytes, None] = OrderedDict()
+_NOTHING: OrderedDict[bytes, int] = OrderedDict()
 
 
 def piece_tokens(block_size: int) -> int:
@@ -64,9 +64,10 @@ class PrefixIndex:
     """The names of the prefixes of all replicas."""
 
     def __init__(self) -> None:
-        self._known: dict[int, OrderedDict[bytes, None]] = {}
-        """Names of each replica, the most recently used last."""
+        self._known: dict[int, OrderedDict[bytes, int]] = {}
+        """Names of each replica, the most recently used last, with its place among the holders."""
         self._holders: dict[bytes, list[int]] = {}
+        """Replicas of each name in any order; a removed one is replaced by the last one."""
 
     def __len__(self) -> int:
         """Number of names of all replicas."""
@@ -91,28 +92,32 @@ class PrefixIndex:
             if name in known:
                 known.move_to_end(name)
             else:
-                known[name] = None
-                self._holders.setdefault(name, []).append(replica)
+                holders = self._holders.setdefault(name, [])
+                known[name] = len(holders)
+                holders.append(replica)
         while len(known) > most:
-            self._drop(replica, known.popitem(last=False)[0])
+            self._drop(*known.popitem(last=False))
 
     def remove(self, replica: int, names: Iterable[bytes]) -> None:
         """Remove pieces that a replica no longer has."""
         known = self._known.get(replica, _NOTHING)
         for name in names:
-            if name in known:
-                del known[name]
-                self._drop(replica, name)
+            if (place := known.pop(name, None)) is not None:
+                self._drop(name, place)
 
     def forget(self, replica: int) -> None:
         """Forget all pieces of a replica whose cache is empty."""
-        for name in self._known.pop(replica, ()):
-            self._drop(replica, name)
+        for name, place in self._known.pop(replica, _NOTHING).items():
+            self._drop(name, place)
 
-    def _drop(self, replica: int, name: bytes) -> None:
+    def _drop(self, name: bytes, place: int) -> None:
+        """Remove the replica at a place, however many have the piece, in constant time."""
         holders = self._holders[name]
-        holders.remove(replica)
-        if not holders:
+        last = holders.pop()
+        if place < len(holders):
+            holders[place] = last
+            self._known[last][name] = place
+        elif not holders:
             del self._holders[name]
 
 

@@ -1,7 +1,9 @@
 """The choice of a replica, and the index of prefixes: properties of pure functions."""
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -216,6 +218,35 @@ def test_index_is_bounded_and_keeps_whole_prefixes() -> None:
         # A piece is known only with all before it.
         known = [bool(index.holders(name)) for name in names]
         assert known == sorted(known, reverse=True)
+
+
+def test_holders_are_those_of_a_plain_index() -> None:
+    """Whatever is added, removed, displaced and forgotten, and in whichever order."""
+    index, rng, most = PrefixIndex(), random.Random(5), 12
+    plain: dict[int, OrderedDict[bytes, None]] = {number: OrderedDict() for number in range(6)}
+    every = [names_of(*seeds) for seeds in product(range(3), repeat=3)]
+    for _ in range(2000):
+        number, names = rng.randrange(6), rng.choice(every)
+        known = plain[number]
+        action = rng.random()
+        if action < 0.8:
+            index.add(number, names, most)
+            for name in reversed(names):
+                known[name] = None
+                known.move_to_end(name)
+            while len(known) > most:
+                known.popitem(last=False)
+        elif action < 0.98:
+            index.remove(number, names[1:])
+            for name in names[1:]:
+                known.pop(name, None)
+        else:
+            index.forget(number)
+            known.clear()
+        for name in names:
+            expected = [each for each, known in plain.items() if name in known]
+            assert sorted(index.holders(name)) == expected
+    assert len(index) == sum(map(len, plain.values()))
 
 
 def test_names_depend_on_salt_adapter_and_all_tokens_before_and_not_on_the_form() -> None:

@@ -54,8 +54,12 @@ class World:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.now = 0.0
+        self._computed_ns = 0
+        """Time in which replicas simulated steps since the router was last called."""
         self._replicas = [
-            SimulatedReplica(number, plan.costs, plan.num_blocks, lambda: self.now)
+            SimulatedReplica(
+                number, plan.costs, plan.num_blocks, lambda: self.now, self._count_computed
+            )
             for number in range(plan.num_replicas)
         ]
         self._router = Router(plan.policy, self._replicas, Random(plan.seed))
@@ -109,15 +113,19 @@ class World:
         if self._plan.policy is RoutingPolicy.PREFIX_AWARE:
             names = piece_names(PackedPrompt(asked.turn.prompt.tobytes(), 0), PIECE_TOKENS)
         hashed = time.perf_counter_ns()
+        self._computed_ns = 0
         chosen = self._router.choose(names, PIECE_TOKENS)
         if chosen is None:
             self._waiting.append((req_id, asked, outputs))
             return
         self._router.index.add(chosen.number, names, self._plan.num_blocks)
-        self.tally.routed(hashed - began, time.perf_counter_ns() - hashed)
+        self.tally.routed(hashed - began, time.perf_counter_ns() - hashed - self._computed_ns)
         replica = self._replicas[chosen.number]
         replica.add(req_id, Asked(asked.turn, asked.sent_at, chosen.num_cached_tokens), outputs)
         self._wake_later(replica)
+
+    def _count_computed(self, nanoseconds: int) -> None:
+        self._computed_ns += nanoseconds
 
     # Replicas -----------------------------------------------------------------------------------
 
